@@ -1,6 +1,7 @@
 """Private names of torch: looked up in one room, and regions run without each."""
 
 import ast
+import functools
 import json
 import os
 import subprocess
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 import polycast
+import polycast_cpu
 from polycast.engine import installation
 from polycast.torch_internals import dispatcher, lookup, names
 
@@ -18,18 +20,19 @@ assert names  # its names are looked up
 
 CORE = Path(polycast.__file__).parent
 LACKING = Path(__file__).with_name("lacking.py")
+BACKENDS = Path(polycast_cpu.__file__).parent.parent
 MAY_READ = {
     "compilers/backward.py": "the configuration that wrap_joint has checked",
-    "compilers/casts_in_graphs.py": "Dynamo's interface for the code that it traces, used while it traces",
     "compilers/guards.py": "names that guard_dynamo has checked",
-    "compilers/torchscript.py": "names that torch.jit.script looks for, used while it compiles",
-    "drop_in/shim.py": "Dynamo's graph_break, used while it traces",
     "precision/explain.py": "fake tensors and their errors, used while it explains a model",
     "testing/kernel_checks.py": "the conformance suite runs in tests",
     "testing/oracle.py": "the conformance suite runs in tests",
     "testing/op_checks.py": "the conformance suite runs in tests",
     "testing/recipe_checks.py": "the conformance suite runs in tests",
     "testing/subject.py": "the conformance suite runs in tests",
+    "polycast_cuda/float8.py": "the recipe is available only if the op has the signature that it knows",
+    "polycast_cuda/kernels.py": "an op that it has looked for",
+    "polycast_xpu/kernels.py": "an op that it has looked for",
 }
 """The modules that use private names themselves, outside functions that take a Patch, and why."""
 MAY_ASSIGN = {"observer/module_calls.py", "testing/subject.py"}
@@ -107,21 +110,51 @@ def dotted(node):
     return before and f"{before}.{node.attr}"
 
 
+@functools.cache
+def parsed(path):
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@functools.cache
+def torch_names(path):
+    """Return the names by which a module has objects of torch, with what they are called in torch."""
+    found = {"torch": "torch"}
+    for node in ast.walk(parsed(path)):
+        if isinstance(node, ast.ImportFrom):
+            source = path.parents[node.level - 1].joinpath(*(node.module or "").split(".")).with_suffix(".py")
+            known = torch_names(source) if node.level and source.is_file() else {}
+            for alias in node.names:
+                name = f"{node.module}.{alias.name}" if not node.level else known.get(alias.name, "")
+                if name.partition(".")[0] == "torch":
+                    found[alias.asname or alias.name] = name
+    for node in ast.walk(parsed(path)):
+        if isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None:
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            name = in_torch(dotted(node.value), found)
+            found |= {target.id: name for target in targets if name and isinstance(target, ast.Name)}
+    return found
+
+
+def in_torch(name, names):
+    """Return what a dotted name is called in torch; None if it is not of torch."""
+    first, dot, others = (name or "").partition(".")
+    return f"{names[first]}{dot}{others}" if first in names else None
+
+
 def private_names(path):
     """Return the private names of torch in the code of a module, with their lines."""
     found = []
-    tree = ast.parse(path.read_text(encoding="utf-8"))
     changes_torch = {
         inner
-        for node in ast.walk(tree)
+        for node in ast.walk(parsed(path))
         if isinstance(node, ast.FunctionDef) and any(_is_patch(argument) for argument in node.args.args)
         for inner in ast.walk(node)
     }
-    for node in ast.walk(tree):
+    for node in ast.walk(parsed(path)):
         if node in changes_torch:
             continue
         if isinstance(node, ast.Attribute):
-            name = dotted(node) or ""
+            name = in_torch(dotted(node), torch_names(path)) or ""
         elif isinstance(node, ast.ImportFrom):
             name = ".".join([node.module or "", *(alias.name for alias in node.names)])
         elif isinstance(node, ast.Import):
@@ -141,29 +174,47 @@ def _is_patch(argument):
 def assignments(path):
     """Return the attributes of torch that a module assigns or deletes, with their lines."""
     found = []
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load):
             name = dotted(node.value)
         elif isinstance(node, ast.Call) and dotted(node.func) in ("setattr", "delattr"):
             name = dotted(node.args[0])
         else:
             continue
-        if name and name.partition(".")[0] in ("torch", "nn"):
+        if in_torch(name, torch_names(path)):
             found.append(f"{name}:{node.lineno}")
     return found
 
 
-MODULES = [str(path.relative_to(CORE)) for path in CORE.rglob("*.py") if path.parent.name != "torch_internals"]
+MODULES = {
+    str(path.relative_to(root)): path
+    for root in (CORE, BACKENDS)
+    for path in root.rglob("*.py")
+    if path.parent.name != "torch_internals"
+    and (root is CORE or path.relative_to(root).parts[0].startswith("polycast_"))
+}
 
 
 @pytest.mark.parametrize("path", MODULES)
 def test_modules_with_private_names_of_torch_are_listed(path):
-    assert bool(private_names(CORE / path)) == (path in MAY_READ)
+    assert bool(private_names(MODULES[path])) == (path in MAY_READ)
 
 
 @pytest.mark.parametrize("path", MODULES)
 def test_modules_that_assign_attributes_of_torch_are_listed(path):
-    assert bool(assignments(CORE / path)) == (path in MAY_ASSIGN)
+    assert bool(assignments(MODULES[path])) == (path in MAY_ASSIGN)
+
+
+def test_names_under_which_a_module_has_objects_of_torch_are_seen(tmp_path):
+    (tmp_path / "room").mkdir()
+    (tmp_path / "classes.py").write_text("import torch\nOurs = torch.amp.autocast_mode.autocast\n")
+    module = tmp_path / "room" / "module.py"
+    module.write_text(
+        "import torch\nfrom torch import nn\nfrom ..classes import Ours as Class\njit: object = torch.jit\n"
+        "jit._state\nsetattr(Class, '__exit__', None)\nnn.Module.training = True\nOthers._state\n"
+    )
+    assert private_names(module) == ["torch.jit._state:5"]
+    assert sorted(assignments(module)) == ["Class:6", "nn.Module:7"]
 
 
 def test_the_fallback_of_the_schema_lookup_finds_the_same_ops():

@@ -26,7 +26,6 @@ def start(reason: str) -> None:
         return
     keep()
     ready.intersection_update([key for key in ready if isinstance(key, str)])  # regions with overrides look from now on
-    changes.on_undo(changes.GUARDS, stop)
     warn_user(
         f"polycast cannot make the compiler of this torch ({torch.__version__}) distinguish policies ({reason}). "
         + changes.FEATURES[changes.GUARDS].lost
@@ -42,9 +41,10 @@ def keep() -> None:
 
 
 def stop() -> None:
-    """Restore the stance that was set before."""
-    first = _replaced[0]
-    _replaced.clear()
+    """Restore the stance that was set before, if one is set."""
+    if not _replaced:
+        return
+    first = _replaced.pop()
     if _stance() == _EAGER:
         first.__exit__(None, None, None)
 

@@ -53,6 +53,7 @@ class patch_torch:
         with _lock:
             if _patches == 0:
                 changes.make(changes.PATCH_TORCH)
+                changes.make(changes.PATCHED_EXIT)
             _patches += 1
             self._started += 1
 
@@ -72,7 +73,6 @@ class patch_torch:
             self._started -= 1
             _patches -= 1
             if _patches == 0:
-                shim.keep_exit()
                 changes.undo(changes.PATCH_TORCH)
                 shim.restore_exit()
 

@@ -30,6 +30,7 @@ from ..region.entry import enter
 from ..region.suspend import Suspendable
 from ..torch_internals import changes
 from ..torch_internals.names import UnmanagedAutocast
+from ..torch_internals.patcher import Patch
 from .overrides import RunOverrides
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -100,8 +101,10 @@ def _init(
     enabled: bool = True,
     cache_enabled: bool | None = None,
 ) -> None:
-    if is_dynamo_compiling():  # of a subclass: Dynamo does not trace the methods of torch's own classes
-        torch._dynamo.graph_break()
+    if is_dynamo_compiling():  # of a subclass: Dynamo makes regions of torch's class itself
+        from ..compilers.dynamo import break_at_subclass
+
+        break_at_subclass()
     if (
         isinstance(self, (UnpatchedAutocast, UnmanagedAutocast))
         or not changes.is_made(changes.PATCH_TORCH)  # called by a wrapper that another library left on the class
@@ -156,11 +159,6 @@ def _exit(self: Any, *exc_info: Any) -> Any:
     return None
 
 
-@functools.wraps(_torch_methods["__exit__"])
-def _exit_after_patch(self: Any, *exc_info: Any) -> Any:
-    return _exit(self, *exc_info)
-
-
 _lock = threading.RLock()
 hold_during_fork(lambda: [_lock])
 _open = 0
@@ -174,22 +172,20 @@ def _count_open(change: int) -> None:
         restore_exit()
 
 
-def keep_exit() -> None:
-    """Let regions of subclasses that are entered be left after torch is no longer patched."""
-    with _lock:
-        if _open and vars(TorchAutocast)["__exit__"] is _exit:
-            setattr(TorchAutocast, "__exit__", _exit_after_patch)
-
-
 def restore_exit() -> None:
-    """Undo :func:`keep_exit`, if all these regions have been left."""
+    """Restore torch's ``__exit__`` if torch is no longer patched and no region needs the replaced one."""
     with _lock:
-        if not _open and vars(TorchAutocast)["__exit__"] is _exit_after_patch:
-            setattr(TorchAutocast, "__exit__", _torch_methods["__exit__"])
+        if not _open and not changes.is_made(changes.PATCH_TORCH):
+            changes.undo(changes.PATCHED_EXIT)
 
 
-METHODS = {"__init__": _init, "__enter__": _enter, "__exit__": _exit}
+METHODS = {"__init__": _init, "__enter__": _enter}
 """The replaced methods of torch's class. torch.jit finds torch's source through ``functools.wraps``."""
+
+
+def replace_exit(patch: Patch) -> None:
+    """Replace the ``__exit__`` of torch's class."""
+    patch.replace(TorchAutocast, "__exit__", _exit)
 
 
 def autocast_decorator(autocast_instance: Any, func: _F) -> _F:

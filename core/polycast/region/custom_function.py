@@ -118,7 +118,7 @@ def custom_bwd(bwd: Any = None, *, device_type: str) -> Any:
     @functools.wraps(bwd)
     def decorated(ctx: Any, *args: Any, **kwargs: Any) -> Any:
         try:
-            override, cache = getattr(ctx, "_polycast_region", None) or (None, None)
+            override, cache = getattr(ctx, "_polycast_region", (None, None))
             settings = Settings(device_type, ctx._fwd_used_autocast, ctx._dtype, None, override, cache, absolute=True)
         except AttributeError:
             raise RuntimeError(
@@ -185,12 +185,12 @@ def _record_in_setup_context(cls: type[Function]) -> None:
         return given(ctx, inputs, output)
 
     _recording[recording] = given, records, before
-    changes.on_undo(changes.SETUP_CONTEXT, _restore)
+    changes.make(changes.SETUP_CONTEXT)
     setattr(cls, "setup_context", staticmethod(recording))
 
 
-def _restore() -> None:
-    """Restore the setup_context of all classes."""
+def restore_setup_context() -> None:
+    """Restore the ``setup_context`` of all classes."""
     for cls in _all_functions():
         own = vars(cls).get("setup_context")
         if own is None or _function(own) not in _recording:

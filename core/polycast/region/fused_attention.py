@@ -7,7 +7,6 @@ autocast; on other devices it does not. The recipe "fastest" computes the fused 
 import torch
 
 from ..engine.installation import installed
-from ..torch_internals.names import forget_rules_of_dynamo
 from ..torch_internals.patcher import Patch, expect
 from .unfused import recipe_for
 
@@ -39,4 +38,3 @@ def ask_for_recipe(patch: Patch) -> None:
         return True
 
     patch.replace(mha, "get_fastpath_enabled", get_fastpath_enabled)
-    patch.callbacks.append(forget_rules_of_dynamo)

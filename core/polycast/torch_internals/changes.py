@@ -5,7 +5,7 @@ dispatch keys and the hooks that torch offers (of optimizers, of modules) change
 
 - ``nn.Module.__call__``: wrapped by ``observer/module_calls.py`` while something observes, in a way that survives
   others who wrap it;
-- user classes: ``setup_context`` of autograd functions (``region/custom_function.py``, undone by ``uninstall()``);
+- user classes: ``setup_context`` of autograd functions (SETUP_CONTEXT: ``region/custom_function.py``);
 - ALIASES on the native engine, which makes these changes itself: ``engine/native/alias_hooks.h``.
 """
 
@@ -24,6 +24,7 @@ FUSED_LSTM = "fused LSTM"
 EXPERTS = "experts"
 COMPILED_MODELS = "compiled models"
 PATCH_TORCH = "patch_torch"
+PATCHED_EXIT = "patched __exit__"
 RUN_WRAP = "polycast run --wrap"
 WRITES = "writes"
 ALIASES = "aliases"
@@ -54,6 +55,7 @@ FEATURES = {
             ),
         ),
         otherwise="compilers.eager_fallback:start",
+        undone="compilers.eager_fallback:stop",
     ),
     CACHE_KEYS: Feature(
         _EAGER,
@@ -70,6 +72,7 @@ FEATURES = {
             ),
         ),
         otherwise="compilers.eager_fallback:start",
+        undone="compilers.eager_fallback:stop",
     ),
     BACKWARD: Feature(
         "In compiled code, gradients of ops that policies keep in float32 are computed in the fast dtype.",
@@ -161,6 +164,7 @@ FEATURES = {
                 "region.fused_attention:ask_for_recipe",
             ),
         ),
+        undone="torch_internals.names:forget_rules_of_dynamo",
     ),
     FUSED_LSTM: Feature(
         "nn.LSTM is computed by oneDNN on the CPU, without recipes.",
@@ -222,7 +226,7 @@ FEATURES = {
         ),
         by_user=True,
     ),
-    SETUP_CONTEXT: Feature("", ()),  # of the classes of users: region/custom_function.py changes them
+    SETUP_CONTEXT: Feature("", (), undone="region.custom_function:restore_setup_context"),
     PATCH_TORCH: Feature(
         "",
         (
@@ -231,13 +235,23 @@ FEATURES = {
                 (
                     "torch.amp.autocast_mode.autocast.__init__",
                     "torch.amp.autocast_mode.autocast.__enter__",
-                    "torch.amp.autocast_mode.autocast.__exit__",
                     "torch.*.autocast_decorator",
                     "torch.*.custom_bwd",
                     "torch.*.custom_fwd",
                     "torch.*.is_autocast_available",
                 ),
                 "drop_in.patch:install_shim",
+            ),
+        ),
+        by_user=True,
+    ),
+    PATCHED_EXIT: Feature(  # lasts longer, until regions of subclasses that were entered while it was made are left
+        "",
+        (
+            Change(
+                "torch.amp.autocast_mode",
+                ("torch.amp.autocast_mode.autocast.__exit__",),
+                "drop_in.shim:replace_exit",
             ),
         ),
         by_user=True,
@@ -255,7 +269,6 @@ is_made = _patcher.is_made
 is_refused = _patcher.is_refused
 undo = _patcher.undo
 undo_all = _patcher.undo_all
-on_undo = _patcher.on_undo
 
 
 def overrides_are_guarded() -> bool:

@@ -48,6 +48,7 @@ class Feature:
         lost: what users lose if torch cannot be changed, for the warning; if empty, the error is raised instead.
         changes: the changes, in order.
         otherwise: a function, or its name, ``room.module:function``, called with the reason instead of warning.
+        undone: the same, called without arguments when the feature has been undone.
         by_user: whether the feature lasts as long as a block or an object of the user, so that ``uninstall()`` leaves
             it alone.
     """
@@ -55,6 +56,7 @@ class Feature:
     lost: str
     changes: tuple[Change, ...]
     otherwise: "str | Callable[[str], object]" = ""
+    undone: "str | Callable[[], object]" = ""
     by_user: bool = False
 
 
@@ -72,14 +74,12 @@ class Patch:
     Attributes:
         waiting: the changes of modules that are not imported yet, by module.
         refused: why a change could not be made, or empty.
-        callbacks: called when the feature is undone.
     """
 
     def __init__(self) -> None:
         self.waiting: dict[str, Change] = {}
         self.refused = ""
         self.is_made = False
-        self.callbacks: list[Callable[[], object]] = []
         self._replaced: list[_Replaced] = []
 
     @property
@@ -206,17 +206,8 @@ class Patcher(MetaPathFinder):
             if patch is not None:
                 patch.waiting = {}
                 patch.undo()
-                for callback in patch.callbacks:
-                    callback()
-
-    def on_undo(self, feature: str, callback: Callable[[], object]) -> None:
-        """Call a function when a feature is undone; make the feature, if it is not made."""
-        with self._lock:
-            if feature not in self._patches:
-                self.make(feature)
-            callbacks = self._patches[feature].callbacks
-            if callback not in callbacks:
-                callbacks.append(callback)
+                if self._features[feature].undone:
+                    _function(self._features[feature].undone)()
 
     def undo_all(self) -> None:
         """Undo the changes of all features except those `by_user`."""
