@@ -173,6 +173,14 @@ def test_a_model_is_found_from_within_others(path):
     assert WeightCache.load(path, model).stats().entries == 2
 
 
+def test_a_model_that_gc_freeze_hides_is_found(path):
+    holder, cache = {"deep": [nn.Sequential(nn.Linear(8, 8))]}, WeightCache()
+    run(holder["deep"][0], cache)
+    gc.freeze()
+    cache.save(path)
+    assert WeightCache.load(path, holder["deep"][0]).stats().entries == 2
+
+
 def test_shared_parameters_are_loaded_once(path):
     model, cache = nn.ModuleDict({"a": nn.Linear(8, 8), "b": nn.Linear(8, 8)}), WeightCache()
     model["b"].weight = model["a"].weight

@@ -36,6 +36,18 @@ def test_op_without_policy_is_counted(engine):
     assert relu.output_dtypes == {"float32": 1}
 
 
+def test_ops_without_tensors_are_not_counted(engine):
+    with torch.library._scoped_library("polycast_tests", "DEF") as library:
+        library.define("best_isa() -> int")
+        library.define("ones(int[] sizes) -> Tensor[]")
+        library.impl("best_isa", lambda: 1, "CompositeExplicitAutograd")
+        library.impl("ones", lambda sizes: [torch.ones(sizes)], "CompositeExplicitAutograd")
+        with polycast.observe() as seen, polycast.autocast("cpu"):
+            torch.ops.polycast_tests.best_isa()
+            torch.ops.polycast_tests.ones([2])
+    assert {each.op for each in seen.ops if "tests" in each.op} == {"polycast_tests::ones"}
+
+
 def test_op_outside_of_regions_is_counted_without_inner_ops(engine):
     linear, x = torch.nn.Linear(4, 4), torch.ones(1, 4)
     with torch.no_grad(), polycast.observe() as seen:

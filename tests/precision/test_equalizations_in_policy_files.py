@@ -97,13 +97,20 @@ def test_symbolic_links_to_folders_and_files_are_followed(path, policy, e, tmp_p
     (tmp_path / "link").symlink_to(far)
     policy.save(tmp_path / "link" / "policy.toml")
     assert Policy.load(far / "policy.toml") == Policy.load(tmp_path / "link" / "policy.toml") == policy
-    (tmp_path / "named.toml").symlink_to(far / "policy.toml")  # paths begin at the folder of the link
-    with pytest.raises(ValueError, match="its equalization cannot be read"):
-        Policy.load(tmp_path / "named.toml")
     linked = tmp_path / "factors" / "linked.safetensors"
     linked.symlink_to(e.path)
     Policy(modules={"0": Int8(equalization=Equalization.load(linked))}).save(path)
     assert "factors/linked.safetensors" in path.read_text()
+
+
+def test_paths_in_a_file_begin_at_its_folder_also_if_a_link_leads_to_it(path, policy, tmp_path_factory):
+    policy.save(path)
+    link = tmp_path_factory.mktemp("links") / "policy.toml"
+    link.symlink_to(path)
+    assert Policy.load(link) == policy
+    policy.save(link)
+    assert link.is_symlink()
+    assert path.read_text() == TEXT
 
 
 def test_what_tune_found_is_saved_with_relative_paths(path, policy):
@@ -146,8 +153,21 @@ def test_the_rule_computes_as_one_made_in_python(engine, path, policy, model, x)
     assert error["file"] < error["plain"]
 
 
+def test_an_equalization_that_equals_a_saved_one_is_written_with_its_path(path, e):
+    Policy(modules={"0": Int8(min_size=0, equalization=Equalization(e.weights))}).save(path)
+    assert 'equalization = "factors/e.safetensors"' in path.read_text()
+
+
+def test_an_equalization_that_equals_a_loaded_one_is_written_with_its_path(path, e, tmp_path):
+    moved = tmp_path / "moved.safetensors"
+    (tmp_path / "factors" / "e.safetensors").rename(moved)
+    loaded = Equalization.load(moved)
+    Policy(modules={"0": Int8(min_size=0, equalization=Equalization(loaded.weights))}).save(path)
+    assert 'equalization = "moved.safetensors"' in path.read_text()
+
+
 def test_an_equalization_without_a_file_cannot_be_written(path, made):
-    policy = Policy(modules={"0": Int8(equalization=Equalization(made.weights))})
+    policy = Policy(modules={"0": Int8(equalization=Equalization(made.weights[1:]))})
     with pytest.raises(ValueError, match=r"has no file: save it first, with equalization\.save\(path\)"):
         policy.save(path)
     assert not path.exists()

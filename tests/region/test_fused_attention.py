@@ -35,6 +35,14 @@ def test_the_linears_of_attention_modules_in_eval_mode_are_computed_by_the_recip
     assert [(each.op, each.declined, each.calls) for each in counts.records()] == [("aten::linear", "", linears)]
 
 
+def test_no_weight_that_the_recipe_declines_is_copied_for_each_batch():
+    model = encoder()  # which transposes its input: batches are not one after another
+    with torch.autograd.profiler.profile() as profile, polycast.autocast("cpu", recipe=polycast.Int8(min_size=2**16)):
+        result = model(X)
+    assert {"aten::addmm", "aten::bmm"} & {event.key for event in profile.key_averages()} == {"aten::addmm"}
+    torch.testing.assert_close(result.float(), model(X), atol=0.05, rtol=0.05)
+
+
 @pytest.mark.parametrize("make", [attention, encoder])
 @pytest.mark.parametrize(
     ("recipe", "region"),

@@ -23,6 +23,8 @@ _SHOWN = 40
 _SAMPLES = 32
 """The rows and the columns of a weight that its fingerprint is made of."""
 _MAX_NAMED = 3
+_saved: dict[str, str] = {}
+"""By digest, the file that an equalization was last saved to or loaded from: equal ones are other objects."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,18 +125,21 @@ class Equalization:
         described = {each.name: each.described() for each in self.weights}
         file.write(Path(path), tensors, described, self.digest)
         object.__setattr__(self, "path", os.path.abspath(path))
+        _saved[self.digest] = os.path.abspath(path)
 
     def saved_path(self) -> str:
-        """Return the absolute path of a file with this equalization.
+        """Return the absolute path of a file with this equalization, its own or that of an equal one.
 
         Raises:
             ValueError: it has no file, or another one was saved there since.
         """
-        if self.path is None:
+        paths = [path for path in (self.path, _saved.get(self.digest)) if path is not None]
+        for path in paths:
+            if file.digest_in(Path(path)) == self.digest:
+                return path
+        if not paths:
             raise ValueError(f"{self!r} has no file: save it first, with equalization.save(path)")
-        if file.digest_in(Path(self.path)) != self.digest:
-            raise ValueError(f"{self!r} is no longer in {self.path!r}: save it again, with equalization.save(path)")
-        return self.path
+        raise ValueError(f"{self!r} is no longer in {paths[0]!r}: save it again, with equalization.save(path)")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], model: torch.nn.Module | None = None) -> Self:
@@ -165,6 +170,7 @@ class Equalization:
             is_whole = False
         if not is_whole:
             raise ValueError(f"{os.fspath(path)!r} is damaged: its contents do not have the digest that it says")
+        _saved[digest] = os.path.abspath(path)
         if model is None:
             return found
         of_model = replace(found, weights=_of_model(os.fspath(path), found.weights, model))

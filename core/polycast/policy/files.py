@@ -84,27 +84,26 @@ def check_tables(table: Mapping[str, Any], where: str = "") -> None:
 
 
 def with_absolute_paths(table: Mapping[str, Any], path: PolicyPath) -> dict[str, Any]:
-    """Return the tables of a policy file with the paths in it made absolute."""
-    folder = _folder_of(path)
+    """Return the tables of a policy file with the paths in it made absolute.
+
+    They begin at the folder of the file, also if `path` is a symbolic link to it.
+    """
+    folder = os.path.dirname(os.path.realpath(path))
     return _with_paths(table, lambda each: os.path.join(folder, each))
 
 
 def with_relative_paths(table: Mapping[str, Any], path: PolicyPath) -> dict[str, Any]:
     """Return tables for a policy file, with the paths in it made relative to its folder where that is possible."""
-    folder = _folder_of(path)
+    folder = os.path.dirname(os.path.realpath(path))
 
     def relative(each: str) -> str:
+        parent, name = os.path.split(os.path.abspath(each))  # `..` is relative to the folder that a link points to
         try:
-            return Path(os.path.relpath(os.path.join(_folder_of(each), os.path.basename(each)), folder)).as_posix()
+            return Path(os.path.relpath(os.path.join(os.path.realpath(parent), name), folder)).as_posix()
         except ValueError:  # another drive of Windows
             return each
 
     return _with_paths(table, relative)
-
-
-def _folder_of(path: PolicyPath) -> str:
-    """Return the folder that a file is in, without symbolic links on the way: ``..`` is relative to it."""
-    return os.path.realpath(os.path.dirname(os.path.abspath(path)))
 
 
 def _with_paths(table: Mapping[str, Any], convert: Callable[[str], str]) -> dict[str, Any]:

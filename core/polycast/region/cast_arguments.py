@@ -13,6 +13,7 @@ The tensor's version detects writes. Objects other than containers are passed un
 cast.
 """
 
+from collections import ChainMap
 from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any, NamedTuple
 
@@ -68,6 +69,9 @@ class CastArguments:
             return value
         if isinstance(value, (tuple, frozenset)):
             return rebuilt(value, [self.of(item) for item in value])
+        if isinstance(value, ChainMap):  # setting an item would put it into the first map, wherever it was
+            maps = self._mutable(value.maps)
+            return value if maps is value.maps else type(value)(*maps)
         if isinstance(value, (list, dict, set, MutableMapping)):
             return self._mutable(value)
         if isinstance(value, Mapping):

@@ -187,6 +187,9 @@ def _copied(container: Any, changes: list[_Change]) -> Any:
         copied.update(items)
     except Exception:  # the copy is frozen, too
         return items
+    if any(container[key] is not item for key, item, _ in changes):  # the copy shares its items with the container
+        _replace(container, [(key, container[key], item) for key, item, _ in changes])
+        return items
     return copied
 
 

@@ -44,8 +44,11 @@ def results_in(dtype: torch.dtype, results: Results) -> Results:
 
 
 def must_lay_out(op: str, args: Sequence[Any]) -> bool:
-    """Return whether to make the activation of an op contiguous: torch copies the weight for each batch otherwise."""
-    return op in ("aten::linear", "aten::matmul") and args[0].dim() > 2 and not args[0].is_contiguous()
+    """Return whether torch would copy a matrix for each batch of the first argument, unless that is made contiguous."""
+    if op not in ("aten::linear", "aten::matmul"):
+        return False
+    first, matrix = args[:2]
+    return first.dim() > 2 and matrix.dim() <= 2 and not first.is_contiguous()
 
 
 def has_native_function(op: str, args: Sequence[Any]) -> bool:

@@ -42,6 +42,8 @@ class Kernel final : public c10::OperatorKernel {
         device_keys_(key_below(key)),
         skipped_(keys_ | kNoOpKeys),
         skips_autograd_(can_skip_autograd(op_, handle)),
+        takes_batches_(handle.operator_name() == c10::OperatorName("aten::linear", "") ||
+                       handle.operator_name() == c10::OperatorName("aten::matmul", "")),
         is_capturing_(std::move(is_capturing)),
         redispatch_(redispatch) {
     const auto& arguments = handle.schema().arguments();
@@ -60,6 +62,27 @@ class Kernel final : public c10::OperatorKernel {
   C10_ALWAYS_INLINE bool has_recipe() const {
     const Override* const override = region_of(device_).override;
     return C10_UNLIKELY(override != nullptr) && override->over(op_.policy, op_.number) == Policy::kLowBit;
+  }
+
+  // Return whether torch would copy a matrix for each batch of the first argument, unless that is made contiguous: its rows are not
+  // evenly spaced.
+  bool copies_matrix(c10::DispatchKeySet keys, const Tensor& first, const Tensor& matrix) const {
+    if (!takes_batches_ || !has_plain_keys(keys) || first.dim() <= 2 || matrix.dim() > 2 || first.is_contiguous()) {
+      return false;
+    }
+    const auto sizes = first.sizes(), strides = first.strides();
+    const auto rows = static_cast<size_t>(first.dim()) - 1;
+    for (size_t i = 0; i + 1 < rows; ++i) {
+      if (strides[i] != strides[i + 1] * sizes[i + 1]) {
+        return true;
+      }
+    }
+    return false;
+  }
+
+  Tensor laid_out(const Tensor& tensor) const {
+    const c10::impl::ExcludeDispatchKeyGuard no_autocast(keys_);
+    return tensor.contiguous();
   }
 
   // Compute the op by the recipe; return no results if it falls back to the fast dtype.
@@ -84,6 +107,10 @@ class Kernel final : public c10::OperatorKernel {
   // The boxed entry point.
   void operator()(const c10::OperatorHandle& handle, c10::DispatchKeySet keys, torch::jit::Stack* stack) const {
     if (C10_UNLIKELY(has_recipe())) {
+      if (c10::IValue& first = argument(stack, 0);
+          takes_batches_ && copies_matrix(keys, first.toTensor(), argument(stack, 1).toTensor())) {
+        first = laid_out(first.toTensor());
+      }
       if (Results results = low_bit(keys, torch::jit::Stack(&argument(stack, 0), &argument(stack, 0) + arity_)); !results.empty()) {
         stack->erase(stack->end() - static_cast<int64_t>(arity_), stack->end());
         stack->insert(stack->end(), std::make_move_iterator(results.begin()), std::make_move_iterator(results.end()));
@@ -224,6 +251,7 @@ class Kernel final : public c10::OperatorKernel {
   const c10::DispatchKeySet below_;  // all below it
   const c10::DispatchKeySet device_keys_, skipped_;
   const bool skips_autograd_;
+  const bool takes_batches_;  // and multiplies each by one matrix
   const IsCapturing is_capturing_;
   void (*const redispatch_)();
   size_t arity_ = 0;

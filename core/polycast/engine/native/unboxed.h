@@ -126,6 +126,13 @@ struct c10::impl::wrap_kernel_functor_unboxed_<Unboxed<Result(Args...)>, Result(
       const Kernel& kernel, c10::DispatchKeySet keys, std::index_sequence<I...>, std::remove_reference_t<Args>&... args) {
     if constexpr (is_for_low_bit<Result(Args...)>) {
       if (C10_UNLIKELY(kernel.has_recipe())) {
+        const auto given_tensors = std::tie(args...);
+        if (const Tensor& first = std::get<0>(given_tensors); kernel.copies_matrix(keys, first, std::get<1>(given_tensors))) {
+          const Tensor laid_out = kernel.laid_out(first);
+          return [&](const Tensor&, auto&... others) {
+            return run(kernel, keys, std::index_sequence<I...>(), laid_out, others...);
+          }(args...);
+        }
         static constexpr std::array<Box, sizeof...(Args)> kBoxes{&boxed<std::decay_t<Args>>...};
         const std::array<const void*, sizeof...(Args)> given{std::addressof(args)...};
         if (Results results = kernel.low_bit(keys, kBoxes.data(), given.data(), given.size()); !results.empty()) {

@@ -1,8 +1,11 @@
 """Write a cache to a file."""
 
 import gc
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import torch
 from torch import nn
@@ -100,9 +103,10 @@ def _identity(entry: StoredEntry) -> tuple[object, ...]:
 def _only_model(stored: Sequence[StoredEntry]) -> nn.Module:
     """Return the outermost module that has weights of the cache, if there is only one."""
     weights = {id(each.weight) for each in stored}
-    modules: list[nn.Module] = [
-        each for each in gc.get_objects() if issubclass(type(each), nn.Module) and "_modules" in vars(each)
-    ]
+    modules = _modules_among(gc.get_objects())
+    known = {id(parameter) for module in modules for parameter in vars(module)["_parameters"].values()}
+    if gc.get_freeze_count() and not weights <= known:
+        modules = _modules_among(_reachable_objects())
     inner = {id(child) for module in modules for child in vars(module)["_modules"].values()}
     found = [
         module
@@ -117,3 +121,23 @@ def _only_model(stored: Sequence[StoredEntry]) -> nn.Module:
             f"The cache has weights of {len(found)} models ({classes}): pass the one to save, save(path, model)."
         )
     return found[0]
+
+
+def _modules_among(objects: Iterable[Any]) -> list[nn.Module]:
+    return [each for each in objects if issubclass(type(each), nn.Module) and "_modules" in vars(each)]
+
+
+def _reachable_objects() -> list[object]:
+    """Return the objects that others refer to, also those that ``gc.freeze()`` hides from ``gc.get_objects()``."""
+    found: list[object] = [*gc.get_objects(), sys.modules]
+    for frame in sys._current_frames().values():
+        around: FrameType | None = frame
+        while around is not None:  # a running frame does not refer to its locals
+            found += around.f_locals.values()
+            around = around.f_back
+    seen = set(map(id, found))
+    for each in found:  # grows
+        unseen = [other for other in gc.get_referents(each) if id(other) not in seen and gc.is_tracked(other)]
+        seen.update(map(id, unseen))
+        found += unseen
+    return found

@@ -32,6 +32,7 @@ struct OpInfo {
   bool moves = false;  // it copies, also into another tensor
   bool multiplies = false;  // two matrices, or two batches of them, which are its inputs
   bool is_loss = false;
+  bool has_tensors = true;  // among its arguments or results
   FlopFormula flops = nullptr;  // null: it is not a matmul
 };
 

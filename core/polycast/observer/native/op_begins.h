@@ -225,6 +225,9 @@ std::unique_ptr<at::ObserverContext> begin_op(Watch& watch, const at::RecordFunc
     }
     return nullptr;
   }
+  if (!info->has_tensors) {  // such as a question about the processor
+    return nullptr;
+  }
   const auto inputs = inputs_of(*info, event);
   auto op = new_op(watch, info, inputs, keys);
   if (outer != nullptr && (op->device < 0 || outer->op == info || autocast_is_excluded)) {

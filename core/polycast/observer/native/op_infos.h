@@ -9,6 +9,13 @@
 
 namespace {
 
+// Return whether a value of a type is a tensor or holds one, as far as the type says.
+bool may_have_tensor(const c10::Type& type) {
+  const auto contained = type.containedTypes();
+  return type.kind() == c10::TypeKind::TensorType || type.kind() == c10::TypeKind::AnyType || type.hasFreeVariables() ||
+      std::any_of(contained.begin(), contained.end(), [](const auto& each) { return may_have_tensor(*each); });
+}
+
 class OpInfos {
  public:
   static OpInfos& all() {
@@ -38,6 +45,9 @@ class OpInfos {
           }
         }
       }
+      const auto is_or_has_tensor = [](const c10::Argument& each) { return may_have_tensor(*each.type()); };
+      info->has_tensors = std::any_of(schema->arguments().begin(), schema->arguments().end(), is_or_has_tensor) ||
+          std::any_of(schema->returns().begin(), schema->returns().end(), is_or_has_tensor);
       const std::string base = schema->name();
       const auto has = [&base](const char* part) { return base.find(part) != std::string::npos; };
       info->has_uninitialized_output = has("empty") || has("::resize") || has("::set_");
