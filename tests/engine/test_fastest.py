@@ -43,6 +43,7 @@ OPS = {
     "conv2d.padding": (lambda x, w: F.conv2d(x[None], w.flatten()[:810].view(15, 6, 3, 3), padding="same"), 3),
     "conv3d": (lambda x, w: F.conv3d(x[None, None], w.reshape(8, 1, 2, 4, 16)), 3),
     "attention": (lambda x, w: F.scaled_dot_product_attention(x[None], x[None], x[None], is_causal=True), 3),
+    "attention with a mask": (lambda x, w: F.scaled_dot_product_attention(x, x, x, x[0, :, :9] > -1), 3),
 }
 
 

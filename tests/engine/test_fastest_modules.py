@@ -63,6 +63,16 @@ def test_fused_attention_is_computed_in_float32_where_that_is_faster(slow, low_b
     assert all(torch.equal(*pair) for pair in zip(results, [each.bfloat16() for each in expected], strict=True))
 
 
+def test_fused_attention_with_a_mask_is_computed_in_float32_where_that_is_faster(slow, low_bit_counts):
+    module, mask = attention(), torch.zeros(X.shape[:2], dtype=torch.bool)
+    mask[:, -1] = True
+    expected = flat(module(X, X, X, key_padding_mask=mask))
+    with autocast("cpu", recipe=Fastest(slow)), low_bit_counts() as counts:
+        results = flat(module(X, X, X, key_padding_mask=mask))
+    assert {each.recipe: each.declined for each in counts.records()} == {"fastest:float32": ""}
+    assert all(torch.equal(*pair) for pair in zip(results, [each.bfloat16() for each in expected], strict=True))
+
+
 def test_fused_attention_has_torchs_bits_where_the_fast_dtype_is_faster(quick):
     module = attention()
     with torch.autocast("cpu"):

@@ -35,6 +35,7 @@ def attention(x, w):
     return torch.matmul(scores, w.expand(len(x), *w.shape)[:, : x.shape[1]])
 
 
+MASK = torch.eye(9, dtype=torch.bool) | (torch.arange(9) % 3 > 0)
 OPS = {
     "linear": (lambda x, w: F.linear(x, w, w[0]), 3),
     "linear of a vector": (lambda x, w: F.linear(x, w), 1),
@@ -53,6 +54,7 @@ OPS = {
     "attention": (attention, 3),
     "fused attention": (lambda x, w: F.scaled_dot_product_attention(x[None], x[None], x[None] * w[0]), 3),
     "fused attention with a mask": (lambda x, w: F.scaled_dot_product_attention(x, x, x, w[:9, :9] * 0.1), 3),
+    "fused attention with a boolean mask": (lambda x, w: F.scaled_dot_product_attention(x, x, x * w[0], MASK), 3),
 }
 
 

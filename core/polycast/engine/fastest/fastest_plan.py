@@ -23,7 +23,7 @@ from ..casts.weights import caching_is_safe, is_all_of, is_dense, is_weight, par
 from ..inference import in_function
 from ..low_bit.actions import AS_IT_IS, CACHED_CAST, FALL_BACK, FLOAT32, FLOAT32_LAID_OUT, Action, ActionKind, Results
 from ..low_bit.listeners import listeners, notify
-from ..low_bit.plan import SMALL, SUBCLASS, Plan, is_special
+from ..low_bit.plan import FLOATS, SMALL, SUBCLASS, Plan, is_special
 from .choose_way import NO_FAST_KERNEL, Conversions, Way, choose, is_unsupported, name_of
 from .products import product_of, weight_position
 from .recorded import (
@@ -110,7 +110,7 @@ class FastestPlan(Plan):
         if profile is None and op != _RECURRENT:
             return NO_PROFILE
         if not plain:
-            reason = self._unsupported_tensor(args, False)
+            reason = self._unsupported_tensor([arg for at, arg in enumerate(args) if not _is_mask(at, arg)], False)
             if reason is not None:
                 return reason
             special = any(isinstance(arg, torch.Tensor) and is_special(arg) and not arg.is_meta for arg in args)
@@ -152,7 +152,7 @@ class FastestPlan(Plan):
         """Return the elements to convert."""
         narrow = wide = weight = 0
         for arg in args:
-            if isinstance(arg, torch.Tensor):
+            if isinstance(arg, torch.Tensor) and arg.dtype in FLOATS:
                 elements = size_hint(arg.numel())
                 if arg.dtype is not torch.float32:
                     narrow += elements
@@ -217,6 +217,11 @@ def _weight_of(tensor: torch.Tensor) -> torch.Tensor | None:
     """Return the weight that a tensor is or is a plain view of, or None; also for traced tensors."""
     parameter = parameter_of(tensor)
     return tensor if parameter is None and is_weight(tensor) else parameter
+
+
+def _is_mask(position: int, arg: Any) -> bool:
+    """Return whether an argument is the boolean mask of an attention, which is not converted."""
+    return position > 2 and isinstance(arg, torch.Tensor) and arg.dtype is torch.bool
 
 
 def _is_recorded(args: Sequence[Any]) -> bool:
