@@ -9,7 +9,7 @@ import polycast
 from polycast.engine.fastest.products import product_of
 from polycast.plugins.registry import registry
 from polycast.profiling import measure as measuring
-from polycast.profiling import op_timer, stopwatch
+from polycast.profiling import op_timer, operands, stopwatch
 from polycast.profiling.cases import CONVOLUTIONS, cases
 from polycast.profiling.measure import measure
 from polycast.profiling.measurement import Omission
@@ -53,6 +53,7 @@ def quick(monkeypatch):
     """Time only small cases, for a short time, and take the machine to be idle."""
     monkeypatch.setattr(stopwatch, "_stops", lambda: 0)
     monkeypatch.setattr(op_timer, "cases", lambda: [case for case in cases() if case.work < 2**20])
+    monkeypatch.setattr(operands, "_BYTES", 2**22)
     monkeypatch.setattr(op_timer, "_FIRST_SECONDS", 0.1)
     monkeypatch.setattr(op_timer, "_SECONDS", 0.1)
 
@@ -104,6 +105,26 @@ def test_kernels_of_the_backend_are_measured(with_kernels, quick):
     assert Omission("linear", "bfloat16 kernel", "it is for few rows") in found.omissions
     assert Omission("matmul", "int8", "the backend has no kernel for it") in found.omissions
     assert Doubling.calls > 0
+
+
+@pytest.mark.parametrize("can_wait", [True, False])
+def test_any_accelerator_is_measured_through_torchs_ops(can_wait, hand_made, quick, monkeypatch):
+    waits = []
+
+    def synchronize():
+        waits.append(1)
+        if not can_wait:
+            raise RuntimeError("it has no streams")
+
+    backend = hand_made("cpu")
+    assert polycast.get_backend("cpu") is backend
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cpu"))
+    monkeypatch.setattr(torch.accelerator, "synchronize", synchronize)
+    found = measure(backend)
+    assert {op: found.ways(op) for op in ("linear", "bmm")} == dict.fromkeys(
+        ("linear", "bmm"), ("float32", "float16", "bfloat16")
+    )
+    assert len(waits) > 100 if can_wait else len(waits) == 1
 
 
 def test_backend_whose_tensors_cannot_be_made_is_an_error(hand_made, monkeypatch):

@@ -10,6 +10,7 @@ import polycast
 from polycast.profiling import cases as all_cases
 from polycast.profiling import op_timer, stopwatch
 from polycast.profiling.cases import Case, cases
+from polycast.profiling.measure import measure
 from polycast.profiling.measurement import DISTURBED, Omission
 from polycast.profiling.op_timer import OpTimer
 from polycast.profiling.stopwatch import Running, Stopwatch, disagree
@@ -29,7 +30,7 @@ class Clock:
     def __call__(self):
         return self.now
 
-    def cases(self, seconds, works=(1, 4, 16, 128, 1024)):
+    def cases(self, seconds, works=(1, 4, 16, 128, 1024), size=64):
         """Return a case of linear for each work, given the seconds by way, work and number of earlier calls."""
 
         def make(work):
@@ -41,7 +42,7 @@ class Clock:
                 self.calls[way, work] += 1
                 self.now += seconds(way, work, before)
 
-            return Case("linear", work, 64, work, function, arguments)
+            return Case("linear", work, size, work, function, arguments)
 
         return [make(work) for work in works]
 
@@ -245,6 +246,57 @@ def test_turn_is_cut_off_where_calls_become_slow(clock):
         clock.now += 1e-5 if clock.calls["call"] < 3 else 0.02
 
     assert Stopwatch("cpu", clock).time(call, 10000) == pytest.approx((2e-5 + 0.02) / 3)
+
+
+class Memory:
+    """Stands in for the operands: no memory, which is made and read in a given time."""
+
+    nbytes = 2**27
+
+    def __init__(self, clock, made, read):
+        self._clock = clock
+        self._read = read
+        clock.now += made
+
+    def is_small(self, size):
+        return size < 2**15
+
+    def whole(self):
+        return self
+
+    def sum(self):
+        self._clock.now += self._read
+
+
+@pytest.mark.parametrize(("made", "read"), [(1.3, 0.0), (0.0, 0.7), (0.0, 0.02), (0.4, 0.3)])
+def test_making_the_memory_and_reading_it_is_part_of_the_time(made, read, clock, monkeypatch, hand_made):
+    monkeypatch.setattr(op_timer, "Operands", lambda device_type: Memory(clock, made, read))
+    monkeypatch.setattr(op_timer, "Stopwatch", lambda device_type: Stopwatch(device_type, clock))
+    noisy = clock.cases(lambda way, work, before: work * 1e-5 * (1 + before % 2))
+    monkeypatch.setattr(op_timer, "cases", lambda: noisy)
+    backend = hand_made("cpu")
+    polycast.get_backend("cpu")
+    found = measure(backend)
+    assert found.ways("linear") == ("float32", "float16", "bfloat16")
+    assert found.bandwidth == pytest.approx(2**27 / max(read, 1e-9))
+    assert 1.5 < clock.now < 3
+
+
+@pytest.mark.parametrize(("seconds", "bandwidth"), [(1e-4, 2**21 / 1e-4), (1e-3, 2**27 / 0.01)])
+def test_the_bandwidth_is_the_best_of_a_sum_and_of_a_product_of_one_row(seconds, bandwidth, clock, monkeypatch):
+    monkeypatch.setattr(op_timer, "Operands", lambda device_type: Memory(clock, 0.0, 0.01))
+    times = {"float32": 1e-3, "bfloat16": seconds}
+    timer = run(clock, monkeypatch, lambda way, work, before: times[way], works=(1,), size=2**20)
+    assert timer.bandwidth() == pytest.approx(bandwidth)
+
+
+def test_the_bandwidth_of_a_device_without_sums_is_unknown(clock, monkeypatch):
+    def fail(self):
+        raise NotImplementedError("no such op")
+
+    monkeypatch.setattr(Memory, "sum", fail)
+    monkeypatch.setattr(op_timer, "Operands", lambda device_type: Memory(clock, 0.0, 0.01))
+    assert run(clock, monkeypatch, lambda way, work, before: 1e-3).bandwidth() == 0.0
 
 
 def test_halves_that_differ_disagree():

@@ -23,7 +23,10 @@ from .ways import MeasuredWay
 _FIRST_SECONDS = 1.5
 """The time to time all cases once; each has its share of what is left."""
 _SECONDS = 2.1
-"""The time for all cases, with repeats."""
+"""The time for all cases, with repeats, and the memory that they use."""
+_SUMS = 5
+_SUMMING_SECONDS = 0.1
+"""The time for the sums that show the bandwidth, of which the first is computed in any case."""
 _LONGEST_CALL = 0.06
 """Calls that would take more seconds, or more than the share of a case, are extrapolated."""
 _IMPLAUSIBLE = 1.5
@@ -56,7 +59,7 @@ class _Entry:
 
 
 class OpTimer:
-    """Times the cases on a device.
+    """Times the cases on a device, beginning when it is made.
 
     Args:
         device_type: the device.
@@ -64,6 +67,7 @@ class OpTimer:
     """
 
     def __init__(self, device_type: str, ways: Sequence[MeasuredWay]) -> None:
+        self._start = time.perf_counter()
         self.omissions: list[Omission] = []
         self._device_type = device_type
         self._ways = ways
@@ -81,7 +85,7 @@ class OpTimer:
 
     def run(self) -> None:
         """Time all cases, and noisy ones again while there is time."""
-        start = time.perf_counter()
+        start = self._start
         self._run({case: self._ways_of(case) for case in self._cases}, start + _FIRST_SECONDS)
         for end in (start + (_FIRST_SECONDS + _SECONDS) / 2, start + _SECONDS):
             self._mark_noisy()
@@ -97,10 +101,11 @@ class OpTimer:
 
     def bandwidth(self) -> float:
         """Return the rate at which memory is read: the best of a sum and of products with one row; 0 if unknown."""
-        whole = self._operands.whole()
+        whole, end = self._operands.whole(), time.perf_counter() + _SUMMING_SECONDS
         rates = [0.0]
         with contextlib.suppress(Exception):  # of a backend without sums
-            rates += [whole.nbytes / self._stopwatch.time(whole.sum) for _ in range(5)]
+            while len(rates) <= _SUMS and (len(rates) == 1 or time.perf_counter() < end):
+                rates.append(whole.nbytes / self._stopwatch.time(whole.sum))
         widths = {way.name: way.dtype.itemsize for way in self._ways if way.kernels is None}
         for entry in self._entries.values():
             case = entry.case
