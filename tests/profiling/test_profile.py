@@ -10,9 +10,9 @@ import torch
 
 import polycast
 from polycast.plugins.registry import registry
-from polycast.profiling import profile_file
+from polycast.profiling import conditions, profile_file
 from polycast.profiling.conditions import Conditions
-from polycast.profiling.profile import find, forget, look_up
+from polycast.profiling.profile import Lookup, find, forget, look_up
 
 only_posix = pytest.mark.skipif(not hasattr(os, "geteuid"), reason="this system has other owners and permissions")
 only_root = pytest.mark.skipif(
@@ -102,6 +102,28 @@ def test_other_conditions_have_another_file(changes):
     assert dataclasses.replace(now, **changes).file_name != now.file_name
 
 
+def test_versions_belong_to_the_conditions():
+    versions = Conditions.now(polycast.get_backend("cpu")).versions
+    assert {name: versions[name] for name in ("polycast", "torch")} == {
+        "polycast": polycast.__version__,
+        "torch": str(torch.__version__),
+    }
+    assert versions["backend"].startswith("polycast ")
+
+
+@pytest.mark.parametrize("name", ["polycast", "torch"])
+def test_another_version_measures_for_itself(name, measured, kept, monkeypatch):
+    first, versions = polycast.profile("cpu"), conditions.versions
+    with monkeypatch.context() as patched:
+        patched.setattr(conditions, "versions", lambda: {**versions(), name: "99.0"})
+        forget()  # as in another process
+        assert look_up("cpu") == Lookup(registry.find("cpu"), None)
+        assert polycast.profile("cpu").versions[name] == "99.0"
+    forget()
+    assert find("cpu") == first
+    assert measured.count == len(list(kept.glob("*.json"))) == 2
+
+
 def test_limits_of_the_instructions_belong_to_the_conditions(monkeypatch):
     backend = polycast.get_backend("cpu")
     before = Conditions.now(backend)
@@ -138,6 +160,10 @@ REFUSED = {
     "of another torch": (
         lambda path: changed_versions(path, torch="1.0"),
         "was measured elsewhere: its version of torch is 1.0, and this is ",
+    ),
+    "of another polycast": (
+        lambda path: changed_versions(path, polycast="0.0"),
+        "was measured elsewhere: its version of polycast is 0.0, and this is ",
     ),
     "of another backend": (
         lambda path: changed_versions(path, backend="acme 3"),

@@ -16,7 +16,7 @@ from ..policy.dtypes import dtype_name
 from ..policy.recipe import Float8, Int4, Int8
 from ..profiling.profile import look_up
 from .compiled import origins
-from .profile import ignored, summary
+from .profile import summary
 from .terminal import console, engine_lines, library_errors, print_json, print_line, print_table, table
 
 _STYLES = {
@@ -61,9 +61,7 @@ class ListedDevice:
         if self.status.state != "ready":
             return None
         found = look_up(self.status.device_type)
-        if found.profile is not None:
-            return summary(found.profile)
-        return None if found.refusal is None else ignored(found.refusal)
+        return found.warning if found.profile is None else summary(found.profile)
 
     def as_json(self) -> dict[str, object]:
         """Return the device for JSON; what is unknown is None."""

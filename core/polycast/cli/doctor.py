@@ -29,7 +29,7 @@ from ..profiling.profile import profile as measure_profile
 from ..region.autocast import autocast
 from .compiled import origins
 from .devices import known_devices
-from .profile import ignored, profile_lines
+from .profile import profile_lines
 from .terminal import console, ignore_slow_dtypes, print_json, print_line
 
 _CPU_FEATURES = {
@@ -204,9 +204,7 @@ def _profiles(measures: bool) -> dict[str, object]:
 def _profile(device_type: str, measures: bool) -> object:
     found = look_up(device_type)
     profile = measure_profile(device_type) if measures else found.profile
-    if profile is not None:
-        return profile.to_dict()
-    return None if found.refusal is None else ignored(found.refusal)
+    return found.warning if profile is None else profile.to_dict()
 
 
 def diagnose(measures: bool = False) -> dict[str, Any]:

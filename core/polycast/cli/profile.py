@@ -8,16 +8,11 @@ from rich.console import Console
 
 from ..observer.report.target import check_target
 from ..profiling.device_profile import DeviceProfile
-from ..profiling.profile import look_up, profile
+from ..profiling.profile import profile
 from ..profiling.table import as_lines
 from .terminal import console, library_errors, print_line
 
 _ROWS = 128
-
-
-def ignored(refusal: str) -> str:
-    """Return a sentence that says why the profile on disk is not used."""
-    return f"the profile on disk is ignored: {refusal}"
 
 
 def summary(profile: DeviceProfile) -> str:
@@ -46,9 +41,6 @@ def run(
     with library_errors():
         if output is not None:
             check_target(output, "profile.json")
-        refusal = look_up(device).refusal
-        if refusal is not None:
-            typer.echo(f"polycast: {ignored(refusal)}", err=True)
         found = profile(device, refresh=refresh)
         if output is not None:
             found.save(output)

@@ -22,11 +22,16 @@ from .device_profile import DeviceProfile
 
 @dataclass(frozen=True)
 class Lookup:
-    """The profile of a device, and why there is none."""
+    """The profile of a device, and why the one on disk is not used, if there is one."""
 
     backend: Backend
     profile: DeviceProfile | None
     refusal: str | None = None
+
+    @property
+    def warning(self) -> str | None:
+        """A sentence that says why the profile on disk is not used; None if it is, or there is none."""
+        return None if self.refusal is None else f"the profile on disk is ignored: {self.refusal}"
 
 
 _found: dict[tuple[str, int, str | None], Lookup] = {}
@@ -45,7 +50,7 @@ def profile(device_type: str, *, refresh: bool = False) -> DeviceProfile:
     Ops are timed in float32, in each fast dtype and by each recipe, which takes at most 3 s on a CPU. The result is
     kept on disk, in ``$XDG_CACHE_HOME/polycast`` (``~/.cache/polycast``), for this device, number of threads, and
     versions of torch, polycast and the backend. Call it while the machine is otherwise idle: a noisy result is not
-    kept. A message on stderr says that it measures.
+    kept. A message on stderr says that it measures, and why a profile on disk is not used.
 
     If ``POLYCAST_PROFILE`` is the path of a saved profile of this device type, that one is returned, whichever machine
     it is from.
@@ -144,6 +149,9 @@ def _measured(backend: Backend, refresh: bool) -> DeviceProfile:
             found = find(backend.device_type)  # another process may have measured it
             if found is not None:
                 return found
+        warning = look_up(backend.device_type).warning
+        if warning is not None:
+            announce(warning)
         threads = f"{conditions.threads} thread{'s' * (conditions.threads != 1)}"
         announce(f"measuring what is fast on {backend.device_type} with {threads}, once for this torch ...")
         measured = measure(backend)
