@@ -41,8 +41,10 @@ def warn_if_slow(backend: Backend, dtype: torch.dtype) -> bool:
             ways = [f'recipe="{kind}"{note}' for kind, note in faster_recipes(backend).items()]
             ways += [f"dtype={other}" for other in _faster_dtypes(backend)]
             ways.append("float32, without a region")
+            is_measured = _find_profile(backend.device_type) is not None
+            measure = "" if is_measured else f" `polycast profile {backend.device_type}` measures how much."
             warn_user(
-                f"{text}. It saves memory but no time. Faster: {', '.join(ways)}. To silence this: "
+                f"{text}. It saves memory but no time. Faster: {', '.join(ways)}.{measure} To silence this: "
                 'warnings.simplefilter("ignore", polycast.SlowDtypeWarning).',
                 SlowDtypeWarning,
             )
