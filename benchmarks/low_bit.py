@@ -5,7 +5,7 @@ import functools
 import importlib.util
 import types
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -188,8 +188,19 @@ class Call:
                 yield
 
         side = Side("linear(x, weight, bias)", names, region)
+        reason = _why_declined(functools.partial(layer, names["x"]), region)
+        if reason:
+            return [Result(what, "-", None, _CALL_AT_MOST, unit=unit, skipped=f"int8 does not compute it: {reason}")]
         least = min(side.time(1000) for _ in range(self.rounds // 5 if quick else self.rounds))
         return [Result(what, "-", least * 1e6, _CALL_AT_MOST, unit=unit)]
+
+
+def _why_declined(call: Callable[[], object], region: Callable[[], AbstractContextManager[None]]) -> str:
+    """Return why int8 does not compute the matmul of a call in a region; empty if it does."""
+    with polycast.observe() as seen, region():
+        call()
+    computed = [each for each in seen.matmuls if each.recipe == "int8" and not each.declined]
+    return "" if computed else ", ".join(each.declined for each in seen.matmuls) or "there is no matmul"
 
 
 _CALL_AT_MOST = 4.0

@@ -7,8 +7,11 @@ import subprocess
 import sys
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+
+from polycast.engine import installation
 
 ROOT = Path(__file__).parent.parent
 EACH = {"compiled", "fastest", "gpt2", "int4", "linears", "low-bit", "numerics", "ops", "rates", "scenarios"}
@@ -141,20 +144,109 @@ def test_a_benchmark_may_set_variables_of_its_process(catalog, monkeypatch):
         return subprocess.CompletedProcess(command, 0, json.dumps({"results": [], "accuracy": []}))
 
     monkeypatch.setattr(catalog.subprocess, "run", run)
+    monkeypatch.delenv("ATEN_CPU_CAPABILITY", raising=False)
+    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
     for name in ("fastest", "fastest-avx2"):
         catalog.measure(name, 2, quick=True)
-    assert [(each.get("ATEN_CPU_CAPABILITY"), each["OMP_NUM_THREADS"]) for each in environments] == [
-        (os.environ.get("ATEN_CPU_CAPABILITY"), "2"),
-        ("avx2", "2"),
-    ]
+    variables = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "OMP_NUM_THREADS")
+    assert [tuple(map(each.get, variables)) for each in environments] == [(None, None, "2"), ("avx2", "AVX2", "2")]
 
 
-def test_fastest_runs_the_scenarios_and_has_bounds_for_its_cases(catalog):
-    fastest = pytest.importorskip("benchmarks.fastest")
-    assert len(fastest.SCENARIOS) == 20
+@pytest.fixture
+def fastest(catalog):
+    return pytest.importorskip("benchmarks.fastest")
+
+
+def test_fastest_runs_the_scenarios_and_common_models(catalog, fastest):
+    assert len({case.what for case in fastest.SCENARIOS}) == 20
+    inference = {case.what for case in fastest.MODELS if isinstance(case, fastest.Inference)}
+    assert inference >= {
+        "GPT-2 small, 128 tokens",
+        "GPT-2 small, 1 token",
+        "LLaMA 1.1 B, 1 token",
+        "BERT base, 4 x 128 tokens",
+        "ViT base, 2 images",
+        "ResNet-18, 2 images",
+        "ResNet-50, 2 images",
+    }
+    training = {case.what for case in fastest.MODELS if isinstance(case, fastest.Training)}
+    assert training >= {
+        "GPT-2 of 6 layers, training step of 4 x 128 tokens",
+        "BERT of 4 layers, training step of 4 x 128 tokens",
+        "ResNet-18, training step of 2 images",
+    }
+    assert catalog.BENCHMARKS["fastest"].threads is catalog.each
+    assert catalog.BENCHMARKS["fastest-avx2"].function == catalog.BENCHMARKS["fastest"].function
+
+
+def test_fastest_runs_each_case_in_every_way(fastest):
+    ways = fastest.ways()
+    trained = {"float32", "torch.autocast", "a plain region", "fastest"}
+    others = {"a bfloat16 copy", "WeightCache", "fastest, WeightCache", "int8"}
+    assert trained | others <= ways.keys()
+    assert {name for name, way in ways.items() if way.trains} >= trained
+    assert {way.kernels for way in ways.values()} == {"torch", "polycast"}
+    raced = []
+
+    def sides(all_ways, kind):
+        raced.append(all_ways.keys())
+        return dict.fromkeys(all_ways)
+
+    for case in (*fastest.SCENARIOS, *fastest.MODELS):
+        race = fastest._race(SimpleNamespace(what=case.what, sides=sides))
+        bounds = {(each.ours, each.theirs): (each.at_most, each.where) for each in race.ratios}
+        for ours in ("fastest", "fastest, WeightCache"):
+            assert bounds[ours, ("float32", "torch.autocast", "a plain region")] == (1.08, None)
+    assert all(each == ways.keys() for each in raced)
+
+
+def test_fastest_has_the_bounds_of_its_models(fastest):
+    found = {(each.ours, each.theirs, what): each.at_most for what, all in fastest.BOUNDS.items() for each in all}
+    one_token, step = "LLaMA 1.1 B, 1 token", "GPT-2 of 6 layers, training step of 4 x 128 tokens"
+    expected = {
+        ("fastest", "torch.autocast", "GPT-2 small, 128 tokens"): 0.7,
+        ("fastest", "torch.autocast", "BERT base, 4 x 128 tokens"): 0.7,
+        ("fastest", "torch.autocast", "ViT base, 2 images"): 0.7,
+        ("fastest", "torch.autocast", step): 0.75,
+        ("fastest, WeightCache", "a bfloat16 copy", "GPT-2 small, 1 token"): 0.75,
+        ("fastest, WeightCache", "a bfloat16 copy", one_token): 0.65,
+        ("int8", "a bfloat16 copy", "GPT-2 small, 1 token"): 0.36,
+        ("int8", "a bfloat16 copy", one_token): 0.33,
+    }
+    assert {key: found.get(key) for key in expected} == expected
     assert fastest.BOUNDS.keys() <= {case.what for case in fastest.MODELS}
-    of_libraries = {way.kernels for way in fastest.ways().values()}
-    assert of_libraries == {"torch", "polycast"}
+
+
+def test_fastest_bounds_the_peak_memory_of_training_by_torchs(fastest, monkeypatch):
+    peaks = {"fastest": "103", "torch.autocast": "100"}
+
+    def run(command, **_):
+        return subprocess.CompletedProcess(command, 0, peaks[command[-1]])
+
+    monkeypatch.setattr(fastest.subprocess, "run", run)
+    (result,) = fastest.Memory().run(quick=False)
+    assert (result.measured, result.against, result.ok) == (1.03, "torch.autocast", False)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "reason"), [(0.5, ""), (5.0, "int8 does not compute it: int8 takes 5 of bfloat16's")]
+)
+def test_low_bit_call_is_measured_only_where_int8_computes_it(
+    ratio, reason, profile_of, catalog, monkeypatch, tmp_path
+):
+    low_bit = pytest.importorskip("benchmarks.low_bit")
+    if low_bit._missing()[0]:
+        pytest.skip(low_bit._missing()[0])
+    profile_of(overhead=1e-15, cast=1e-15, bfloat16=1.0, int8=ratio).save(tmp_path / "machine.json")
+    monkeypatch.setenv("POLYCAST_PROFILE", str(tmp_path / "machine.json"))
+    monkeypatch.setenv("POLYCAST_ENGINE", "native")
+    installation.forget_choice()
+    monkeypatch.setattr(low_bit.Side, "time", lambda side, calls: 3e-6)
+    (result,) = low_bit.Call().run(quick=True)
+    installation.forget_choice()
+    assert (result.measured, result.at_most) == (None if reason else pytest.approx(3.0), 4.0)
+    assert result.skipped.startswith(reason)
+    assert bool(result.skipped) == bool(reason)
 
 
 def test_families_are_at_least_thirty_with_names_of_their_own(catalog):

@@ -1,10 +1,13 @@
 """The finding about a fast dtype that is slower than float32."""
 
+import re
+import time
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import polycast
 from polycast.observer import estimates
@@ -169,6 +172,43 @@ def test_times_of_a_run_with_both_dtypes_are_compared():
     assert observed(bfloat16=0.2, float32=0.2).findings == ()
     assert observed(bfloat16=0.3).findings == ()
     assert observed(bfloat16=0.3, float32=0.0).findings == ()
+
+
+class SlowProducts(TorchDispatchMode):
+    """Takes longer for products in a dtype than all that was before has taken: three times as long."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        self._dtype = dtype
+        self._start = time.perf_counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        begun = time.perf_counter()
+        result = function(*args, **(kwargs or {}))
+        is_product = function in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+        while is_product and result.dtype is self._dtype and time.perf_counter() - begun < 3 * (begun - self._start):
+            pass
+        return result
+
+
+@pytest.mark.parametrize(("slow", "quick"), [("bfloat16", "float32"), ("float32", "bfloat16")])
+def test_times_of_a_real_run_show_the_slower_dtype(slow, quick, engine, in_region):
+    regions = {"bfloat16": {}, "float32": {"policy": {"linear": "fp32"}}}
+    with polycast.observe(timing=True) as seen, SlowProducts(getattr(torch, slow)):
+        for dtype in (quick, slow):
+            in_region(linear, **regions[dtype])()
+    assert sorted(each.dtype for each in seen.matmuls) == ["bfloat16", "float32"]
+    found = [each for each in seen.findings if each.kind == "slow_dtype"]
+    if slow == "float32":
+        assert found == []
+        return
+    (found,) = found
+    factor = re.fullmatch(
+        r"bfloat16 matmuls of 128 rows take (\S+) of float32's time on cpu, as timed in this run\.", found.what
+    )
+    assert float(factor[1]) >= 3
+    assert found.remedy == 'recipe="fastest" or float32 avoids that.'
+    assert (found.ops, found.count) == (("aten::linear",), 1)
 
 
 def test_time_of_matmuls_is_measured(engine):

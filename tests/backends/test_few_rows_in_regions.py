@@ -1,0 +1,163 @@
+"""The CPU's own kernels for few rows in regions with recipe "fastest", where the profile says that they are fastest."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import polycast
+from polycast import Fastest, WeightCache, autocast
+from polycast.profiling.ways import ways_of
+from polycast.testing.low_bit import run_prepared
+from polycast_cpu.few_rows import FewRowsMatmul, few_rows_availability
+
+AVAILABLE = few_rows_availability()
+pytestmark = [
+    pytest.mark.skipif(not AVAILABLE, reason=f"no kernels here: {AVAILABLE.reason}"),
+    pytest.mark.usefixtures("engine", "no_grad"),
+]
+FAST = (torch.bfloat16, torch.float16)
+ROWS = (1, 2, 4, 5, 8)
+BIAS = torch.randn(200)
+CALLS = {
+    "linear": lambda x, w: F.linear(x, w.t(), BIAS),
+    "mm": lambda x, w: torch.mm(x, w),
+    "matmul": lambda x, w: torch.matmul(x[None], w),
+    "addmm": lambda x, w: torch.addmm(BIAS, x, w, beta=0.5, alpha=2),
+}
+
+
+@pytest.fixture(params=["rows are dense", "columns are dense"])
+def weight(request):
+    """Return a weight (K, N) in one of the orders that it has in models: that of nn.Linear, and GPT-2's."""
+    torch.manual_seed(0)
+    if request.param == "rows are dense":
+        return nn.Parameter(torch.randn(300, 200))
+    return nn.Parameter(torch.randn(200, 300)).t()
+
+
+@pytest.fixture
+def by_kernel(profile_of):
+    """Return the recipe for a machine where the kernel on the cached cast is the fastest."""
+    return Fastest(profile_of(overhead=1e-15, cast=1e-15, bfloat16=9.0, float16=9.0, **kernels("bfloat16", "float16")))
+
+
+@pytest.fixture
+def by_float32_kernel(profile_of):
+    """Return the recipe for a machine where the kernel on the float32 weight is the fastest."""
+    return Fastest(profile_of(overhead=1e-15, cast=1e-15, bfloat16=9.0, float16=9.0, **kernels("float32")))
+
+
+def kernels(*dtypes):
+    return {f"{dtype}_kernel": 0.1 for dtype in dtypes}
+
+
+def expected(call, x, weight, cast, dtype):
+    """Return what the kernel computes outside of regions, given the weight or its cast."""
+    given = {
+        "linear": (x, weight.t(), BIAS),
+        "mm": (x, weight),
+        "matmul": (x[None], weight),
+        "addmm": (BIAS, x, weight, 0.5, 2),
+    }[call]
+    kernel = FewRowsMatmul().kernels()[f"aten::{call}"]
+    assert kernel.unsupported_reason(*given) is None
+    return run_prepared(kernel, (cast.t() if call == "linear" else cast,), *given, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", FAST, ids=str)
+@pytest.mark.parametrize("call", CALLS)
+def test_few_rows_are_computed_by_it(call, dtype, weight, by_kernel, low_bit_counts, engine):
+    cache, name = WeightCache(), str(dtype).removeprefix("torch.")
+    inputs = [torch.randn(rows, 300) for rows in ROWS]
+    with autocast("cpu", dtype, recipe=by_kernel, cache=cache):
+        with low_bit_counts() as counts:
+            first = [CALLS[call](x, weight) for x in inputs]
+        for _ in range(2):  # the native engine then knows the calls
+            again = [CALLS[call](x, weight) for x in inputs]
+    (record,) = counts.records()
+    assert (record.op, record.recipe, record.calls) == (f"aten::{call}", f"fastest:{name} kernel", len(ROWS))
+    # To the reference engine, a view that is kept may write the weight.
+    if engine == "native" or (weight._base is None and call != "linear"):  # the other caches no view that is held
+        assert cache.stats().entries == 1
+    for x, result, repeated in zip(inputs, first, again, strict=True):
+        assert torch.equal(result, expected(call, x, weight, weight.to(dtype), dtype))
+        assert torch.equal(repeated, result)
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_few_rows_are_computed_by_it_from_the_float32_weight(call, weight, by_float32_kernel, low_bit_counts):
+    cache, x = WeightCache(), torch.randn(4, 300)
+    with autocast("cpu", recipe=by_float32_kernel, cache=cache):
+        with low_bit_counts() as counts:
+            first = CALLS[call](x, weight)
+        again = [CALLS[call](x, weight) for _ in range(3)]
+    assert {record.recipe for record in counts.records()} == {"fastest:float32 kernel"}
+    assert cache.stats().entries == 0
+    assert torch.equal(first, expected(call, x, weight, weight, torch.bfloat16))
+    assert all(torch.equal(result, first) for result in again)
+
+
+def test_more_rows_are_computed_in_another_way(by_kernel, low_bit_counts):
+    layer = nn.Linear(300, 200)
+    with autocast("cpu", recipe=by_kernel, cache=WeightCache()), low_bit_counts() as counts:
+        assert torch.equal(layer(torch.ones(9, 300)), F.linear(torch.ones(9, 300), *layer.parameters()).bfloat16())
+    assert {record.recipe for record in counts.records()} == {"fastest:float32"}
+
+
+def test_it_is_not_used_where_it_is_slower(profile_of, low_bit_counts):
+    recipe = Fastest(profile_of(overhead=1e-15, cast=1e-15, bfloat16=1.0, bfloat16_kernel=1.2))
+    with autocast("cpu", recipe=recipe, cache=WeightCache()), low_bit_counts() as counts:
+        nn.Linear(300, 200)(torch.ones(1, 300))
+    assert {record.recipe for record in counts.records()} == {"fastest:bfloat16"}
+
+
+def test_the_profile_of_the_cpu_has_it():
+    names = [way.name for way in ways_of(polycast.get_backend("cpu"))[0]]
+    assert {"bfloat16 kernel", "float16 kernel", "float32 kernel"} <= set(names)
+
+
+def test_explain_shows_it(by_kernel):
+    layer = nn.Linear(300, 200)
+    with autocast("cpu", recipe=by_kernel, cache=WeightCache()):
+        told = polycast.explain("linear", "cpu", torch.ones(1, 300), layer.weight, layer.bias)
+    assert (told.way, told.declined) == ("bfloat16 kernel", None)
+    assert "bfloat16 kernel takes 0.01 of bfloat16's time" in told.reason
+
+
+def test_observe_shows_it(engine, by_kernel):
+    if engine == "reference":
+        pytest.skip("the reference engine cannot be observed")
+    layer = nn.Linear(300, 200)
+    with autocast("cpu", recipe=by_kernel, cache=WeightCache()), polycast.observe() as seen:
+        layer(torch.ones(1, 300))
+        layer(torch.ones(64, 300))
+    shares = {each.recipe: each.calls for each in seen.matmuls}
+    assert shares == {"fastest:bfloat16 kernel": 1, "fastest:float32": 1}
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("recipe", ["by_kernel", "by_float32_kernel"])
+def test_a_row_has_the_same_bits_in_any_batch(call, recipe, weight, request):
+    recipe, x = request.getfixturevalue(recipe), torch.randn(8, 300)
+    with autocast("cpu", recipe=recipe, cache=WeightCache()):
+        whole = CALLS[call](x, weight).reshape(8, 200)
+        for first in range(8):
+            for last in range(first + 1, 9):
+                assert torch.equal(CALLS[call](x[first:last], weight).reshape(-1, 200), whole[first:last])
+
+
+def test_a_changed_weight_is_used_at_once(by_kernel):
+    layer, x = nn.Linear(300, 200), torch.randn(2, 300)
+    with autocast("cpu", recipe=by_kernel, cache=WeightCache()):
+        for change in (
+            lambda: layer.weight.mul_(2),
+            lambda: layer.weight.data.add_(1),
+            lambda: setattr(layer.weight, "data", torch.randn(200, 300)),
+        ):
+            layer(x), layer(x)
+            change()
+            cast = layer.weight.bfloat16()
+            kernel = FewRowsMatmul().kernels()["aten::linear"]
+            wanted = run_prepared(kernel, (cast,), x, layer.weight, layer.bias, dtype=torch.bfloat16)
+            assert torch.equal(layer(x), wanted)

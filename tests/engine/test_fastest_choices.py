@@ -1,0 +1,176 @@
+"""Choices of the recipe "fastest": equal for equal profiles and shape buckets, in any order and in any process."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import polycast
+from polycast import Fastest, autocast
+from polycast.engine.fastest import choose_way, training
+from polycast.engine.fastest.choose_way import Conversions, Way, bucket, choose
+from polycast.engine.fastest.products import Product
+from polycast.engine.fastest.training import RecordedOperands, choose_recorded
+from polycast.profiling.measurement import Measurement
+
+KERNELS = (Way.KERNEL, Way.FLOAT32_KERNEL)
+WAYS = {"bfloat16": 0.7, "bfloat16 kernel": 0.5, "float32 kernel": 0.45, "float32": 1.0}
+LARGE, SHAPES = 2**14, [(1, 64, 64), (100, 64, 64), (130, 64, 64), (8, 1024, 64), (1000, 96, 96), (4, 300, 300)]
+
+
+@pytest.fixture
+def profile():
+    """Return a profile in which each way is the fastest for some sizes, and conversions matter."""
+    pick = random.Random(0)
+    measurements = [
+        Measurement(op, rows, way, (2e-6 + ratio * 1e-11 * rows * size) * pick.uniform(0.4, 2.5), size)
+        for op in ("linear", "matmul", "bmm", "conv2d", "scaled_dot_product_attention")
+        for way, ratio in WAYS.items()
+        for size in (2**12, 2**16, 2**20)
+        for rows in (1, 4, 8, 16, 128, 1024)
+    ]
+    measurements += [
+        Measurement("cast", elements, f"{direction} bfloat16", 1e-6 + elements * 2e-10)
+        for direction in ("to", "from")
+        for elements in (1, 2**12, 2**20)
+    ]
+    return polycast.DeviceProfile("cpu", "a processor", 2, {}, {}, tuple(measurements), 2e10)
+
+
+@pytest.fixture
+def crossing():
+    """Return a profile in which float32 becomes faster than bfloat16 within the bucket of 128 rows."""
+    seconds = {"bfloat16": {64: 0.5e-3, 256: 8e-3}, "float32": {64: 1e-3, 256: 4e-3}}
+    measurements = [
+        Measurement(op, rows, way, each, LARGE)
+        for op in ("linear", "matmul")
+        for way, by_rows in seconds.items()
+        for rows, each in by_rows.items()
+    ]
+    return polycast.DeviceProfile("cpu", "a processor", 2, {}, {}, tuple(measurements), 0.0)
+
+
+def fresh(profile):
+    """Return the profile as another process reads it, with no choice made yet."""
+    for choices in (choose_way._choose, training._choose):
+        choices.cache_clear()
+    return polycast.DeviceProfile.from_json(profile.to_json())
+
+
+def random_calls(count):
+    """Return the arguments of random choices, besides the profile and the dtype."""
+    pick = random.Random(1)
+
+    def size(most=20):
+        return int(2 ** pick.uniform(0, most))
+
+    def product():
+        op = pick.choice(["linear", "matmul", "bmm", "conv2d", "small_conv2d", "scaled_dot_product_attention"])
+        return Product(op, size(11), size(22), size(20), size(11))
+
+    inference = [
+        (choose, product(), Conversions(*(pick.choice([0, size()]) for _ in range(3))), pick.choice([(), KERNELS]))
+        for _ in range(count)
+    ]
+    flags = [[pick.random() < 0.5 for _ in range(6)] for _ in range(count)]
+    recorded = [(choose_recorded, product(), RecordedOperands(size(), size(), *each)) for each in flags]
+    return [*inference, *recorded]
+
+
+def made(profile, calls):
+    return [function(profile, torch.bfloat16, *args) for function, *args in calls]
+
+
+def test_choices_depend_on_the_profile_alone(profile):
+    calls = random_calls(300)
+    expected = made(fresh(profile), calls)
+    assert {each.way for each in expected[:300]} == {*Way}
+    assert len({each[:3] for each in expected[300:]}) > 3
+    assert made(profile, calls) == expected  # from memory
+    assert made(fresh(profile), calls) == expected
+    assert made(fresh(profile), calls[::-1])[::-1] == expected
+    random.Random(2).shuffle(calls)
+    shuffled = made(fresh(profile), calls)
+    assert shuffled == made(fresh(profile), calls)
+
+
+def test_calls_of_the_same_bucket_are_computed_alike(crossing):
+    def products():
+        return [Product("linear", rows, LARGE, rows * 128, 128) for rows in range(91, 182)]
+
+    nothing = Conversions(0, 0, 0)
+    assert {bucket(product.rows) for product in products()} == {128}
+    # Without buckets their choices would differ.
+    assert {choose_way._choose(crossing, torch.bfloat16, each, nothing, ()).way for each in products()} == {
+        Way.FAST,
+        Way.FLOAT32,
+    }
+    assert len({choose(crossing, torch.bfloat16, each, nothing, ()) for each in products()}) == 1
+
+
+def test_calls_that_autograd_records_are_computed_alike_in_the_same_bucket(crossing):
+    def arguments():
+        for rows in range(91, 182):
+            operands = RecordedOperands(rows * 128, LARGE, True, False, True, False, False, False)
+            yield Product("linear", rows, LARGE, rows * 128, 128), operands
+
+    assert len({training._choose(crossing, torch.bfloat16, *each).forward for each in arguments()}) == 2
+    assert len({choose_recorded(crossing, torch.bfloat16, *each) for each in arguments()}) == 1
+
+
+def test_regions_compute_calls_of_the_same_bucket_alike(crossing, engine):
+    weight = nn.Parameter(torch.randn(128, 128), requires_grad=False)
+    ways = {}
+    with autocast("cpu", recipe=Fastest(crossing)):
+        for rows in (32, 64, 91, 100, 128, 150, 181, 182, 256, 512):
+            told = polycast.explain("linear", "cpu", torch.ones(rows, 128), weight)
+            ways.setdefault(bucket(rows), set()).add(told.way)
+    few, many = dict.fromkeys((32, 64, 128), "bfloat16"), dict.fromkeys((256, 512), "float32")
+    assert ways == {size: {way} for size, way in (few | many).items()}
+
+
+def test_values_do_not_decide(profile, engine):
+    recipe, weight = Fastest(profile), nn.Parameter(torch.randn(64, 64), requires_grad=False)
+    with autocast("cpu", recipe=recipe):
+        told = [
+            polycast.explain("linear", "cpu", torch.full((9, 64), value), weight).reason
+            for value in (0.0, 1e30, float("nan"))
+        ]
+    assert len(set(told)) == 1
+
+
+def explained(path):
+    """Return the ways of some calls by the profile in a file, and why."""
+    found = []
+    for grad in (False, True):
+        for rows, inner, columns in SHAPES:
+            weight = nn.Parameter(torch.ones(columns, inner))
+            with torch.set_grad_enabled(grad), autocast("cpu", recipe=Fastest(str(path))):
+                told = polycast.explain("linear", "cpu", torch.ones(rows, inner), weight)
+            found.append([told.way, told.reason])
+    return found
+
+
+@pytest.mark.slow
+def test_another_process_chooses_alike(profile, tmp_path):
+    path = tmp_path / "machine.json"
+    profile.save(path)
+    expected = explained(path)
+    assert len({way for way, _ in expected}) > 1
+    program = f"import json, sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+    program += f"import {Path(__file__).stem} as tests; print(json.dumps(tests.explained(sys.argv[1])))"
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program, str(path)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1]) == expected
