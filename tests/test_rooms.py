@@ -206,6 +206,7 @@ def test_no_file_has_more_than_350_lines(folder):
 HOST_AND_ACCELERATORS = {"cpu", "cuda", "xpu", "mps", "mtia", "maia", "hpu", "ipu", "xla"}
 MAY_NAME_A_DEVICE = {
     "distributed.py": "the device of a process group without an accelerator",
+    "common/random_state.py": "the CPU's generator is torch's own",
     "engine/overlap.py": "a mask is in host memory",
     "engine/reference/store.py": "host memory may be shared by processes",
     "observer/rerun.py": "the generator of the host's random numbers",
@@ -237,3 +238,12 @@ def test_the_engine_in_cpp_names_no_accelerator():
     sources = [path for path in ROOT.rglob("*") if path.suffix in (".h", ".cpp")]
     code = {path: re.sub(r"//.*", "", path.read_text(encoding="utf-8")) for path in sources}
     assert [path.name for path, text in code.items() if re.search(accelerators, text)] == []
+
+
+def test_no_two_classes_of_the_core_share_a_name():
+    where = {}
+    for module, path in MODULES.items():
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                where.setdefault(node.name, []).append(module)
+    assert {name: modules for name, modules in where.items() if len(modules) > 1} == {}

@@ -13,7 +13,7 @@ from ..region.recording_scaler import RecordingGradScaler
 from ..region.scaler_history import MAX_NAMES, Origin, SkippedStep
 from .observation import Observation
 from .observe import observe_step
-from .rerun import RandomState, rerun_step
+from .rerun import SameRandomNumbers, rerun_step, same_random_numbers
 from .step_origin import origin_by_numerics, origin_of
 from .step_record import StepRecord
 
@@ -23,7 +23,7 @@ class StepLog:
 
     def __init__(self, model: nn.Module | None, rerun: Callable[[], Any] | None) -> None:
         self._model, self._rerun = model, rerun
-        self._random = None if rerun is None else RandomState(model)
+        self._random = None if rerun is None else same_random_numbers(model)
         self._loss: torch.Tensor | float | None = None
         self._scale: float | None = None
         self._skip: SkippedStep | None = None
@@ -79,7 +79,7 @@ class StepLog:
             found = origin_by_numerics(self.seen.facts)
         return found
 
-    def _origin_by_rerun(self, rerun: Callable[[], Any], random: RandomState) -> Origin | None:
+    def _origin_by_rerun(self, rerun: Callable[[], Any], random: SameRandomNumbers) -> Origin | None:
         try:
             return rerun_step(rerun, self._model, random)
         except Exception as error:  # a diagnosis must not end the run

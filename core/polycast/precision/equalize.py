@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ..common.random_state import RandomState
 from ..engine.casts.weights import parameter_of
 from ..engine.low_bit.calibration import calibrators
 from ..engine.low_bit.equalized import activations_of, matrix_of
@@ -18,7 +19,7 @@ from .calls import ModelCall
 from .compare import enabled_region
 from .equalized_product import EqualizedProduct
 from .hooks import run_eagerly
-from .isolation import RandomState, find_writes, isolated
+from .isolation import find_writes, isolated
 
 _SEED = 0
 _MAX_NAMED = 3

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from ..common.random_state import RandomState
 from ..region.capture import Snapshot
 from .values import version_of
 
@@ -153,32 +154,6 @@ def _clone(value: Any, clones: dict[int, Any]) -> Any:
     if id(value) not in clones:
         clones[id(value)] = value.detach().clone()
     return clones[id(value)]
-
-
-class RandomState:
-    """The random number generators that a model on a device draws from."""
-
-    def __init__(self, device_type: str) -> None:
-        device = torch.get_device_module(device_type)
-        self._modules = [torch.random, *([device] if hasattr(device, "get_rng_state") else [])]
-
-    def get(self) -> list[torch.Tensor]:
-        """Return the current states."""
-        return [module.get_rng_state() for module in self._modules]
-
-    def set(self, states: list[torch.Tensor]) -> None:
-        """Set the states."""
-        for module, state in zip(self._modules, states, strict=True):
-            module.set_rng_state(state)
-
-    @contextmanager
-    def preserved(self) -> Iterator[None]:
-        """Restore the current states after a block."""
-        before = self.get()
-        try:
-            yield
-        finally:
-            self.set(before)
 
 
 class Situation:

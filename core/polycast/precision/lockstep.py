@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
+from ..common.random_state import RandomState
 from ..engine.low_bit.listeners import listeners as low_bit_listeners
 from .calls import ModelCall
 from .gradient_calls import Gradients, aligned
 from .handoff import Handoff
 from .hooks import CallKey, Watcher, watched_modules
-from .isolation import RandomState, Values, isolated
+from .isolation import Values, isolated
 from .outcome import LossModule
 from .record import Record
 from .runs import ModelRun, ReferenceRun, Returned, ReturnedGradients, TestedRun, matched_gradients

@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 
+from ..common.random_state import RandomState
 from ..errors import warn_user
 from ..policy.value import Policy
 from ..region.module_rules import apply_policy
 from .calls import Calls, ModelCall
 from .failures import may_come_from_policy, short_text
-from .isolation import ModelState, RandomState, isolated
+from .isolation import ModelState, isolated
 from .minimal_set import Choice
 from .numerics import Sums, has_floats
 from .outcome import Step, sums_of

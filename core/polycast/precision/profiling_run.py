@@ -6,9 +6,10 @@ from typing import Any, TypeVar
 
 import torch
 
+from ..common.random_state import RandomState
 from .calls import Calls, ModelCall
 from .hooks import in_this_thread, run_eagerly, watched_modules
-from .isolation import ModelState, RandomState, find_writes, isolated
+from .isolation import ModelState, find_writes, isolated
 from .values import Contents
 
 _T = TypeVar("_T")

@@ -7,12 +7,13 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..common.random_state import RandomState
 from ..region.autocast import autocast
 from ..region.cast_arguments import CastArguments
 from .failures import may_come_from_policy
 from .gradient_calls import GradientCall, Gradients, SavedCall, floating
 from .hooks import CallKey, OpenCall
-from .isolation import RandomState, Situation, outside_regions
+from .isolation import Situation, outside_regions
 from .sides import Side, Sides
 
 

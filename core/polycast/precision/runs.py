@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
+from ..common.random_state import RandomState
 from ..torch_internals.names import are_functorch_transforms_active, has_saved_tensors_hooks
 from .gradient_calls import (
     GradientCall,
@@ -19,7 +20,7 @@ from .gradient_calls import (
     isolated_unwritten_inputs,
 )
 from .hooks import CallKey, OpenCall, innermost_common
-from .isolation import RandomState, Situation
+from .isolation import Situation
 from .record import MatchedCall, Record
 from .repeated import OwnGradients, RepeatableCall, Repeater
 from .sides import Side, Sides

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 
+from ..common.random_state import RandomState
 from ..errors import warn_user
 from ..region.autocast import autocast
 from .blocks import Blocks, candidates_in
@@ -17,7 +18,7 @@ from .candidates import Modules, Ops, chosen_ops, ops_seen
 from .compare import compared
 from .evidence import Evidence, Holdout, Tuned, machine
 from .failures import may_come_from_policy
-from .isolation import RandomState, isolated
+from .isolation import isolated
 from .measured import Measured
 from .minimal_set import NO_POLICY, CandidateOrder, Choice, OutOfBudget, minimal_choice
 from .model_timer import BY_PROFILE, PLAIN_REGION, ModelTimer, pick_fastest
