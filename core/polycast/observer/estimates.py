@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from ..profiling.device_profile import DeviceProfile
-from ..profiling.profile import find
+from ..profiling.profile import find_or_none
 from .recorder import MatmulRow
 
 
@@ -15,20 +15,13 @@ class Profiles:
     """
 
     def __init__(self, devices: Iterable[str]) -> None:
-        self._found = {device: _find(device) for device in devices}
+        self._found = {device: find_or_none(device) for device in devices}
 
     def of(self, device: str | None) -> DeviceProfile | None:
         """Return the profile of a device; for None, as in a backward pass, that of the only device of the run."""
         if device is None:
             return next(iter(self._found.values())) if len(self._found) == 1 else None
         return self._found.get(device)
-
-
-def _find(device: str) -> DeviceProfile | None:
-    try:
-        return find(device)
-    except (RuntimeError, ValueError):  # it has no backend, or POLYCAST_PROFILE is wrong
-        return None
 
 
 def estimated_seconds(profile: DeviceProfile, matmuls: MatmulRow) -> dict[str, float]:

@@ -10,7 +10,7 @@ from ..engine.fastest.choose_way import Way, name_of, seconds_by_way
 from ..engine.fastest.products import Product, product_of
 from ..policy.schemas import flatten_arguments
 from ..profiling.device_profile import DeviceProfile
-from ..profiling.profile import find
+from ..profiling.profile import find_or_none
 from ..region.autocast import autocast
 from ..torch_internals.dispatcher import OpOverload
 from ..torch_internals.names import DispatchMode
@@ -25,20 +25,13 @@ def modules_faster_in_float32(model: nn.Module, call: Callable[[], object], regi
 
     A module counts without the modules in it. Nothing is measured.
     """
-    profile = _find(region.device)
+    profile = find_or_none(region.device)
     if profile is None:
         return None
     clock = _ProfileClock(profile, region.fast_dtype)
     with watched(model, in_this_thread(clock)), region, clock:
         call()
     return [module for module, seconds in clock.seconds.items() if seconds[Way.FLOAT32] < _MARGIN * seconds[Way.FAST]]
-
-
-def _find(device_type: str) -> DeviceProfile | None:
-    try:
-        return find(device_type)
-    except ValueError:  # POLYCAST_PROFILE is wrong
-        return None
 
 
 class _ProfileClock(DispatchMode):  # type: ignore[misc]

@@ -93,6 +93,17 @@ def find(device_type: str) -> DeviceProfile | None:
     return look_up(device_type).profile
 
 
+def find_or_none(device_type: str) -> DeviceProfile | None:
+    """Return the profile of a device as `find` does; None also if there is no backend or ``POLYCAST_PROFILE`` is wrong.
+
+    What is wrong matters to those who ask for the profile, not to those who use it if there is one.
+    """
+    try:
+        return find(device_type)
+    except (RuntimeError, ValueError):
+        return None
+
+
 def look_up(device_type: str) -> Lookup:
     """Return the profile of a device, or why the one on disk is not used; measure nothing. Raises as `find`."""
     backend = registry.find(device_type)
