@@ -263,3 +263,17 @@ def test_a_row_has_the_same_bits_in_any_batch_of_one_way(float32_way, shape):
         for rows in (1024, 1000, 513):
             part = F.linear(x[:rows], weight)
             assert int((part != whole[:rows]).sum()) == 0
+
+
+@pytest.mark.parametrize("count", [1, 7, 8, 4099, 20000, 32768, 32769, 70001])
+def test_activations_and_results_are_converted_to_torchs_bits(float32_way, count):
+    of_fast = torch.arange(count).to(torch.int16).view(torch.bfloat16)
+    of_float32 = torch.randint(-(2**31), 2**31, (count,)).to(torch.int32).view(torch.float32)
+    one = torch.ones(1, 1)
+    for x in (of_fast, of_float32):
+        exact = F.linear(x.float()[:, None], one).bfloat16()
+        with torch.no_grad(), autocast("cpu", recipe=float32_way):
+            for _ in range(2):  # by Python, which decides, and without it
+                ours = F.linear(x[:, None], one)
+                assert torch.equal(ours.isnan(), exact.isnan())
+                assert torch.equal(ours.nan_to_num().view(torch.int16), exact.nan_to_num().view(torch.int16))
