@@ -242,3 +242,18 @@ def test_a_notebook_shows_a_table(model):
         "<td>1</td><td>Linear</td><td>float32</td><td>float32</td><td>float32</td><td>1 = &#x27;fp32&#x27;</td>" in html
     )
     assert "<p>In a region of bfloat16 on cpu.</p>" in html
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_the_casts_in_a_weight_cache_are_kept(engine, model, x, frozen):
+    cache = polycast.WeightCache()
+    model.requires_grad_(not frozen)
+    with polycast.autocast("cpu", cache=cache):
+        model(x)
+        model(x)
+        before = cache.stats()
+        polycast.explain(model, x)
+        model(x)
+    after = cache.stats()
+    assert before.entries > 0
+    assert (after.entries, after.misses) == (before.entries, before.misses)

@@ -163,15 +163,20 @@ class _Faking(TorchFunctionMode):
         self._mode, self._device = mode, torch.device(device_type)
 
     def fake(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a fake tensor; of a tensor on meta, one on the device."""
-        fake: torch.Tensor = self._mode.from_tensor(tensor)
-        if not fake.is_meta:
-            return fake
+        """Return a fake tensor; of a tensor on meta, one on the device.
+
+        torch's conversion reads the storage, after which a WeightCache could miss writes, and drops its casts.
+        """
+        if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout is not torch.strided or tensor.is_nested:
+            converted: torch.Tensor = self._mode.from_tensor(tensor)
+            if not converted.is_meta:
+                return converted
+        device = self._device if tensor.is_meta else tensor.device
         with self._mode, torch.no_grad():
-            moved = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=self._device)
+            made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
         if isinstance(tensor, nn.Parameter):
-            return nn.Parameter(moved, tensor.requires_grad)
-        return moved.requires_grad_(tensor.requires_grad)
+            return nn.Parameter(made, tensor.requires_grad)
+        return made.requires_grad_(tensor.requires_grad)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.__deepcopy__ and not args[0].is_leaf:
