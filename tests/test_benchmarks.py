@@ -130,9 +130,13 @@ def test_a_long_side_is_called_once_before_it_is_timed_if_the_kernels_have_chang
 
 
 def test_time_limit_interrupts_the_block_and_restores_the_handler(timing):
+    def run():
+        while True:  # signal.pause() would wait forever if the signal came just before
+            pass
+
     before = signal.getsignal(signal.SIGALRM)
     with pytest.raises(TimeoutError), timing.time_limit(0.001):
-        signal.pause()
+        run()
     assert signal.getsignal(signal.SIGALRM) is before
 
 
@@ -240,10 +244,12 @@ def test_low_bit_call_is_measured_only_where_int8_computes_it(
     profile_of(overhead=1e-15, cast=1e-15, bfloat16=1.0, int8=ratio).save(tmp_path / "machine.json")
     monkeypatch.setenv("POLYCAST_PROFILE", str(tmp_path / "machine.json"))
     monkeypatch.setenv("POLYCAST_ENGINE", "native")
-    installation.forget_choice()
     monkeypatch.setattr(low_bit.Side, "time", lambda side, calls: 3e-6)
-    (result,) = low_bit.Call().run(quick=True)
     installation.forget_choice()
+    try:
+        (result,) = low_bit.Call().run(quick=True)
+    finally:
+        installation.forget_choice()
     assert (result.measured, result.at_most) == (None if reason else pytest.approx(3.0), 4.0)
     assert result.skipped.startswith(reason)
     assert bool(result.skipped) == bool(reason)
