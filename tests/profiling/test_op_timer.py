@@ -160,7 +160,7 @@ def test_a_call_that_takes_longer_than_one_with_more_work_is_noisy(clock, monkey
 def test_what_raises_is_left_out_with_the_reason(monkeypatch, clock):
     def seconds(way, work, before):
         if way == "bfloat16" and work > 4:
-            raise NotImplementedError("no kernel for\nmany rows")
+            raise NotImplementedError("no kernel for. It has\nfew rows only")
         return 1e-4
 
     timer = run(clock, monkeypatch, seconds)

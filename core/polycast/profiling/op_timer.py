@@ -176,7 +176,7 @@ class OpTimer:
         except Unsupported as reason:
             self._omit(case, way, str(reason))
         except Exception as error:  # a backend's kernels may raise anything
-            self._omit(case, way, f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}")
+            self._omit(case, way, f"{type(error).__name__}: {_first_sentence(str(error))}")
         else:
             entry = self._entries[case, way.name] = _Entry(case, way.name, call, once, is_disturbed)
         return entry
@@ -213,6 +213,11 @@ class OpTimer:
                 for other in self._entries.values()
                 if (other.case.op, other.way) == (entry.case.op, entry.way) and other.case.contains(entry.case)
             )
+
+
+def _first_sentence(text: str) -> str:
+    """Return the beginning of an error; torch's go on to list its dispatch keys."""
+    return next(iter(text.splitlines()), "").partition(". ")[0]
 
 
 def _with_dtype(call: Callable[[], object], device_type: str, dtype: torch.dtype) -> Callable[[], object]:
