@@ -12,7 +12,7 @@ import polycast
 from polycast import Int8, WeightCache, autocast
 from polycast.engine import state
 from polycast.engine.low_bit.plan import process_cache
-from polycast.engine.low_bit.plans import plan_of
+from polycast.engine.low_bit.plans import plan_for, plan_of
 from polycast.plugins.registry import registry
 from polycast.region.policies import override_of
 
@@ -294,12 +294,13 @@ def test_after_clearing_weights_can_be_swapped(layer):
     assert torch.equal(run(layer), expected(layer))
 
 
-def test_equal_recipes_share_derived_objects(layer, linear):
+def test_equal_recipes_share_plans(layer, linear):
     for _ in range(3):
         with autocast("cpu", recipe=Int8(min_size=1)):
             layer(X)
-    assert Int8(min_size=1).derived is Int8(min_size=1).derived
-    assert Int8(min_size=1).derived is not Int8(min_size=2).derived
+    backend = polycast.get_backend("cpu")
+    assert plan_for(backend, Int8(min_size=1)) is plan_for(backend, Int8(min_size=1))
+    assert plan_for(backend, Int8(min_size=1)) is not plan_for(backend, Int8(min_size=2))
     assert linear.prepared == 1
 
 

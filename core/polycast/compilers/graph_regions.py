@@ -122,6 +122,7 @@ def let_graphs_hold_overrides(patch: Patch) -> None:
         init(self, target_values, *args, **kwargs)
         *values, last = target_values
         if isinstance(last, AndMore):
+            # Dynamo calls the class itself, at two places, one of which is deep in a function: only __init__ sees both.
             self.__class__ = RegionWithOverrideVariable
             self.target_values = [*values, last.cache_enabled, *last.more]
 

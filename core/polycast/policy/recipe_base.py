@@ -129,16 +129,6 @@ class Recipe:
         return self._text_of(*(name for name in self._defaults if name not in ("ops", "min_size")))
 
     @property
-    def derived(self) -> dict[Any, Any]:
-        """Objects that other modules derived from equal recipes, each under a key that has its type."""
-        found: dict[Any, Any] | None = vars(self).get("_derived")
-        if found is None:
-            kind: Any = type(self)
-            found = _derived(kind, self.text)
-            vars(self)["_derived"] = found  # this recipe's, also once the table has dropped it
-        return found
-
-    @property
     def overloads(self) -> frozenset[str]:
         """The ops to compute by the recipe, by dispatcher name."""
         return frozenset(name for op in self.ops for name in known_overloads(read_op(op)))
@@ -279,8 +269,3 @@ def _check_words(cls: type[Recipe]) -> None:
 def _expectation(hint: Any) -> Any:
     """Return what `read_setting` expects of a setting, given its annotation."""
     return get_args(hint) if get_origin(hint) is Literal else hint if hint in SIMPLE_TYPES else None
-
-
-@functools.lru_cache(maxsize=64)
-def _derived(kind: type[Recipe], text: str) -> dict[Any, Any]:
-    return {}

@@ -5,7 +5,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -15,6 +14,7 @@ from ..common.atfork import hold_during_fork
 from ..errors import warn_user
 from ..plugins.backend import Backend
 from ..plugins.registry import registry
+from ..policy.recipe import Recipe, RecipeLike
 from . import profile_file
 from .conditions import Conditions
 from .device_profile import DeviceProfile
@@ -36,8 +36,9 @@ class Lookup:
 
 _found: dict[tuple[str, int, str | None], Lookup] = {}
 """By device type, number of threads, and POLYCAST_PROFILE."""
-derived: dict[Any, Any] = {}
-"""What other modules make of these profiles. `forget` replaces it."""
+usable_recipes: dict[tuple[RecipeLike, Backend, bool, int, str | None], Recipe] = {}
+"""The recipes of regions with these profiles in them (region/recipes.py): by the recipe that was given, the backend,
+whether the region is enabled, and the rest of the key of `_found`. `forget` replaces it."""
 _lock = threading.RLock()
 _being_measured: set[str] = set()
 _import_lock = threading.RLock()
@@ -118,9 +119,9 @@ def look_up(device_type: str) -> Lookup:
 
 def forget() -> None:
     """Forget the profiles of this process, not those on disk."""
-    global derived
+    global usable_recipes
     _found.clear()
-    derived = {}
+    usable_recipes = {}
 
 
 def _look_up(backend: Backend) -> Lookup:

@@ -6,42 +6,20 @@ import torch
 
 from ..common import env
 from ..engine.fastest.profiles import with_profile
-from ..engine.state import DictItem, Settings
+from ..engine.state import DictItem
 from ..errors import RecipeDisabledWarning, warn_user
 from ..plugins.backend import Availability, Backend
 from ..plugins.checks import check_recipe
 from ..policy.recipe import Fastest, NoRecipe, Recipe, RecipeLike, read_recipe
 from ..profiling import profile
-from .policies import override_of
 from .slow_dtype import warn_if_slow
 
 _warned: set[tuple[str, str]] = set()
 
 
-def settings_of_recipe(
-    given: RecipeLike, backend: Backend, enabled: bool, dtype: torch.dtype, cache_enabled: bool | None
-) -> Settings:
-    """Return the settings of a region with a recipe, without policy and cache.
-
-    Those with the recipe `Fastest` are kept: programs may enter a region for each op. Raises and warns as
-    `checked_recipe`.
-    """
-    key = given, backend, enabled, dtype, cache_enabled, torch.get_num_threads(), env.profile()
-    kept = profile.derived
-    found: Settings | None = kept.get(key) if isinstance(given, (str, Recipe)) else None
-    if found is not None:
-        return found
-    recipe = checked_recipe(given, backend, enabled, dtype)
-    device_type = backend.device_type
-    settings = Settings(device_type, enabled, dtype, cache_enabled, override_of(None, device_type, recipe))
-    if is_kept(given, recipe):
-        kept[key] = settings
-    return settings
-
-
 def items_of_profiles() -> Sequence[DictItem]:
-    """Return what kept settings and recipes depend on, besides the number of threads."""
-    return (vars(profile), "derived", profile.derived), *env.profile_items()
+    """Return what kept recipes depend on, besides the number of threads."""
+    return (vars(profile), "usable_recipes", profile.usable_recipes), *env.profile_items()
 
 
 def checked_recipe(given: RecipeLike | None, backend: Backend, enabled: bool, dtype: torch.dtype) -> Recipe | None:
@@ -61,8 +39,8 @@ def usable_recipe(given: RecipeLike, backend: Backend, enabled: bool) -> Recipe:
         TypeError, ValueError: `given` is not a recipe, or its profile is of another device or cannot be read.
     """
     key = given, backend, enabled, torch.get_num_threads(), env.profile()
-    kept = profile.derived
-    found: Recipe | None = kept.get(key) if isinstance(given, (str, Recipe)) else None
+    kept = profile.usable_recipes
+    found = kept.get(key) if isinstance(given, (str, Recipe)) else None
     if found is not None:
         return found
     recipe = asked = read_recipe(given)

@@ -1,6 +1,5 @@
 """Resolve the arguments of a region to its settings."""
 
-import functools
 from collections.abc import Sequence
 
 import torch
@@ -18,11 +17,10 @@ from ..policy.recipe_base import kinds
 from ..policy.value import PolicyLike
 from ..torch_internals.names import skip_frames
 from .policies import override_of
-from .recipes import checked_recipe, is_kept, items_of_profiles, settings_of_recipe
+from .recipes import checked_recipe, is_kept, items_of_profiles
 from .slow_dtype import warn_if_slow
 
 _new_tuple = tuple.__new__
-_CACHE = Settings._fields.index("cache")
 
 
 @disable_dynamo
@@ -68,14 +66,11 @@ def resolve(
     if recipe is None and policy is None:
         if is_on and not warn_if_slow(backend, dtype):
             is_lasting = False
-        settings = _plain_settings(name, is_on, dtype, cache_enabled)
-    elif recipe is not None and policy is None:
-        settings = settings_of_recipe(recipe, backend, is_on, dtype, cache_enabled)
+        override = None
     else:
         override = override_of(policy, name, checked_recipe(recipe, backend, is_on, dtype))
-        settings = Settings(name, is_on, dtype, cache_enabled, override)
-    if cache is not None:  # a new tuple is cheaper than a call of the class
-        settings = _new_tuple(Settings, (*settings[:_CACHE], cache, False))
+    # A new tuple is cheaper than a call of the class.
+    settings = _new_tuple(Settings, (name, is_on, dtype, cache_enabled, override, cache, False))
     return settings, _dependencies(backend, default, settings, recipe, profiles) if is_lasting else None
 
 
@@ -145,11 +140,6 @@ def why_disabled(backend: Backend, dtype: torch.dtype, answer: Availability) -> 
                 f"Disabling autocast.\n{dtype} was asked for: {answer.reason}."
             )
     return None
-
-
-@functools.lru_cache(maxsize=256)  # a look-up is cheaper than a new tuple
-def _plain_settings(device_type: str, enabled: bool, dtype: torch.dtype, cache_enabled: bool | None) -> Settings:
-    return Settings(device_type, enabled, dtype, cache_enabled)
 
 
 def _check_cache(cache: object, cache_enabled: bool | None) -> None:

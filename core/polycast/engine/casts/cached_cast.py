@@ -35,34 +35,38 @@ def _fake(weight: torch.Tensor, dtype: torch.dtype, cache: int = 0) -> torch.Ten
 
 
 class _WithHistory(torch.autograd.Function):
-    """A cached cast with the autograd history of ``weight.to(dtype)``."""
-
     @staticmethod
-    def forward(ctx: Any, weight: torch.Tensor, dtype: torch.dtype, cache: int) -> torch.Tensor:
-        from ...torch_internals.dispatcher import (
-            below_autograd,  # slow to import, and `import polycast` needs this module
-        )
-
-        ctx.dtype = weight.dtype
-        if below_autograd is None:
-            return weight.detach().to(dtype)
-        with below_autograd():
-            cast: torch.Tensor = torch.ops.polycast.cached_cast(weight, dtype, cache)
+    def forward(weight: torch.Tensor, cast: torch.Tensor) -> torch.Tensor:
         return cast.detach()
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return gradient.to(ctx.dtype), None, None
+    def setup_context(ctx: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+        ctx.dtype = inputs[0].dtype
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient.to(ctx.dtype), None
 
 
-def _with_history(weight: torch.Tensor, dtype: torch.dtype, cache: int = 0) -> torch.Tensor:
-    cast: torch.Tensor = _WithHistory.apply(weight, dtype, cache)  # type: ignore[no-untyped-call]
-    return cast
+def with_history(weight: torch.Tensor, cast: torch.Tensor) -> torch.Tensor:
+    """Return a tensor on the memory of a cast, with the autograd history of casting the weight or view."""
+    result: torch.Tensor = _WithHistory.apply(weight, cast)  # type: ignore[no-untyped-call]
+    return result
+
+
+def _cast_with_history(weight: torch.Tensor, dtype: torch.dtype, cache: int = 0) -> torch.Tensor:
+    from ...torch_internals.dispatcher import below_autograd  # slow to import, and `import polycast` needs this module
+
+    if below_autograd is None:
+        return weight.to(dtype)
+    with below_autograd():
+        cast: torch.Tensor = torch.ops.polycast.cached_cast(weight, dtype, cache)
+    return with_history(weight, cast)
 
 
 _library.impl("cached_cast", _cast, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
 _library.impl("cached_cast", _fake, "Meta")  # type: ignore[no-untyped-call]
-_library.impl("cached_cast", _with_history, "Autograd")  # type: ignore[no-untyped-call]
+_library.impl("cached_cast", _cast_with_history, "Autograd")  # type: ignore[no-untyped-call]
 
 
 class _Thread(threading.local):

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.library import Library
 
+from ...plugins.backend import Backend
 from ...plugins.registry import registry
 from ...policy.recipe import Recipe
 from ...policy.schemas import find_op, unflatten_arguments
@@ -85,12 +86,16 @@ def operator_of(op: str) -> Any:
 
 
 _library = Library("polycast", "FRAGMENT")  # type: ignore[no-untyped-call]
-_recipe_of_text = functools.lru_cache(maxsize=256)(Recipe.of_text)
+
+
+@functools.lru_cache(maxsize=64)
+def _plan_of_text(backend: Backend, recipe: str) -> Plan:
+    return plan_for(backend, Recipe.of_text(recipe))
 
 
 def _run_in_compiled(op: str, args: Sequence[Any], recipe: str, cache: int, dtype: torch.dtype) -> torch.Tensor:
     device_type = next(arg for arg in args if isinstance(arg, torch.Tensor)).device.type
-    plan = plan_for(registry.find(device_type), _recipe_of_text(recipe))
+    plan = _plan_of_text(registry.find(device_type), recipe)
     found = cache_by_identity(cache) if cache else state.machine.innermost(device_type)[1]
     before = torch.get_autocast_dtype(device_type)
     if before is not dtype:

@@ -1,5 +1,7 @@
 """The plan of each recipe on each device: made once, and shared by equal recipes."""
 
+import functools
+
 from ...plugins.backend import Backend
 from ...plugins.registry import registry
 from ...policy.recipe import Fastest, Recipe
@@ -19,13 +21,7 @@ def plan_of(override: Override, device_type: str) -> Plan | None:
     return plan
 
 
+@functools.lru_cache(maxsize=64)
 def plan_for(backend: Backend, recipe: Recipe) -> Plan:
     """Return the plan of a recipe on a backend, which equal recipes share."""
-    plan: Plan | None = recipe.derived.get((Plan, backend.device_type))
-    if plan is None or plan.backend is not backend:
-        plan = recipe.derived[Plan, backend.device_type] = _make(backend, recipe)
-    return plan
-
-
-def _make(backend: Backend, recipe: Recipe) -> Plan:
     return FastestPlan(backend, recipe) if isinstance(recipe, Fastest) else Plan(backend, recipe)

@@ -11,12 +11,13 @@ import torch
 from ...policy.cast_policy import CastPolicy
 from ...torch_internals.dispatcher import excluded_keys
 from ...torch_internals.names import is_function_mode_enabled
+from ..casts.cached_cast import with_history
 from ..casts.cast_cache import CastCache
 from ..casts.not_prepacked import INTERCEPTED, NO_WEIGHT, NOT_CACHED
 from ..casts.weights import Source, caching_is_safe, is_all_of, weight_of
 from ..override import Override
 from ..state import Settings
-from .store import PythonStore, with_history
+from .store import PythonStore
 
 _CastWeight: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.dtype], torch.Tensor | None]
 

@@ -10,6 +10,7 @@ import torch
 
 from ...common.atfork import Lock
 from ...errors import StaleWeightError
+from ..casts.cached_cast import with_history
 from ..casts.cast_cache import Made, StoredEntry
 from ..casts.not_prepacked import NO_ROOM, VIEWS_ARE_FULL, WRITTEN_UNSEEN
 from ..casts.weights import STALE, Source, TensorBase, has_other_holders, storages_are_rewritten, weight_of
@@ -25,28 +26,6 @@ def _items(entries: Mapping[Key, Entry]) -> list[tuple[Key, Entry]]:
     """
     keys = list(entries)
     return [(key, entry) for key in keys if (entry := entries.get(key)) is not None]
-
-
-class _WithHistory(torch.autograd.Function):
-    """A cast on the memory of another one, with the history of ``weight.to(dtype)``."""
-
-    @staticmethod
-    def forward(weight: torch.Tensor, cast: torch.Tensor) -> torch.Tensor:
-        return cast.detach()
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
-        ctx.dtype = inputs[0].dtype
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gradient.to(ctx.dtype), None
-
-
-def with_history(weight: torch.Tensor, cast: torch.Tensor) -> torch.Tensor:
-    """Return a tensor on the memory of a cast, with the history of casting the weight or view."""
-    result: torch.Tensor = _WithHistory.apply(weight, cast)  # type: ignore[no-untyped-call]
-    return result
 
 
 class PythonStore:
