@@ -220,3 +220,16 @@ def test_items_of_dicts_are_replaced_and_restored(before):
     assert module.items == {"key": 2}
     patcher.undo_all()
     assert module.items == before
+
+
+@pytest.mark.usefixtures("module_file")
+def test_a_feature_calls_a_function_once_it_has_been_undone():
+    module = importlib.import_module(NAME)
+    seen = []
+    patcher = Patcher({"it": feature((NAME, increase), undone=lambda: seen.append(module.value))})
+    patcher.undo("it")
+    assert seen == []  # it was not made
+    patcher.make("it")
+    patcher.undo_all()
+    patcher.undo_all()
+    assert seen == [1]
