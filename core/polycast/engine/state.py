@@ -227,8 +227,6 @@ def use(chosen: StateMachine) -> None:
         lambda region, recorded: region._complete_entry(recorded),
         lambda region, recorded: region._complete_exit(recorded),
     )
-    if methods is not None:  # for inspect.signature and typing.get_type_hints
-        functools.update_wrapper(methods[0], _methods.in_python[0], updated=())
     for name, method in zip(_METHODS, methods or _methods.in_python, strict=True):
         setattr(_methods.cls, name, method)
 

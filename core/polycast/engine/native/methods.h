@@ -6,7 +6,6 @@
 
 #pragma once
 
-#include "attributed_method.h"
 #include "construction.h"
 #include "extension.h"
 #include "regions.h"
@@ -86,7 +85,7 @@ PyObject* region_methods(PyObject*, PyObject* arguments) {
   set_reference(complete_exit, exit);
   auto* const type = reinterpret_cast<PyTypeObject*>(cls);
   return Py_BuildValue(
-      "(NNN)", AttributedMethod<&init_region>::make(type, &init_method), PyDescr_NewMethod(type, &enter_method),
+      "(NNN)", PyDescr_NewMethod(type, &init_method), PyDescr_NewMethod(type, &enter_method),
       PyDescr_NewMethod(type, &exit_method));
 }
 
