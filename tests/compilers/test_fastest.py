@@ -188,3 +188,16 @@ def test_inductor_computes_the_same(model, slow, training):
         ]
         for one, other in zip(*of_weights, strict=True):
             torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-3)
+
+
+def test_compiled_attention_with_a_boolean_mask_stays_in_the_fast_dtype(slow):
+    def attend(q, mask):
+        return nn.functional.scaled_dot_product_attention(q, q, q, attn_mask=mask)
+
+    q, mask = torch.randn(2, 4, 16, 32), torch.ones(16, 16, dtype=torch.bool).tril()
+    with torch.no_grad():
+        with autocast("cpu"):
+            plain = attend(q, mask)
+        with autocast("cpu", recipe=slow):
+            assert not torch.equal(attend(q, mask), plain)
+            assert torch.equal(torch.compile(attend, backend="aot_eager", fullgraph=True)(q, mask), plain)

@@ -181,6 +181,15 @@ def test_a_model_that_gc_freeze_hides_is_found(path):
     assert WeightCache.load(path, holder["deep"][0]).stats().entries == 2
 
 
+def test_modules_that_are_being_constructed_are_not_searched(path):
+    unfinished = nn.Module.__new__(nn.Linear)
+    vars(unfinished)["_modules"] = {}
+    model, cache = nn.Sequential(nn.Linear(8, 8)), WeightCache()
+    run(model, cache)
+    cache.save(path)
+    assert WeightCache.load(path, model).stats().entries == 2
+
+
 def test_shared_parameters_are_loaded_once(path):
     model, cache = nn.ModuleDict({"a": nn.Linear(8, 8), "b": nn.Linear(8, 8)}), WeightCache()
     model["b"].weight = model["a"].weight

@@ -2,6 +2,7 @@
 
 import pickle
 import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -101,6 +102,17 @@ def test_symbolic_links_to_folders_and_files_are_followed(path, policy, e, tmp_p
     linked.symlink_to(e.path)
     Policy(modules={"0": Int8(equalization=Equalization.load(linked))}).save(path)
     assert "factors/linked.safetensors" in path.read_text()
+
+
+def test_files_beside_a_link_are_found(path, policy, e, tmp_path_factory):
+    policy.save(path)
+    blobs, snapshot = tmp_path_factory.mktemp("blobs"), tmp_path_factory.mktemp("snapshot")
+    (snapshot / "factors").mkdir()
+    for number, file in enumerate((path, Path(e.path))):
+        (blobs / str(number)).write_bytes(file.read_bytes())
+        file.unlink()
+        (snapshot / file.relative_to(path.parent)).symlink_to(blobs / str(number))
+    assert Policy.load(snapshot / path.name) == policy
 
 
 def test_paths_in_a_file_begin_at_its_folder_also_if_a_link_leads_to_it(path, policy, tmp_path_factory):

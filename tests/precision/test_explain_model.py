@@ -257,3 +257,10 @@ def test_the_casts_in_a_weight_cache_are_kept(engine, model, x, frozen):
     after = cache.stats()
     assert before.entries > 0
     assert (after.entries, after.misses) == (before.entries, before.misses)
+
+
+def test_inputs_in_a_graph_stay_in_it(engine):
+    model = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 4))
+    x = torch.randn(2, 4, requires_grad=True) * 1
+    explained = polycast.explain(model, (x,), device_type="cpu")
+    assert "Linear" in str(explained)

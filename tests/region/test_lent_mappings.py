@@ -93,3 +93,22 @@ def test_a_function_with_cast_inputs_leaves_the_items_of_other_mappings(make):
     assert len(given) == 1
     if isinstance(given, ChainMap):
         assert given.maps[0] == {}
+
+
+def test_a_chain_of_maps_with_another_constructor_keeps_its_items():
+    class Named(ChainMap):
+        def __init__(self, name, *maps):
+            super().__init__(*maps)
+            self.name = name
+
+    class Sum(torch.autograd.Function):
+        @staticmethod
+        @polycast.custom_fwd(device_type="cpu", cast_inputs=torch.float32)
+        def forward(ctx, given):
+            assert (type(given), given.name, [*map(sorted, given.maps)]) == (Named, "both", [["a"], ["b"]])
+            return given["a"] + given["b"]
+
+    given = Named("both", {"a": reduced(1)}, {"b": reduced(2)})
+    with polycast.autocast("cpu"):
+        assert Sum.apply(given).dtype is torch.float32
+    assert given["a"].dtype is torch.bfloat16

@@ -86,10 +86,16 @@ def check_tables(table: Mapping[str, Any], where: str = "") -> None:
 def with_absolute_paths(table: Mapping[str, Any], path: PolicyPath) -> dict[str, Any]:
     """Return the tables of a policy file with the paths in it made absolute.
 
-    They begin at the folder of the file, also if `path` is a symbolic link to it.
+    They begin at the folder of the file, also if `path` is a symbolic link to it. What is not there is looked for beside
+    the link: the files of a folder may be links to files of other names elsewhere.
     """
-    folder = os.path.dirname(os.path.realpath(path))
-    return _with_paths(table, lambda each: os.path.join(folder, each))
+    folders = [os.path.dirname(find(path)) for find in (os.path.realpath, os.path.abspath)]
+
+    def absolute(each: str) -> str:
+        places = [os.path.join(folder, each) for folder in folders]
+        return next((place for place in places if os.path.exists(place)), places[0])
+
+    return _with_paths(table, absolute)
 
 
 def with_relative_paths(table: Mapping[str, Any], path: PolicyPath) -> dict[str, Any]:

@@ -71,7 +71,7 @@ class CastArguments:
             return rebuilt(value, [self.of(item) for item in value])
         if isinstance(value, ChainMap):  # setting an item would put it into the first map, wherever it was
             maps = self._mutable(value.maps)
-            return value if maps is value.maps else type(value)(*maps)
+            return value if maps is value.maps else _chained(value, maps)
         if isinstance(value, (list, dict, set, MutableMapping)):
             return self._mutable(value)
         if isinstance(value, Mapping):
@@ -191,6 +191,13 @@ class _Cast(NamedTuple):
         if version_of(argument) != self.argument_version:
             return CONFLICT
         return WRITTEN if self.tensor.grad_fn is self.history else RECORDED
+
+
+def _chained(chain: ChainMap[Any, Any], maps: list[Any]) -> ChainMap[Any, Any]:
+    """Return a copy of a chain, which may have attributes, with other maps."""
+    copied = object.__new__(type(chain))
+    vars(copied).update(vars(chain), maps=maps)
+    return copied
 
 
 def version_of(tensor: torch.Tensor) -> int:

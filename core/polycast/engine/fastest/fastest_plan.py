@@ -40,6 +40,7 @@ from .training import Ways, choose_recorded
 
 NO_PROFILE = "its profile is not known in this process"
 UNKNOWN_SIZES = "the profile has nothing like it (a vector, or no elements)"
+TRACED_MASK = "its mask is boolean: inductor's code for such attention in float32 corrupts memory"
 NARROW_WEIGHT = "its weight is not float32"
 _RECURRENT = "aten::mkldnn_rnn_layer"
 """Only its kernels need instructions of the processor that the fast dtype's other kernels do without."""
@@ -116,6 +117,8 @@ class FastestPlan(Plan):
             special = any(isinstance(arg, torch.Tensor) and is_special(arg) and not arg.is_meta for arg in args)
             if special and caching_is_safe():  # traced tensors are of subclasses too, but caching is not safe then
                 return SUBCLASS
+            if not caching_is_safe() and any(_is_mask(at, arg) for at, arg in enumerate(args)):
+                return TRACED_MASK
         runs_in_function = in_function()
         records = runs_in_function or (not plain and _is_recorded(args))
         if op == _RECURRENT and not _has_recurrent_kernel(dtype, records):

@@ -124,7 +124,8 @@ def _only_model(stored: Sequence[StoredEntry]) -> nn.Module:
 
 
 def _modules_among(objects: Iterable[Any]) -> list[nn.Module]:
-    return [each for each in objects if issubclass(type(each), nn.Module) and "_modules" in vars(each)]
+    modules = [each for each in objects if issubclass(type(each), nn.Module)]
+    return [each for each in modules if {"_modules", "_parameters"} <= vars(each).keys()]  # others are being constructed
 
 
 def _reachable_objects() -> list[object]:
