@@ -185,7 +185,7 @@ class Fastest:
     def run(self, quick: bool) -> list[Result]:
         """Return the results of all races."""
         polycast.profile("cpu", refresh=True)
-        return Apart(f"{__name__}:races", least=True, processes=1, keeps_memory=True).run(quick)
+        return Apart(f"{__name__}:races", least=True, processes=2, keeps_memory=True).run(quick)
 
 
 @dataclass(frozen=True)
