@@ -124,8 +124,9 @@ def _only_model(stored: Sequence[StoredEntry]) -> nn.Module:
 
 
 def _modules_among(objects: Iterable[Any]) -> list[nn.Module]:
+    """Return the modules among objects, without those that are being constructed."""
     modules = [each for each in objects if issubclass(type(each), nn.Module)]
-    return [each for each in modules if {"_modules", "_parameters"} <= vars(each).keys()]  # others are being constructed
+    return [each for each in modules if {"_modules", "_parameters"} <= vars(each).keys()]
 
 
 def _reachable_objects() -> list[object]:
