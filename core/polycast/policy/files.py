@@ -86,8 +86,8 @@ def check_tables(table: Mapping[str, Any], where: str = "") -> None:
 def with_absolute_paths(table: Mapping[str, Any], path: PolicyPath) -> dict[str, Any]:
     """Return the tables of a policy file with the paths in it made absolute.
 
-    They begin at the folder of the file, also if `path` is a symbolic link to it. What is not there is looked for beside
-    the link: the files of a folder may be links to files of other names elsewhere.
+    They begin at the folder of the file, also if `path` is a symbolic link to it. What is not there is looked for
+    beside the link: the files of a folder may be links to files of other names elsewhere.
     """
     folders = [os.path.dirname(find(path)) for find in (os.path.realpath, os.path.abspath)]
 

@@ -165,7 +165,8 @@ class _Faking(TorchFunctionMode):
     def fake(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a fake tensor; of a tensor on meta, one on the device.
 
-        torch's conversion reads the storage. After that a WeightCache could miss writes to a weight, and drops its casts.
+        torch's conversion reads the storage. After that a WeightCache could miss writes to a weight, and drops its
+        casts.
         """
         if type(tensor) is not nn.Parameter or tensor.layout is not torch.strided or tensor.is_nested:
             converted: torch.Tensor = self._mode.from_tensor(tensor)
