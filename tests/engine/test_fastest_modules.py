@@ -17,7 +17,7 @@ from polycast.torch_internals.names import onednn_supports
 
 pytestmark = pytest.mark.usefixtures("engine")
 HAS_FAST_LSTM = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-X = torch.randn(5, 3, 16)
+X = torch.randn(5, 3, 16, generator=torch.Generator().manual_seed(0))
 
 
 @pytest.fixture
@@ -157,6 +157,7 @@ def without_kernel(request, monkeypatch):
 
 @pytest.mark.parametrize("min_size", [0, 10**6])
 def test_a_recurrent_layer_without_a_kernel_is_trained_and_used_in_float32(quick, without_kernel, min_size):
+    torch.manual_seed(0)  # the float32 kernels for training and for inference may differ in the last bit
     layer, recipe = nn.LSTM(16, 8, num_layers=2), Fastest(quick, min_size=min_size)
     weights = tuple(layer.parameters())
     expected = flat(layer(X))
