@@ -25,7 +25,7 @@ class Queue:
 
 @pytest.fixture
 def queue(monkeypatch):
-    """Have torch's accelerator be an xpu, which queues calls."""
+    """Replace torch's accelerator by an xpu that queues calls; return its queue."""
     found = Queue()
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("xpu"))
     monkeypatch.setattr(torch.accelerator, "synchronize", found.synchronize)

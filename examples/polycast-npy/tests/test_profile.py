@@ -1,4 +1,4 @@
-"""What is fast on npy: measured through torch's ops, and by the backend's own kernels."""
+"""Measure the profile of npy, through torch's ops and by the backend's own kernels."""
 
 import polycast
 from polycast.profiling import stopwatch

@@ -111,13 +111,14 @@ class FastestPlan(Plan):
         if profile is None and op != _RECURRENT:
             return NO_PROFILE
         if not plain:
-            reason = self._unsupported_tensor([arg for at, arg in enumerate(args) if not _is_mask(at, arg)], False)
+            others = [arg for at, arg in enumerate(args) if not _is_mask(at, arg)]
+            reason = self._unsupported_tensor(others, False)
             if reason is not None:
                 return reason
-            special = any(isinstance(arg, torch.Tensor) and is_special(arg) and not arg.is_meta for arg in args)
-            if special and caching_is_safe():  # traced tensors are of subclasses too, but caching is not safe then
-                return SUBCLASS
-            if not caching_is_safe() and any(_is_mask(at, arg) for at, arg in enumerate(args)):
+            if caching_is_safe():  # it is not where tensors are traced, which are of subclasses too
+                if any(isinstance(arg, torch.Tensor) and is_special(arg) and not arg.is_meta for arg in args):
+                    return SUBCLASS
+            elif len(others) < len(args):
                 return TRACED_MASK
         runs_in_function = in_function()
         records = runs_in_function or (not plain and _is_recorded(args))
