@@ -76,12 +76,26 @@ def test_the_fast_dtype_has_torchs_bits(op, quick, low_bit_counts):
     assert {record.recipe for record in counts.records()} == {"fastest:bfloat16"}
 
 
-def test_an_activation_in_another_order_is_multiplied_as_a_matrix(slow):
-    layer, x = nn.Linear(32, 32), torch.randn(4, 9, 32).transpose(0, 1)
-    with autocast("cpu", recipe=slow):
+@pytest.mark.parametrize("records", [False, True])
+@pytest.mark.parametrize(
+    "x",
+    [
+        torch.randn(4, 9, 32).transpose(0, 1),
+        torch.randn(2, 3, 4, 32).permute(1, 2, 0, 3),
+        torch.randn(4, 9, 64)[..., :32],
+        torch.randn(4, 9, 32)[:, 2:],
+        torch.randn(4, 1, 32).expand(4, 9, 32),
+        torch.randn(4, 32, 9).mT,
+    ],
+    ids=["transposed", "permuted", "left half", "some rows", "expanded", "of columns"],
+)
+def test_an_activation_of_any_layout_is_multiplied_as_a_matrix(x, records, slow):
+    layer = nn.Linear(32, 32).requires_grad_(records)
+    with autocast("cpu", recipe=slow), torch.autograd.profiler.profile() as profile:
         results = [layer(given) for given in (x, x, x.contiguous())]
     assert all(torch.equal(result, results[-1]) for result in results)
     assert results[0].is_contiguous()
+    assert "aten::bmm" not in {event.key for event in profile.key_averages()}
 
 
 def test_float32_casts_and_caches_no_weight(slow):

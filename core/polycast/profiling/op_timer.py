@@ -1,8 +1,8 @@
 """`OpTimer`: times all ops in all ways on a device.
 
 A way that is hopelessly slow must not take minutes. So cases are timed in order of their work, and what would take too
-long by the cases before it is extrapolated from those. What is noisy is timed again at the end, when the disturbance
-may be over.
+long by the cases before it is extrapolated from those. All cases are timed in two passes, since a disturbance of a
+part of a second covers all ways of a case alike. Where the passes disagree, there is a third.
 """
 
 import contextlib
@@ -20,10 +20,12 @@ from .operands import Operands
 from .stopwatch import Stopwatch, disagree
 from .ways import MeasuredWay
 
-_FIRST_SECONDS = 1.5
-"""The time to time all cases once; each has its share of what is left."""
+_FIRST_SECONDS = 1.1
+"""The end of the first pass, which includes making the memory that the cases use; each case has its share of the rest."""
+_SECOND_SECONDS = 1.7
+"""The end of the second pass."""
 _SECONDS = 2.1
-"""The time for all cases, with repeats, and the memory that they use."""
+"""The end of the third, over what is noisy."""
 _SUMS = 5
 _SUMMING_SECONDS = 0.1
 """The time for the sums that show the bandwidth, of which the first is computed in any case."""
@@ -35,7 +37,7 @@ _IMPLAUSIBLE = 1.5
 
 @dataclass
 class _Entry:
-    """A case in a way: a function that computes it, its approximate seconds, and those of each undisturbed round.
+    """A case in a way: a function that computes it, its approximate seconds, and the least of each undisturbed pass.
 
     `is_disturbed` says whether the approximate seconds are.
     """
@@ -45,12 +47,12 @@ class _Entry:
     call: Callable[[], object]
     once: float
     is_disturbed: bool
-    rounds: list[float] = field(default_factory=list)
+    passes: list[float] = field(default_factory=list)
     noisy: bool = False
 
     @property
     def seconds(self) -> float:
-        return min(self.rounds, default=self.once)
+        return min(self.passes, default=self.once)
 
     @property
     def rate(self) -> float:
@@ -84,13 +86,13 @@ class OpTimer:
         self._unsupported: set[tuple[Case, str]] = set()
 
     def run(self) -> None:
-        """Time all cases, and noisy ones again while there is time."""
-        start = self._start
-        self._run({case: self._ways_of(case) for case in self._cases}, start + _FIRST_SECONDS)
-        for end in (start + (_FIRST_SECONDS + _SECONDS) / 2, start + _SECONDS):
-            self._mark_noisy()
-            again = {case: [way for way in self._ways_of(case) if self._is_open(case, way)] for case in self._cases}
-            self._run({case: ways for case, ways in again.items() if ways}, end)
+        """Time all cases twice, and noisy ones once more."""
+        ways = {case: self._ways_of(case) for case in self._cases}
+        self._run(ways, self._start + _FIRST_SECONDS)
+        self._run(ways, self._start + _SECOND_SECONDS)
+        self._mark_noisy()
+        again = {case: [way for way in ways[case] if self._is_open(case, way)] for case in self._cases}
+        self._run({case: ways for case, ways in again.items() if ways}, self._start + _SECONDS)
         self._mark_noisy()
 
     def measurements(self) -> tuple[Measurement, ...]:
@@ -121,7 +123,7 @@ class OpTimer:
     def _measurement(self, case: Case, way: MeasuredWay) -> Measurement | None:
         """Return the time of a case in a way; None if it is unsupported, or no time of the op in the way is known."""
         entry = self._entries.get((case, way.name))
-        if entry is not None and entry.rounds:
+        if entry is not None and entry.passes:
             return Measurement(case.op, case.rows, way.name, entry.seconds, case.size, noisy=entry.noisy)
         if (case, way.name) in self._unsupported:
             return None
@@ -156,7 +158,8 @@ class OpTimer:
             {entry.way: entry.call for entry in quick}, {entry.way: entry.once for entry in quick}, share / 2
         )
         for entry in entries:
-            entry.rounds += rounds.get(entry.way, [] if entry.is_disturbed else [entry.once])
+            found = rounds.get(entry.way, [] if entry.is_disturbed or entry.passes else [entry.once])
+            entry.passes += [min(found)] if found else []
 
     def _entry(self, case: Case, way: MeasuredWay, share: float) -> _Entry | None:
         """Return the entry of a case in a way, or None if it cannot be computed, or would take too long."""
@@ -198,7 +201,7 @@ class OpTimer:
         timed = [
             entry
             for entry in self._entries.values()
-            if (entry.case.op, entry.way) == (case.op, way.name) and entry.rounds
+            if (entry.case.op, entry.way) == (case.op, way.name) and entry.passes
         ]
         alike = [entry for entry in timed if entry.case.size == case.size]
         if not timed:
@@ -208,7 +211,7 @@ class OpTimer:
 
     def _mark_noisy(self) -> None:
         for entry in self._entries.values():
-            entry.noisy = disagree(entry.rounds) or any(
+            entry.noisy = disagree(entry.passes) or any(
                 entry.seconds > _IMPLAUSIBLE * other.seconds
                 for other in self._entries.values()
                 if (other.case.op, other.way) == (entry.case.op, entry.way) and other.case.contains(entry.case)

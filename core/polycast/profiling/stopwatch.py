@@ -21,7 +21,7 @@ _MAX_ESTIMATES = 4
 _RUNNING = 0.9
 """A turn is disturbed if the system stopped a thread of the process and this one ran for a smaller part of it."""
 _AGREE = 1.1
-"""The halves of the rounds disagree if their least times differ by more than this factor."""
+"""Passes disagree if their times differ by more than this factor."""
 
 
 class Stopwatch:
@@ -66,7 +66,7 @@ class Stopwatch:
     def race(
         self, sides: Mapping[str, Callable[[], object]], once: Mapping[str, float], budget: float
     ) -> dict[str, list[float]]:
-        """Return the seconds of a call of each function, in each undisturbed one of at least two interleaved rounds.
+        """Return the seconds of a call of each function, in each undisturbed one of at least one interleaved round.
 
         Where other processes take the processor from one thread, the others wait for it: a call may take a thousand
         times as long, in each round alike.
@@ -85,7 +85,7 @@ class Stopwatch:
                 seconds = self.time(sides[name], calls[name])
                 if not running.was_stopped():
                     taken[name].append(seconds)
-            if number and self._clock() > end:
+            if self._clock() > end:
                 break
         return taken
 
@@ -121,9 +121,9 @@ def _can_synchronize(device_type: str) -> bool:
     return True
 
 
-def disagree(seconds: Sequence[float]) -> bool:
-    """Return whether the least of every second round differs from the least of the others, or there are none."""
-    if len(seconds) < 2:
+def disagree(passes: Sequence[float]) -> bool:
+    """Return whether the two least times of some passes differ, or there are fewer."""
+    if len(passes) < 2:
         return True
-    one, other = min(seconds[::2]), min(seconds[1::2])
-    return max(one, other) > _AGREE * min(one, other)
+    least, next_to_it = sorted(passes)[:2]
+    return next_to_it > _AGREE * least

@@ -21,7 +21,7 @@ from ..casts.not_prepacked import INTERCEPTED
 from ..casts.traced import cast_of_traced
 from ..casts.weights import caching_is_safe, is_all_of, is_dense, is_weight, parameter_of
 from ..inference import in_function
-from ..low_bit.actions import AS_IT_IS, CACHED_CAST, FALL_BACK, FLOAT32, FLOAT32_LAID_OUT, Action, ActionKind, Results
+from ..low_bit.actions import AS_IT_IS, CACHED_CAST, FALL_BACK, FLOAT32, Action, ActionKind, Results
 from ..low_bit.listeners import listeners, notify
 from ..low_bit.plan import FLOATS, SMALL, SUBCLASS, Plan, is_special
 from .choose_way import NO_FAST_KERNEL, Conversions, Way, choose, is_unsupported, name_of
@@ -32,7 +32,6 @@ from .recorded import (
     RecordedAttention,
     computed_in,
     has_native_function,
-    must_lay_out,
     recorded_call,
     results_in,
 )
@@ -183,8 +182,7 @@ class FastestPlan(Plan):
             result = found.recorded.compute(ways, dtype, lambda weight: _cached_cast(weight, dtype, cache))
             return result, Action(ActionKind.RECORDED, weight_position(op)) if has_function else None
         if found.way is Way.FLOAT32:
-            results = results_in(dtype, computed_in(torch.float32, op, args))
-            return results, FLOAT32_LAID_OUT if must_lay_out(op, args) else FLOAT32
+            return results_in(dtype, computed_in(torch.float32, op, args)), FLOAT32
         if found.way in (Way.KERNEL, Way.FLOAT32_KERNEL):
             kernel, action = self.kernels[op], self._actions[op]
             weight = args[kernel.weight]

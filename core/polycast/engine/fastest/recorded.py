@@ -1,5 +1,6 @@
 """Products that autograd records, in a region with the recipe `Fastest`: their operands, and how they are computed."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -28,7 +29,7 @@ def computed_in(dtype: torch.dtype, op: str, args: Sequence[Any]) -> Results:
     """Return what an op, given by its name, returns on its arguments in a dtype."""
     overload = find_op(op)
     assert overload is not None  # it was called
-    if dtype is torch.float32 and must_lay_out(op, args):
+    if dtype is torch.float32 and copies_matrix(op, args):
         args = (args[0].to(dtype, memory_format=torch.contiguous_format).contiguous(), *args[1:])
     converted = [arg.to(dtype) if isinstance(arg, torch.Tensor) and arg.dtype in FLOATS else arg for arg in args]
     positional, named = unflatten_arguments(overload, converted)
@@ -43,12 +44,17 @@ def results_in(dtype: torch.dtype, results: Results) -> Results:
     return tuple(each if each is None or not each.is_floating_point() else each.to(dtype) for each in results)
 
 
-def must_lay_out(op: str, args: Sequence[Any]) -> bool:
-    """Return whether torch would copy a matrix for each batch of the first argument, unless that is made contiguous."""
+def copies_matrix(op: str, args: Sequence[Any]) -> bool:
+    """Return whether torch would copy a matrix for each batch of the first argument, unless that is made contiguous: its
+    rows are not evenly spaced. See also native/kernel.h.
+    """
     if op not in ("aten::linear", "aten::matmul"):
         return False
     first, matrix = args[:2]
-    return first.dim() > 2 and matrix.dim() <= 2 and not first.is_contiguous()
+    if first.dim() <= 2 or matrix.dim() > 2 or first.is_contiguous():
+        return False
+    rows = list(zip(first.shape[:-1], first.stride()[:-1], strict=True))
+    return any(stride != size * below for (_, stride), (size, below) in itertools.pairwise(rows))
 
 
 def has_native_function(op: str, args: Sequence[Any]) -> bool:
@@ -56,7 +62,7 @@ def has_native_function(op: str, args: Sequence[Any]) -> bool:
     if op in ("aten::conv1d", "aten::conv2d", "aten::conv3d"):
         x, weight, _, *settings, _ = args
         return x.dim() == weight.dim() and all(len(each) == weight.dim() - 2 for each in settings)
-    return op in ("aten::linear", "aten::mm", "aten::addmm") and not must_lay_out(op, args)
+    return op in ("aten::linear", "aten::mm", "aten::addmm")
 
 
 class Recorded(NamedTuple):

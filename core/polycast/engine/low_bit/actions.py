@@ -19,11 +19,9 @@ class ActionKind(IntEnum):
     """Compute the op in the fast dtype, as without the recipe."""
     FLOAT32 = 1
     """Cast tensors to float32, compute the op, and cast the results to the fast dtype, each recorded by autograd."""
-    FLOAT32_LAID_OUT = 2
-    """The same, with the first tensor made contiguous."""
-    RECORDED = 3
+    RECORDED = 2
     """Compute a product that autograd records in float32, forward and backward; see native/recorded.h."""
-    OPERATOR = 4
+    OPERATOR = 3
     """Call an operator with the op's arguments, the prepacked weight or its cached cast, the fast dtype and constants.
     Calls that autograd records ask Python, and so do those whose weight is not cached or cannot be."""
 
@@ -58,7 +56,6 @@ class Action(NamedTuple):
 
 FALL_BACK = Action(ActionKind.FALL_BACK)
 FLOAT32 = Action(ActionKind.FLOAT32)
-FLOAT32_LAID_OUT = Action(ActionKind.FLOAT32_LAID_OUT)
 CACHED_CAST, AS_IT_IS = 0, -1
 """In place of the kind of a prepacked weight, which is positive."""
 

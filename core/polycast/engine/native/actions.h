@@ -178,12 +178,7 @@ std::optional<Results> compute(const Action& action, const RecipeCall& call, tor
   if (!records) {
     below_autograd.emplace();
   }
-  const bool lays_out = action.kind == Action::Kind::kFloat32LaidOut;
-  if (lays_out || action.kind == Action::Kind::kFloat32) {
-    if (lays_out) {
-      c10::IValue& first = arguments.front();
-      first = first.toTensor().to(at::kFloat, /*non_blocking=*/false, /*copy=*/false, at::MemoryFormat::Contiguous).contiguous();
-    }
+  if (action.kind == Action::Kind::kFloat32) {
     for (c10::IValue& argument : arguments) {
       if (argument.isTensor() && is_eligible(argument.toTensor(), call.device)) {
         argument = converted(argument.toTensor(), at::kFloat);

@@ -21,7 +21,7 @@ from ..casts.cast_cache import cache_by_identity
 from ..casts.traced import cast_of_traced
 from ..casts.weights import Source, caching_is_safe, is_weight, weight_of
 from ..disable_dynamo import disable_dynamo
-from ..fastest.recorded import must_lay_out
+from ..fastest.recorded import copies_matrix
 from ..kernels import Kernels, refusal
 from ..low_bit import compute as low_bit
 from .rules import OpCall, apply_rule, is_eligible
@@ -105,7 +105,7 @@ class _Kernel:
             if policy is CastPolicy.LOWER_PRECISION_FP and self._machine.computes_low_bit(
                 self._name, self._device_type
             ):
-                if caching_is_safe() and must_lay_out(self._name, flatten_arguments(self._op, args, kwargs)):
+                if caching_is_safe() and copies_matrix(self._name, flatten_arguments(self._op, args, kwargs)):
                     args = (args[0].contiguous(), *args[1:])
                 result, _ = low_bit.perform(self._name, self._device_type, flatten_arguments(self._op, args, kwargs))
                 if result is not None:
