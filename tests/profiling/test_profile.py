@@ -233,6 +233,15 @@ def test_a_folder_that_others_can_write_is_left_alone(measured, kept):
     assert measured.count == 2
 
 
+@only_posix
+def test_a_folder_that_others_can_write_matters_only_where_it_has_a_profile(measured, kept):
+    polycast.profile("cpu")
+    only_file(kept).unlink()
+    kept.chmod(0o777)
+    forget()
+    assert look_up("cpu").warning is None
+
+
 def test_a_cache_that_cannot_be_written_gives_a_warning(measured, tmp_path, kept):
     kept.parent.write_text("a file where a folder should be")
     with pytest.warns(UserWarning, match="measured cpu for this process alone"):

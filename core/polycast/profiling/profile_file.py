@@ -30,9 +30,9 @@ def read(conditions: Conditions) -> DeviceProfile | None:
     """
     try:
         path = _path(conditions)
-        check_folders(path.parent.parent, path.parent)
         if not path.exists():
             return None
+        check_folders(path.parent.parent, path.parent)
         problem = others_can_write(path)
         if problem is not None:
             raise ProfileFileError(f"{problem}, so it may be somebody else's")
