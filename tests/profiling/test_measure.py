@@ -54,8 +54,7 @@ def quick(monkeypatch):
     monkeypatch.setattr(stopwatch, "_stops", lambda: 0)
     monkeypatch.setattr(op_timer, "cases", lambda: [case for case in cases() if case.work < 2**20])
     monkeypatch.setattr(operands, "_BYTES", 2**22)
-    monkeypatch.setattr(op_timer, "_FIRST_SECONDS", 0.1)
-    monkeypatch.setattr(op_timer, "_SECONDS", 0.1)
+    monkeypatch.setattr(op_timer, "_ENDS", (0.1,))
 
 
 def test_ways_are_float32_the_fast_dtypes_recipes_and_kernels(with_kernels):

@@ -1,13 +1,13 @@
 """`OpTimer`: times all ops in all ways on a device.
 
 A way that is hopelessly slow must not take minutes. So cases are timed in order of their work, and what would take too
-long by the cases before it is extrapolated from those. All cases are timed in two passes, since a disturbance of a
-part of a second covers all ways of a case alike. Where the passes disagree, there is a third.
+long by the cases before it is extrapolated from those. All cases are timed in several passes, since a machine may be
+slower for a part of a second, for the same cases in all ways. What takes the least time in one pass only is noisy.
 """
 
 import contextlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -20,17 +20,13 @@ from .operands import Operands
 from .stopwatch import Stopwatch, disagree
 from .ways import MeasuredWay
 
-_FIRST_SECONDS = 1.1
-"""The end of the first pass, which includes making the memory that the cases use; each case has its share of the rest."""
-_SECOND_SECONDS = 1.7
-"""The end of the second pass."""
-_SECONDS = 2.1
-"""The end of the third, over what is noisy."""
+_ENDS = (0.9, 1.2, 1.5, 1.8, 2.1)
+"""When passes end, in seconds from the beginning. The first includes making the memory that the cases use."""
 _SUMS = 5
 _SUMMING_SECONDS = 0.1
 """The time for the sums that show the bandwidth, of which the first is computed in any case."""
 _LONGEST_CALL = 0.06
-"""Calls that would take more seconds, or more than the share of a case, are extrapolated."""
+"""Calls that would take more seconds, or more than the share of a case in the first pass, are extrapolated."""
 _IMPLAUSIBLE = 1.5
 """A call that takes this many times as long as one with more work was disturbed."""
 
@@ -86,13 +82,9 @@ class OpTimer:
         self._unsupported: set[tuple[Case, str]] = set()
 
     def run(self) -> None:
-        """Time all cases twice, and noisy ones once more."""
-        ways = {case: self._ways_of(case) for case in self._cases}
-        self._run(ways, self._start + _FIRST_SECONDS)
-        self._run(ways, self._start + _SECOND_SECONDS)
-        self._mark_noisy()
-        again = {case: [way for way in ways[case] if self._is_open(case, way)] for case in self._cases}
-        self._run({case: ways for case, ways in again.items() if ways}, self._start + _SECONDS)
+        """Time all cases in each pass."""
+        for end in _ENDS:
+            self._run(self._start + end)
         self._mark_noisy()
 
     def measurements(self) -> tuple[Measurement, ...]:
@@ -140,20 +132,16 @@ class OpTimer:
             return self._casts
         return self._ways if case.weight is not None else [way for way in self._ways if way.kernels is None]
 
-    def _is_open(self, case: Case, way: MeasuredWay) -> bool:
-        """Return whether a case was noisy, or not timed though it can be."""
-        entry = self._entries.get((case, way.name))
-        return (case, way.name) not in self._unsupported if entry is None else entry.noisy
-
-    def _run(self, todo: Mapping[Case, Sequence[MeasuredWay]], end: float) -> None:
-        left = sum(case.share for case in todo)
-        for case, ways in todo.items():
-            self._time(case, ways, (end - time.perf_counter()) * case.share / left)
+    def _run(self, end: float) -> None:
+        """Time all cases in a pass, and omit what there is no time for."""
+        left = sum(case.share for case in self._cases)
+        for case in self._cases:
+            self._time(case, (end - time.perf_counter()) * case.share / left)
             left -= case.share
 
-    def _time(self, case: Case, ways: Sequence[MeasuredWay], share: float) -> None:
-        entries = [entry for way in ways if (entry := self._entry(case, way, share)) is not None]
-        quick = [entry for entry in entries if entry.once < share]
+    def _time(self, case: Case, share: float) -> None:
+        entries = [entry for way in self._ways_of(case) if (entry := self._entry(case, way, share)) is not None]
+        quick = [entry for entry in entries if self._expected(case, entry.way) <= _LONGEST_CALL]
         rounds = self._stopwatch.race(
             {entry.way: entry.call for entry in quick}, {entry.way: entry.once for entry in quick}, share / 2
         )
@@ -163,17 +151,16 @@ class OpTimer:
 
     def _entry(self, case: Case, way: MeasuredWay, share: float) -> _Entry | None:
         """Return the entry of a case in a way, or None if it cannot be computed, or would take too long."""
-        longest = min(_LONGEST_CALL, share)
         entry = self._entries.get((case, way.name))
+        expected = self._expected(case, way.name)
         if entry is not None:
-            return entry if entry.seconds <= longest else None
+            return entry if share > 0 and expected <= _LONGEST_CALL else None
         try:
             check(case, way, self._operands)
-            rate = self._rate(case.op, way.name)
-            if rate is not None and rate * case.work > longest:
+            if expected > min(_LONGEST_CALL, max(share, 0.0)):
                 return None
             call = _with_dtype(prepare(case, way, self._operands), self._device_type, way.fast)
-            if rate is None:
+            if not expected:
                 call()  # the first call of an op may read a library from the disk, or memory back from swap
             once, is_disturbed = self._stopwatch.estimate(call, share / 10)
         except Unsupported as reason:
@@ -189,10 +176,10 @@ class OpTimer:
         if not any((each.op, each.way) == (case.op, way.name) for each in self.omissions):
             self.omissions.append(Omission(case.op, way.name, reason))
 
-    def _rate(self, op: str, way: str) -> float | None:
-        """Return the least seconds by unit of work of an op in a way; None if it was not timed."""
-        entries = [entry for entry in self._entries.values() if (entry.case.op, entry.way) == (op, way)]
-        return min((entry.rate for entry in entries), default=None)
+    def _expected(self, case: Case, way: str) -> float:
+        """Return the seconds of a case by the best rate of its op in a way; 0 if that was not timed."""
+        entries = [entry for entry in self._entries.values() if (entry.case.op, entry.way) == (case.op, way)]
+        return min((entry.rate for entry in entries), default=0.0) * case.work
 
     def _rate_like(self, case: Case, way: MeasuredWay) -> tuple[float, bool] | None:
         """Return the seconds by unit of work of the most rows of the same size that were timed, or else the least of

@@ -45,8 +45,9 @@ def results_in(dtype: torch.dtype, results: Results) -> Results:
 
 
 def copies_matrix(op: str, args: Sequence[Any]) -> bool:
-    """Return whether torch would copy a matrix for each batch of the first argument, unless that is made contiguous: its
-    rows are not evenly spaced. See also native/kernel.h.
+    """Return whether torch would copy a matrix for each batch of the first argument, unless that is made contiguous.
+
+    It would where rows are not evenly spaced. See also native/kernel.h.
     """
     if op not in ("aten::linear", "aten::matmul"):
         return False
