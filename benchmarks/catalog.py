@@ -107,6 +107,7 @@ BENCHMARKS: Mapping[str, Entry] = {
     "low-bit-compiled": Entry("low_bit:compiled", all_of_them),
     "fastest": Entry("fastest:Fastest", each),
     "fastest-avx2": Entry("fastest:Fastest", one_and_all, environment=AVX2),
+    "few-rows": Entry("few_rows:races", each),
     "fastest-memory": Entry("fastest:Memory", all_of_them),
     "occupied": Entry("occupied:Occupied", all_of_them),
     "accuracy": Entry("accuracy:Accuracy", all_of_them),

@@ -14,7 +14,19 @@ import pytest
 from polycast.engine import installation
 
 ROOT = Path(__file__).parent.parent
-EACH = {"compiled", "fastest", "gpt2", "int4", "linears", "low-bit", "numerics", "ops", "rates", "scenarios"}
+EACH = {
+    "compiled",
+    "fastest",
+    "few-rows",
+    "gpt2",
+    "int4",
+    "linears",
+    "low-bit",
+    "numerics",
+    "ops",
+    "rates",
+    "scenarios",
+}
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Train replicated and sharded models with recipe "fastest", in the processes that test_fastest.py starts."""
+"""Train and run replicated and sharded models with recipe "fastest", in the processes that test_fastest.py starts."""
 
 import gc
 import json
@@ -34,6 +34,16 @@ def gradients(model, wrapped, x):
     return [each.full_tensor() if hasattr(each, "full_tensor") else each.clone() for each in found]
 
 
+def outputs(model, x):
+    """Return what a model computes in a region without and with a cache, twice."""
+    cache = polycast.WeightCache()
+    found = []
+    for options in ({}, {}, {"cache": cache}, {"cache": cache}):
+        with torch.no_grad(), polycast.autocast("cpu", recipe=recipe(), **options):
+            found.append(model(x))
+    return found
+
+
 def made():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 8))
@@ -56,6 +66,9 @@ if __name__ == "__main__":
         for name, wrap in (("replicated", nn.parallel.DistributedDataParallel), ("sharded", sharded)):
             model = made()
             wrapped = wrap(model)
+            results[f"{name} {rows}, outputs"] = [
+                torch.equal(each, outputs(made(), x)[0]) for each in outputs(wrapped, x)
+            ]
             results[f"{name} {rows}"] = [
                 all(torch.equal(*pair) for pair in zip(gradients(model, wrapped, x), expected, strict=True))
                 for _ in range(2)

@@ -76,28 +76,6 @@ def test_the_fast_dtype_has_torchs_bits(op, quick, low_bit_counts):
     assert {record.recipe for record in counts.records()} == {"fastest:bfloat16"}
 
 
-@pytest.mark.parametrize("records", [False, True])
-@pytest.mark.parametrize(
-    "x",
-    [
-        torch.randn(4, 9, 32).transpose(0, 1),
-        torch.randn(2, 3, 4, 32).permute(1, 2, 0, 3),
-        torch.randn(4, 9, 64)[..., :32],
-        torch.randn(4, 9, 32)[:, 2:],
-        torch.randn(4, 1, 32).expand(4, 9, 32),
-        torch.randn(4, 32, 9).mT,
-    ],
-    ids=["transposed", "permuted", "left half", "some rows", "expanded", "of columns"],
-)
-def test_an_activation_of_any_layout_is_multiplied_as_a_matrix(x, records, slow):
-    layer = nn.Linear(32, 32).requires_grad_(records)
-    with autocast("cpu", recipe=slow), torch.autograd.profiler.profile() as profile:
-        results = [layer(given) for given in (x, x, x.contiguous())]
-    assert all(torch.equal(result, results[-1]) for result in results)
-    assert results[0].is_contiguous()
-    assert "aten::bmm" not in {event.key for event in profile.key_averages()}
-
-
 def test_float32_casts_and_caches_no_weight(slow):
     cache, layer = WeightCache(), nn.Linear(32, 32)
     with autocast("cpu", recipe=slow, cache=cache):
@@ -123,13 +101,29 @@ class Kernel(polycast.LowBitKernel):
         return (F.linear(x.to(cast.dtype), cast) + 1).bfloat16()
 
 
-@pytest.fixture
-def kernel():
+def register_kernel():
     """Register a backend for the CPU with a kernel, and return the kernel."""
     made, backend = Kernel(), copy.copy(polycast.get_backend("cpu"))
     vars(backend).update(low_bit_kernels=lambda recipe: {"aten::linear": made} if recipe.kind == "fastest" else {})
     polycast.register_backend(backend)
     return made
+
+
+@pytest.fixture
+def kernel():
+    return register_kernel()
+
+
+def test_a_backend_that_is_registered_in_place_of_another_uses_its_own_kernel(kernel, profile_of):
+    recipe = Fastest(profile_of(overhead=1e-15, cast=1e-15, bfloat16=9.0, bfloat16_kernel=0.2))
+    layer, kernels = nn.Linear(32, 64), [kernel]
+    for _ in range(2):
+        for _ in range(3):
+            with autocast("cpu", recipe=recipe):
+                layer(X[:1])
+        polycast.unregister_backend("cpu")
+        kernels.append(register_kernel())
+    assert [len(each.casts) for each in kernels] == [3, 3, 0]
 
 
 def test_a_backends_kernel_gets_the_cached_cast(kernel, profile_of, low_bit_counts):

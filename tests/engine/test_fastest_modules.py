@@ -109,6 +109,27 @@ def test_a_module_that_repeats_a_call_does_not_ask_python_again(engine, slow, mo
 
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch has no oneDNN")
+@pytest.mark.parametrize("records", [False, True])
+@pytest.mark.parametrize(
+    "x",
+    [
+        torch.randn(4, 9, 32).transpose(0, 1),
+        torch.randn(2, 3, 4, 32).permute(1, 2, 0, 3),
+        torch.randn(4, 9, 64)[..., :32],
+        torch.randn(4, 1, 32).expand(4, 9, 32),
+        torch.randn(4, 32, 9).mT,
+    ],
+    ids=["transposed", "permuted", "left half", "expanded", "of columns"],
+)
+def test_an_activation_of_any_layout_is_multiplied_as_a_matrix(x, records, slow):
+    layer = nn.Linear(32, 32).requires_grad_(records)
+    with autocast("cpu", recipe=Fastest(slow)), torch.autograd.profiler.profile() as profile:
+        results = [layer(given) for given in (x, x, x.contiguous())]
+    assert all(torch.equal(result, results[-1]) for result in results)
+    assert results[0].is_contiguous()
+    assert "aten::bmm" not in {event.key for event in profile.key_averages()}
+
+
 @pytest.mark.usefixtures("no_grad")
 @pytest.mark.parametrize("profile", ["slow", "without_fast_lstm"])
 def test_a_recurrent_layer_is_computed_in_float32_where_that_is_faster_or_all_there_is(profile, request):

@@ -99,22 +99,24 @@ template <typename T, typename Out>
 void multiply_terms(Simd simd, const FloatRows& x, int64_t first, int64_t last, const FastWeight<T>& weight,
                     const Finish& finish, int64_t begin, int64_t end, Out* out) {
   alignas(64) float sums[kRowsPerRead][kTile];
-  const int64_t most = last - first == 1 ? kTile : kTileOfSeveral;
+  const bool in_order = follows_streams();
+  const int64_t most = in_order || last - first == 1 ? kTile : kTileOfSeveral;
+  const int64_t most_terms = in_order ? kTermsInOrder : kTerms, ahead = in_order ? kTermsInOrder : kTermsAhead;
   for (int64_t tile = begin; tile < end; tile += most) {
     const int64_t width = std::min(most, end - tile);
     for (int64_t row = first; row < last; ++row) {
       std::fill_n(sums[row - first], (width + 15) / 16 * 16, 0.0f);
     }
     for (int64_t k = 0; k < x.terms;) {
-      const int64_t now = x.terms - k >= kTerms ? kTerms : 1;
+      const int64_t now = x.terms - k >= most_terms ? most_terms : 1;
       const T* const rows_of_weight = weight.values + k * weight.term_stride + tile;
-      const bool has_later = k + kTermsAhead + now <= x.terms;
-      const T* const later = has_later ? rows_of_weight + kTermsAhead * weight.term_stride : rows_of_weight;
+      const bool has_later = k + ahead + now <= x.terms;
+      const T* const later = has_later ? rows_of_weight + ahead * weight.term_stride : rows_of_weight;
       for (int64_t row = first; row < last; row += kScaledRows) {
         const ScaledArguments<T> of{rows_of_weight, later, weight.term_stride, x.row(row) + k, x.stride, width};
         const int64_t rows = std::min(kScaledRows, last - row);
-        now == 1 ? add_scaled<1>(simd, rows, of, sums + row - first)
-                 : add_scaled<kTerms>(simd, rows, of, sums + row - first);
+        const auto add = now == 1 ? add_scaled<1, T> : in_order ? add_scaled<kTermsInOrder, T> : add_scaled<kTerms, T>;
+        add(simd, rows, of, sums + row - first);
       }
       k += now;
     }

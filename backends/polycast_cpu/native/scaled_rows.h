@@ -12,12 +12,15 @@ namespace polycast_cpu {
 
 // The most rows of activations for one load of the weight.
 constexpr int64_t kScaledRows = 4;
-// The columns whose sums stay in the L1 cache, for one row of activations and for several. Memory is read the faster the more of a
-// row of the weight is read at once.
-constexpr int64_t kTile = 4096, kTileOfSeveral = 1024;
+// The columns whose sums stay in a cache, for one row of activations and for several. Memory is read the faster the more of a row of
+// the weight is read at once: processors that follow streams take as many for several rows.
+constexpr int64_t kTile = 6144, kTileOfSeveral = 1024;
 // The rows of the weight that are read at once, and how many rows before their use they are fetched.
 constexpr int64_t kTerms = 4;
 constexpr int64_t kTermsAhead = 16;
+// The rows for processors that follow streams: eight rows that are read at once are no stream, so the next eight are fetched in the
+// order of memory.
+constexpr int64_t kTermsInOrder = 8;
 
 // `terms` rows of the weight, of which `ahead` are fetched for later, and the activations that scale them.
 template <typename T>
@@ -28,6 +31,47 @@ struct ScaledArguments {
   const float* x;
   int64_t x_stride, width;
 };
+
+#if defined(__x86_64__)
+
+// Fetches rows of the weight: a cache line of each at a time into the L1 cache, or as many lines in the order of memory into the L2
+// cache.
+template <int Terms, typename T>
+class Fetch {
+ public:
+  static constexpr bool in_order = Terms == kTermsInOrder;
+
+  explicit Fetch(const ScaledArguments<T>& of)
+      : at_(of.ahead), end_(of.ahead + of.width), gap_(of.stride - of.width), stride_(of.stride) {}
+
+  // To call once for each cache line of a row.
+  void next() {
+    constexpr int64_t line = 64 / sizeof(T);
+#pragma GCC unroll 8
+    for (int term = 0; term < Terms; ++term) {
+      if constexpr (in_order) {
+        _mm_prefetch(reinterpret_cast<const char*>(at_), _MM_HINT_T1);
+        at_ += line;
+        if (at_ >= end_) {
+          at_ = end_ + gap_;
+          end_ += stride_;
+        }
+      } else {
+        _mm_prefetch(reinterpret_cast<const char*>(at_ + term * stride_), _MM_HINT_T0);
+      }
+    }
+    if constexpr (!in_order) {
+      at_ += line;
+    }
+  }
+
+ private:
+  const T* at_;
+  const T* end_;
+  int64_t gap_, stride_;
+};
+
+#endif
 
 template <int Terms, int Rows, typename T>
 void add_scaled_plain(const ScaledArguments<T>& of, float (*sums)[kTile]) {
@@ -50,28 +94,26 @@ template <int Terms, int Rows, typename T>
   __m512 x[Rows][Terms];
 #pragma GCC unroll 4
   for (int row = 0; row < Rows; ++row) {
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int term = 0; term < Terms; ++term) {
       x[row][term] = _mm512_set1_ps(of.x[row * of.x_stride + term]);
     }
   }
+  Fetch<Terms, T> fetch(of);
   for (int64_t n = 0; n < of.width; n += 16) {
     const __mmask16 mask = first16(of.width - n);
     if (n % (64 / sizeof(T)) == 0) {
-#pragma GCC unroll 4
-      for (int term = 0; term < Terms; ++term) {
-        _mm_prefetch(reinterpret_cast<const char*>(of.ahead + term * of.stride + n), _MM_HINT_T0);
-      }
+      fetch.next();
     }
     __m512 weight[Terms];
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int term = 0; term < Terms; ++term) {
       weight[term] = load16(of.weight + term * of.stride + n, mask);
     }
 #pragma GCC unroll 4
     for (int row = 0; row < Rows; ++row) {
       __m512 sum = _mm512_loadu_ps(sums[row] + n);
-#pragma GCC unroll 4
+#pragma GCC unroll 8
       for (int term = 0; term < Terms; ++term) {
         sum = _mm512_fmadd_ps(x[row][term], weight[term], sum);
       }
@@ -85,21 +127,19 @@ template <int Terms, int Rows, typename T>
   __m256 x[Rows][Terms];
 #pragma GCC unroll 4
   for (int row = 0; row < Rows; ++row) {
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int term = 0; term < Terms; ++term) {
       x[row][term] = _mm256_set1_ps(of.x[row * of.x_stride + term]);
     }
   }
+  Fetch<Terms, T> fetch(of);
   for (int64_t n = 0; n < of.width; n += 8) {
     const int64_t left = of.width - n;
     if (n % (64 / sizeof(T)) == 0) {
-#pragma GCC unroll 4
-      for (int term = 0; term < Terms; ++term) {
-        _mm_prefetch(reinterpret_cast<const char*>(of.ahead + term * of.stride + n), _MM_HINT_T0);
-      }
+      fetch.next();
     }
     __m256 weight[Terms];
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int term = 0; term < Terms; ++term) {
       const T* const from = of.weight + term * of.stride + n;
       weight[term] = left >= 8 ? load8(from) : load_first8(from, left);
@@ -107,7 +147,7 @@ template <int Terms, int Rows, typename T>
 #pragma GCC unroll 4
     for (int row = 0; row < Rows; ++row) {
       __m256 sum = _mm256_loadu_ps(sums[row] + n);
-#pragma GCC unroll 4
+#pragma GCC unroll 8
       for (int term = 0; term < Terms; ++term) {
         sum = _mm256_fmadd_ps(x[row][term], weight[term], sum);
       }
