@@ -6,20 +6,20 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-import polycast
+from polycast_cpu.few_rows import few_rows_availability, few_rows_kernels
 
 from .timing import Race, Ratio, Several, Side, Skipped
 
 _BYTES = 2**28
-"""The memory of the weights of a race, many times a processor's cache."""
+"""The most memory of the weights of a race, many times a processor's cache."""
 _IN, _OUT = 2048, 5632
 _OF_READING = 1.25
-"""80 % of the bandwidth."""
+"""80 % of the rate of torch's sum."""
 _ORDERS = ("rows are dense", "columns are dense")
 
 
 def _races() -> Iterator[Race | Skipped]:
-    missing = polycast.get_backend("cpu").low_bit_kernels(polycast.Fastest()).keys() < {"aten::linear"}
+    available = few_rows_availability()
     for rows in (1, 4):
         for order in _ORDERS:
             what = f"linear of {_IN} x {_OUT}, {rows} row{'s' * (rows > 1)}, {order}"
@@ -27,7 +27,7 @@ def _races() -> Iterator[Race | Skipped]:
                 Ratio(what, "reading the weights", "kernel", "reading", _OF_READING if rows == 1 else None),
                 Ratio(what, "torch's kernel", "kernel", "torch", None),
             )
-            yield Skipped(ratios, "the kernel is for x86 processors") if missing else _race(rows, order, ratios)
+            yield _race(rows, order, ratios) if available else Skipped(ratios, available.reason)
 
 
 def _race(rows: int, order: str, ratios: tuple[Ratio, ...]) -> Race:
@@ -36,7 +36,7 @@ def _race(rows: int, order: str, ratios: tuple[Ratio, ...]) -> Race:
     memory = torch.randn(count, _IN * _OUT).bfloat16()
     columns = order == _ORDERS[1]
     weights = [each.view(_IN, _OUT).t() if columns else each.view(_OUT, _IN) for each in memory]
-    (simd,) = _kernel_constants()
+    (simd,) = few_rows_kernels()["aten::linear"].constants
     names = {
         "kernel": torch.ops.polycast_cpu.few_rows_linear.default,
         "linear": nn.functional.linear,
@@ -54,11 +54,6 @@ def _race(rows: int, order: str, ratios: tuple[Ratio, ...]) -> Race:
     }
     timed = {name: Side(statement, names, torch.no_grad) for name, statement in sides.items()}
     return Race(sides=timed, ratios=ratios, rounds=20, seconds=0.02, least=True)
-
-
-def _kernel_constants() -> tuple[int, ...]:
-    kernel = polycast.get_backend("cpu").low_bit_kernels(polycast.Fastest())["aten::linear"]
-    return tuple(kernel.constants)
 
 
 races = functools.partial(Several, _races)

@@ -2,6 +2,7 @@
 
 import itertools
 import random
+import threading
 
 import pytest
 import torch
@@ -75,6 +76,29 @@ def test_random_products_are_exact_and_rows_alone_have_the_same_bits(simd, part)
         assert_exact(actual, x, weight, bias, of_weight)
         for row in range(rows):
             assert torch.equal(linear(simd, x[row], weight, bias, dtype, of_weight), actual[row])
+
+
+@pytest.mark.parametrize("rows", [1, 3, 8])
+@pytest.mark.parametrize("of_weight", [torch.bfloat16, torch.float32], ids=str)
+def test_columns_have_the_same_bits_among_more_than_are_computed_at_once(simd, in_order, rows, of_weight):
+    torch.manual_seed(0)
+    x, weight = torch.randn(rows, 21), in_order(torch.randn(12300, 21))
+    actual = linear(simd, x, weight, of_weight=of_weight)
+    assert_exact(actual, x, weight, of_weight=of_weight)
+    parts = [linear(simd, x, in_order(part), of_weight=of_weight) for part in weight.split(1000)]
+    assert torch.equal(actual, torch.cat(parts, dim=1))
+
+
+def test_threads_may_have_small_stacks(simd):
+    before, products = threading.stack_size(128 * 1024), []
+    try:
+        x, weight = torch.randn(8, 64), torch.randn(64, 7000).t()
+        thread = threading.Thread(target=lambda: products.append(linear(simd, x, weight)))
+        thread.start()
+        thread.join()
+    finally:
+        threading.stack_size(before)
+    assert torch.equal(products[0], linear(simd, x, weight))
 
 
 @pytest.mark.parametrize("dtype", FAST, ids=str)

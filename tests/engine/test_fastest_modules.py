@@ -108,7 +108,6 @@ def test_a_module_that_repeats_a_call_does_not_ask_python_again(engine, slow, mo
     assert [len(results) for results in without_weights] == [1, 1]
 
 
-@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch has no oneDNN")
 @pytest.mark.parametrize("records", [False, True])
 @pytest.mark.parametrize(
     "x",
@@ -130,6 +129,7 @@ def test_an_activation_of_any_layout_is_multiplied_as_a_matrix(x, records, slow)
     assert "aten::bmm" not in {event.key for event in profile.key_averages()}
 
 
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch has no oneDNN")
 @pytest.mark.usefixtures("no_grad")
 @pytest.mark.parametrize("profile", ["slow", "without_fast_lstm"])
 def test_a_recurrent_layer_is_computed_in_float32_where_that_is_faster_or_all_there_is(profile, request):

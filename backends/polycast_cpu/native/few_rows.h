@@ -15,8 +15,6 @@
 
 namespace polycast_cpu {
 
-// The rows for which the weight is read once.
-constexpr int64_t kRowsPerRead = 8;
 // Threads get multiples of so many columns: a cache line of the weight and of the result.
 constexpr int64_t kColumnUnit = 32;
 
@@ -24,16 +22,6 @@ constexpr int64_t kColumnUnit = 32;
 constexpr int64_t kAhead = 2048;
 // Larger weights come from memory.
 constexpr int64_t kCached = int64_t{1} << 19;
-
-// The bytes of several rows of activations that stay in the L1 cache while columns of the weight are read one by one.
-constexpr int64_t kNear = int64_t{1} << 14;
-
-// Return whether a weight in memory is read column by column for so many rows: processors follow one stream best, but each column
-// reads all rows again.
-inline bool reads_in_order(Simd simd, int64_t rows, int64_t terms) {
-  const int64_t most = simd == Simd::avx512 ? 8 : 4;
-  return follows_streams() && (rows == 1 || (rows <= most && rows * terms * int64_t{sizeof(float)} <= kNear));
-}
 
 // Rows of activations in float32. The stride of several is not a multiple of 4096 bytes, which would map them to the same set of the
 // L1 cache.
@@ -64,14 +52,24 @@ struct Finish {
   }
 };
 
+// Return how far those of a weight in memory are fetched ahead.
+template <typename T>
+int64_t elements_ahead(const FastWeight<T>& weight, int64_t terms) {
+  if (!follows_streams()) {
+    return kAhead / static_cast<int64_t>(sizeof(T));
+  }
+  return weight.column_stride == terms ? kNextColumns : 0;
+}
+
 // For rows [first, last) and columns [begin, end) of a weight whose columns are dense.
 template <typename T, typename Out>
 void multiply_columns(Simd simd, const FloatRows& x, int64_t first, int64_t last, const FastWeight<T>& weight,
                       const Finish& finish, int64_t begin, int64_t end, Out* out) {
   alignas(64) float sums[kRowsPerRead][kDots];
-  const bool in_order = reads_in_order(simd, last - first, x.terms) &&
-                        weight.columns * x.terms * static_cast<int64_t>(sizeof(T)) > kCached;
-  const int64_t ahead = in_order ? 0 : kAhead / static_cast<int64_t>(sizeof(T));
+  const bool is_read = weight.columns * x.terms * static_cast<int64_t>(sizeof(T)) > kCached;
+  // One row reads column by column, which is a stream. Several would read the rows again for each column.
+  const bool in_order = is_read && follows_streams() && last - first == 1;
+  const int64_t ahead = is_read && !in_order ? elements_ahead(weight, x.terms) : 0;
   for (int64_t block = begin; block < end; block += kDots) {
     const int64_t count = std::min(kDots, end - block);
     for (int64_t n = 0, columns; n < count; n += columns) {
@@ -98,9 +96,9 @@ void multiply_columns(Simd simd, const FloatRows& x, int64_t first, int64_t last
 template <typename T, typename Out>
 void multiply_terms(Simd simd, const FloatRows& x, int64_t first, int64_t last, const FastWeight<T>& weight,
                     const Finish& finish, int64_t begin, int64_t end, Out* out) {
-  alignas(64) float sums[kRowsPerRead][kTile];
+  float(*const sums)[kTileInOrder] = sums_of_thread();
   const bool in_order = follows_streams();
-  const int64_t most = in_order || last - first == 1 ? kTile : kTileOfSeveral;
+  const int64_t most = in_order ? kTileInOrder : last - first == 1 ? kTile : kTileOfSeveral;
   const int64_t most_terms = in_order ? kTermsInOrder : kTerms, ahead = in_order ? kTermsInOrder : kTermsAhead;
   for (int64_t tile = begin; tile < end; tile += most) {
     const int64_t width = std::min(most, end - tile);
@@ -108,14 +106,17 @@ void multiply_terms(Simd simd, const FloatRows& x, int64_t first, int64_t last, 
       std::fill_n(sums[row - first], (width + 15) / 16 * 16, 0.0f);
     }
     for (int64_t k = 0; k < x.terms;) {
-      const int64_t now = x.terms - k >= most_terms ? most_terms : 1;
+      const int64_t left = x.terms - k, now = left >= most_terms ? most_terms : left >= kTerms ? kTerms : 1;
       const T* const rows_of_weight = weight.values + k * weight.term_stride + tile;
       const bool has_later = k + ahead + now <= x.terms;
       const T* const later = has_later ? rows_of_weight + ahead * weight.term_stride : rows_of_weight;
       for (int64_t row = first; row < last; row += kScaledRows) {
-        const ScaledArguments<T> of{rows_of_weight, later, weight.term_stride, x.row(row) + k, x.stride, width};
+        const ScaledArguments<T> of{
+            rows_of_weight, row == first ? later : rows_of_weight, weight.term_stride, x.row(row) + k, x.stride, width};
         const int64_t rows = std::min(kScaledRows, last - row);
-        const auto add = now == 1 ? add_scaled<1, T> : in_order ? add_scaled<kTermsInOrder, T> : add_scaled<kTerms, T>;
+        const auto add = now == 1        ? add_scaled<1, T>
+                         : now == kTerms ? add_scaled<kTerms, T>
+                                         : add_scaled<kTermsInOrder, T>;
         add(simd, rows, of, sums + row - first);
       }
       k += now;

@@ -176,7 +176,8 @@ inline Isa best_isa() {
   return best;
 }
 
-// Return whether the processor's hardware prefetching of a stream is faster than prefetch instructions. Intel's stops at each page.
+// Return whether the processor's hardware prefetching follows a stream over pages, as AMD's does and Intel's does not. It is faster
+// than prefetch instructions, and what these fetch should be in the order of memory too.
 inline bool follows_streams() {
 #if defined(__x86_64__)
   static const bool is_amd = (__builtin_cpu_init(), __builtin_cpu_is("amd"));

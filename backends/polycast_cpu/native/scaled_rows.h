@@ -5,16 +5,19 @@
 
 #include <algorithm>
 #include <array>
+#include <memory>
 
 #include "simd.h"
 
 namespace polycast_cpu {
 
+// The rows for which the weight is read once.
+constexpr int64_t kRowsPerRead = 8;
 // The most rows of activations for one load of the weight.
 constexpr int64_t kScaledRows = 4;
 // The columns whose sums stay in a cache, for one row of activations and for several. Memory is read the faster the more of a row of
 // the weight is read at once: processors that follow streams take as many for several rows.
-constexpr int64_t kTile = 6144, kTileOfSeveral = 1024;
+constexpr int64_t kTile = 4096, kTileOfSeveral = 1024, kTileInOrder = 6144;
 // The rows of the weight that are read at once, and how many rows before their use they are fetched.
 constexpr int64_t kTerms = 4;
 constexpr int64_t kTermsAhead = 16;
@@ -39,6 +42,7 @@ struct ScaledArguments {
 template <int Terms, typename T>
 class Fetch {
  public:
+  static_assert(kTerms != kTermsInOrder);
   static constexpr bool in_order = Terms == kTermsInOrder;
 
   explicit Fetch(const ScaledArguments<T>& of)
@@ -74,7 +78,7 @@ class Fetch {
 #endif
 
 template <int Terms, int Rows, typename T>
-void add_scaled_plain(const ScaledArguments<T>& of, float (*sums)[kTile]) {
+void add_scaled_plain(const ScaledArguments<T>& of, float (*sums)[kTileInOrder]) {
   for (int row = 0; row < Rows; ++row) {
     for (int term = 0; term < Terms; ++term) {
       const float x = of.x[row * of.x_stride + term];
@@ -90,7 +94,7 @@ void add_scaled_plain(const ScaledArguments<T>& of, float (*sums)[kTile]) {
 
 template <int Terms, int Rows, typename T>
 [[gnu::target("avx512f,avx512bw,avx512vl")]] void add_scaled_avx512(const ScaledArguments<T>& of,
-                                                                    float (*sums)[kTile]) {
+                                                                    float (*sums)[kTileInOrder]) {
   __m512 x[Rows][Terms];
 #pragma GCC unroll 4
   for (int row = 0; row < Rows; ++row) {
@@ -123,7 +127,7 @@ template <int Terms, int Rows, typename T>
 }
 
 template <int Terms, int Rows, typename T>
-[[gnu::target("avx2,fma,f16c")]] void add_scaled_avx2(const ScaledArguments<T>& of, float (*sums)[kTile]) {
+[[gnu::target("avx2,fma,f16c")]] void add_scaled_avx2(const ScaledArguments<T>& of, float (*sums)[kTileInOrder]) {
   __m256 x[Rows][Terms];
 #pragma GCC unroll 4
   for (int row = 0; row < Rows; ++row) {
@@ -158,10 +162,16 @@ template <int Terms, int Rows, typename T>
 
 #endif
 
+// Return the sums of a thread: more than the stack of a thread may have room for.
+inline float (*sums_of_thread())[kTileInOrder] {
+  static thread_local const auto sums = std::make_unique_for_overwrite<float[][kTileInOrder]>(kRowsPerRead);
+  return sums.get();
+}
+
 // Add rows of the weight, scaled by up to kScaledRows rows of activations, to sums, which are zero-padded to 16 columns.
 template <int Terms, typename T>
-void add_scaled(Simd simd, int64_t rows, const ScaledArguments<T>& of, float (*sums)[kTile]) {
-  using Function = void (*)(const ScaledArguments<T>&, float (*)[kTile]);
+void add_scaled(Simd simd, int64_t rows, const ScaledArguments<T>& of, float (*sums)[kTileInOrder]) {
+  using Function = void (*)(const ScaledArguments<T>&, float (*)[kTileInOrder]);
 #if defined(__x86_64__)
   static constexpr std::array<Function, kScaledRows> by_rows[] = {
       {add_scaled_plain<Terms, 1, T>, add_scaled_plain<Terms, 2, T>, add_scaled_plain<Terms, 3, T>,

@@ -21,7 +21,7 @@ class Measurement:
             it, or the kind of a recipe. For casts ``"to bfloat16"`` and ``"from bfloat16"``.
         seconds: of one call.
         size: the elements of the weight, or of what stands for it: 1 for casts.
-        noisy: whether no two passes of measuring agree.
+        noisy: whether a second pass of measuring did not confirm it, or a call with more work took much less time.
         extrapolated: whether it was computed from fewer rows, because measuring it would take too long.
     """
 

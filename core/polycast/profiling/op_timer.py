@@ -9,6 +9,7 @@ import contextlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 
@@ -20,13 +21,15 @@ from .operands import Operands
 from .stopwatch import Stopwatch, disagree
 from .ways import MeasuredWay
 
-_ENDS = (0.9, 1.2, 1.5, 1.8, 2.1)
+_ENDS = (1.1, 1.35, 1.6, 1.85, 2.1)
 """When passes end, in seconds from the beginning. The first includes making the memory that the cases use."""
 _SUMS = 5
 _SUMMING_SECONDS = 0.1
 """The time for the sums that show the bandwidth, of which the first is computed in any case."""
 _LONGEST_CALL = 0.06
-"""Calls that would take more seconds, or more than the share of a case in the first pass, are extrapolated."""
+"""Cases of which a call would take more seconds, or more than their share of the time, are extrapolated."""
+_SHORT_CALL = 0.02
+"""A case of which a call takes fewer seconds is timed more than once in a pass, whatever its share."""
 _IMPLAUSIBLE = 1.5
 """A call that takes this many times as long as one with more work was disturbed."""
 
@@ -56,6 +59,14 @@ class _Entry:
         return self.seconds / self.case.work
 
 
+class _Allowance(NamedTuple):
+    """The seconds that a case may take in a pass, those that are left of the pass, and whether it is the last."""
+
+    share: float
+    left: float
+    is_last: bool
+
+
 class OpTimer:
     """Times the cases on a device, beginning when it is made.
 
@@ -80,11 +91,13 @@ class OpTimer:
         self._cases = cases()
         self._entries: dict[tuple[Case, str], _Entry] = {}
         self._unsupported: set[tuple[Case, str]] = set()
+        self._rates: dict[tuple[str, str], float] = {}
+        """The least seconds by unit of work, by op and way."""
 
     def run(self) -> None:
         """Time all cases in each pass."""
         for end in _ENDS:
-            self._run(self._start + end)
+            self._run(self._start + end, is_last=end == _ENDS[-1])
         self._mark_noisy()
 
     def measurements(self) -> tuple[Measurement, ...]:
@@ -132,37 +145,43 @@ class OpTimer:
             return self._casts
         return self._ways if case.weight is not None else [way for way in self._ways if way.kernels is None]
 
-    def _run(self, end: float) -> None:
-        """Time all cases in a pass, and omit what there is no time for."""
-        left = sum(case.share for case in self._cases)
+    def _run(self, end: float, is_last: bool) -> None:
+        """Time all cases in a pass, but for those that there is no time for."""
+        shares = sum(case.share for case in self._cases)
         for case in self._cases:
-            self._time(case, (end - time.perf_counter()) * case.share / left)
-            left -= case.share
+            left = end - time.perf_counter()
+            self._time(case, _Allowance(left * case.share / shares, left, is_last))
+            shares -= case.share
 
-    def _time(self, case: Case, share: float) -> None:
-        entries = [entry for way in self._ways_of(case) if (entry := self._entry(case, way, share)) is not None]
-        quick = [entry for entry in entries if self._expected(case, entry.way) <= _LONGEST_CALL]
+    def _time(self, case: Case, allowed: _Allowance) -> None:
+        entries = [entry for way in self._ways_of(case) if (entry := self._entry(case, way, allowed)) is not None]
+        raced = [entry for entry in entries if entry.passes or entry.once < max(allowed.share, _SHORT_CALL)]
         rounds = self._stopwatch.race(
-            {entry.way: entry.call for entry in quick}, {entry.way: entry.once for entry in quick}, share / 2
+            {entry.way: entry.call for entry in raced}, {entry.way: entry.seconds for entry in raced}, allowed.share / 2
         )
         for entry in entries:
-            found = rounds.get(entry.way, [] if entry.is_disturbed or entry.passes else [entry.once])
+            found = rounds.get(entry.way, [] if entry.is_disturbed else [entry.once])
             entry.passes += [min(found)] if found else []
+            key = case.op, entry.way
+            self._rates[key] = min(entry.rate, self._rates.get(key, entry.rate))
 
-    def _entry(self, case: Case, way: MeasuredWay, share: float) -> _Entry | None:
-        """Return the entry of a case in a way, or None if it cannot be computed, or would take too long."""
+    def _entry(self, case: Case, way: MeasuredWay, allowed: _Allowance) -> _Entry | None:
+        """Return the entry of a case in a way to time; None if it cannot be computed, or there is no time for it."""
+        if (case, way.name) in self._unsupported:
+            return None
         entry = self._entries.get((case, way.name))
-        expected = self._expected(case, way.name)
         if entry is not None:
-            return entry if share > 0 and expected <= _LONGEST_CALL else None
+            longest = max(_LONGEST_CALL, allowed.left / 2)  # what took longer than expected may have been disturbed
+            return entry if allowed.share > 0 and entry.seconds <= longest else None
+        expected = self._rates.get((case.op, way.name), 0.0) * case.work  # 0: it is the first of the op
         try:
             check(case, way, self._operands)
-            if expected > min(_LONGEST_CALL, max(share, 0.0)):
+            if expected and (allowed.is_last or expected > min(_LONGEST_CALL, allowed.share)):
                 return None
             call = _with_dtype(prepare(case, way, self._operands), self._device_type, way.fast)
             if not expected:
                 call()  # the first call of an op may read a library from the disk, or memory back from swap
-            once, is_disturbed = self._stopwatch.estimate(call, share / 10)
+            once, is_disturbed = self._stopwatch.estimate(call, allowed.share / 10)
         except Unsupported as reason:
             self._omit(case, way, str(reason))
         except Exception as error:  # a backend's kernels may raise anything
@@ -175,11 +194,6 @@ class OpTimer:
         self._unsupported.add((case, way.name))
         if not any((each.op, each.way) == (case.op, way.name) for each in self.omissions):
             self.omissions.append(Omission(case.op, way.name, reason))
-
-    def _expected(self, case: Case, way: str) -> float:
-        """Return the seconds of a case by the best rate of its op in a way; 0 if that was not timed."""
-        entries = [entry for entry in self._entries.values() if (entry.case.op, entry.way) == (case.op, way)]
-        return min((entry.rate for entry in entries), default=0.0) * case.work
 
     def _rate_like(self, case: Case, way: MeasuredWay) -> tuple[float, bool] | None:
         """Return the seconds by unit of work of the most rows of the same size that were timed, or else the least of

@@ -8,8 +8,6 @@ import torch
 
 _BYTES = 2**27
 """The memory of the weights: more than a processor's cache, so that each weight is read from memory, as in a model."""
-_LARGEST_BLOCK = 31 * 2**20
-"""In bytes; glibc keeps no block of 32 MiB or more."""
 SMALL = 2**15
 """Weights of fewer elements stay in the cache."""
 _T = TypeVar("_T")
@@ -25,9 +23,6 @@ class Operands:
         # So each element is a normal number of moderate size as float32 (with its neighbour), bfloat16 and float16.
         bits = bits.bitwise_and_(-0x7C01).bitwise_or_(0x3C00)
         self._buffer = bits.to(self.device).repeat(_BYTES // bits.nbytes)
-        # glibc returns a large block to the system when it is freed, and the next one comes with pages that the system
-        # has to clear. It keeps blocks no larger than the largest that was freed: free one, as programs do in time.
-        torch.empty(_LARGEST_BLOCK, dtype=torch.uint8, device=self.device)
         self._position = 0
         self._kept: dict[Hashable, Any] = {}
 

@@ -38,6 +38,7 @@ class Stopwatch:
         self._synchronize: Callable[[], object] = torch.accelerator.synchronize if is_queued else lambda: None
         self._turn = _QUEUE_TURN if is_queued else _TURN
         self._clock = clock
+        self._step = 1
 
     def time(self, function: Callable[[], object], calls: int = 1) -> float:
         """Return the seconds of a call, as a mean over calls in a row; over fewer if they take long."""
@@ -67,7 +68,9 @@ class Stopwatch:
     def race(
         self, sides: Mapping[str, Callable[[], object]], once: Mapping[str, float], budget: float
     ) -> dict[str, list[float]]:
-        """Return the seconds of a call of each function, in each undisturbed one of at least one interleaved round.
+        """Return the seconds of a call of each function, in each undisturbed round; there is at least one.
+
+        Functions are called in the reverse order in every second round, also of other races.
 
         Where other processes take the processor from one thread, the others wait for it: a call may take a thousand
         times as long, in each round alike.
@@ -80,8 +83,9 @@ class Stopwatch:
         calls = {name: max(1, round(self._turn / once[name])) for name in sides}
         taken: dict[str, list[float]] = {name: [] for name in sides}
         end = self._clock() + budget
-        for number in range(_MAX_ROUNDS):
-            for name in list(sides)[:: 1 if number % 2 else -1]:
+        for _ in range(_MAX_ROUNDS):
+            self._step = -self._step
+            for name in list(sides)[:: self._step]:
                 running = Running()
                 seconds = self.time(sides[name], calls[name])
                 if not running.was_stopped():

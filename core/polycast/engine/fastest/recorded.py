@@ -1,6 +1,5 @@
 """Products that autograd records, in a region with the recipe `Fastest`: their operands, and how they are computed."""
 
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -45,17 +44,16 @@ def results_in(dtype: torch.dtype, results: Results) -> Results:
 
 
 def copies_matrix(op: str, args: Sequence[Any]) -> bool:
-    """Return whether torch would copy a matrix for each batch of the first argument, unless that is made contiguous.
+    """Return whether torch may copy a matrix for each batch of the first argument, unless that is made contiguous.
 
-    It would where rows are not evenly spaced. See also native/kernel.h.
+    See also native/kernel.h.
     """
     if op not in ("aten::linear", "aten::matmul"):
         return False
     first, matrix = args[:2]
-    if first.dim() <= 2 or matrix.dim() > 2 or first.is_contiguous():
+    if any(each.is_nested or each.layout is not torch.strided for each in (first, matrix)):
         return False
-    rows = list(zip(first.shape[:-1], first.stride()[:-1], strict=True))
-    return any(stride != size * below for (_, stride), (size, below) in itertools.pairwise(rows))
+    return first.dim() > 2 and matrix.dim() <= 2 and not first.is_contiguous()
 
 
 def has_native_function(op: str, args: Sequence[Any]) -> bool:

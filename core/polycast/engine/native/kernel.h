@@ -64,20 +64,9 @@ class Kernel final : public c10::OperatorKernel {
     return C10_UNLIKELY(override != nullptr) && override->over(op_.policy, op_.number) == Policy::kLowBit;
   }
 
-  // Return whether torch would copy a matrix for each batch of the first argument, unless that is made contiguous: its rows are not
-  // evenly spaced.
+  // Return whether torch may copy a matrix for each batch of the first argument, unless that is made contiguous.
   bool copies_matrix(c10::DispatchKeySet keys, const Tensor& first, const Tensor& matrix) const {
-    if (!takes_batches_ || !has_plain_keys(keys) || first.dim() <= 2 || matrix.dim() > 2 || first.is_contiguous()) {
-      return false;
-    }
-    const auto sizes = first.sizes(), strides = first.strides();
-    const auto rows = static_cast<size_t>(first.dim()) - 1;
-    for (size_t i = 0; i + 1 < rows; ++i) {
-      if (strides[i] != strides[i + 1] * sizes[i + 1]) {
-        return true;
-      }
-    }
-    return false;
+    return takes_batches_ && has_plain_keys(keys) && first.dim() > 2 && matrix.dim() <= 2 && !first.is_contiguous();
   }
 
   Tensor laid_out(const Tensor& tensor) const {
