@@ -247,6 +247,17 @@ def test_what_was_disturbed_each_time_is_neither_used_nor_extrapolated_from(cloc
     assert clock.now < 3
 
 
+def test_a_case_whose_first_call_was_disturbed_is_timed_again(clock, monkeypatch):
+    monkeypatch.setattr(Running, "was_stopped", lambda self: clock.disturbed)
+
+    def seconds(way, work, before):
+        clock.disturbed = before < 2
+        return 0.04 if clock.disturbed else 1e-5
+
+    found = by_rows(run(clock, monkeypatch, seconds, works=(1,)), "float32")[1]
+    assert (found.seconds, found.noisy) == (pytest.approx(1e-5), False)
+
+
 def test_a_disturbed_round_does_not_count(clock, monkeypatch):
     monkeypatch.setattr(Running, "was_stopped", lambda self: clock.disturbed)
 

@@ -29,7 +29,8 @@ _SUMMING_SECONDS = 0.1
 _LONGEST_CALL = 0.06
 """Cases of which a call would take more seconds, or more than their share of the time, are extrapolated."""
 _SHORT_CALL = 0.02
-"""A case of which a call takes fewer seconds is timed more than once in a pass, whatever its share."""
+"""A case of which the first call takes fewer seconds is timed again at once, whatever its share; one whose first call
+was disturbed, up to `_LONGEST_CALL`."""
 _IMPLAUSIBLE = 1.5
 """A call that takes this many times as long as one with more work was disturbed."""
 
@@ -155,7 +156,11 @@ class OpTimer:
 
     def _time(self, case: Case, allowed: _Allowance) -> None:
         entries = [entry for way in self._ways_of(case) if (entry := self._entry(case, way, allowed)) is not None]
-        raced = [entry for entry in entries if entry.passes or entry.once < max(allowed.share, _SHORT_CALL)]
+        raced = [
+            entry
+            for entry in entries
+            if entry.passes or entry.once < max(allowed.share, _LONGEST_CALL if entry.is_disturbed else _SHORT_CALL)
+        ]
         rounds = self._stopwatch.race(
             {entry.way: entry.call for entry in raced}, {entry.way: entry.seconds for entry in raced}, allowed.share / 2
         )
