@@ -96,7 +96,7 @@ void multiply_columns(Simd simd, const FloatRows& x, int64_t first, int64_t last
 template <typename T, typename Out>
 void multiply_terms(Simd simd, const FloatRows& x, int64_t first, int64_t last, const FastWeight<T>& weight,
                     const Finish& finish, int64_t begin, int64_t end, Out* out) {
-  float(*const sums)[kTileInOrder] = sums_of_thread();
+  float(*const sums)[kSumStride] = sums_of_thread();
   const bool in_order = follows_streams();
   const int64_t most = in_order ? kTileInOrder : last - first == 1 ? kTile : kTileOfSeveral;
   const int64_t most_terms = in_order ? kTermsInOrder : kTerms, ahead = in_order ? kTermsInOrder : kTermsAhead;

@@ -18,6 +18,8 @@ constexpr int64_t kScaledRows = 4;
 // The columns whose sums stay in a cache, for one row of activations and for several. Memory is read the faster the more of a row of
 // the weight is read at once: processors that follow streams take as many for several rows.
 constexpr int64_t kTile = 4096, kTileOfSeveral = 1024, kTileInOrder = 6144;
+// Between the sums of two rows; no multiple of 4096 bytes, which would map them to the same set of the L1 cache.
+constexpr int64_t kSumStride = kTileInOrder + 16;
 // The rows of the weight that are read at once, and how many rows before their use they are fetched.
 constexpr int64_t kTerms = 4;
 constexpr int64_t kTermsAhead = 16;
@@ -78,7 +80,7 @@ class Fetch {
 #endif
 
 template <int Terms, int Rows, typename T>
-void add_scaled_plain(const ScaledArguments<T>& of, float (*sums)[kTileInOrder]) {
+void add_scaled_plain(const ScaledArguments<T>& of, float (*sums)[kSumStride]) {
   for (int row = 0; row < Rows; ++row) {
     for (int term = 0; term < Terms; ++term) {
       const float x = of.x[row * of.x_stride + term];
@@ -94,7 +96,7 @@ void add_scaled_plain(const ScaledArguments<T>& of, float (*sums)[kTileInOrder])
 
 template <int Terms, int Rows, typename T>
 [[gnu::target("avx512f,avx512bw,avx512vl")]] void add_scaled_avx512(const ScaledArguments<T>& of,
-                                                                    float (*sums)[kTileInOrder]) {
+                                                                    float (*sums)[kSumStride]) {
   __m512 x[Rows][Terms];
 #pragma GCC unroll 4
   for (int row = 0; row < Rows; ++row) {
@@ -127,7 +129,7 @@ template <int Terms, int Rows, typename T>
 }
 
 template <int Terms, int Rows, typename T>
-[[gnu::target("avx2,fma,f16c")]] void add_scaled_avx2(const ScaledArguments<T>& of, float (*sums)[kTileInOrder]) {
+[[gnu::target("avx2,fma,f16c")]] void add_scaled_avx2(const ScaledArguments<T>& of, float (*sums)[kSumStride]) {
   __m256 x[Rows][Terms];
 #pragma GCC unroll 4
   for (int row = 0; row < Rows; ++row) {
@@ -163,15 +165,18 @@ template <int Terms, int Rows, typename T>
 #endif
 
 // Return the sums of a thread: more than the stack of a thread may have room for.
-inline float (*sums_of_thread())[kTileInOrder] {
-  static thread_local const auto sums = std::make_unique_for_overwrite<float[][kTileInOrder]>(kRowsPerRead);
-  return sums.get();
+inline float (*sums_of_thread())[kSumStride] {
+  struct alignas(64) Sums {
+    float rows[kRowsPerRead][kSumStride];
+  };
+  static thread_local const auto sums = std::make_unique_for_overwrite<Sums>();
+  return sums->rows;
 }
 
 // Add rows of the weight, scaled by up to kScaledRows rows of activations, to sums, which are zero-padded to 16 columns.
 template <int Terms, typename T>
-void add_scaled(Simd simd, int64_t rows, const ScaledArguments<T>& of, float (*sums)[kTileInOrder]) {
-  using Function = void (*)(const ScaledArguments<T>&, float (*)[kTileInOrder]);
+void add_scaled(Simd simd, int64_t rows, const ScaledArguments<T>& of, float (*sums)[kSumStride]) {
+  using Function = void (*)(const ScaledArguments<T>&, float (*)[kSumStride]);
 #if defined(__x86_64__)
   static constexpr std::array<Function, kScaledRows> by_rows[] = {
       {add_scaled_plain<Terms, 1, T>, add_scaled_plain<Terms, 2, T>, add_scaled_plain<Terms, 3, T>,
