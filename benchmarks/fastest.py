@@ -37,7 +37,7 @@ from .ways import Case, Inference, Made, Training, Way, no_region
 FLOAT32, TORCH, COPY, PLAIN, CACHED = "float32", "torch.autocast", "a bfloat16 copy", "a plain region", "WeightCache"
 FASTEST, FASTEST_CACHED, INT8 = "fastest", "fastest, WeightCache", "int8"
 _TRIES = 3
-"""How often the profile is measured, if it is noisy."""
+"""Measure a noisy profile at most so many times."""
 NOT_SLOWER = 1.08
 """The time of the fastest other way, with a margin for noise."""
 _TRAINED = "GPT-2 of 6 layers, training step of 4 x 128 tokens"

@@ -52,7 +52,7 @@ struct Finish {
   }
 };
 
-// Return how far those of a weight in memory are fetched ahead.
+// Return how many elements of each dense column of a weight in memory are fetched ahead.
 template <typename T>
 int64_t elements_ahead(const FastWeight<T>& weight, int64_t terms) {
   if (!follows_streams()) {
