@@ -306,7 +306,7 @@ def profile_of():
         fast = [name for name in ratios if " " not in name and name != "float32"]
         measurements = [
             Measurement(op, rows, way, overhead + ratio * 1e-11 * rows * size, size)
-            for op in ("linear", "matmul", "bmm", "conv2d", "scaled_dot_product_attention", "lstm")
+            for op in ("linear", "matmul", "bmm", "conv2d", "scaled_dot_product_attention", "lstm", "encoder_layer")
             for way, given in ratios.items()
             if (ratio := given.get(op, given.get("other")) if isinstance(given, dict) else given) is not None
             for size in (2**12, 2**20)

@@ -81,17 +81,6 @@ def test_fused_attention_has_torchs_bits_where_the_fast_dtype_is_faster(quick):
         assert all(torch.equal(*pair) for pair in zip(flat(module(X, X, X)), expected, strict=True))
 
 
-def test_an_encoder_computes_all_linears_of_its_fused_path_in_float32_where_that_is_faster(slow, low_bit_counts):
-    encoder = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True).eval().requires_grad_(False)
-    with autocast("cpu", recipe=Fastest(slow)), low_bit_counts() as counts:
-        result = encoder(X)
-    assert {each.recipe for each in counts.records()} == {"fastest:float32"}
-    assert {each.op for each in counts.records()} == {
-        *("aten::_native_multi_head_attention", "aten::_addmm_activation", "aten::addmm")
-    }
-    torch.testing.assert_close(result.float(), encoder(X), rtol=0.02, atol=0.02)
-
-
 def test_a_module_that_repeats_a_call_does_not_ask_python_again(engine, slow, monkeypatch):
     if engine == "reference":
         pytest.skip("the reference engine is in Python")

@@ -72,7 +72,7 @@ class Kernels(ABC):
     def add(self, name: str, policy: CastPolicy | None, *, replace: bool = False) -> None:
         """Install a kernel for an op, unless this torch lacks the op, or has a kernel from here and `replace` is False.
 
-        With a policy of None, the op runs as if it had no kernel, except in regions with an override for it.
+        With a policy of None, the op runs as if it had no kernel, except in regions with a policy or a recipe for it.
 
         Raises:
             InvalidBackendError: the op cannot have the policy, which could not be checked before the op existed.

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from ..common.cached_property import cached_property
 from ..policy.cast_policy import CastPolicy
 from ..policy.recipe import Recipe
+from ..policy.recipe_arguments import COMPOSED_OPS
 from .disable_dynamo import disable_dynamo
 
 
@@ -65,6 +66,11 @@ class Override:
     def low_bit(self) -> frozenset[str]:
         """The ops that the recipe computes, by their names in the dispatcher."""
         return frozenset() if self.recipe is None else self.recipe.overloads - self.policies.keys()
+
+    @cached_property
+    def ops_beyond_tables(self) -> tuple[str, ...]:
+        """The ops that need a kernel even if no table has a policy for them."""
+        return (*self.policies, *(self.low_bit & COMPOSED_OPS))
 
     @disable_dynamo
     def over(self, parent: "Override | None") -> "Override":

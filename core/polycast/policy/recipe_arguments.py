@@ -15,8 +15,11 @@ MATMULS = ("addmm", "linear", "matmul", "mm")
 PRODUCTS = (
     *("addmm", "baddbmm", "bmm", "conv1d", "conv2d", "conv3d", "linear", "matmul", "mm"),
     *("scaled_dot_product_attention", "_addmm_activation", "_native_multi_head_attention", "mkldnn_rnn_layer"),
+    "_transformer_encoder_layer_fwd",
 )
 """The ops of `Fastest`, by default."""
+COMPOSED_OPS = frozenset(("aten::_transformer_encoder_layer_fwd",))
+"""The ops that have no policy, since the ops that they call have one, and that a recipe can compute as one."""
 SIMPLE_TYPES = (bool, int, float, str)
 """The types that settings are checked for."""
 

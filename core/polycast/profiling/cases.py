@@ -11,12 +11,13 @@ from .operands import Operands
 from .ways import MeasuredWay
 
 CONVOLUTIONS = ("conv2d", "small_conv2d", "depthwise_conv2d")
-OPS = ("linear", "matmul", *CONVOLUTIONS, "bmm", "scaled_dot_product_attention", "lstm", "cast")
+OPS = ("linear", "matmul", *CONVOLUTIONS, "bmm", "scaled_dot_product_attention", "lstm", "encoder_layer", "cast")
 _ROWS = (1, 4, 8, 16, 128, 1024)
 _FEATURES = (64, 256, 1024)
 """A small size shows what a call costs besides its work. The middle one is that of small models: costs do not grow
 linearly up to it."""
 _HEADS, _HEAD_FEATURES, _KEYS = 12, 64, 512
+_LAYER_HEADS = 4
 _ATEN = torch.ops.aten
 
 
@@ -93,6 +94,8 @@ def _all_cases() -> Iterator[Case]:
         yield _attention(rows, 4, 64)
     for features in (64, 128):
         yield _lstm(20, 4, features)
+    for rows, features in ((16, 128), (128, 128), (512, 128), (128, 512)):
+        yield _encoder_layer(rows, features)
     for elements in (1, 64, 4096, 2**16, 2**20):
         yield _cast(elements)
 
@@ -159,6 +162,23 @@ def _lstm(steps: int, batch: int, features: int) -> Case:
 
     rows, size = steps * batch, 2 * 4 * features * features
     return Case("lstm", rows, size, rows * size, _ATEN.lstm.input, arguments)
+
+
+def _encoder_layer(rows: int, features: int) -> Case:
+    def arguments(way: MeasuredWay, operands: Operands) -> tuple[Any, ...]:
+        last = x = operands.activation(1, rows, features, dtype=way.dtype)
+        made = []
+        for shape in shapes:
+            last = operands.activation(*shape, dtype=way.dtype, after=last)
+            made.append(last)
+        return x, features, _LAYER_HEADS, *made[:4], False, False, 1e-5, *made[4:]
+
+    hidden = 4 * features
+    attention = ((3 * features, features), (3 * features,), (features, features), (features,))
+    norms = ((features,),) * 4
+    shapes = (*attention, *norms, (hidden, features), (hidden,), (features, hidden), (features,))
+    size = 12 * features**2
+    return Case("encoder_layer", rows, size, rows * size, _ATEN._transformer_encoder_layer_fwd.default, arguments)
 
 
 def _cast(elements: int) -> Case:

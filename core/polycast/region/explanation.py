@@ -15,6 +15,7 @@ NO_RULE = "none"
 OTHERS_KERNEL = "a kernel that is not polycast's"
 
 _MEANING = {
+    None: "it runs unchanged, and autocast applies to its inner ops",
     CastPolicy.LOWER_PRECISION_FP: "its inputs are cast to {fast}",
     CastPolicy.FP32: "its inputs are cast to float32",
     CastPolicy.FP32_SET_OPT_DTYPE: "its dtype defaults to float32",
@@ -122,13 +123,8 @@ class Explanation:
     def _parts(self) -> tuple[str, str, str]:
         """Return the policy, the rule and the effect as text."""
         rule = f"{self.rule} {self.rule_name!r}" if self.rule_name else self.rule
-        if self.policy is None:
-            what = (
-                "it decides"
-                if self.rule == OTHERS_KERNEL
-                else "it runs unchanged, and autocast applies to its inner ops"
-            )
-            return "no policy", rule, what
+        if self.rule == OTHERS_KERNEL:
+            return "no policy", rule, "it decides"
         meaning = _MEANING[self.policy].format(fast=dtype_name(self.dtype))
         if self.recipe and self.declined is not None:
             meaning += f", for the recipe {self.recipe} declines: {self.declined}"
@@ -136,6 +132,8 @@ class Explanation:
             here = self.arguments is not None and self.enabled and self.reached
             how = f" in {self.way}: {self.reason}" if self.way else f", {self.reason}" if self.reason else ""
             meaning = f"the recipe {self.recipe} computes it{how}" + ("" if here else f", or {meaning}")
+        if self.policy is None:
+            return "no policy", rule, meaning
         return self.policy.value, rule, meaning + ("" if self.enabled else ", in a region")
 
     def _outcome(self) -> Iterator[str]:

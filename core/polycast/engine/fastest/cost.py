@@ -15,7 +15,7 @@ CAST = "cast"
 _CALL_FROM_PYTHON = 0.5
 """The part of the time of converting one element that the call from Python takes, which ops that convert do without."""
 _OF_WORK = ("conv2d", "depthwise_conv2d")
-_OF_WEIGHTS = ("linear", "matmul")
+_OF_WEIGHTS = ("linear", "matmul", "encoder_layer")
 _WIDTHS = {FLOAT32: 4, "bfloat16": 2, "float16": 2, "int8": 1, "int4": 0.5}
 """The bytes of an element of the weight by way; none for ways of other names."""
 _READ_FROM_MEMORY = 2**18

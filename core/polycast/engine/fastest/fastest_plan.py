@@ -9,7 +9,7 @@ from typing_extensions import override
 from ...plugins.backend import Backend, LowBitKernel
 from ...policy.dtypes import dtype_name
 from ...policy.recipe import Fastest
-from ...policy.recipe_arguments import resolve
+from ...policy.recipe_arguments import COMPOSED_OPS, resolve
 from ...profiling.device_profile import DeviceProfile
 from ...torch_internals.names import (
     is_intercepted,
@@ -41,6 +41,9 @@ NO_PROFILE = "its profile is not known in this process"
 UNKNOWN_SIZES = "the profile has nothing like it (a vector, or no elements)"
 TRACED_MASK = "its mask is boolean: inductor's code for such attention in float32 corrupts memory"
 NARROW_WEIGHT = "its weight is not float32"
+FEW_ROWS = "of few rows, the ops that it calls are computed one by one"
+_ROWS_OF_COMPOSED = 16
+"""The least rows of an op that is computed as one. Of fewer, backends may have kernels for the ops that it calls."""
 _RECURRENT = "aten::mkldnn_rnn_layer"
 """Only its kernels need instructions of the processor that the fast dtype's other kernels do without."""
 _UNKEPT = (INTERCEPTED, SUBCLASS, NO_PROFILE)
@@ -130,6 +133,9 @@ class FastestPlan(Plan):
             return UNKNOWN_SIZES
         if product.size < self.recipe.min_size:
             return SMALL
+        is_composed = op in COMPOSED_OPS
+        if is_composed and product.rows < _ROWS_OF_COMPOSED:
+            return FEW_ROWS
         position = weight_position(op)
         if _weight_of(args[position]) is not None and args[position].dtype is not torch.float32:
             return NARROW_WEIGHT
@@ -142,7 +148,8 @@ class FastestPlan(Plan):
             ways = choose_recorded(profile, dtype, product, operands)
             return PlannedCall(ways.forward, ways.reason, recorded, ways)
         conversions = self._conversions(args, cache)
-        return PlannedCall(*choose(profile, dtype, product, conversions, self._ways_by_kernel(op, args, position)))
+        way, why = choose(profile, dtype, product, conversions, self._ways_by_kernel(op, args, position))
+        return why if is_composed and way is Way.FAST else PlannedCall(way, why)
 
     def _ways_by_kernel(self, op: str, args: Sequence[Any], position: int) -> tuple[Way, ...]:
         """Return the ways by the kernel of an op, if it supports a call."""

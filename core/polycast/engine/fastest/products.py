@@ -14,6 +14,7 @@ from ...torch_internals.names import size_hint
 
 ATTENTION = "scaled_dot_product_attention"
 RECURRENT = "lstm"
+ENCODER_LAYER = "encoder_layer"
 _FEW = 20480
 """torch computes convolutions of more numbers by oneDNN in each dtype; see ``use_mkldnn`` in its Convolution.cpp."""
 
@@ -22,8 +23,8 @@ class Product(NamedTuple):
     """The work of a matmul or convolution, in the terms of a device's profile.
 
     Attributes:
-        op: the op of the profile: ``"linear"``, ``"matmul"``, ``"bmm"``, a convolution's, `ATTENTION` or
-            `RECURRENT`.
+        op: the op of the profile: ``"linear"``, ``"matmul"``, ``"bmm"``, a convolution's, `ATTENTION`, `RECURRENT` or
+            `ENCODER_LAYER`.
         rows: the rows of the activations; for convolutions, the positions of the result.
         size: the elements of the weight, or of the second matrix; for attention, of keys and values.
         result: the elements of the result.
@@ -63,6 +64,7 @@ _WEIGHT_POSITIONS = {
     "aten::_addmm_activation": 2,
     "aten::baddbmm": 2,
     "aten::_native_multi_head_attention": 5,
+    "aten::_transformer_encoder_layer_fwd": 3,
 }
 
 
@@ -133,6 +135,13 @@ def _fused_attention(query: torch.Tensor, *others: Any) -> Product | None:
     return Product("linear", rows, size, math.prod(_sizes(query)))
 
 
+def _encoder_layer(x: torch.Tensor, *others: Any) -> Product | None:
+    """Return the four linears, which are most of the work where sequences are short."""
+    rows = math.prod(_sizes(x)[:-1])
+    size = sum(math.prod(_sizes(others[at])) for at in (2, 4, 13, 15))
+    return Product(ENCODER_LAYER, rows, size, math.prod(_sizes(x)))
+
+
 def _recurrent(x: torch.Tensor, of_input: torch.Tensor, of_state: torch.Tensor, *_: Any) -> Product | None:
     rows = math.prod(_sizes(x)[:-1])
     return Product(
@@ -188,6 +197,7 @@ _READERS: Mapping[str, Callable[..., Product | None]] = {
     "aten::addmm": _addmm,
     "aten::_addmm_activation": _addmm,
     "aten::_native_multi_head_attention": _fused_attention,
+    "aten::_transformer_encoder_layer_fwd": _encoder_layer,
     "aten::mkldnn_rnn_layer": _recurrent,
     "aten::matmul": _matmul,
     "aten::bmm": _bmm,

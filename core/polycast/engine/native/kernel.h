@@ -41,6 +41,11 @@ class Kernel final : public c10::OperatorKernel {
         below_(c10::DispatchKeySet::FULL_AFTER, key),
         device_keys_(key_below(key)),
         skipped_(keys_ | kNoOpKeys),
+        // One of COMPOSED_OPS in recipe_arguments.py, which a recipe can compute although it has no policy.
+        policy_for_recipes_(
+            op_.policy == Policy::kNone && handle.operator_name() == c10::OperatorName("aten::_transformer_encoder_layer_fwd", "")
+                ? Policy::kLowerPrecisionFp
+                : op_.policy),
         skips_autograd_(can_skip_autograd(op_, handle)),
         takes_batches_(handle.operator_name() == c10::OperatorName("aten::linear", "") ||
                        handle.operator_name() == c10::OperatorName("aten::matmul", "")),
@@ -61,7 +66,7 @@ class Kernel final : public c10::OperatorKernel {
   // Return whether the region's recipe is for the op.
   C10_ALWAYS_INLINE bool has_recipe() const {
     const Override* const override = region_of(device_).override;
-    return C10_UNLIKELY(override != nullptr) && override->over(op_.policy, op_.number) == Policy::kLowBit;
+    return C10_UNLIKELY(override != nullptr) && override->over(policy_for_recipes_, op_.number) == Policy::kLowBit;
   }
 
   // Return whether torch may copy a matrix for each batch of the first argument, unless that is made contiguous.
@@ -239,6 +244,7 @@ class Kernel final : public c10::OperatorKernel {
   const c10::DispatchKeySet keys_;   // the Autocast key
   const c10::DispatchKeySet below_;  // all below it
   const c10::DispatchKeySet device_keys_, skipped_;
+  const Policy policy_for_recipes_;
   const bool skips_autograd_;
   const bool takes_batches_;  // and multiplies each by one matrix
   const IsCapturing is_capturing_;

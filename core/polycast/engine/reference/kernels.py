@@ -15,6 +15,7 @@ from typing_extensions import override
 
 from ...plugins.backend import Backend
 from ...policy.cast_policy import CastPolicy
+from ...policy.recipe_arguments import COMPOSED_OPS
 from ...policy.schemas import flatten_arguments
 from ...torch_internals.dispatcher import DispatchKeySet, OpOverload, excluding, keys_below, redispatch
 from ..casts.cast_cache import cache_by_identity
@@ -96,24 +97,26 @@ class _Kernel:
     @disable_dynamo
     def __call__(self, keys: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         policy = self._machine.policy(self._name, self._device_type, self._policy)
+        if self._may_have_recipe(policy) and self._machine.computes_low_bit(self._name, self._device_type):
+            with self._without_autocast():
+                if caching_is_safe() and copies_matrix(self._name, flatten_arguments(self._op, args, kwargs)):
+                    args = (args[0].contiguous(), *args[1:])
+                result, _ = low_bit.perform(self._name, self._device_type, flatten_arguments(self._op, args, kwargs))
+                if result is not None:
+                    return result
         # As if there were no kernel here: the ops that this one is made of are autocast.
         if policy is None and self._below is not None:
             return redispatch(self._op, keys & self._below, args, kwargs)
         with self._without_autocast():
             if policy is CastPolicy.BANNED:
                 raise RuntimeError(refusal(self._backend, self._name))
-            if policy is CastPolicy.LOWER_PRECISION_FP and self._machine.computes_low_bit(
-                self._name, self._device_type
-            ):
-                if caching_is_safe() and copies_matrix(self._name, flatten_arguments(self._op, args, kwargs)):
-                    args = (args[0].contiguous(), *args[1:])
-                result, _ = low_bit.perform(self._name, self._device_type, flatten_arguments(self._op, args, kwargs))
-                if result is not None:
-                    return result
             fast = torch.get_autocast_dtype(self._device_type)
             return self._run(
                 apply_rule(policy or CastPolicy.PASSTHROUGH, OpCall(self._op, args, kwargs), fast, self._is_eligible)
             )
+
+    def _may_have_recipe(self, policy: CastPolicy | None) -> bool:
+        return policy is CastPolicy.LOWER_PRECISION_FP or (policy is None and self._name in COMPOSED_OPS)
 
     def _run(self, call: OpCall) -> Any:
         op, args, kwargs, dtype = call

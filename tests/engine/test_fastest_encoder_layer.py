@@ -1,0 +1,185 @@
+"""The recipe "fastest" on the op that computes a layer of nn.TransformerEncoder in eval mode, which has no policy."""
+
+import pytest
+import torch
+from torch import nn
+
+import polycast
+from polycast import Fastest, autocast
+from polycast.engine.fastest.fastest_plan import FEW_ROWS, FastestPlan
+from polycast.engine.fastest.recorded import UNRECORDED
+
+pytestmark = pytest.mark.usefixtures("engine")
+OP = "aten::_transformer_encoder_layer_fwd"
+X = torch.randn(3, 7, 16, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture
+def slow(profile_of):
+    """Return the recipe for a machine where only float32 is fast."""
+    return Fastest(profile_of(overhead=1e-15, cast=1e-15, bfloat16=9.0))
+
+
+@pytest.fixture
+def quick(profile_of):
+    """Return the recipe for a machine where only the fast dtype is fast."""
+    return Fastest(profile_of(overhead=1e-15, cast=1e-15, bfloat16=0.1))
+
+
+def layer(**options):
+    return nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, **options).eval().requires_grad_(False)
+
+
+def padding():
+    mask = torch.zeros(X.shape[:2], dtype=torch.bool)
+    mask[1, 4:] = True
+    return mask
+
+
+@pytest.mark.parametrize("options", [{}, {"norm_first": True}, {"activation": "gelu"}], ids=str)
+@pytest.mark.parametrize(
+    "masks",
+    [{}, {"src_key_padding_mask": padding()}, {"src_mask": torch.ones(7, 7, dtype=torch.bool).triu(1)}],
+    ids=["no mask", "padding", "causal"],
+)
+def test_a_layer_is_computed_as_one_in_float32_where_that_is_faster(slow, low_bit_counts, options, masks):
+    module = layer(**options)
+    expected = module(X, **masks).bfloat16()
+    with autocast("cpu", recipe=slow), low_bit_counts() as counts:
+        results = [module(X, **masks) for _ in range(3)]
+    assert all(torch.equal(result, expected) for result in results)
+    assert [(each.op, each.recipe, each.calls) for each in counts.records()] == [(OP, "fastest:float32", 3)]
+
+
+def test_layers_of_an_encoder_pass_on_the_fast_dtype(slow):
+    encoder = nn.TransformerEncoder(layer(), 2, enable_nested_tensor=False)
+    first, second = encoder.layers
+    expected = second(first(X).bfloat16().float()).bfloat16()
+    with autocast("cpu", recipe=slow):
+        assert torch.equal(encoder(X), expected)
+
+
+def test_a_layer_has_torchs_bits_where_the_fast_dtype_is_faster(quick, low_bit_counts):
+    module = layer()
+    with torch.autocast("cpu"):
+        expected = module(X)
+    with autocast("cpu", recipe=quick), low_bit_counts() as counts:
+        assert all(torch.equal(module(X), expected) for _ in range(3))
+    (declined,) = {each.declined for each in counts.records() if each.op == OP}
+    assert declined.startswith("no other way takes less than 0.92 of bfloat16's time")
+
+
+@pytest.mark.parametrize("profile", ["slow", "quick"])
+def test_its_operations_are_counted_once(engine, profile, request):
+    if engine == "reference":
+        pytest.skip("it cannot be observed")
+    module = layer()
+    flops = []
+    for recipe in ("none", request.getfixturevalue(profile)):
+        with polycast.observe(module) as seen, autocast("cpu", recipe=recipe):
+            module(X)
+        flops.append(sum(each.flops for each in seen.matmuls))
+    assert flops[0] == flops[1] > 0
+
+
+def test_a_profile_without_the_op_leaves_its_inner_ops_to_the_recipe(profile_of, low_bit_counts):
+    profile = profile_of(overhead=1e-15, cast=1e-15, bfloat16={"encoder_layer": None, "other": 9.0})
+    with autocast("cpu", recipe=Fastest(profile)), low_bit_counts() as counts:
+        layer()(X)
+    assert {each.op: each.declined for each in counts.records()} == {
+        OP: "the profile has no bfloat16 encoder_layer",
+        **dict.fromkeys(("aten::_native_multi_head_attention", "aten::_addmm_activation", "aten::addmm"), ""),
+    }
+
+
+def test_the_inner_ops_of_few_rows_are_computed_one_by_one(slow, low_bit_counts):
+    module = layer()
+    with autocast("cpu", recipe=slow), low_bit_counts() as counts:
+        result = module(X[:2])
+    declined = {each.op: each.declined for each in counts.records()}
+    assert declined.pop(OP) == FEW_ROWS
+    assert set(declined) == {"aten::_native_multi_head_attention", "aten::_addmm_activation", "aten::addmm"}
+    torch.testing.assert_close(result.float(), module(X[:2]), rtol=0.02, atol=0.02)
+
+
+def arguments(module, x):
+    attention = module.self_attn
+    norms = (module.norm1.weight, module.norm1.bias, module.norm2.weight, module.norm2.bias)
+    linears = (module.linear1.weight, module.linear1.bias, module.linear2.weight, module.linear2.bias)
+    into = (attention.in_proj_weight, attention.in_proj_bias)
+    out = (attention.out_proj.weight, attention.out_proj.bias)
+    return (x, 16, 2, *into, *out, False, False, 1e-5, *norms, *linears)
+
+
+def test_a_call_that_autograd_would_record_is_left_to_torch(slow, low_bit_counts):
+    given = arguments(layer(), X.clone().requires_grad_())
+    with autocast("cpu", recipe=slow), low_bit_counts() as counts:
+        torch._transformer_encoder_layer_fwd(*given)
+    assert {each.declined for each in counts.records() if each.op == OP} == {UNRECORDED}
+
+
+def test_a_changed_weight_is_read_at_the_next_call(slow):
+    module = layer()
+    with autocast("cpu", recipe=slow):
+        module(X)
+        module.linear1.weight.data.mul_(3)
+        result = module(X)
+    assert torch.equal(result, module(X).bfloat16())
+
+
+def test_a_recipe_for_other_ops_and_a_region_without_one_leave_the_layer_to_torch(slow, low_bit_counts):
+    module = layer()
+    with torch.autocast("cpu"):
+        expected = module(X)
+    with autocast("cpu", recipe=slow):
+        module(X)  # which makes a kernel for the op
+    with autocast("cpu"):
+        assert torch.equal(module(X), expected)
+    others = Fastest(slow.profile, ops=["_native_multi_head_attention"])
+    with autocast("cpu", recipe=others), low_bit_counts() as counts:
+        module(X)
+    assert {each.op for each in counts.records()} == {"aten::_native_multi_head_attention"}
+
+
+def test_a_policy_for_the_op_goes_before_the_recipe(slow, low_bit_counts):
+    module = layer()
+    with autocast("cpu", recipe=slow, policy={"_transformer_encoder_layer_fwd": "fp32"}), low_bit_counts() as counts:
+        result = module(X)
+    assert torch.equal(result, module(X))
+    assert result.dtype is torch.float32
+    assert counts.records() == ()
+
+
+def test_explain_tells_the_way_of_the_layer(slow):
+    given = arguments(layer(), X)
+    with autocast("cpu", recipe=slow):
+        every = str(polycast.explain("_transformer_encoder_layer_fwd", "cpu"))
+        call = polycast.explain("_transformer_encoder_layer_fwd", "cpu", *given)
+    assert "the recipe fastest computes it, or it runs unchanged, and autocast applies to its inner ops" in every
+    assert (call.policy, call.way, call.declined) == (None, "float32", None)
+    assert "the recipe fastest computes it in float32: float32 takes 0.11 of bfloat16's time" in str(call)
+
+
+def test_a_layer_that_repeats_a_call_does_not_ask_python_again(engine, slow, monkeypatch):
+    if engine == "reference":
+        pytest.skip("the reference engine is in Python")
+    asked = []
+    choice = FastestPlan.choice
+    monkeypatch.setattr(FastestPlan, "choice", lambda plan, op, *args: asked.append(op) or choice(plan, op, *args))
+    module = layer()
+    with autocast("cpu", recipe=slow):
+        for _ in range(3):
+            module(X)
+    assert asked == [OP]
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_compiled_layers_are_computed_in_the_same_way(slow, backend):
+    module = layer()
+    compiled = torch.compile(module, backend=backend, fullgraph=True)
+    with torch.no_grad(), autocast("cpu", recipe=slow):
+        assert torch.equal(compiled(X), module(X))
+    with torch.no_grad(), torch.autocast("cpu"):
+        expected = torch.compile(module, backend=backend, fullgraph=True)(X)
+    with torch.no_grad(), autocast("cpu"):
+        assert torch.equal(compiled(X), expected)
