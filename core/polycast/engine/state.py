@@ -166,12 +166,10 @@ machine: StateMachine
 class RegionBase:
     """Base of the class of regions: a context manager, with methods of the engine in use.
 
-    A region's ``_settings`` are entered and left. Its class has an ``__init__`` that sets all attributes.
+    A region's ``_settings`` are entered and left. Its class has an ``__init__`` that sets them.
     """
 
     _settings: Settings
-    device: str
-    fast_dtype: torch.dtype
 
     @disable_dynamo
     def __enter__(self) -> Self:

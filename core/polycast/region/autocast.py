@@ -99,8 +99,17 @@ class autocast(RegionBase, TorchAutocast):
         policy: PolicyLike | None = None,
         recipe: RecipeLike | None = None,
     ) -> None:
-        settings, _ = resolve(device_type, dtype, enabled, cache_enabled, cache, policy, recipe)
-        self._settings, self.device, self.fast_dtype = settings, settings.device_type, settings.dtype
+        self._settings, _ = resolve(device_type, dtype, enabled, cache_enabled, cache, policy, recipe)
+
+    @property
+    def device(self) -> str:  # type: ignore[override]
+        """The device type."""
+        return self._settings.device_type
+
+    @property
+    def fast_dtype(self) -> torch.dtype:  # type: ignore[override]
+        """The fast dtype."""
+        return self._settings.dtype
 
     @disable_dynamo
     def _complete_entry(self, recorded: bool) -> None:
@@ -176,5 +185,5 @@ def _restored(cls: type[autocast], settings: Settings) -> autocast:
     """Return a copied or unpickled region; raise if this process has no backend for it."""
     region = object.__new__(cls)
     registry.find(settings.device_type)
-    region.device, region.fast_dtype, region._settings = settings.device_type, settings.dtype, settings
+    region._settings = settings
     return region

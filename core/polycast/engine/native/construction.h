@@ -239,14 +239,10 @@ class ResolvedCalls {
   size_t oldest_ = 0;
 };
 
-// Set the attributes of a region.
-void set_attributes(PyObject* region, PyObject* settings) {
-  static PyObject* const settings_name = PyUnicode_InternFromString("_settings");
-  static PyObject* const device_name = PyUnicode_InternFromString("device");
-  static PyObject* const dtype_name = PyUnicode_InternFromString("fast_dtype");
-  if (PyObject_SetAttr(region, settings_name, settings) != 0 ||
-      PyObject_SetAttr(region, device_name, PyTuple_GetItem(settings, Setting::kDeviceType)) != 0 ||
-      PyObject_SetAttr(region, dtype_name, PyTuple_GetItem(settings, Setting::kDtype)) != 0) {
+// Set the settings of a region.
+void set_settings(PyObject* region, PyObject* settings) {
+  static PyObject* const name = PyUnicode_InternFromString("_settings");
+  if (PyObject_SetAttr(region, name, settings) != 0) {
     throw_python_error();
   }
 }
@@ -271,7 +267,7 @@ PyObject* init_region(PyObject* self, PyObject* const* values, Py_ssize_t count,
     return call_init_in_python(self, values, count, names).release();
   }
   if (const auto found = ResolvedCalls::instance().find(*given)) {
-    set_attributes(self, found->settings(given->cache).get());
+    set_settings(self, found->settings(given->cache).get());
     return Py_NewRef(Py_None);
   }
   const int threads = at::get_num_threads();
@@ -280,7 +276,7 @@ PyObject* init_region(PyObject* self, PyObject* const* values, Py_ssize_t count,
       given->recipe, nullptr));
   PyObject *settings, *dependencies;
   parse(resolved.get(), "OO", &settings, &dependencies);
-  set_attributes(self, settings);
+  set_settings(self, settings);
   if (dependencies != Py_None) {
     ResolvedCalls::instance().keep(std::make_shared<const ResolvedArguments>(*given, threads, settings, dependencies));
   }
