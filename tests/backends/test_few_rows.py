@@ -1,7 +1,10 @@
 """The CPU's kernels for few rows in the fast dtype: at least as exact as torch's, on every instruction set."""
 
 import itertools
+import os
 import random
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -262,3 +265,48 @@ def test_what_is_not_supported_has_a_reason(reason, args):
 def test_an_operator_rejects_a_cast_that_does_not_fit(cast, message):
     with pytest.raises(RuntimeError, match=message):
         torch.ops.polycast_cpu.few_rows_linear(X, WEIGHT, None, cast, torch.bfloat16, 0)
+
+
+@pytest.mark.parametrize("shape", [(3, 0), (2, 3, 0), (0,)], ids=str)
+def test_without_terms_the_product_is_the_bias(simd, in_order, shape):
+    bias, weight = torch.arange(5.0), in_order(torch.empty(5, 0, dtype=torch.bfloat16))
+    actual = torch.ops.polycast_cpu.few_rows_linear(torch.empty(shape), weight, bias, weight, torch.bfloat16, simd)
+    assert torch.equal(actual, bias.bfloat16().expand(*shape[:-1], 5))
+
+
+WITHOUT_MEMORY = """
+import ctypes, pathlib, resource
+import torch
+from polycast_cpu.few_rows import few_rows_availability
+
+assert few_rows_availability()
+torch.set_num_threads(2)
+x = torch.randn(1, 512)
+weight = torch.randn(512, 4000).bfloat16().t()
+multiply = torch.ops.polycast_cpu.few_rows_linear
+torch.randn(4000, 400).sum()  # torch's threads exist
+malloc = ctypes.CDLL(None).malloc
+malloc.restype, malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+used = int(pathlib.Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+limits = resource.getrlimit(resource.RLIMIT_AS)
+resource.setrlimit(resource.RLIMIT_AS, (used + 100_000, limits[1]))
+while malloc(100_000):
+    pass
+try:
+    multiply(x, weight, None, weight, torch.bfloat16, 0)
+except MemoryError:
+    print("no memory")
+resource.setrlimit(resource.RLIMIT_AS, limits)
+product = multiply(x, weight, None, weight, torch.bfloat16, 0)
+print(torch.equal(product[:, :32], multiply(x, weight[:32], None, weight[:32], torch.bfloat16, 0)))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="it limits the memory of a process as Linux does")
+def test_a_lack_of_memory_is_an_error_and_leaves_torchs_threads_intact():
+    environment = {**os.environ, "MALLOC_ARENA_MAX": "1"}  # a thread would find an arena of its own
+    found = subprocess.run(
+        [sys.executable, "-c", WITHOUT_MEMORY], env=environment, capture_output=True, text=True, check=False
+    )
+    assert (found.returncode, found.stdout.splitlines()) == (0, ["no memory", "True"]), found.stderr
