@@ -5,8 +5,6 @@
 #pragma once
 
 #include <algorithm>
-#include <atomic>
-#include <new>
 #include <optional>
 
 #include "dots.h"
@@ -94,10 +92,11 @@ void multiply_columns(Simd simd, const FloatRows& x, int64_t first, int64_t last
   }
 }
 
-// For a weight whose terms are dense: rows of all columns. The sums are scratch.
+// For a weight whose terms are dense: rows of all columns.
 template <typename T, typename Out>
 void multiply_terms(Simd simd, const FloatRows& x, int64_t first, int64_t last, const FastWeight<T>& weight,
-                    const Finish& finish, int64_t begin, int64_t end, Out* out, float (*sums)[kSumStride]) {
+                    const Finish& finish, int64_t begin, int64_t end, Out* out) {
+  float(*const sums)[kSumStride] = sums_of_thread();
   const bool in_order = follows_streams();
   const int64_t most = in_order ? kTileInOrder : last - first == 1 ? kTile : kTileOfSeveral;
   const int64_t most_terms = in_order ? kTermsInOrder : kTerms, ahead = in_order ? kTermsInOrder : kTermsAhead;
@@ -132,23 +131,14 @@ template <typename T, typename Out>
 void multiply_few(Simd simd, const FloatRows& x, const FastWeight<T>& weight, const Finish& finish, Out* out) {
   const bool dots = weight.term_stride == 1 || x.terms == 1;
   const int64_t units = (weight.columns + kColumnUnit - 1) / kColumnUnit;
-  std::atomic<bool> lacks_memory{false};
   for_each_part(units, grain(x.terms * kColumnUnit * sizeof(T)), [&](int64_t first_unit, int64_t last_unit) {
-    float(*const sums)[kSumStride] = dots ? nullptr : sums_of_thread();
-    if (!dots && sums == nullptr) {
-      lacks_memory = true;
-      return;
-    }
     const int64_t begin = first_unit * kColumnUnit, end = std::min(weight.columns, last_unit * kColumnUnit);
     for (int64_t row = 0; row < x.rows; row += kRowsPerRead) {
       const int64_t last = std::min(x.rows, row + kRowsPerRead);
       dots ? multiply_columns(simd, x, row, last, weight, finish, begin, end, out)
-           : multiply_terms(simd, x, row, last, weight, finish, begin, end, out, sums);
+           : multiply_terms(simd, x, row, last, weight, finish, begin, end, out);
     }
   });
-  if (lacks_memory) {
-    throw std::bad_alloc();
-  }
 }
 
 // Convert a matrix of any strides to float32 with dense rows, a stride apart.

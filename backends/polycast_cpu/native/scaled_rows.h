@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <array>
 #include <memory>
-#include <new>
 
 #include "simd.h"
 
@@ -165,16 +164,13 @@ template <int Terms, int Rows, typename T>
 
 #endif
 
-// Return the sums of a thread, which its stack may have no room for; null if there is no memory.
+// Return the sums of a thread, which its stack may have no room for.
 inline float (*sums_of_thread())[kSumStride] {
   struct alignas(64) Sums {
     float rows[kRowsPerRead][kSumStride];
   };
-  static thread_local std::unique_ptr<Sums> sums;
-  if (sums == nullptr) {
-    sums.reset(new (std::nothrow) Sums);
-  }
-  return sums == nullptr ? nullptr : sums->rows;
+  static thread_local const auto sums = std::make_unique_for_overwrite<Sums>();
+  return sums->rows;
 }
 
 // Add rows of the weight, scaled by up to kScaledRows rows of activations, to sums, which are zero-padded to 16 columns.

@@ -5,7 +5,9 @@
 #include <ATen/Parallel.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
+#include <exception>
 
 // The OpenMP library that torch is linked with. A second one, which -fopenmp would add, has threads of its own, which compete
 // with torch's and ignore torch.set_num_threads.
@@ -22,8 +24,8 @@ inline bool has_threads() {
   return GOMP_parallel != nullptr && omp_get_thread_num != nullptr && omp_get_num_threads != nullptr;
 }
 
-// Call body(begin, end) for consecutive parts of [0, count) on torch's threads, each with at least about `grain` items. The body
-// must not throw.
+// Call body(begin, end) for consecutive parts of [0, count) on torch's threads, each with at least about `grain` items. Throw what the
+// body throws, of several exceptions the first.
 //
 // The team has the size that at::parallel_for uses; threads without a part return at once. For a smaller team libgomp would end
 // the other threads, and create them again for torch's next loop, in some 0.1 ms.
@@ -38,18 +40,30 @@ void for_each_part(int64_t count, int64_t grain, const Body& body) {
   struct Shared {
     const Body& body;
     int64_t count, wanted;
+    std::atomic<bool> has_failed = false;
+    std::exception_ptr error = nullptr;
   } shared{body, count, wanted};
   GOMP_parallel(
       [](void* data) {
-        const auto& [body, count, wanted] = *static_cast<const Shared*>(data);
+        Shared& shared = *static_cast<Shared*>(data);
         // OMP_THREAD_LIMIT and OMP_DYNAMIC may make the team smaller.
-        const int64_t parts = std::min<int64_t>(wanted, omp_get_num_threads());
+        const int64_t parts = std::min<int64_t>(shared.wanted, omp_get_num_threads());
         const int64_t number = omp_get_thread_num();
-        if (number < parts) {
-          body(count * number / parts, count * (number + 1) / parts);
+        if (number >= parts) {
+          return;
+        }
+        try {
+          shared.body(shared.count * number / parts, shared.count * (number + 1) / parts);
+        } catch (...) {  // it must not leave the team
+          if (!shared.has_failed.exchange(true)) {
+            shared.error = std::current_exception();
+          }
         }
       },
       &shared, static_cast<unsigned>(threads), 0);
+  if (shared.error != nullptr) {
+    std::rethrow_exception(shared.error);
+  }
 }
 
 }  // namespace polycast
