@@ -1,14 +1,24 @@
-"""Fixtures: an empty cache, and a measurement that takes no time."""
+"""Fixtures: an empty cache, a measurement that takes no time, and a clock that stands still."""
+
+import time
+from collections import Counter
 
 import pytest
 import torch
 
 import polycast
 from polycast.profiling import measure as measuring
+from polycast.profiling import op_timer, profile_file, stopwatch
 from polycast.profiling import profile as profiles
-from polycast.profiling import profile_file
+from polycast.profiling.cases import Case
 from polycast.profiling.conditions import Conditions
 from polycast.profiling.measurement import Measurement
+from polycast.profiling.op_timer import OpTimer
+from polycast.profiling.stopwatch import Stopwatch
+from polycast.profiling.ways import MeasuredWay
+
+FLOAT32 = MeasuredWay("float32", torch.float32, torch.bfloat16)
+BFLOAT16 = MeasuredWay("bfloat16", torch.bfloat16, torch.bfloat16)
 
 
 @pytest.fixture
@@ -60,3 +70,58 @@ def threads():
     before = torch.get_num_threads()
     yield torch.set_num_threads
     torch.set_num_threads(before)
+
+
+class Clock:
+    """A clock that runs only when a function says how long it takes."""
+
+    def __init__(self):
+        self.now = 0.0
+        self.calls = Counter()
+
+    def __call__(self):
+        return self.now
+
+    def cases(self, seconds, works=(1, 4, 16, 128, 1024), size=64):
+        """Return a case of linear for each work, given the seconds by way, work and number of earlier calls."""
+
+        def make(work):
+            def arguments(way, operands):
+                return (way.name,)
+
+            def function(way):
+                before = self.calls[way, work]
+                self.calls[way, work] += 1
+                self.now += seconds(way, work, before)
+
+            return Case("linear", work, size, work, function, arguments)
+
+        return [make(work) for work in works]
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    found = Clock()
+    monkeypatch.setattr(time, "perf_counter", found)
+    monkeypatch.setattr(stopwatch, "_stops", lambda: 0)  # the machine that runs the tests may be busy
+    return found
+
+
+@pytest.fixture
+def run(clock, monkeypatch):
+    """Return a function that times the cases of a clock, given the seconds of a call, and returns the `OpTimer`."""
+
+    def run(seconds, ways=(FLOAT32, BFLOAT16), **options):
+        monkeypatch.setattr(op_timer, "cases", lambda: clock.cases(seconds, **options))
+        timer = OpTimer("cpu", ways)
+        timer._stopwatch = Stopwatch("cpu", clock)
+        timer.run()
+        return timer
+
+    return run
+
+
+@pytest.fixture
+def by_rows():
+    """Return a function that returns the measurements of a way by rows."""
+    return lambda timer, way: {each.rows: each for each in timer.measurements() if each.way == way}

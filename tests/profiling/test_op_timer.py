@@ -1,18 +1,14 @@
 """`OpTimer`: what is timed, repeated, extrapolated and left out. The clock is the test's."""
 
-import time
-from collections import Counter
-
 import pytest
 import torch
 
 import polycast
 from polycast.profiling import cases as all_cases
-from polycast.profiling import op_timer, stopwatch
-from polycast.profiling.cases import Case, cases
+from polycast.profiling import op_timer
+from polycast.profiling.cases import cases
 from polycast.profiling.measure import measure
 from polycast.profiling.measurement import DISTURBED, Omission
-from polycast.profiling.op_timer import OpTimer
 from polycast.profiling.stopwatch import Running, Stopwatch
 from polycast.profiling.ways import MeasuredWay
 
@@ -20,55 +16,8 @@ FLOAT32 = MeasuredWay("float32", torch.float32, torch.bfloat16)
 BFLOAT16 = MeasuredWay("bfloat16", torch.bfloat16, torch.bfloat16)
 
 
-class Clock:
-    """A clock that runs only when a function says how long it takes."""
-
-    def __init__(self):
-        self.now = 0.0
-        self.calls = Counter()
-
-    def __call__(self):
-        return self.now
-
-    def cases(self, seconds, works=(1, 4, 16, 128, 1024), size=64):
-        """Return a case of linear for each work, given the seconds by way, work and number of earlier calls."""
-
-        def make(work):
-            def arguments(way, operands):
-                return (way.name,)
-
-            def function(way):
-                before = self.calls[way, work]
-                self.calls[way, work] += 1
-                self.now += seconds(way, work, before)
-
-            return Case("linear", work, size, work, function, arguments)
-
-        return [make(work) for work in works]
-
-
-@pytest.fixture
-def clock(monkeypatch):
-    found = Clock()
-    monkeypatch.setattr(time, "perf_counter", found)
-    monkeypatch.setattr(stopwatch, "_stops", lambda: 0)  # the machine that runs the tests may be busy
-    return found
-
-
-def run(clock, monkeypatch, seconds, ways=(FLOAT32, BFLOAT16), **options):
-    monkeypatch.setattr(op_timer, "cases", lambda: clock.cases(seconds, **options))
-    timer = OpTimer("cpu", ways)
-    timer._stopwatch = Stopwatch("cpu", clock)
-    timer.run()
-    return timer
-
-
-def by_rows(timer, way):
-    return {each.rows: each for each in timer.measurements() if each.way == way}
-
-
-def test_steady_times_are_found(clock, monkeypatch):
-    timer = run(clock, monkeypatch, lambda way, work, before: work * (1e-6 if way == "float32" else 5e-7))
+def test_steady_times_are_found(clock, run, by_rows):
+    timer = run(lambda way, work, before: work * (1e-6 if way == "float32" else 5e-7))
     for way, rate in (("float32", 1e-6), ("bfloat16", 5e-7)):
         found = by_rows(timer, way)
         assert list(found) == [1, 4, 16, 128, 1024]
@@ -79,8 +28,8 @@ def test_steady_times_are_found(clock, monkeypatch):
     assert clock.now < 2.2
 
 
-def test_a_hopeless_way_is_extrapolated(clock, monkeypatch):
-    timer = run(clock, monkeypatch, lambda way, work, before: work * (1e-6 if way == "float32" else 1e-2))
+def test_a_hopeless_way_is_extrapolated(clock, run, by_rows):
+    timer = run(lambda way, work, before: work * (1e-6 if way == "float32" else 1e-2))
     found = by_rows(timer, "bfloat16")
     assert [rows for rows, each in found.items() if each.extrapolated] == [16, 128, 1024]
     assert found[1024].seconds == pytest.approx(10.24)
@@ -89,51 +38,51 @@ def test_a_hopeless_way_is_extrapolated(clock, monkeypatch):
     assert clock.now < 3
 
 
-def test_extrapolation_is_from_the_most_rows_that_were_timed(clock, monkeypatch):
+def test_extrapolation_is_from_the_most_rows_that_were_timed(run, by_rows):
     seconds = {1: 1e-4, 4: 1e-3, 16: 2e-2}
-    timer = run(clock, monkeypatch, lambda way, work, before: seconds[work], works=(1, 4, 16, 4096))
+    timer = run(lambda way, work, before: seconds[work], works=(1, 4, 16, 4096))
     found = by_rows(timer, "bfloat16")
     assert found[4096].extrapolated
     assert found[4096].seconds == pytest.approx(2e-2 * 4096 / 16)
 
 
-def test_a_first_call_that_is_slow_does_not_count(clock, monkeypatch):
-    timer = run(clock, monkeypatch, lambda way, work, before: 0.5e-3 if before else 2e-3)
+def test_a_first_call_that_is_slow_does_not_count(run, by_rows):
+    timer = run(lambda way, work, before: 0.5e-3 if before else 2e-3)
     assert by_rows(timer, "bfloat16")[1].seconds == pytest.approx(0.5e-3)
 
 
-def test_a_stall_at_the_first_call_of_an_op_is_no_rate_for_others(clock, monkeypatch):
+def test_a_stall_at_the_first_call_of_an_op_is_no_rate_for_others(clock, run, by_rows):
     def seconds(way, work, before):  # a library is read from the disk, or memory comes back from swap
         stalls = way == "float32" and sum(clock.calls.values()) == 1
         return 0.4 if stalls else work * 1e-6
 
-    found = by_rows(run(clock, monkeypatch, seconds), "float32")
+    found = by_rows(run(seconds), "float32")
     assert {rows: each.seconds for rows, each in found.items()} == pytest.approx(
         {rows: 1e-6 * rows for rows in (1, 4, 16, 128, 1024)}
     )
     assert not any(each.extrapolated or each.noisy for each in found.values())
 
 
-def test_what_is_extrapolated_from_a_noisy_time_is_noisy(clock, monkeypatch):
-    timer = run(clock, monkeypatch, lambda way, work, before: 1e-2 * work * (1 + 5 * clock.now), ways=(FLOAT32,))
+def test_what_is_extrapolated_from_a_noisy_time_is_noisy(clock, run, by_rows):
+    timer = run(lambda way, work, before: 1e-2 * work * (1 + 5 * clock.now), ways=(FLOAT32,))
     found = by_rows(timer, "float32")
     assert found[1].noisy
     assert all(each.noisy for each in found.values() if each.extrapolated)
     assert any(each.extrapolated for each in found.values())
 
 
-def test_the_least_of_the_rounds_counts(clock, monkeypatch):
-    timer = run(clock, monkeypatch, lambda way, work, before: work * (1e-5 if before % 3 else 3e-5))
+def test_the_least_of_the_rounds_counts(run, by_rows):
+    timer = run(lambda way, work, before: work * (1e-5 if before % 3 else 3e-5))
     assert {rows: each.seconds for rows, each in by_rows(timer, "bfloat16").items()} == pytest.approx(
         {rows: 1e-5 * rows for rows in (1, 4, 16, 128, 1024)}, rel=0.7
     )
 
 
-def test_a_disturbance_that_ends_is_measured_away(clock, monkeypatch):
+def test_a_disturbance_that_ends_is_measured_away(clock, run):
     def seconds(way, work, before):
         return (1e-3 if clock.now < 0.4 else 1e-5) * (2 if way == "bfloat16" else 1)
 
-    timer = run(clock, monkeypatch, seconds)
+    timer = run(seconds)
     assert all(not each.noisy for each in timer.measurements())
     assert {each.rows: each.seconds for each in timer.measurements() if each.way == "float32"} == pytest.approx(
         dict.fromkeys((1, 4, 16, 128, 1024), 1e-5)
@@ -141,12 +90,12 @@ def test_a_disturbance_that_ends_is_measured_away(clock, monkeypatch):
 
 
 @pytest.mark.parametrize("begin", [0.0, 0.3, 0.9, 1.2])
-def test_a_disturbance_of_all_ways_of_a_case_is_measured_away(begin, clock, monkeypatch):
+def test_a_disturbance_of_all_ways_of_a_case_is_measured_away(begin, clock, run):
     def seconds(way, work, before):
         disturbed = begin <= clock.now < begin + 0.5
         return work * (1e-4 if disturbed and way == "bfloat16" else 3e-5 if disturbed else 1e-5)
 
-    found = run(clock, monkeypatch, seconds).measurements()
+    found = run(seconds).measurements()
     assert {(each.way, each.rows): each.seconds for each in found} == pytest.approx(
         {(way, rows): 1e-5 * rows for way in ("float32", "bfloat16") for rows in (1, 4, 16, 128, 1024)}
     )
@@ -154,28 +103,26 @@ def test_a_disturbance_of_all_ways_of_a_case_is_measured_away(begin, clock, monk
 
 
 @pytest.mark.parametrize("slow", [1, 16, 1024])
-def test_a_call_that_is_slow_through_the_first_pass_is_timed_again(slow, clock, monkeypatch):
+def test_a_call_that_is_slow_through_the_first_pass_is_timed_again(slow, clock, run, by_rows):
     def seconds(way, work, before):
         return 0.1 if work == slow and clock.now < 0.9 else work * 1e-6
 
-    found = by_rows(run(clock, monkeypatch, seconds), "float32")
+    found = by_rows(run(seconds), "float32")
     assert found[slow].seconds == pytest.approx(slow * 1e-6)
     assert not any(each.extrapolated for each in found.values())
 
 
-def test_calls_that_are_slower_than_their_rate_take_no_more_than_their_time(clock, monkeypatch):
+def test_calls_that_are_slower_than_their_rate_take_no_more_than_their_time(clock, run, by_rows):
     def seconds(way, work, before):
         return 0.5 if work == 1024 else work * 1e-6
 
-    found = by_rows(run(clock, monkeypatch, seconds), "bfloat16")
+    found = by_rows(run(seconds), "bfloat16")
     assert found[1024].seconds == pytest.approx(0.5)
     assert clock.now < 3
 
 
-def test_what_stays_noisy_is_marked(clock, monkeypatch):
+def test_what_stays_noisy_is_marked(clock, run, by_rows):
     timer = run(
-        clock,
-        monkeypatch,
         lambda way, work, before: 1e-3 * (1 + 5 * clock.now) if way == "bfloat16" else 1e-3,
         works=(1,),
     )
@@ -184,59 +131,19 @@ def test_what_stays_noisy_is_marked(clock, monkeypatch):
     assert clock.now < 3
 
 
-def test_a_call_that_takes_longer_than_one_with_more_work_is_noisy(clock, monkeypatch):
-    timer = run(clock, monkeypatch, lambda way, work, before: 1e-3 if work == 4 else work * 1e-6)
+def test_a_call_that_takes_longer_than_one_with_more_work_is_noisy(run, by_rows):
+    timer = run(lambda way, work, before: 1e-3 if work == 4 else work * 1e-6)
     assert [rows for rows, each in by_rows(timer, "float32").items() if each.noisy] == [4]
 
 
-def test_what_raises_is_left_out_with_the_reason(monkeypatch, clock):
-    def seconds(way, work, before):
-        if way == "bfloat16" and work > 4:
-            raise NotImplementedError("no kernel for. It has\nfew rows only")
-        return 1e-4
-
-    timer = run(clock, monkeypatch, seconds)
-    assert list(by_rows(timer, "bfloat16")) == [1, 4]
-    assert list(by_rows(timer, "float32")) == [1, 4, 16, 128, 1024]
-    assert timer.omissions == [Omission("linear", "bfloat16", "NotImplementedError: no kernel for")]
-    assert [clock.calls["bfloat16", work] for work in (16, 128, 1024)] == [1, 1, 1]
-
-
-def test_what_is_unsupported_is_not_extrapolated(monkeypatch, clock):
-    class FewRows(polycast.LowBitKernel):
-        def unsupported_reason(self, *args):
-            return "too many rows" if args[0].shape[0] > 4 else None
-
-        def prepack(self, weight):
-            return (weight.clone(),)
-
-        def run(self, prepacked, *args):
-            clock.now += 10.0  # so that there is no time for other cases
-
-    monkeypatch.setattr(op_timer, "cases", lambda: [case for case in cases() if case.op == "linear"])
-    timer = OpTimer("cpu", [MeasuredWay("int8", torch.bfloat16, torch.bfloat16, {"aten::linear": FewRows()})])
-    timer._stopwatch = Stopwatch("cpu", clock)
-    timer.run()
-    assert {each.rows for each in timer.measurements()} == {1, 4}
-    assert timer.omissions == [Omission("linear", "int8", "too many rows")]
-
-
-def test_an_interruption_is_passed_on(monkeypatch, clock):
-    def seconds(way, work, before):
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        run(clock, monkeypatch, seconds)
-
-
-def test_what_was_disturbed_each_time_is_neither_used_nor_extrapolated_from(clock, monkeypatch):
+def test_what_was_disturbed_each_time_is_neither_used_nor_extrapolated_from(clock, monkeypatch, run, by_rows):
     monkeypatch.setattr(Running, "was_stopped", lambda self: clock.disturbed)
 
     def seconds(way, work, before):
         clock.disturbed = way == "float32" or work > 1
         return 0.05 if clock.disturbed else 1e-5
 
-    timer = run(clock, monkeypatch, seconds)
+    timer = run(seconds)
     assert by_rows(timer, "float32") == {}
     found = by_rows(timer, "bfloat16")
     assert found[1].seconds == pytest.approx(1e-5)
@@ -247,14 +154,14 @@ def test_what_was_disturbed_each_time_is_neither_used_nor_extrapolated_from(cloc
     assert clock.now < 3
 
 
-def test_a_case_whose_first_call_was_disturbed_is_timed_again(clock, monkeypatch):
+def test_a_case_whose_first_call_was_disturbed_is_timed_again(clock, monkeypatch, run, by_rows):
     monkeypatch.setattr(Running, "was_stopped", lambda self: clock.disturbed)
 
     def seconds(way, work, before):
         clock.disturbed = before < 2
         return 0.04 if clock.disturbed else 1e-5
 
-    found = by_rows(run(clock, monkeypatch, seconds, works=(1,)), "float32")[1]
+    found = by_rows(run(seconds, works=(1,)), "float32")[1]
     assert (found.seconds, found.noisy) == (pytest.approx(1e-5), False)
 
 
@@ -316,20 +223,20 @@ def test_making_the_memory_and_reading_it_is_part_of_the_time(made, read, clock,
 
 
 @pytest.mark.parametrize(("seconds", "bandwidth"), [(1e-4, 2**21 / 1e-4), (1e-3, 2**27 / 0.01)])
-def test_the_bandwidth_is_the_best_of_a_sum_and_of_a_product_of_one_row(seconds, bandwidth, clock, monkeypatch):
+def test_the_bandwidth_is_the_best_of_a_sum_and_of_a_product_of_one_row(seconds, bandwidth, clock, monkeypatch, run):
     monkeypatch.setattr(op_timer, "Operands", lambda device_type: Memory(clock, 0.0, 0.01))
     times = {"float32": 1e-3, "bfloat16": seconds}
-    timer = run(clock, monkeypatch, lambda way, work, before: times[way], works=(1,), size=2**20)
+    timer = run(lambda way, work, before: times[way], works=(1,), size=2**20)
     assert timer.bandwidth() == pytest.approx(bandwidth)
 
 
-def test_the_bandwidth_of_a_device_without_sums_is_unknown(clock, monkeypatch):
+def test_the_bandwidth_of_a_device_without_sums_is_unknown(clock, monkeypatch, run):
     def fail(self):
         raise NotImplementedError("no such op")
 
     monkeypatch.setattr(Memory, "sum", fail)
     monkeypatch.setattr(op_timer, "Operands", lambda device_type: Memory(clock, 0.0, 0.01))
-    assert run(clock, monkeypatch, lambda way, work, before: 1e-3).bandwidth() == 0.0
+    assert run(lambda way, work, before: 1e-3).bandwidth() == 0.0
 
 
 def test_the_cases_are_those_of_the_documentation():

@@ -165,7 +165,12 @@ class OpTimer:
             {entry.way: entry.call for entry in raced}, {entry.way: entry.seconds for entry in raced}, allowed.share / 2
         )
         for entry in entries:
-            found = rounds.get(entry.way, [] if entry.is_disturbed else [entry.once])
+            found = rounds.get(entry.way, [])
+            if isinstance(found, Exception):
+                self._omit(case, entry.way, _text_of(found))
+                continue
+            if not (found or entry.passes or entry.is_disturbed):
+                found = [entry.once]
             entry.passes += [min(found)] if found else []
             key = case.op, entry.way
             self._rates[key] = min(entry.rate, self._rates.get(key, entry.rate))
@@ -179,6 +184,7 @@ class OpTimer:
             longest = max(_LONGEST_CALL, allowed.left / 2)  # what took longer than expected may have been disturbed
             return entry if allowed.share > 0 and entry.seconds <= longest else None
         expected = self._rates.get((case.op, way.name), 0.0) * case.work  # 0: it is the first of the op
+        start = time.perf_counter()
         try:
             check(case, way, self._operands)
             if expected and (allowed.is_last or expected > min(_LONGEST_CALL, allowed.share)):
@@ -188,17 +194,20 @@ class OpTimer:
                 call()  # the first call of an op may read a library from the disk, or memory back from swap
             once, is_disturbed = self._stopwatch.estimate(call, allowed.share / 10)
         except Unsupported as reason:
-            self._omit(case, way, str(reason))
+            self._omit(case, way.name, str(reason))
         except Exception as error:  # a backend's kernels may raise anything
-            self._omit(case, way, f"{type(error).__name__}: {_first_sentence(str(error))}")
+            self._omit(case, way.name, _text_of(error))
+            if not expected and time.perf_counter() - start > _LONGEST_CALL:
+                self._unsupported.update((each, way.name) for each in self._cases if each.op == case.op)
         else:
             entry = self._entries[case, way.name] = _Entry(case, way.name, call, once, is_disturbed)
         return entry
 
-    def _omit(self, case: Case, way: MeasuredWay, reason: str) -> None:
-        self._unsupported.add((case, way.name))
-        if not any((each.op, each.way) == (case.op, way.name) for each in self.omissions):
-            self.omissions.append(Omission(case.op, way.name, reason))
+    def _omit(self, case: Case, way: str, reason: str) -> None:
+        self._unsupported.add((case, way))
+        self._entries.pop((case, way), None)
+        if not any((each.op, each.way) == (case.op, way) for each in self.omissions):
+            self.omissions.append(Omission(case.op, way, reason))
 
     def _rate_like(self, case: Case, way: MeasuredWay) -> tuple[float, bool] | None:
         """Return the seconds by unit of work of the most rows of the same size that were timed, or else the least of
@@ -224,9 +233,10 @@ class OpTimer:
             )
 
 
-def _first_sentence(text: str) -> str:
-    """Return the beginning of an error; torch's go on to list its dispatch keys."""
-    return next(iter(text.splitlines()), "").partition(". ")[0]
+def _text_of(error: Exception) -> str:
+    """Return the type and the first sentence of an error; torch's go on to list its dispatch keys."""
+    first_line = next(iter(str(error).splitlines()), "")
+    return f"{type(error).__name__}: {first_line.partition('. ')[0]}"
 
 
 def _with_dtype(call: Callable[[], object], device_type: str, dtype: torch.dtype) -> Callable[[], object]:

@@ -48,11 +48,11 @@ hold_during_fork(lambda: [_import_lock])  # in a child that is forked during an 
 def profile(device_type: str, *, refresh: bool = False) -> DeviceProfile:
     """Return what is fast on a device, measuring it if that has not been done on this machine.
 
-    Ops are timed in float32, in each fast dtype and by each recipe, which takes at most 3 s on a CPU, unless single
-    calls take half a second. The result is kept on disk, in ``$XDG_CACHE_HOME/polycast`` (``~/.cache/polycast``), for
-    this device, number of threads, and versions of torch, polycast and the backend. Call it while the machine is
-    otherwise idle: a noisy result is not kept. A message on stderr says that it measures, and why a profile on disk is
-    not used.
+    Ops are timed in float32, in each fast dtype and by each recipe, which takes at most 3 s on a CPU, unless calls of
+    the smallest size take 50 ms or more. The result is kept on disk, in ``$XDG_CACHE_HOME/polycast``
+    (``~/.cache/polycast``), for this device, number of threads, and versions of torch, polycast and the backend. Call
+    it while the machine is otherwise idle: a noisy result is not kept. A message on stderr says that it measures, and
+    why a profile on disk is not used.
 
     If ``POLYCAST_PROFILE`` is the path of a saved profile of this device type, that one is returned, whichever machine
     it is from.

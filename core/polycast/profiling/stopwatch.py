@@ -67,10 +67,11 @@ class Stopwatch:
 
     def race(
         self, sides: Mapping[str, Callable[[], object]], once: Mapping[str, float], budget: float
-    ) -> dict[str, list[float]]:
-        """Return the seconds of a call of each function, in each undisturbed round; there is at least one.
+    ) -> dict[str, list[float] | Exception]:
+        """Return the seconds of a call of each function, in each undisturbed round, or what it raised.
 
-        Functions are called in the reverse order in every second round, also of other races.
+        There is at least one round. Functions are called in the reverse order in every second round, also of other
+        races. One that raises an exception is not called again.
 
         Where other processes take the processor from one thread, the others wait for it: a call may take a thousand
         times as long, in each round alike.
@@ -82,17 +83,22 @@ class Stopwatch:
         """
         calls = {name: max(1, round(self._turn / once[name])) for name in sides}
         taken: dict[str, list[float]] = {name: [] for name in sides}
+        raised: dict[str, Exception] = {}
         end = self._clock() + budget
         for _ in range(_MAX_ROUNDS):
             self._step = -self._step
-            for name in list(sides)[:: self._step]:
+            for name in [each for each in sides if each not in raised][:: self._step]:
                 running = Running()
-                seconds = self.time(sides[name], calls[name])
+                try:
+                    seconds = self.time(sides[name], calls[name])
+                except Exception as error:
+                    raised[name] = error
+                    continue
                 if not running.was_stopped():
                     taken[name].append(seconds)
             if self._clock() > end:
                 break
-        return taken
+        return {**taken, **raised}
 
 
 class Running:
