@@ -6,7 +6,7 @@ from torch import nn
 
 import polycast
 from polycast import Fastest, autocast
-from polycast.engine.fastest.fastest_plan import FEW_ROWS, FastestPlan
+from polycast.engine.fastest.fastest_plan import FEW_ROWS, REGISTERED, FastestPlan
 from polycast.engine.fastest.recorded import UNRECORDED
 
 pytestmark = pytest.mark.usefixtures("engine")
@@ -66,7 +66,14 @@ def test_a_layer_has_torchs_bits_where_the_fast_dtype_is_faster(quick, low_bit_c
     with autocast("cpu", recipe=quick), low_bit_counts() as counts:
         assert all(torch.equal(module(X), expected) for _ in range(3))
     (declined,) = {each.declined for each in counts.records() if each.op == OP}
-    assert declined.startswith("no other way takes less than 0.92 of bfloat16's time")
+    assert declined.startswith("no other way takes less than 1.0 of bfloat16's time")
+
+
+def test_a_layer_is_computed_in_float32_where_that_takes_about_as_long(profile_of, low_bit_counts):
+    profile = profile_of(overhead=1e-15, cast=1e-15, bfloat16=1.02)
+    with autocast("cpu", recipe=Fastest(profile)), low_bit_counts() as counts:
+        layer()(X)
+    assert [(each.op, each.recipe) for each in counts.records()] == [(OP, "fastest:float32")]
 
 
 @pytest.mark.parametrize("profile", ["slow", "quick"])
@@ -148,6 +155,57 @@ def test_a_policy_for_the_op_goes_before_the_recipe(slow, low_bit_counts):
     assert torch.equal(result, module(X))
     assert result.dtype is torch.float32
     assert counts.records() == ()
+
+
+@pytest.mark.parametrize("inner", ["addmm", "_addmm_activation", "layer_norm"])
+@pytest.mark.parametrize("policy", ["fp32", "banned"])
+def test_policies_for_inner_ops_apply(slow, inner, policy):
+    module, seen = layer(), []
+    for recipe in (None, slow):
+        with autocast("cpu", recipe=recipe, policy={inner: policy}):
+            try:
+                seen.append(module(X).dtype)
+            except RuntimeError as error:
+                seen.append(str(error))
+    assert seen[0] == seen[1]
+
+
+def test_a_registered_policy_for_an_inner_op_applies(slow, low_bit_counts):
+    module, region = layer(), autocast("cpu", recipe=slow)
+    with region:
+        module(X)
+    registration = polycast.register_op("native_layer_norm", "fp32")
+    try:
+        with region, low_bit_counts() as counts:
+            module(X)
+    finally:
+        registration.remove()
+    assert {each.declined for each in counts.records() if each.op == OP} == {REGISTERED}
+    with region, low_bit_counts() as counts:
+        module(X)
+    assert [each.declined for each in counts.records()] == [""]
+
+
+def test_a_layer_of_several_dtypes_is_left_to_torch(slow):
+    module = layer()
+    module.norm1.half()
+    with autocast("cpu", recipe=slow), pytest.raises(RuntimeError, match="mixed dtype"):
+        module(X)
+
+
+def test_a_kernel_of_another_library_stays(slow):
+    polycast.uninstall()
+    called = []
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("_transformer_encoder_layer_fwd", lambda *args: called.append(1) or args[0], "AutocastCPU")
+    try:
+        with autocast("cpu", recipe=slow):
+            layer()(X)
+        with torch.autocast("cpu"):
+            layer()(X)
+    finally:
+        library._destroy()
+    assert called == [1, 1]
 
 
 def test_explain_tells_the_way_of_the_layer(slow):

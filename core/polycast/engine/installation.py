@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from ..common.atfork import hold_during_fork
 from ..errors import BackendNotFoundError
 from ..plugins.registry import registry
+from ..policy.recipe_arguments import COMPOSED_OPS
 from ..policy.registered import Registration, policies_for, refuse_conflict, registrations
 from ..torch_internals import changes
 from ..torch_internals.dispatcher import all_op_names, has_kernel_for_dispatch_key
@@ -14,6 +15,7 @@ from .casts.cast_cache import caches_alive
 from .choice import choose, chosen, forget
 from .kernels import Kernels, autocast_key
 from .low_bit.plan import process_cache
+from .override import Override
 from .snapshot import guard_on
 from .state import Settings, ready, ready_with_cache
 
@@ -122,7 +124,7 @@ def install_for(settings: Settings) -> None:
     kernels, override = None, settings.override
     try:
         if settings.enabled or override is not None:
-            kernels = kernels_of(settings.device_type, () if override is None else override.ops_beyond_tables)
+            kernels = kernels_of(settings.device_type, () if override is None else _ops_of(override))
     except BackendNotFoundError:
         if not settings.absolute:  # a snapshot may have a region of torch's, for a device without a backend
             raise
@@ -135,6 +137,13 @@ def install_for(settings: Settings) -> None:
             ready_with_cache[settings.device_type] = kernels
         else:
             override.ready_key = kernels
+
+
+def _ops_of(override: Override) -> Iterable[str]:
+    """Return the ops that need a kernel even if no table has them: not composed ops that others have a kernel for."""
+    key = autocast_key(override.device_type)
+    composed = (op for op in override.low_bit & COMPOSED_OPS if not has_kernel_for_dispatch_key(op, key))
+    return (*override.policies, *composed)
 
 
 def support_overrides(device_type: str) -> None:

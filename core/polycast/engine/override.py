@@ -64,13 +64,13 @@ class Override:
 
     @cached_property
     def low_bit(self) -> frozenset[str]:
-        """The ops that the recipe computes, by their names in the dispatcher."""
-        return frozenset() if self.recipe is None else self.recipe.overloads - self.policies.keys()
+        """The ops that the recipe computes, by their names in the dispatcher.
 
-    @cached_property
-    def ops_beyond_tables(self) -> tuple[str, ...]:
-        """The ops that need a kernel even if no table has a policy for them."""
-        return (*self.policies, *(self.low_bit & COMPOSED_OPS))
+        Composed ops are among them only without policies, which may be for the ops that they call.
+        """
+        if self.recipe is None:
+            return frozenset()
+        return self.recipe.overloads - self.policies.keys() - (COMPOSED_OPS if self.policies else frozenset())
 
     @disable_dynamo
     def over(self, parent: "Override | None") -> "Override":

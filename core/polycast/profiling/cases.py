@@ -17,7 +17,7 @@ _FEATURES = (64, 256, 1024)
 """A small size shows what a call costs besides its work. The middle one is that of small models: costs do not grow
 linearly up to it."""
 _HEADS, _HEAD_FEATURES, _KEYS = 12, 64, 512
-_LAYER_HEADS = 4
+_SEQUENCES = _LAYER_HEADS = 4
 _ATEN = torch.ops.aten
 
 
@@ -166,7 +166,7 @@ def _lstm(steps: int, batch: int, features: int) -> Case:
 
 def _encoder_layer(rows: int, features: int) -> Case:
     def arguments(way: MeasuredWay, operands: Operands) -> tuple[Any, ...]:
-        last = x = operands.activation(1, rows, features, dtype=way.dtype)
+        last = x = operands.activation(_SEQUENCES, rows // _SEQUENCES, features, dtype=way.dtype)
         made = []
         for shape in shapes:
             last = operands.activation(*shape, dtype=way.dtype, after=last)

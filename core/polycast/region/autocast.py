@@ -7,6 +7,7 @@ import torch
 from torch.compiler import is_dynamo_compiling
 from typing_extensions import Self
 
+from ..common.cached_property import cached_property
 from ..compilers.export import record_entry, record_exit
 from ..compilers.torch_autocast import TorchAutocast
 from ..compilers.torchscript import ScriptedAsTorch
@@ -101,13 +102,14 @@ class autocast(RegionBase, TorchAutocast):
     ) -> None:
         self._settings, _ = resolve(device_type, dtype, enabled, cache_enabled, cache, policy, recipe)
 
-    @property
-    def device(self) -> str:  # type: ignore[override]
+    # Programs may set these, as they may with torch's regions; it changes nothing here.
+    @cached_property
+    def device(self) -> str:
         """The device type."""
         return self._settings.device_type
 
-    @property
-    def fast_dtype(self) -> torch.dtype:  # type: ignore[override]
+    @cached_property
+    def fast_dtype(self) -> torch.dtype:
         """The fast dtype."""
         return self._settings.dtype
 

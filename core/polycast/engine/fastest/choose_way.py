@@ -16,11 +16,14 @@ from ...profiling.cases import CONVOLUTIONS
 from ...profiling.device_profile import DeviceProfile
 from ...profiling.measurement import DISTURBED
 from .cost import seconds_of, seconds_to_cast, seconds_to_cast_weight
-from .products import Product
+from .products import ENCODER_LAYER, Product
 
 MARGIN = 0.92
 """Another way than the fast dtype's has to take less than this part of its time: smaller gains are within the error of
 a profile, which has few sizes."""
+_MARGINS = {ENCODER_LAYER: 1.0}
+"""Other margins, by op. In a region the inner ops of an encoder layer convert their arguments, which the profile's time
+of the layer in the fast dtype is without."""
 
 NO_FAST_KERNEL = "the device has no kernel for it in the fast dtype"
 
@@ -109,10 +112,11 @@ def _choose(
     total = {way: each + converting[way] for way, each in seconds.items()}
     ratios = {way: each / total[Way.FAST] for way, each in total.items()}
     way = min(ratios, key=lambda each: ratios[each])
-    if ratios[way] < MARGIN:
+    margin = _MARGINS.get(product.op, MARGIN)
+    if ratios[way] < margin:
         return ChosenWay(way, f"{ways[way]} takes {ratios[way]:.2f} of {fast}'s time")
     others = ", ".join(f"{ways[each]} {ratio:.2f}" for each, ratio in ratios.items() if each is not Way.FAST)
-    slower = f"no other way takes less than {MARGIN} of {fast}'s time ({others})"
+    slower = f"no other way takes less than {margin} of {fast}'s time ({others})"
     return ChosenWay(Way.FAST, slower if others else f"only {fast} was measured")
 
 

@@ -10,6 +10,7 @@ from ...plugins.backend import Backend, LowBitKernel
 from ...policy.dtypes import dtype_name
 from ...policy.recipe import Fastest
 from ...policy.recipe_arguments import COMPOSED_OPS, resolve
+from ...policy.registered import policies_for
 from ...profiling.device_profile import DeviceProfile
 from ...torch_internals.names import (
     is_intercepted,
@@ -25,7 +26,7 @@ from ..low_bit.actions import AS_IT_IS, CACHED_CAST, FALL_BACK, FLOAT32, Action,
 from ..low_bit.listeners import listeners, notify
 from ..low_bit.plan import FLOATS, SMALL, SUBCLASS, Plan, is_special
 from .choose_way import NO_FAST_KERNEL, Conversions, Way, choose, is_unsupported, name_of
-from .products import product_of, weight_position
+from .products import Product, product_of, weight_position
 from .recorded import (
     UNRECORDED,
     Recorded,
@@ -41,6 +42,7 @@ NO_PROFILE = "its profile is not known in this process"
 UNKNOWN_SIZES = "the profile has nothing like it (a vector, or no elements)"
 TRACED_MASK = "its mask is boolean: inductor's code for such attention in float32 corrupts memory"
 NARROW_WEIGHT = "its weight is not float32"
+REGISTERED = "a policy is registered for an op of torch's, which it may call"
 FEW_ROWS = "of few rows, the ops that it calls are computed one by one"
 _ROWS_OF_COMPOSED = 16
 """The least rows of an op that is computed as one. Of fewer, backends may have kernels for the ops that it calls."""
@@ -133,9 +135,8 @@ class FastestPlan(Plan):
             return UNKNOWN_SIZES
         if product.size < self.recipe.min_size:
             return SMALL
-        is_composed = op in COMPOSED_OPS
-        if is_composed and product.rows < _ROWS_OF_COMPOSED:
-            return FEW_ROWS
+        if op in COMPOSED_OPS and (reason := self._why_by_parts(product, args)) is not None:
+            return reason
         position = weight_position(op)
         if _weight_of(args[position]) is not None and args[position].dtype is not torch.float32:
             return NARROW_WEIGHT
@@ -149,7 +150,16 @@ class FastestPlan(Plan):
             return PlannedCall(ways.forward, ways.reason, recorded, ways)
         conversions = self._conversions(args, cache)
         way, why = choose(profile, dtype, product, conversions, self._ways_by_kernel(op, args, position))
-        return why if is_composed and way is Way.FAST else PlannedCall(way, why)
+        return why if op in COMPOSED_OPS and way is Way.FAST else PlannedCall(way, why)
+
+    def _why_by_parts(self, product: Product, args: Sequence[Any]) -> str | None:
+        """Return why the ops that a composed op calls are computed one by one, in any case; None if there is none."""
+        if product.rows < _ROWS_OF_COMPOSED:
+            return FEW_ROWS
+        if any(isinstance(arg, torch.Tensor) and arg.dtype in FLOATS - {torch.float32} for arg in args[1:]):
+            return NARROW_WEIGHT
+        is_registered = any(name.startswith("aten::") for name in policies_for(self.device_type))
+        return REGISTERED if is_registered else None
 
     def _ways_by_kernel(self, op: str, args: Sequence[Any], position: int) -> tuple[Way, ...]:
         """Return the ways by the kernel of an op, if it supports a call."""
