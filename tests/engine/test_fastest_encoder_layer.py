@@ -173,9 +173,11 @@ def test_policies_for_inner_ops_apply(slow, inner, policy):
 def test_a_registered_policy_for_an_inner_op_applies(slow, low_bit_counts):
     module, region = layer(), autocast("cpu", recipe=slow)
     with region:
-        module(X)
+        assert {module(X).dtype for _ in range(3)} == {torch.bfloat16}
     registration = polycast.register_op("native_layer_norm", "fp32")
     try:
+        with region:
+            assert module(X).dtype is torch.float32
         with region, low_bit_counts() as counts:
             module(X)
     finally:

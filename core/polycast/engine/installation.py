@@ -201,6 +201,7 @@ def register(new: Registration) -> None:
         except BaseException:
             registrations.remove(new)
             raise
+        state.machine.forget_actions()
 
 
 def unregister(old: Registration) -> None:
@@ -215,6 +216,7 @@ def unregister(old: Registration) -> None:
         others = [registration for registration in registrations if registration is not old]
         changed = [name for name in installed if policies_for(name) != policies_for(name, others)]
         run_uninstalled(changed, lambda: registrations.remove(old))
+        state.machine.forget_actions()
         for device_type in changed:
             kernels_of(device_type)
 
