@@ -1,11 +1,15 @@
 """Fixtures for all tests: engines, devices without hardware, and a check that each test cleans up."""
 
+import contextlib
 import copy
 import gc
+import json
 import os
 import shutil
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -168,6 +172,27 @@ def make_once(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def start_launcher():
+    """Return a function that starts a process, which prepares; it returns one that runs scripts in forks of that."""
+    with contextlib.ExitStack() as started:
+
+        def start(prepare, environment=os.environ):
+            command, pipe = [sys.executable, str(Path(__file__).with_name("launcher.py")), prepare], subprocess.PIPE
+            process = started.enter_context(
+                subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, text=True)
+            )
+
+            def run(script, *arguments, stdin="", folder=".", environment=environment):
+                request = json.dumps([script, arguments, stdin, str(folder), dict(environment)])
+                print(request, file=process.stdin, flush=True)
+                return subprocess.CompletedProcess(arguments, *json.loads(process.stdout.readline()))
+
+            return run
+
+        yield start
+
+
+@pytest.fixture(scope="session")
 def start_chromium():
     """Return a function that starts a browser, which ends with the tests."""
     webdriver = pytest.importorskip("selenium.webdriver", reason="selenium drives the browser")
@@ -279,7 +304,7 @@ def int8_kernels():
 def low_bit_counts():
     """Return a context manager that counts the ops that recipes compute or fall back for, on either engine."""
 
-    @contextmanager
+    @contextlib.contextmanager
     def count():
         counts = LowBitCounts()
         low_bit_listeners.add(counts.note)

@@ -1,10 +1,8 @@
 """Fixtures that build the C++ and run programs."""
 
-import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -44,36 +42,17 @@ def patched():
 
 
 @pytest.fixture(scope="session")
-def _launcher():
-    """The process that is forked for each run, and its pipes."""
-    for_requests, requests = os.pipe()
-    replies, for_replies = os.pipe()
-    command = [sys.executable, str(Path(__file__).with_name("launcher.py")), str(for_requests), str(for_replies)]
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=(for_requests, for_replies), env=ENVIRONMENT)
-    os.close(for_requests)
-    os.close(for_replies)
-    with process, os.fdopen(replies) as reader, os.fdopen(requests, "w") as writer:
-        yield reader, writer
-        writer.close()
+def _launched(start_launcher):
+    return start_launcher("import polycast.cli", ENVIRONMENT)
 
 
 @pytest.fixture
-def polycast_run(_launcher, fast_dtypes, tmp_path_factory):
+def polycast_run(_launched, fast_dtypes):
     """Return a function that runs ``polycast run`` in a folder, and returns what subprocess.run() would."""
-    reader, writer = _launcher
 
     def run(*arguments, folder, stdin="", **environment):
-        streams = [tmp_path_factory.mktemp("streams") / name for name in ("stdin", "stdout", "stderr")]
-        streams[0].write_text(stdin)
-        request = {
-            "arguments": ["run", *map(str, arguments)],
-            "folder": str(folder),
-            "environment": {**ENVIRONMENT, "POLYCAST_PROFILE": fast_dtypes, **environment},
-            "streams": [str(path) for path in streams],
-        }
-        writer.write(json.dumps(request) + "\n")
-        writer.flush()
-        status = int(reader.readline())
-        return subprocess.CompletedProcess(arguments, status, *(path.read_text() for path in streams[1:]))
+        environment = {**ENVIRONMENT, "POLYCAST_PROFILE": fast_dtypes, **environment}
+        script = "import polycast.cli, sys\nsys.argv[0] = 'polycast'\npolycast.cli.main()"
+        return _launched(script, "run", *map(str, arguments), folder=folder, stdin=stdin, environment=environment)
 
     return run

@@ -1,0 +1,44 @@
+"""A process that prepares, and then forks for each script of the tests: most of a short run is its imports.
+
+`python launcher.py CODE` runs the code once. A request is a line of JSON on stdin: a script, its arguments, what it
+reads from stdin, the folder and the environment. The reply, on stdout, is its exit status, as subprocess has it, and
+what it wrote to stdout and stderr.
+"""
+
+import json
+import os
+import sys
+import tempfile
+
+requests, replies = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
+os.dup2(2, 1)
+exec(sys.argv[1])
+while True:
+    line = requests.readline()
+    if not line:
+        raise SystemExit
+    script, arguments, stdin, folder, environment = json.loads(line)
+    with (
+        tempfile.TemporaryFile("w+") as given,
+        tempfile.TemporaryFile("w+") as out,
+        tempfile.TemporaryFile("w+") as err,
+    ):
+        given.write(stdin)
+        given.seek(0)
+        child = os.fork()
+        if child == 0:
+            for stream, file in enumerate((given, out, err)):
+                os.dup2(file.fileno(), stream)
+            break
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        out.seek(0)
+        err.seek(0)
+        print(json.dumps([status, out.read(), err.read()]), file=replies, flush=True)
+
+requests.close()
+replies.close()
+os.environ.clear()
+os.environ.update(environment)
+os.chdir(folder)
+sys.argv = ["-c", *arguments]
+exec(compile(script, "<string>", "exec"))
