@@ -1,5 +1,6 @@
 """Fixtures for compiled code, and workarounds for older versions of torch."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,26 @@ def _fresh_dynamo():
 def cache():
     """Return a cache that compares a cast with its weight at every hit."""
     return polycast.WeightCache(verify=True)
+
+
+@pytest.fixture(scope="session")
+def run_with_inductor(start_launcher):
+    """Return a function that runs a script in a process, with inductor's caches on disk."""
+    environment = {**os.environ, "TORCHINDUCTOR_AUTOGRAD_CACHE": "1", "TORCHINDUCTOR_FX_GRAPH_CACHE": "1"}
+    # The last line finds the processor's instructions, by programs that inductor runs in each process.
+    prepare = """
+import torch._dynamo.repro.after_dynamo
+import torch._inductor.compile_fx
+torch._inductor.cpu_vec_isa.pick_vec_isa()
+"""
+    launched = start_launcher(prepare, environment)
+
+    def run(script, *arguments, **more):
+        done = launched(script, *arguments, environment={**environment, **more})
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    return run
 
 
 @pytest.fixture

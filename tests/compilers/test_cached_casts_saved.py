@@ -1,9 +1,7 @@
 """Cached casts in exported programs, and in the caches on disk that processes share."""
 
 import json
-import os
-import subprocess
-import sys
+import uuid
 
 import pytest
 import torch
@@ -17,6 +15,7 @@ RUN = """
 import json, sys
 import torch
 from torch._dynamo.utils import counters
+torch.compiler.config.cache_key_tag = sys.argv.pop()
 torch.manual_seed(0)
 model, x = torch.nn.Linear(64, 64), torch.linspace(-1, 1, 128).reshape(2, 64)
 if sys.argv[1] == "torch":
@@ -46,24 +45,12 @@ HIT, MISS = [1, 0], [0, 1]
 
 
 @pytest.fixture(name="run", scope="module")
-def _run(tmp_path_factory):
-    """Return a function that runs a model in a process, over a folder of caches of this file's own."""
-    folder = tmp_path_factory.mktemp("caches")
+def _run(run_with_inductor):
+    """Return a function that runs a model in a process, which finds in the caches only what this file saved."""
+    tag = str(uuid.uuid4())
 
     def run(*args):
-        done = subprocess.run(
-            [sys.executable, "-c", RUN, *args],
-            capture_output=True,
-            text=True,
-            env={
-                **os.environ,
-                "TORCHINDUCTOR_CACHE_DIR": str(folder),
-                "TORCHINDUCTOR_AUTOGRAD_CACHE": "1",
-                "TORCHINDUCTOR_FX_GRAPH_CACHE": "1",
-            },
-        )
-        assert done.returncode == 0, done.stderr
-        return json.loads(done.stdout.splitlines()[-1])
+        return json.loads(run_with_inductor(RUN, *args, tag).splitlines()[-1])
 
     return run
 

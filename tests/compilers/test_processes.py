@@ -2,16 +2,15 @@
 
 import json
 import os
-import subprocess
-import sys
 
 import pytest
 
 pytestmark = pytest.mark.slow
 
 BEGIN = """
-import json, os, sys, threading
+import json, os, sys, threading, warnings
 import torch, polycast
+warnings.filterwarnings("error", category=UserWarning, module="polycast")
 from polycast import CastPolicy
 POLICIES = {
     "none": None,
@@ -27,23 +26,24 @@ def region(name, **settings):
 """
 
 
-@pytest.fixture(name="run")
-def _run(tmp_path):
+@pytest.fixture
+def run_over_caches(run_with_inductor, tmp_path):
     """Return a function that runs a script in a process, over folders of caches of the test's own."""
 
     def run(script, *args):
-        done = subprocess.run(
-            [sys.executable, "-W", "error::UserWarning:polycast", "-c", BEGIN + script, *args],
-            capture_output=True,
-            text=True,
-            env={
-                **os.environ,
-                "POLYCAST_ENGINE": "reference",
-                "TORCHINDUCTOR_CACHE_DIR": str(tmp_path),
-                "TORCHINDUCTOR_AUTOGRAD_CACHE": "1",
-                "TORCHINDUCTOR_FX_GRAPH_CACHE": "1",
-            },
-        )
+        more = {"POLYCAST_ENGINE": "reference", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+        return json.loads(run_with_inductor(BEGIN + script, *args, **more).splitlines()[-1])
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def run_without_dynamo(start_launcher):
+    """Return a function that runs a script in a process that has imported torch and polycast."""
+    launched = start_launcher("import torch, polycast")
+
+    def run(script, *args):
+        done = launched(BEGIN + script, *args, environment={**os.environ, "POLYCAST_ENGINE": "reference"})
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout.splitlines()[-1])
 
@@ -51,7 +51,7 @@ def _run(tmp_path):
 
 
 @pytest.mark.parametrize("how", ["in the region", "in another thread", "after the region"])
-def test_dynamo_that_is_imported_after_the_first_policies_has_the_guard(run, how):
+def test_dynamo_that_is_imported_after_the_first_policies_has_the_guard(run_without_dynamo, how):
     script = """
 how, dtypes = sys.argv[1], []
 compiled, end = threading.Event(), threading.Event()
@@ -78,10 +78,10 @@ for name in 2 * ("none", "up", "down"):
 end.set()
 print(json.dumps(dtypes))
 """
-    assert run(script, how) == 2 * ["torch.float32", "torch.float32", "torch.bfloat16"]
+    assert run_without_dynamo(script, how) == 2 * ["torch.float32", "torch.float32", "torch.bfloat16"]
 
 
-def test_the_cache_on_disk_keeps_policies_apart(run):
+def test_the_cache_on_disk_keeps_policies_apart(run_over_caches):
     """None of them makes a cast, so that the graphs are the same, and nothing but their policies tells them apart."""
     script = """
 from torch._dynamo.utils import counters
@@ -91,10 +91,10 @@ found = counters["aot_autograd"]
 print(json.dumps([found["autograd_cache_hit"], found["autograd_cache_miss"]]))
 """
     hit, miss = [1, 0], [0, 1]
-    assert [run(script, name) for name in ("up", "up", "as it is")] == [miss, hit, miss]
+    assert [run_over_caches(script, name) for name in ("up", "up", "as it is")] == [miss, hit, miss]
 
 
-def test_code_that_a_process_saved_before_any_policies_is_loaded_for_none(run):
+def test_code_that_a_process_saved_before_any_policies_is_loaded_for_none(run_over_caches):
     script = """
 import torch._dynamo
 torch._dynamo.config.caching_precompile = True
@@ -113,5 +113,5 @@ else:
         found.append([entry.guard_manager.check({"x": x}) for entry in entries])
     print(json.dumps(found))
 """
-    run(script, "save")
-    assert run(script, "load") == [[True], [False]]
+    run_over_caches(script, "save")
+    assert run_over_caches(script, "load") == [[True], [False]]
