@@ -105,7 +105,7 @@ def _only_model(stored: Sequence[StoredEntry]) -> nn.Module:
     weights = {id(each.weight) for each in stored}
     modules = _modules_among(gc.get_objects())
     known = {id(parameter) for module in modules for parameter in vars(module)["_parameters"].values()}
-    if gc.get_freeze_count() and not weights <= known:
+    if not weights <= known and gc.get_freeze_count():  # which counts them one by one
         modules = _modules_among(_reachable_objects())
     inner = {id(child) for module in modules for child in vars(module)["_modules"].values()}
     found = [
