@@ -21,17 +21,22 @@ REFERENCE = DOCS / "reference"
 
 @pytest.fixture(scope="module")
 def broken(build, tmp_path_factory):
-    """Return the output of a build of a site with one fault of each kind."""
+    """Return the output of a build of a small site, with the settings of the real one and one fault of each kind."""
     folder = tmp_path_factory.mktemp("broken")
-    shutil.copytree(DOCS, folder / "docs")
-    for name in ("CHANGELOG.md", "README.md"):
-        shutil.copy(DOCS.parent / name, folder)
-    shutil.copytree(DOCS.parent / "examples", folder / "examples")
-    with (folder / "docs" / "limits.md").open("a", encoding="utf-8") as page:
-        page.write("\n[a page](no-such-page.md), [a place](regions.md#no-such-place), [a file](../no-such-file.py)\n")
+    pages = folder / "docs"
+    (pages / "pictures").mkdir(parents=True)
+    for name in ("conf.py", "pictures/favicon.svg"):
+        shutil.copy(DOCS / name, pages / name)
+    shutil.copytree(DOCS / "_static", pages / "_static")
+    (pages / "index.md").write_text("# Home\n\n```{toctree}\npage\nother\n```\n", encoding="utf-8")
+    (pages / "other.md").write_text("# Another page\n\n[the first](page.md)\n", encoding="utf-8")
+    with (pages / "page.md").open("w", encoding="utf-8") as page:
+        page.write(
+            "# A page\n\n[a page](no-such-page.md), [a place](other.md#no-such-place), [a file](../no-such-file.py)\n"
+        )
         page.write("\n![a picture](no-such-picture.svg)\n\n```{eval-rst}\n:func:`polycast.no_such_name`\n```\n")
-    (folder / "docs" / "forgotten.md").write_text("# A page that no other leads to\n", encoding="utf-8")
-    done = build(folder / "docs", folder / "site")
+    (pages / "forgotten.md").write_text("# A page that no other leads to\n", encoding="utf-8")
+    done = build(pages, folder / "site")
     assert done.returncode != 0
     return done.stdout
 
