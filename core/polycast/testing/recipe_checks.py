@@ -259,11 +259,10 @@ class KernelCall:
     def prepack(self, weight: torch.Tensor, *factors: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
         """Return the prepacked weight, given equalization factors if the kernel takes them."""
         prepared = self.kernel.prepack(weight, *factors)
-        require(
-            isinstance(prepared, (tuple, list)) and all(isinstance(each, torch.Tensor) for each in prepared),
-            f"{self}: prepack() must return a tuple of tensors for a finite weight, got {prepared!r}",
-        )
-        assert prepared is not None
+        if not isinstance(prepared, (tuple, list)) or not all(isinstance(each, torch.Tensor) for each in prepared):
+            raise AssertionError(  # require() would need the text, which is slow for tensors
+                f"{self}: prepack() must return a tuple of tensors for a finite weight, got {prepared!r}"
+            )
         return tuple(prepared)
 
     def run(self, device: Device, args: Sequence[Any], dtype: torch.dtype) -> torch.Tensor:
