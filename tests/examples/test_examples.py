@@ -31,33 +31,55 @@ def run(tmp_path):
     return run
 
 
+@pytest.fixture(scope="module")
+def _launched(start_launcher):
+    pytest.importorskip("sklearn", reason="what it trains on comes with scikit-learn")
+    return start_launcher("import polycast, sklearn.datasets", {**os.environ, "OMP_NUM_THREADS": "2"})
+
+
+@pytest.fixture
+def train(_launched, tmp_path):
+    """Return a function that runs the plain loop, in a process that has the imports, and returns what it printed."""
+    script = """
+import runpy, sys, warnings
+warnings.simplefilter("error")
+warnings.filterwarnings("ignore", "b?float16 is slow on")
+del sys.argv[0]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+    def train(*arguments):
+        done = _launched(script, str(EXAMPLES / "train.py"), *arguments, folder=tmp_path)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout.splitlines()
+
+    return train
+
+
 def accuracies(lines):
     return [float(accuracy) for line in lines if (accuracy := re.sub(r".*accuracy ([\d.]+)%", r"\1", line))]
 
 
-def test_the_plain_loop_learns_in_float32(run):
-    pytest.importorskip("sklearn", reason="what it trains on comes with scikit-learn")
-    first, second = accuracies(run("train.py", "--epochs", "2", "--dtype", "float32"))
+def test_the_plain_loop_learns_in_float32(train):
+    first, second = accuracies(train("--epochs", "2", "--dtype", "float32"))
     assert 80 < first < second
 
 
-def test_the_plain_loop_learns_the_same_where_activations_are_recomputed(run):
-    pytest.importorskip("sklearn", reason="what it trains on comes with scikit-learn")
-    arguments = ("train.py", "--epochs", "2", "--dtype", "bfloat16")
-    printed = run(*arguments)
+def test_the_plain_loop_learns_the_same_where_activations_are_recomputed(train):
+    arguments = ("--epochs", "2", "--dtype", "bfloat16")
+    printed = train(*arguments)
     first, second = accuracies(printed)
     assert 80 < first < second
-    assert run(*arguments, "--recompute") == printed
+    assert train(*arguments, "--recompute") == printed
 
 
-def test_the_plain_loop_learns_the_same_where_it_is_resumed(run):
-    pytest.importorskip("sklearn", reason="what it trains on comes with scikit-learn")
-    arguments = ("train.py", "--dtype", "float16")
-    whole = run(*arguments, "--epochs", "2")
+def test_the_plain_loop_learns_the_same_where_it_is_resumed(train):
+    arguments = ("--dtype", "float16")
+    whole = train(*arguments, "--epochs", "2")
     first, second = accuracies(whole)
     assert 80 < first < second
-    stopped = run(*arguments, "--epochs", "1", "--resume", "digits.pt")
-    assert stopped + run(*arguments, "--epochs", "2", "--resume", "digits.pt") == whole
+    stopped = train(*arguments, "--epochs", "1", "--resume", "digits.pt")
+    assert stopped + train(*arguments, "--epochs", "2", "--resume", "digits.pt") == whole
 
 
 def test_a_program_of_torchs_runs_on_polycast_unchanged(run):
