@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ..policy.schemas import find_op
 from .operands import Operands
 from .ways import MeasuredWay
 
@@ -19,6 +20,7 @@ linearly up to it."""
 _HEADS, _HEAD_FEATURES, _KEYS = 12, 64, 512
 _SEQUENCES = _LAYER_HEADS = 4
 _ATEN = torch.ops.aten
+_LAYER = "aten::_transformer_encoder_layer_fwd"
 
 
 @dataclass(frozen=True)
@@ -94,8 +96,9 @@ def _all_cases() -> Iterator[Case]:
         yield _attention(rows, 4, 64)
     for features in (64, 128):
         yield _lstm(20, 4, features)
-    for rows, features in ((16, 128), (128, 128), (512, 128), (128, 512)):
-        yield _encoder_layer(rows, features)
+    if find_op(_LAYER) is not None:
+        for rows, features in ((16, 128), (128, 128), (512, 128), (128, 512)):
+            yield _encoder_layer(rows, features)
     for elements in (1, 64, 4096, 2**16, 2**20):
         yield _cast(elements)
 
@@ -178,7 +181,9 @@ def _encoder_layer(rows: int, features: int) -> Case:
     norms = ((features,),) * 4
     shapes = (*attention, *norms, (hidden, features), (hidden,), (features, hidden), (features,))
     size = 12 * features**2
-    return Case("encoder_layer", rows, size, rows * size, _ATEN._transformer_encoder_layer_fwd.default, arguments)
+    layer = find_op(_LAYER)
+    assert layer is not None
+    return Case("encoder_layer", rows, size, rows * size, layer, arguments)
 
 
 def _cast(elements: int) -> Case:

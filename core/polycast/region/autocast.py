@@ -50,10 +50,6 @@ class autocast(RegionBase, TorchAutocast):
             :class:`Int4`), the fastest way (:class:`Fastest`), or a recipe's name. None: as in the enclosing region;
             ``"none"`` or :class:`NoRecipe`: in the fast dtype.
 
-    Attributes:
-        device: the device type.
-        fast_dtype: the fast dtype.
-
     Raises:
         ValueError: `device_type` is not a str; `policy` is invalid, as :class:`Policy` says, or its file is.
         OSError: the file of `policy` cannot be read.
