@@ -13,7 +13,6 @@ from polycast.profiling.stopwatch import Running, Stopwatch
 from polycast.profiling.ways import MeasuredWay
 
 FLOAT32 = MeasuredWay("float32", torch.float32, torch.bfloat16)
-BFLOAT16 = MeasuredWay("bfloat16", torch.bfloat16, torch.bfloat16)
 
 
 def test_steady_times_are_found(clock, run, by_rows):
