@@ -1,4 +1,4 @@
-"""Threads that train at once in regions with the recipe "fastest"."""
+"""Threads that train, and share models, at once in regions with the recipe "fastest"."""
 
 import copy
 import threading
@@ -83,3 +83,24 @@ def test_threads_share_a_model(recipes):
     with ThreadPoolExecutor(THREADS) as pool:
         for found in pool.map(gradients, range(8 * THREADS)):
             assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+
+
+def test_threads_compute_a_layer_of_an_encoder_as_one_or_not(recipes):
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True).eval().requires_grad_(False)
+    x = torch.randn(3, 7, 16)
+
+    def results(at):
+        found = []
+        for recipe in (recipes[at % len(recipes)], "none", recipes[2]):
+            if at % 5 == 0:
+                forget_actions()
+            with autocast("cpu", recipe=recipe):
+                found.append(layer(x))
+        return found
+
+    alone = {at: results(at) for at in range(len(recipes))}
+    assert torch.equal(alone[2][0], layer(x).bfloat16())
+    assert not torch.equal(alone[2][0], alone[2][1])
+    with ThreadPoolExecutor(THREADS) as pool:
+        for at, found in enumerate(pool.map(results, range(8 * THREADS))):
+            assert all(torch.equal(*pair) for pair in zip(found, alone[at % len(recipes)], strict=True))
