@@ -7,7 +7,6 @@ import torch
 from torch.compiler import is_dynamo_compiling
 from typing_extensions import Self
 
-from ..common.cached_property import cached_property
 from ..compilers.export import record_entry, record_exit
 from ..compilers.torch_autocast import TorchAutocast
 from ..compilers.torchscript import ScriptedAsTorch
@@ -98,16 +97,38 @@ class autocast(RegionBase, TorchAutocast):
     ) -> None:
         self._settings, _ = resolve(device_type, dtype, enabled, cache_enabled, cache, policy, recipe)
 
-    # Programs may set these, as they may with torch's regions; it changes nothing here.
-    @cached_property
-    def device(self) -> str:
-        """The device type."""
+    # Programs may set these, as they may with torch's regions. A subclass may before __init__ sets the settings.
+    @property
+    def device(self) -> str:  # type: ignore[override]
+        """The device type. Setting it changes the region from its next entry on."""
         return self._settings.device_type
 
-    @cached_property
-    def fast_dtype(self) -> torch.dtype:
-        """The fast dtype."""
+    @device.setter
+    def device(self, device_type: str) -> None:
+        if "_settings" in vars(self):
+            self._set(device_type, self.fast_dtype)
+
+    @property
+    def fast_dtype(self) -> torch.dtype:  # type: ignore[override]
+        """The fast dtype. Setting it changes the region from its next entry on."""
         return self._settings.dtype
+
+    @fast_dtype.setter
+    def fast_dtype(self, dtype: torch.dtype) -> None:
+        if "_settings" in vars(self):
+            self._set(self.device, dtype)
+
+    @disable_dynamo
+    def _set(self, device_type: str, dtype: torch.dtype) -> None:
+        now = self._settings
+        if (device_type, dtype) == (now.device_type, now.dtype):
+            return
+        if now.override is not None:
+            raise ValueError(
+                "the device and the fast dtype of a region with policy= or recipe= cannot be set, got "
+                f"{device_type!r} and {dtype}: make a region with them"
+            )
+        self._settings, _ = resolve(device_type, dtype, now.enabled, now.cache_enabled, now.cache, None, None)
 
     @disable_dynamo
     def _complete_entry(self, recorded: bool) -> None:
