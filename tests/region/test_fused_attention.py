@@ -1,5 +1,8 @@
 """torch's attention modules in regions with a recipe, which their fused path would ignore."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import nn
@@ -91,6 +94,25 @@ def test_attention_is_compiled_after_uninstalling_what_dynamo_has_met():
         assert mha.get_fastpath_enabled in trace_rules.get_torch_obj_rule_map()
     polycast.uninstall()
     assert mha.get_fastpath_enabled in trace_rules.get_torch_obj_rule_map()
+
+
+PROGRAM = """
+import torch, polycast
+from torch import nn
+
+model = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval().requires_grad_(False)
+x = torch.randn(3, 7, 8)
+with torch.no_grad(), polycast.autocast("cpu", policy={"softplus": "fp32"}):
+    expected = model(x)
+    assert "torch._dynamo" not in __import__("sys").modules
+    assert torch.equal(torch.compile(model, backend="eager", fullgraph=True)(x), expected)
+"""
+
+
+@pytest.mark.slow
+def test_attention_is_compiled_where_dynamo_is_imported_in_a_region():
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
 
 
 def test_attention_is_scripted_in_a_region_with_a_recipe():

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from ..common.atfork import hold_during_fork
 from ..errors import BackendNotFoundError
 from ..plugins.registry import registry
+from ..policy.cast_policy import CastPolicy
 from ..policy.recipe_arguments import COMPOSED_OPS
 from ..policy.registered import Registration, policies_for, refuse_conflict, registrations
 from ..torch_internals import changes
@@ -140,10 +141,23 @@ def install_for(settings: Settings) -> None:
 
 
 def _ops_of(override: Override) -> Iterable[str]:
-    """Return the ops that need a kernel even if no table has them: not composed ops that others have a kernel for."""
-    key = autocast_key(override.device_type)
-    composed = (op for op in override.low_bit & COMPOSED_OPS if not has_kernel_for_dispatch_key(op, key))
+    """Return the ops that need a kernel even if no table has them."""
+    composed = (op for op in override.low_bit & COMPOSED_OPS.keys() if can_be_one(op, override.device_type))
     return (*override.policies, *composed)
+
+
+def can_be_one(op: str, device_type: str) -> bool:
+    """Return whether a composed op is as the ops that it calls: all others of the device's table are in the fast dtype.
+
+    Neither it nor those have a kernel of another library.
+    """
+    policies, key = registry.find(device_type).policies, autocast_key(device_type)
+    kernels = installed.get(device_type)
+    ours = policies.keys() | (kernels.ops if kernels is not None else ())
+    calls = COMPOSED_OPS[op]
+    if any(policies.get(each, CastPolicy.LOWER_PRECISION_FP) is not CastPolicy.LOWER_PRECISION_FP for each in calls):
+        return False
+    return not any(has_kernel_for_dispatch_key(each, key) for each in (op, *calls) if each not in ours)
 
 
 def support_overrides(device_type: str) -> None:
@@ -201,7 +215,8 @@ def register(new: Registration) -> None:
         except BaseException:
             registrations.remove(new)
             raise
-        state.machine.forget_actions()
+        finally:
+            state.machine.forget_actions()
 
 
 def unregister(old: Registration) -> None:

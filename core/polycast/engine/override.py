@@ -70,7 +70,7 @@ class Override:
         """
         if self.recipe is None:
             return frozenset()
-        return self.recipe.overloads - self.policies.keys() - (COMPOSED_OPS if self.policies else frozenset())
+        return self.recipe.overloads - self.policies.keys() - (COMPOSED_OPS.keys() if self.policies else frozenset())
 
     @disable_dynamo
     def over(self, parent: "Override | None") -> "Override":

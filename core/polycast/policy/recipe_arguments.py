@@ -18,8 +18,14 @@ PRODUCTS = (
     "_transformer_encoder_layer_fwd",
 )
 """The ops of `Fastest`, by default."""
-COMPOSED_OPS = frozenset(("aten::_transformer_encoder_layer_fwd",))
-"""The ops that have no policy, since the ops that they call have one, and that a recipe can compute as one."""
+COMPOSED_OPS = {
+    "aten::_transformer_encoder_layer_fwd": (
+        *("aten::_native_multi_head_attention", "aten::_addmm_activation", "aten::addmm", "aten::layer_norm"),
+        *("aten::native_layer_norm", "aten::add_.Tensor"),
+    )
+}
+"""The ops that have no policy, since the ops that they call have one, and that a recipe can compute as one. By op, the
+ops that it calls."""
 SIMPLE_TYPES = (bool, int, float, str)
 """The types that settings are checked for."""
 

@@ -1,7 +1,7 @@
 """The autocast region: a context manager and a decorator that holds settings, and no state."""
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch.compiler import is_dynamo_compiling
@@ -99,7 +99,7 @@ class autocast(RegionBase, TorchAutocast):
 
     # Programs may set these, as they may with torch's regions. A subclass may before __init__ sets the settings.
     @property
-    def device(self) -> str:  # type: ignore[override]
+    def device(self) -> str:
         """The device type. Setting it changes the region from its next entry on."""
         return self._settings.device_type
 
@@ -109,7 +109,7 @@ class autocast(RegionBase, TorchAutocast):
             self._set(device_type, self.fast_dtype)
 
     @property
-    def fast_dtype(self) -> torch.dtype:  # type: ignore[override]
+    def fast_dtype(self) -> torch.dtype:
         """The fast dtype. Setting it changes the region from its next entry on."""
         return self._settings.dtype
 
@@ -128,7 +128,8 @@ class autocast(RegionBase, TorchAutocast):
                 "the device and the fast dtype of a region with policy= or recipe= cannot be set, got "
                 f"{device_type!r} and {dtype}: make a region with them"
             )
-        self._settings, _ = resolve(device_type, dtype, now.enabled, now.cache_enabled, now.cache, None, None)
+        cache = cast("WeightCache | None", now.cache)
+        self._settings, _ = resolve(device_type, dtype, now.enabled, now.cache_enabled, cache, None, None)
 
     @disable_dynamo
     def _complete_entry(self, recorded: bool) -> None:

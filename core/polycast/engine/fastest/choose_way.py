@@ -22,8 +22,11 @@ MARGIN = 0.92
 """Another way than the fast dtype's has to take less than this part of its time: smaller gains are within the error of
 a profile, which has few sizes."""
 _MARGINS = {ENCODER_LAYER: 1.0}
-"""Other margins, by op. In a region the inner ops of an encoder layer convert their arguments, which the profile's time
-of the layer in the fast dtype is without."""
+"""Other margins, by op. In a region the inner ops of an encoder layer look up the casts of its weights, which the
+profile's time of the layer in the fast dtype is without."""
+_OF_FLOAT32_INPUT = 1.2
+"""The least part of that time that a region takes where the input of an encoder layer is float32. Autocast converts
+query, key and value one by one, so that the fused attention no longer sees that they are one tensor."""
 
 NO_FAST_KERNEL = "the device has no kernel for it in the fast dtype"
 
@@ -101,6 +104,8 @@ def _choose(
         if Way.FLOAT32 in seconds and is_unsupported(profile, product.op, fast):
             return ChosenWay(Way.FLOAT32, NO_FAST_KERNEL)
         return ChosenWay(Way.FAST, f"the profile has no {fast} {product.op}")
+    if product.op == ENCODER_LAYER and conversions.wide >= product.result:
+        seconds[Way.FAST] *= _OF_FLOAT32_INPUT
     of_weight = seconds_to_cast_weight(profile, f"to {fast}", conversions.weight)
     converting = {
         Way.FAST: of_weight + seconds_to_cast(profile, f"to {fast}", conversions.wide),

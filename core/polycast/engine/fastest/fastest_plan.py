@@ -46,6 +46,8 @@ REGISTERED = "a policy is registered for an op of torch's, which it may call"
 FEW_ROWS = "of few rows, the ops that it calls are computed one by one"
 _ROWS_OF_COMPOSED = 16
 """The least rows of an op that is computed as one. Of fewer, backends may have kernels for the ops that it calls."""
+_MASK = 18
+"""The position of a composed op's mask, which has the dtype of the input, behind the weights."""
 _RECURRENT = "aten::mkldnn_rnn_layer"
 """Only its kernels need instructions of the processor that the fast dtype's other kernels do without."""
 _UNKEPT = (INTERCEPTED, SUBCLASS, NO_PROFILE)
@@ -156,7 +158,8 @@ class FastestPlan(Plan):
         """Return why the ops that a composed op calls are computed one by one, in any case; None if there is none."""
         if product.rows < _ROWS_OF_COMPOSED:
             return FEW_ROWS
-        if any(isinstance(arg, torch.Tensor) and arg.dtype in FLOATS - {torch.float32} for arg in args[1:]):
+        weights = args[1:_MASK]
+        if any(isinstance(arg, torch.Tensor) and arg.dtype in FLOATS - {torch.float32} for arg in weights):
             return NARROW_WEIGHT
         is_registered = any(name.startswith("aten::") for name in policies_for(self.device_type))
         return REGISTERED if is_registered else None
