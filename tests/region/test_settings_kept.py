@@ -15,7 +15,7 @@ import torch
 
 import polycast
 from polycast import autocast
-from polycast.engine.installation import installed
+from polycast.engine.kernels import installed
 from polycast.profiling.profile import forget
 
 from .made_region import made

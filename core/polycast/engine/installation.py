@@ -6,22 +6,17 @@ from collections.abc import Callable, Iterable
 from ..common.atfork import hold_during_fork
 from ..errors import BackendNotFoundError
 from ..plugins.registry import registry
-from ..policy.cast_policy import CastPolicy
-from ..policy.recipe_arguments import COMPOSED_OPS
 from ..policy.registered import Registration, policies_for, refuse_conflict, registrations
 from ..torch_internals import changes
 from ..torch_internals.dispatcher import all_op_names, has_kernel_for_dispatch_key
 from . import state
 from .casts.cast_cache import caches_alive
 from .choice import choose, chosen, forget
-from .kernels import Kernels, autocast_key
+from .kernels import Kernels, autocast_key, installed
 from .low_bit.plan import process_cache
-from .override import Override
 from .snapshot import guard_on
 from .state import Settings, ready, ready_with_cache
 
-installed: dict[str, Kernels] = {}
-"""By device type, the kernels that are installed."""
 _lock = threading.RLock()
 hold_during_fork(lambda: [_lock])
 
@@ -125,7 +120,7 @@ def install_for(settings: Settings) -> None:
     kernels, override = None, settings.override
     try:
         if settings.enabled or override is not None:
-            kernels = kernels_of(settings.device_type, () if override is None else _ops_of(override))
+            kernels = kernels_of(settings.device_type, () if override is None else override.policies)
     except BackendNotFoundError:
         if not settings.absolute:  # a snapshot may have a region of torch's, for a device without a backend
             raise
@@ -138,26 +133,6 @@ def install_for(settings: Settings) -> None:
             ready_with_cache[settings.device_type] = kernels
         else:
             override.ready_key = kernels
-
-
-def _ops_of(override: Override) -> Iterable[str]:
-    """Return the ops that need a kernel even if no table has them."""
-    composed = (op for op in override.low_bit & COMPOSED_OPS.keys() if can_be_one(op, override.device_type))
-    return (*override.policies, *composed)
-
-
-def can_be_one(op: str, device_type: str) -> bool:
-    """Return whether a composed op is as the ops that it calls: all others of the device's table are in the fast dtype.
-
-    Neither it nor those have a kernel of another library.
-    """
-    policies, key = registry.find(device_type).policies, autocast_key(device_type)
-    kernels = installed.get(device_type)
-    ours = policies.keys() | (kernels.ops if kernels is not None else ())
-    calls = COMPOSED_OPS[op]
-    if any(policies.get(each, CastPolicy.LOWER_PRECISION_FP) is not CastPolicy.LOWER_PRECISION_FP for each in calls):
-        return False
-    return not any(has_kernel_for_dispatch_key(each, key) for each in (op, *calls) if each not in ours)
 
 
 def support_overrides(device_type: str) -> None:

@@ -9,6 +9,7 @@ from ..common.atfork import hold_during_fork
 from ..errors import InvalidBackendError
 from ..plugins.backend import Backend
 from ..policy.cast_policy import CastPolicy
+from ..policy.recipe_arguments import COMPOSED_OPS
 from ..policy.schemas import find_op
 from ..policy.validation import entry_problem
 from ..torch_internals.dispatcher import (
@@ -23,6 +24,8 @@ from ..torch_internals.dispatcher import (
 )
 from .casts import cached_cast
 
+installed: dict[str, "Kernels"] = {}
+"""By device type, the kernels that are installed."""
 _lock = threading.Lock()
 hold_during_fork(lambda: [_lock])
 
@@ -36,6 +39,20 @@ def refusal(backend: Backend, name: str) -> str:
     """Return the error message of a banned op."""
     remedy = backend.remedies.get(name, "Call it in a region with enabled=False, on float32 inputs.")
     return f"{name} is unsafe to autocast on {backend.device_type}. {remedy}"
+
+
+def is_in_fast_dtype(op: str, backend: Backend) -> bool:
+    """Return whether autocast computes all in the fast dtype that a composed op calls.
+
+    It does not where the backend's table has another policy for an op, or another library a kernel.
+    """
+    kernels = installed.get(backend.device_type)
+    ours = backend.policies.keys() | (kernels.ops if kernels is not None else ())
+    calls, lower = COMPOSED_OPS[op], CastPolicy.LOWER_PRECISION_FP
+    if any(backend.policies.get(each, lower) is not lower for each in calls):
+        return False
+    key = autocast_key(backend.device_type)
+    return not any(has_kernel_for_dispatch_key(each, key) for each in (op, *calls) if each not in ours)
 
 
 class Kernels(ABC):
@@ -64,6 +81,9 @@ class Kernels(ABC):
             cached_cast.clear_operator_cache()
             for name, policy in policies.items():
                 self.add(name, policy)
+            for name in COMPOSED_OPS:
+                if not has_kernel_for_dispatch_key(name, self.key):
+                    self.add(name, None)
         except BaseException:
             self.remove()
             raise
@@ -73,6 +93,8 @@ class Kernels(ABC):
         """Install a kernel for an op, unless this torch lacks the op, or has a kernel from here and `replace` is False.
 
         With a policy of None, the op runs as if it had no kernel, except in regions with a policy or a recipe for it.
+        A composed op then skips autograd where it has nothing to record: autograd would hide from autocast that the ops
+        it calls take views of weights.
 
         Raises:
             InvalidBackendError: the op cannot have the policy, which could not be checked before the op existed.

@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from ..engine.installation import installed
-from ..engine.kernels import autocast_key
+from ..engine.kernels import autocast_key, installed
 from ..engine.override import Override
 from ..engine.state import Settings
 from ..policy.cast_policy import CastPolicy

@@ -8,8 +8,7 @@ from typing import Any, TypeAlias
 import torch
 
 from ..engine import state
-from ..engine.installation import can_be_one, installed
-from ..engine.kernels import autocast_key, refusal
+from ..engine.kernels import autocast_key, installed, refusal
 from ..engine.low_bit import compute as low_bit
 from ..engine.reference.rules import OpCall, apply_rule, is_eligible
 from ..engine.state import Settings
@@ -94,8 +93,7 @@ def _without_arguments(op: str, region: Settings, backend: Backend) -> Explanati
     override = region.override
     if override is None or override.recipe is None or op not in override.low_bit:
         return found
-    is_one = policy is None and op in COMPOSED_OPS and can_be_one(op, region.device_type)
-    if policy is not CastPolicy.LOWER_PRECISION_FP and not is_one:
+    if policy is not CastPolicy.LOWER_PRECISION_FP and not (policy is None and op in COMPOSED_OPS):
         return found
     declined = low_bit.why_no_kernel(override, op, region.device_type)
     return replace(found, recipe=override.recipe.short, declined=declined)

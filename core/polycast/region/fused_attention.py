@@ -6,7 +6,7 @@ autocast; on other devices it does not. The recipe "fastest" computes the fused 
 
 import torch
 
-from ..engine.installation import installed
+from ..engine.kernels import installed
 from ..torch_internals.patcher import Patch, expect
 from .unfused import recipe_for
 

@@ -115,6 +115,12 @@ def keys_below(name: str) -> DispatchKeySet | None:
     return None if key is None or _full_after is None else _full_after(key)
 
 
+def keys_of(name: str) -> DispatchKeySet | None:
+    """Return the set of one dispatch key, or None if it is unknown."""
+    key = dispatch_key(name)
+    return None if key is None or _KeySet is None else _KeySet(key)
+
+
 @contextlib.contextmanager
 def _autocast_disabled(device_types: Sequence[str]) -> Iterator[None]:
     enabled = [name for name in device_types if torch.is_autocast_enabled(name)]

@@ -22,6 +22,7 @@ from ..casts.not_prepacked import INTERCEPTED
 from ..casts.traced import cast_of_traced
 from ..casts.weights import caching_is_safe, is_all_of, is_dense, is_weight, parameter_of
 from ..inference import in_function
+from ..kernels import is_in_fast_dtype
 from ..low_bit.actions import AS_IT_IS, CACHED_CAST, FALL_BACK, FLOAT32, Action, ActionKind, Results
 from ..low_bit.listeners import listeners, notify
 from ..low_bit.plan import FLOATS, SMALL, SUBCLASS, Plan, is_special
@@ -43,6 +44,7 @@ UNKNOWN_SIZES = "the profile has nothing like it (a vector, or no elements)"
 TRACED_MASK = "its mask is boolean: inductor's code for such attention in float32 corrupts memory"
 NARROW_WEIGHT = "its weight is not float32"
 REGISTERED = "a policy is registered for an op of torch's, which it may call"
+OTHER_OPS = "an op that it calls has another policy in the table, or a kernel of another library"
 FEW_ROWS = "of few rows, the ops that it calls are computed one by one"
 _ROWS_OF_COMPOSED = 16
 """The least rows of an op that is computed as one. Of fewer, backends may have kernels for the ops that it calls."""
@@ -78,6 +80,8 @@ class FastestPlan(Plan):
 
     @override
     def why_no_kernel(self, op: str) -> str | None:
+        if op in COMPOSED_OPS and not is_in_fast_dtype(op, self.backend):
+            return OTHER_OPS
         return None if self.profile is not None else NO_PROFILE
 
     @override
@@ -137,7 +141,7 @@ class FastestPlan(Plan):
             return UNKNOWN_SIZES
         if product.size < self.recipe.min_size:
             return SMALL
-        if op in COMPOSED_OPS and (reason := self._why_by_parts(product, args)) is not None:
+        if op in COMPOSED_OPS and (reason := self._why_by_parts(op, product, args)) is not None:
             return reason
         position = weight_position(op)
         if _weight_of(args[position]) is not None and args[position].dtype is not torch.float32:
@@ -154,15 +158,16 @@ class FastestPlan(Plan):
         way, why = choose(profile, dtype, product, conversions, self._ways_by_kernel(op, args, position))
         return why if op in COMPOSED_OPS and way is Way.FAST else PlannedCall(way, why)
 
-    def _why_by_parts(self, product: Product, args: Sequence[Any]) -> str | None:
+    def _why_by_parts(self, op: str, product: Product, args: Sequence[Any]) -> str | None:
         """Return why the ops that a composed op calls are computed one by one, in any case; None if there is none."""
         if product.rows < _ROWS_OF_COMPOSED:
             return FEW_ROWS
         weights = args[1:_MASK]
         if any(isinstance(arg, torch.Tensor) and arg.dtype in FLOATS - {torch.float32} for arg in weights):
             return NARROW_WEIGHT
-        is_registered = any(name.startswith("aten::") for name in policies_for(self.device_type))
-        return REGISTERED if is_registered else None
+        if any(name.startswith("aten::") for name in policies_for(self.device_type)):
+            return REGISTERED
+        return None if is_in_fast_dtype(op, self.backend) else OTHER_OPS
 
     def _ways_by_kernel(self, op: str, args: Sequence[Any], position: int) -> tuple[Way, ...]:
         """Return the ways by the kernel of an op, if it supports a call."""

@@ -41,11 +41,9 @@ class Kernel final : public c10::OperatorKernel {
         below_(c10::DispatchKeySet::FULL_AFTER, key),
         device_keys_(key_below(key)),
         skipped_(keys_ | kNoOpKeys),
-        // One of COMPOSED_OPS in recipe_arguments.py, which a recipe can compute although it has no policy.
-        policy_for_recipes_(
-            op_.policy == Policy::kNone && handle.operator_name() == c10::OperatorName("aten::_transformer_encoder_layer_fwd", "")
-                ? Policy::kLowerPrecisionFp
-                : op_.policy),
+        is_composed_(
+            op_.policy == Policy::kNone && handle.operator_name() == c10::OperatorName("aten::_transformer_encoder_layer_fwd", "")),
+        policy_for_recipes_(is_composed_ ? Policy::kLowerPrecisionFp : op_.policy),
         skips_autograd_(can_skip_autograd(op_, handle)),
         takes_batches_(handle.operator_name() == c10::OperatorName("aten::linear", "") ||
                        handle.operator_name() == c10::OperatorName("aten::matmul", "")),
@@ -114,7 +112,9 @@ class Kernel final : public c10::OperatorKernel {
     const DeviceRegion& region = region_of(device_);
     const Policy policy = this->policy(region);
     if (policy == Policy::kNone) {
-      handle.redispatchBoxed(keys & below_, stack);
+      // torch's autograd kernel of a composed op would hide from autocast of which weights its inner ops take views.
+      const bool skips_autograd = is_composed_ && has_plain_keys(keys) && !needs_autograd(stack);
+      handle.redispatchBoxed(skips_autograd ? device_keys_ : keys & below_, stack);
       return;
     }
     const c10::impl::ExcludeDispatchKeyGuard no_autocast(keys_);
@@ -188,6 +188,14 @@ class Kernel final : public c10::OperatorKernel {
     return (*stack)[stack->size() - arity_ + position];
   }
 
+  bool needs_autograd(torch::jit::Stack* stack) const {
+    const Differentiation autograd;
+    return std::any_of(tensors_.begin(), tensors_.end(), [&](size_t position) {
+      const c10::IValue& value = argument(stack, position);
+      return value.isTensor() && autograd.has(value.toTensor());
+    });
+  }
+
   bool first_is_eligible(torch::jit::Stack* stack) const {
     const c10::IValue& first = argument(stack, 0);
     return first.isTensor() && is_eligible(first.toTensor(), device_);
@@ -244,6 +252,7 @@ class Kernel final : public c10::OperatorKernel {
   const c10::DispatchKeySet keys_;   // the Autocast key
   const c10::DispatchKeySet below_;  // all below it
   const c10::DispatchKeySet device_keys_, skipped_;
+  const bool is_composed_;  // one of COMPOSED_OPS in recipe_arguments.py, which a recipe can compute although it has no policy
   const Policy policy_for_recipes_;
   const bool skips_autograd_;
   const bool takes_batches_;  // and multiplies each by one matrix

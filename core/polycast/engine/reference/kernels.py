@@ -17,7 +17,7 @@ from ...plugins.backend import Backend
 from ...policy.cast_policy import CastPolicy
 from ...policy.recipe_arguments import COMPOSED_OPS
 from ...policy.schemas import flatten_arguments
-from ...torch_internals.dispatcher import DispatchKeySet, OpOverload, excluding, keys_below, redispatch
+from ...torch_internals.dispatcher import DispatchKeySet, OpOverload, excluding, keys_below, keys_of, redispatch
 from ..casts.cast_cache import cache_by_identity
 from ..casts.traced import cast_of_traced
 from ..casts.weights import Source, caching_is_safe, is_weight, weight_of
@@ -93,6 +93,7 @@ class _Kernel:
         self._is_eligible = functools.partial(is_eligible, device_type=backend.device_type)
         self._without_autocast = excluding(key, backend.device_type)
         self._below = keys_below(key)
+        self._device_keys = keys_of(key.removeprefix("Autocast")) if name in COMPOSED_OPS else None
 
     @disable_dynamo
     def __call__(self, keys: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
@@ -106,7 +107,9 @@ class _Kernel:
                     return result
         # As if there were no kernel here: the ops that this one is made of are autocast.
         if policy is None and self._below is not None:
-            return redispatch(self._op, keys & self._below, args, kwargs)
+            skips_autograd = self._device_keys is not None and self._is_plain(args, kwargs)
+            below = self._device_keys if skips_autograd else keys & self._below
+            return redispatch(self._op, below, args, kwargs)
         with self._without_autocast():
             if policy is CastPolicy.BANNED:
                 raise RuntimeError(refusal(self._backend, self._name))
@@ -117,6 +120,17 @@ class _Kernel:
 
     def _may_have_recipe(self, policy: CastPolicy | None) -> bool:
         return policy is CastPolicy.LOWER_PRECISION_FP or (policy is None and self._name in COMPOSED_OPS)
+
+    def _is_plain(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        """Return whether only autograd is above the device's kernel for these arguments, and records nothing."""
+        tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)]
+        return caching_is_safe() and all(
+            type(each) in (torch.Tensor, torch.nn.Parameter)
+            and each.device.type == self._device_type
+            and each.layout is torch.strided
+            and not (each.is_nested or each.is_neg() or (each.requires_grad and torch.is_grad_enabled()))
+            for each in tensors
+        )
 
     def _run(self, call: OpCall) -> Any:
         op, args, kwargs, dtype = call
