@@ -25,7 +25,7 @@ from polycast.engine.low_bit.listeners import listeners as low_bit_listeners
 from polycast.observer.low_bit_counts import LowBitCounts
 from polycast.plugins.registry import registry
 from polycast.precision import by_profile
-from polycast.profiling import profile_file
+from polycast.profiling import cases, profile_file
 from polycast.profiling.measurement import Measurement
 from polycast.toolchain import load
 
@@ -333,7 +333,7 @@ def profile_of():
         fast = [name for name in ratios if " " not in name and name != "float32"]
         measurements = [
             Measurement(op, rows, way, overhead + ratio * 1e-11 * rows * size, size)
-            for op in ("linear", "matmul", "bmm", "conv2d", "scaled_dot_product_attention", "lstm", "encoder_layer")
+            for op in cases.OPS[:-1]  # all but casts
             for way, given in ratios.items()
             if (ratio := given.get(op, given.get("other")) if isinstance(given, dict) else given) is not None
             for size in (2**12, 2**20)

@@ -174,3 +174,13 @@ def test_another_process_chooses_alike(profile, tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1]) == expected
+
+
+def test_an_attention_is_computed_in_float32_where_its_backward_is_slow_in_the_fast_dtype(profile_of):
+    slow_backward = {"scaled_dot_product_attention_backward": 9, "other": 1.1}
+    operands = RecordedOperands(2**15, 2**16, False, False, False, False, first_needed=True, second_needed=True)
+    product = Product("scaled_dot_product_attention", 128, 2**16, 2**15)
+    assert choose_recorded(profile_of(bfloat16=1.1), torch.bfloat16, product, operands).are_all_fast
+    found = choose_recorded(profile_of(bfloat16=slow_backward), torch.bfloat16, product, operands)
+    assert (found.first, found.second) == (Way.FLOAT32, Way.FLOAT32)
+    assert "backward in float32" in found.reason

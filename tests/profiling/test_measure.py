@@ -10,7 +10,7 @@ from polycast.engine.fastest.products import product_of
 from polycast.plugins.registry import registry
 from polycast.profiling import measure as measuring
 from polycast.profiling import op_timer, operands, stopwatch
-from polycast.profiling.cases import CONVOLUTIONS, cases
+from polycast.profiling.cases import ATTENTION, ATTENTION_BACKWARD, CONVOLUTIONS, cases
 from polycast.profiling.measure import measure
 from polycast.profiling.measurement import Omission
 from polycast.profiling.operands import Operands
@@ -228,7 +228,7 @@ def test_all_is_measured_on_a_cpu(kept, monkeypatch):
             assert found.ratio(op, rows, "bfloat16") > 0
             sizes = {each.size for each in found.measurements if (each.op, each.rows) == (op, rows)}
             assert sizes == {2**12, 2**16, 2**20}
-    for op in (*CONVOLUTIONS, "bmm", "scaled_dot_product_attention", "lstm", "encoder_layer"):
+    for op in (*CONVOLUTIONS, "bmm", ATTENTION, ATTENTION_BACKWARD, "lstm", "encoder_layer"):
         assert found.ratio(op, 128, "bfloat16") > 0
     assert found.seconds("cast", 1000, "to bfloat16") > 0
     assert found.seconds("cast", 1000, "from float16") > 0

@@ -6,13 +6,14 @@ import torch
 import polycast
 from polycast.profiling import cases as all_cases
 from polycast.profiling import op_timer
-from polycast.profiling.cases import cases
+from polycast.profiling.cases import Case, cases
 from polycast.profiling.measure import measure
 from polycast.profiling.measurement import DISTURBED, Omission
 from polycast.profiling.stopwatch import Running, Stopwatch
 from polycast.profiling.ways import MeasuredWay
 
 FLOAT32 = MeasuredWay("float32", torch.float32, torch.bfloat16)
+BFLOAT16 = MeasuredWay("bfloat16", torch.bfloat16, torch.bfloat16)
 
 
 def test_steady_times_are_found(clock, run, by_rows):
@@ -30,11 +31,43 @@ def test_steady_times_are_found(clock, run, by_rows):
 def test_a_hopeless_way_is_extrapolated(clock, run, by_rows):
     timer = run(lambda way, work, before: work * (1e-6 if way == "float32" else 1e-2))
     found = by_rows(timer, "bfloat16")
-    assert [rows for rows, each in found.items() if each.extrapolated] == [16, 128, 1024]
+    assert [rows for rows, each in found.items() if each.extrapolated] == [4, 16, 128, 1024]
     assert found[1024].seconds == pytest.approx(10.24)
-    assert {work for way, work in clock.calls if way == "bfloat16"} == {1, 4}
+    assert {work for way, work in clock.calls if way == "bfloat16"} == {1}
     assert not any(each.extrapolated for each in by_rows(timer, "float32").values())
     assert clock.now < 3
+
+
+@pytest.mark.parametrize(("ratio", "timed"), [(2.9, [1, 4, 16, 128, 1024]), (3.1, [1])])
+def test_a_way_that_takes_three_times_as_long_as_float32_is_extrapolated(ratio, timed, run, by_rows):
+    timer = run(lambda way, work, before: work * (1e-6 if way == "float32" else ratio * 1e-6))
+    found = by_rows(timer, "bfloat16")
+    assert [rows for rows, each in found.items() if not each.extrapolated] == timed
+    assert found[1024].seconds == pytest.approx(ratio * 1024e-6)
+
+
+@pytest.mark.parametrize(
+    ("slow", "extrapolated"),
+    [
+        ({(16, 64)}, {(64, 64)}),
+        ({(16, 64), (16, 256)}, {(64, 64), (64, 256)}),
+        ({(1, 64)}, {(16, 64), (64, 64), (1, 256)}),
+    ],
+    ids=str,
+)
+def test_a_way_is_timed_if_it_is_fast_for_fewer_rows_or_for_a_smaller_size(slow, extrapolated, clock, monkeypatch):
+    def case(rows, size):
+        def function(way):
+            clock.now += rows * size * 1e-7 * (10 if way == "bfloat16" and (rows, size) in slow else 1)
+
+        return Case("linear", rows, size, rows * size, function, lambda way, operands: (way.name,))
+
+    found = [case(rows, size) for size in (64, 256) for rows in (1, 16, 64)]
+    monkeypatch.setattr(op_timer, "cases", lambda: sorted(found, key=lambda each: each.work))
+    timer = op_timer.OpTimer("cpu", (FLOAT32, BFLOAT16))
+    timer._stopwatch = Stopwatch("cpu", clock)
+    timer.run()
+    assert {(each.rows, each.size) for each in timer.measurements() if each.extrapolated} == extrapolated
 
 
 def test_extrapolation_is_from_the_most_rows_that_were_timed(run, by_rows):

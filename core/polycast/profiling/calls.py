@@ -13,7 +13,7 @@ from .ways import MeasuredWay
 
 MeasuredCall: TypeAlias = Callable[[], object]
 _PREPACKED_BYTES = 2**26
-_COPY_SECONDS = 0.05
+_COPY_SECONDS = 0.01
 
 
 class Unsupported(Exception):

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,7 +12,11 @@ from .operands import Operands
 from .ways import MeasuredWay
 
 CONVOLUTIONS = ("conv2d", "small_conv2d", "depthwise_conv2d")
-OPS = ("linear", "matmul", *CONVOLUTIONS, "bmm", "scaled_dot_product_attention", "lstm", "encoder_layer", "cast")
+ATTENTION, ATTENTION_BACKWARD = "scaled_dot_product_attention", "scaled_dot_product_attention_backward"
+OPS = (
+    *("linear", "matmul", *CONVOLUTIONS, "bmm"),
+    *(ATTENTION, ATTENTION_BACKWARD, "lstm", "encoder_layer", "cast"),
+)
 _ROWS = (1, 4, 8, 16, 128, 1024)
 _FEATURES = (64, 256, 1024)
 """A small size shows what a call costs besides its work. The middle one is that of small models: costs do not grow
@@ -94,6 +98,8 @@ def _all_cases() -> Iterator[Case]:
         yield _attention(rows, _HEADS, _KEYS)
     for rows in (1, 16, 64):
         yield _attention(rows, 4, 64)
+    for rows, heads in ((64, 4), (128, _HEADS)):
+        yield _attention_backward(rows, heads)
     for features in (64, 128):
         yield _lstm(20, 4, features)
     if find_op(_LAYER) is not None:
@@ -149,8 +155,21 @@ def _attention(rows: int, heads: int, keys: int) -> Case:
         return query, key, operands.activation(1, heads, keys, _HEAD_FEATURES, dtype=way.dtype, after=key)
 
     size = 2 * heads * _HEAD_FEATURES * keys
-    attention = _ATEN.scaled_dot_product_attention.default
-    return Case("scaled_dot_product_attention", rows, size, rows * size, attention, arguments)
+    return Case(ATTENTION, rows, size, rows * size, _ATEN.scaled_dot_product_attention.default, arguments)
+
+
+def _attention_backward(rows: int, heads: int) -> Case:
+    forward = _attention(rows, heads, rows)
+    return replace(forward, op=ATTENTION_BACKWARD, function=_run_attention_and_backward)
+
+
+def _run_attention_and_backward(*inputs: torch.Tensor) -> object:
+    """Compute an attention of a sequence to itself, and the gradients of its inputs."""
+    with torch.enable_grad():
+        leaves = [each.detach().requires_grad_() for each in inputs]
+        result = _ATEN.scaled_dot_product_attention.default(*leaves)
+        # A scalar's gradient is one. Where another is given, torch imports sympy, which takes half a second.
+        return torch.autograd.grad((result * result).sum(), leaves)
 
 
 def _lstm(steps: int, batch: int, features: int) -> Case:

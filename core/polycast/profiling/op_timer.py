@@ -1,7 +1,8 @@
 """`OpTimer`: times all ops in all ways on a device.
 
-A way that is hopelessly slow must not take minutes. So cases are timed in order of their work, and what would take too
-long by the cases before it is extrapolated from those. All cases are timed in several passes, since a machine may be
+A way that is hopelessly slow must not take minutes, nor the time of the others. So cases are timed in order of their
+work, and what would take too long by the cases before it, or many times as long as float32, is extrapolated from those.
+All cases are timed in several passes, since a machine may be
 slower for a part of a second, for the same cases in all ways. What takes the least time in one pass only is noisy.
 """
 
@@ -31,6 +32,9 @@ _LONGEST_CALL = 0.06
 _SHORT_CALL = 0.02
 """A case of which the first call takes fewer seconds is timed again at once, whatever its share; one whose first call
 was disturbed, up to `_LONGEST_CALL`."""
+_HOPELESS = 3
+"""A way that takes more than this many times as long as float32, in the largest cases without more rows or a larger
+size, is extrapolated."""
 _IMPLAUSIBLE = 1.5
 """A call that takes this many times as long as one with more work was disturbed."""
 
@@ -189,6 +193,8 @@ class OpTimer:
             check(case, way, self._operands)
             if expected and (allowed.is_last or expected > min(_LONGEST_CALL, allowed.share)):
                 return None
+            if self._is_hopeless(case, way):
+                return None
             call = _with_dtype(prepare(case, way, self._operands), self._device_type, way.fast)
             if not expected:
                 call()  # the first call of an op may read a library from the disk, or memory back from swap
@@ -202,6 +208,25 @@ class OpTimer:
         else:
             entry = self._entries[case, way.name] = _Entry(case, way.name, call, once, is_disturbed)
         return entry
+
+    def _is_hopeless(self, case: Case, way: MeasuredWay) -> bool:
+        """Return whether a way is slow in the cases next to one: of the same size, and of the same rows."""
+        slower = [
+            (known, entry.seconds / in_float32.seconds)
+            for (known, name), entry in self._entries.items()
+            if name == way.name
+            and case.contains(known)
+            and known.op == case.op
+            and (in_float32 := self._entries.get((known, FLOAT32))) is not None
+        ]
+        by_size = max(
+            (each for each in slower if each[0].size == case.size), key=lambda each: each[0].rows, default=None
+        )
+        by_rows = max(
+            (each for each in slower if each[0].rows == case.rows), key=lambda each: each[0].size, default=None
+        )
+        ratios = [each[1] for each in (by_size, by_rows) if each is not None]
+        return bool(ratios) and min(ratios) > _HOPELESS
 
     def _omit(self, case: Case, way: str, reason: str) -> None:
         self._unsupported.add((case, way))

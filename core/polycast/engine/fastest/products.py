@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ...profiling.cases import ATTENTION
 from ...torch_internals.names import size_hint
 
-ATTENTION = "scaled_dot_product_attention"
 RECURRENT = "lstm"
 ENCODER_LAYER = "encoder_layer"
 _FEW = 20480

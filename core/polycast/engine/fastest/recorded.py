@@ -6,12 +6,13 @@ from typing import Any, NamedTuple
 import torch
 
 from ...policy.schemas import find_op, unflatten_arguments
+from ...profiling.cases import ATTENTION
 from ...torch_internals.names import size_hint
 from ..low_bit.actions import Results
 from ..low_bit.plan import FLOATS
 from .choose_way import Way
 from .functions import Convolution, ConvolutionSettings, Forward, Gradients, Recomputed, RecordedProduct
-from .products import ATTENTION, weight_position
+from .products import weight_position
 from .training import RecordedOperands, Ways
 
 UNRECORDED = "autograd records it, and its gradients are computed in the fast dtype only"

@@ -8,11 +8,11 @@ from typing import NamedTuple
 import torch
 
 from ...policy.dtypes import dtype_name
-from ...profiling.cases import CONVOLUTIONS
+from ...profiling.cases import ATTENTION, ATTENTION_BACKWARD, CONVOLUTIONS
 from ...profiling.device_profile import DeviceProfile
 from .choose_way import MARGIN, Way, bucket, name_of, seconds_by_way
 from .cost import seconds_to_cast, seconds_to_cast_weight
-from .products import ATTENTION, Product
+from .products import Product
 
 _FUNCTION_SECONDS = 150e-6
 """An autograd function in Python takes about so long, forward and backward."""
@@ -122,8 +122,15 @@ class _Costs:
         self._operands = operands
         name = dtype_name(dtype)
         ways = {way: name_of(way, dtype) for way in (Way.FAST, Way.FLOAT32)}
-        first, second = _gradients(product)
-        self._seconds = [seconds_by_way(profile, each, ways) for each in (product, first, second)]
+        by_way = functools.partial(seconds_by_way, profile, ways=ways)
+        forward = by_way(product)
+        if product.op == ATTENTION:
+            both = by_way(product._replace(op=ATTENTION_BACKWARD))
+            # At least twice the forward, whose time is of other sizes.
+            backward = {way: max(both.get(way, 0.0) - each, 2 * each) for way, each in forward.items()}
+            self._seconds = [forward, backward, dict.fromkeys(backward, 0.0)]
+        else:
+            self._seconds = [forward, *map(by_way, _gradients(product))]
         self._to = functools.partial(seconds_to_cast, profile, f"to {name}")
         self._from = functools.partial(seconds_to_cast, profile, f"from {name}")
         # Weights and their gradients are read from memory.

@@ -9,7 +9,7 @@
 #include "extension.h"
 #include "prepacked.h"
 #include "recorded.h"
-#include "small_casts.h"
+#include "conversions.h"
 #include "user_store.h"
 
 namespace {

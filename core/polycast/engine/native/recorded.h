@@ -8,7 +8,7 @@
 #include <torch/csrc/autograd/custom_function.h>
 
 #include "casting.h"
-#include "small_casts.h"
+#include "conversions.h"
 
 namespace {
 

@@ -1,4 +1,5 @@
-// Conversions between float32 and bfloat16 of few numbers, for which torch's dispatcher takes many times as long as its kernel.
+// Conversions of activations between float32 and bfloat16. Of few numbers torch's dispatcher takes many times as long as its kernel,
+// and of more this kernel takes about half as long as torch's.
 //
 // In the core and not in the backend of the CPU because an op of the backend would be called by that dispatcher.
 
@@ -36,25 +37,30 @@ bool is_only_on_cpu(const Tensor& tensor) {
 
 // Return a conversion, bit for bit equal to torch's; the tensor itself if it has the dtype.
 Tensor converted(const Tensor& tensor, ScalarType dtype) {
-  constexpr int64_t kFew = 32768;  // more are converted by several threads
+  constexpr int64_t kGrain = 32768;  // numbers for each thread at least, as in torch
   const ScalarType from = tensor.scalar_type();
   if (from == dtype) {
     return tensor;
   }
   const bool widens = from == at::kBFloat16 && dtype == at::kFloat, narrows = from == at::kFloat && dtype == at::kBFloat16;
-  if (!(widens || narrows) || !is_only_on_cpu(tensor) || tensor.numel() > kFew || !tensor.is_contiguous() ||
-      !has_instructions()) {
+  const int64_t count = tensor.numel();
+  if (!(widens || narrows) || !is_only_on_cpu(tensor) || !tensor.is_non_overlapping_and_dense() || !has_instructions() ||
+      (count > kGrain && !polycast::has_threads())) {
     return tensor.to(dtype);
   }
   RECORD_FUNCTION("aten::to", (std::array<c10::IValue, 1>{tensor}));
-  Tensor result(at::detail::empty_cpu(tensor.sizes(), dtype));
-  const int64_t count = tensor.numel();
-  if (narrows) {
-    const auto* const numbers = static_cast<const float*>(tensor.const_data_ptr());
-    cast_part<at::kBFloat16, false>(numbers, static_cast<uint16_t*>(result.mutable_data_ptr()), count, nullptr);
-    return result;
-  }
-  widen(static_cast<const uint16_t*>(tensor.const_data_ptr()), static_cast<uint32_t*>(result.mutable_data_ptr()), count);
+  Tensor result(
+      tensor.is_contiguous() ? at::detail::empty_cpu(tensor.sizes(), dtype)
+                             : at::detail::empty_strided_cpu(tensor.sizes(), tensor.strides(), dtype));
+  const void* const source = tensor.const_data_ptr();
+  void* const target = result.mutable_data_ptr();
+  polycast::for_each_part(count, kGrain, [&](int64_t begin, int64_t end) {
+    if (narrows) {
+      cast_part<at::kBFloat16, false>(static_cast<const float*>(source) + begin, static_cast<uint16_t*>(target) + begin, end - begin, nullptr);
+    } else {
+      widen(static_cast<const uint16_t*>(source) + begin, static_cast<uint32_t*>(target) + begin, end - begin);
+    }
+  });
   return result;
 }
 
