@@ -20,8 +20,9 @@ def kept(tmp_path, monkeypatch):
         now = Conditions.now(backend)
         times = {"float32": 1e-3, "bfloat16": 5e-4, "int8": 2e-4}
         measurements = tuple(Measurement("linear", 128, way, seconds) for way, seconds in times.items())
+        of_few_rows = (Measurement("linear", 8, "float32", 1e-4), Measurement("linear", 8, "bfloat16 kernel", 5e-5))
         return polycast.DeviceProfile(
-            now.device_type, now.device, now.threads, now.versions, now.details, measurements, 1e10
+            now.device_type, now.device, now.threads, now.versions, now.details, of_few_rows + measurements, 1e10
         )
 
     monkeypatch.setattr(measuring, "measure", measure)

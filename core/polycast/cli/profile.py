@@ -17,7 +17,8 @@ _ROWS = 128
 
 def summary(profile: DeviceProfile) -> str:
     """Return a sentence with the ratios of linear layers."""
-    ratios = {way: profile.ratio("linear", _ROWS, way) for way in profile.ways("linear") if way != "float32"}
+    ways = {each.way for each in profile.measurements if each.op == "linear" and each.rows >= _ROWS} - {"float32"}
+    ratios = {way: profile.ratio("linear", _ROWS, way) for way in profile.ways("linear") if way in ways}
     shown = ", ".join(f"{way} {ratio:.2g}" for way, ratio in ratios.items() if ratio is not None)
     return f"linear of {_ROWS} rows takes {shown or 'an unknown part'} of float32's time, by its profile"
 
