@@ -5,6 +5,7 @@ import os
 import random
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,8 @@ from polycast.engine.fastest import choose_way, training
 from polycast.engine.fastest.choose_way import Conversions, Way, bucket, choose
 from polycast.engine.fastest.products import Product
 from polycast.engine.fastest.training import RecordedOperands, choose_recorded
-from polycast.profiling.measurement import Measurement
+from polycast.profiling.cases import ATTENTION_BACKWARD
+from polycast.profiling.measurement import Measurement, Omission
 
 KERNELS = (Way.KERNEL, Way.FLOAT32_KERNEL)
 WAYS = {"bfloat16": 0.7, "bfloat16 kernel": 0.5, "float32 kernel": 0.45, "float32": 1.0}
@@ -184,3 +186,18 @@ def test_an_attention_is_computed_in_float32_where_its_backward_is_slow_in_the_f
     found = choose_recorded(profile_of(bfloat16=slow_backward), torch.bfloat16, product, operands)
     assert (found.first, found.second) == (Way.FLOAT32, Way.FLOAT32)
     assert "backward in float32" in found.reason
+
+
+def test_an_attention_whose_backward_was_measured_in_one_way_only_is_priced_by_its_forward(profile_of):
+    operands = RecordedOperands(2**15, 2**16, False, False, False, False, first_needed=True, second_needed=True)
+    product = Product("scaled_dot_product_attention", 128, 2**16, 2**15)
+    for ratios, is_fast in (({"float32": 1, "bfloat16": 1.1}, True), ({"float32": 1, "bfloat16": 4}, False)):
+        complete = profile_of(**ratios)
+        for way in ratios:
+            left = [each for each in complete.measurements if (each.op, each.way) != (ATTENTION_BACKWARD, way)]
+            found = choose_recorded(replace(complete, measurements=tuple(left)), torch.bfloat16, product, operands)
+            assert found.are_all_fast is is_fast
+        left = [each for each in complete.measurements if (each.op, each.way) != (ATTENTION_BACKWARD, "bfloat16")]
+        raised = Omission(ATTENTION_BACKWARD, "bfloat16", "RuntimeError: no kernel")
+        unsupported = replace(complete, measurements=tuple(left), omissions=(raised,))
+        assert choose_recorded(unsupported, torch.bfloat16, product, operands).first is Way.FLOAT32

@@ -164,6 +164,27 @@ def test_compiled_autograd_runs_the_backward(call, recipe):
     assert all(torch.equal(*pair) for pair in zip((x.grad, weight.grad), expected, strict=True))
 
 
+@pytest.mark.slow
+def test_compiled_autograd_runs_the_backward_of_another_batch(recipe, monkeypatch):
+    monkeypatch.setattr(torch._dynamo.config, "compiled_autograd", True)
+    weight = nn.Parameter(torch.randn(48, 64))
+
+    @torch.compile(backend="aot_eager")
+    def backward(loss):
+        loss.backward()
+
+    for rows in (33, 33, 40, 50):  # from the second size on, sizes are symbolic
+        x = torch.randn(rows, 64)
+        for _ in range(2):
+            with autocast("cpu", recipe=recipe):
+                result = F.linear(x, weight)
+        assert is_native(result)
+        loss = result.float().sum()
+        weight.grad = None
+        backward(loss)
+        assert torch.allclose(weight.grad, x.bfloat16().float().sum(0).expand(48, 64), rtol=1e-3, atol=1e-3)
+
+
 def test_few_numbers_are_converted_to_the_bits_of_torchs_conversions(recipe):
     one = nn.Parameter(torch.ones(1, 1, 1, 1), requires_grad=False)
     halves = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)

@@ -52,13 +52,17 @@ struct Finish {
   }
 };
 
+// Columns that are at least a page long, of which such processors read four at once for one row.
+constexpr int64_t kLongColumn = 4096;
+
 // Return how many elements of each dense column of a weight in memory are fetched ahead.
 template <typename T>
-int64_t elements_ahead(const FastWeight<T>& weight, int64_t terms) {
+int64_t elements_ahead(const FastWeight<T>& weight, int64_t terms, bool one_row) {
   if (!follows_streams()) {
     return kAhead / static_cast<int64_t>(sizeof(T));
   }
-  return weight.column_stride == terms ? kNextColumns : 0;
+  const bool are_long = terms * static_cast<int64_t>(sizeof(T)) >= kLongColumn;
+  return weight.column_stride != terms || (one_row && are_long) ? 0 : kNextColumns;
 }
 
 // For rows [first, last) and columns [begin, end) of a weight whose columns are dense.
@@ -67,9 +71,10 @@ void multiply_columns(Simd simd, const FloatRows& x, int64_t first, int64_t last
                       const Finish& finish, int64_t begin, int64_t end, Out* out) {
   alignas(64) float sums[kRowsPerRead][kDots];
   const bool is_read = weight.columns * x.terms * static_cast<int64_t>(sizeof(T)) > kCached;
-  // One row reads column by column, which is a stream. Several would read the rows again for each column.
-  const bool in_order = is_read && follows_streams() && last - first == 1;
-  const int64_t ahead = is_read && !in_order ? elements_ahead(weight, x.terms) : 0;
+  // One row reads column by column, which is a stream. Several would read the rows again for each column. With vectors of eight,
+  // one column alone waits for its additions.
+  const bool one_row = last - first == 1, in_order = is_read && one_row && follows_streams() && simd != Simd::avx2;
+  const int64_t ahead = is_read && !in_order ? elements_ahead(weight, x.terms, one_row) : 0;
   for (int64_t block = begin; block < end; block += kDots) {
     const int64_t count = std::min(kDots, end - block);
     for (int64_t n = 0, columns; n < count; n += columns) {

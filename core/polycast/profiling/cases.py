@@ -25,6 +25,8 @@ _HEADS, _HEAD_FEATURES, _KEYS = 12, 64, 512
 _SEQUENCES = _LAYER_HEADS = 4
 _ATEN = torch.ops.aten
 _LAYER = "aten::_transformer_encoder_layer_fwd"
+_ATTENTION = "aten::_scaled_dot_product_flash_attention_for_cpu"
+"""Of other devices, the backward of an attention is not measured."""
 
 
 @dataclass(frozen=True)
@@ -98,8 +100,9 @@ def _all_cases() -> Iterator[Case]:
         yield _attention(rows, _HEADS, _KEYS)
     for rows in (1, 16, 64):
         yield _attention(rows, 4, 64)
-    for rows, heads in ((64, 4), (128, _HEADS)):
-        yield _attention_backward(rows, heads)
+    if find_op(_ATTENTION) is not None:
+        for rows in (64, 128):
+            yield _attention_backward(rows, 4)
     for features in (64, 128):
         yield _lstm(20, 4, features)
     if find_op(_LAYER) is not None:
@@ -159,17 +162,24 @@ def _attention(rows: int, heads: int, keys: int) -> Case:
 
 
 def _attention_backward(rows: int, heads: int) -> Case:
-    forward = _attention(rows, heads, rows)
-    return replace(forward, op=ATTENTION_BACKWARD, function=_run_attention_and_backward)
+    """Return a case of torch's fused backward of an attention of a sequence to itself.
 
+    It is called by its name: autograd would call the saved tensors hooks of the program that is measured.
+    """
+    forward, forward_op, backward_op = (
+        _attention(rows, heads, rows),
+        find_op(_ATTENTION),
+        find_op(f"{_ATTENTION}_backward"),
+    )
+    assert forward_op is not None
+    assert backward_op is not None
 
-def _run_attention_and_backward(*inputs: torch.Tensor) -> object:
-    """Compute an attention of a sequence to itself, and the gradients of its inputs."""
-    with torch.enable_grad():
-        leaves = [each.detach().requires_grad_() for each in inputs]
-        result = _ATEN.scaled_dot_product_attention.default(*leaves)
-        # A scalar's gradient is one. Where another is given, torch imports sympy, which takes half a second.
-        return torch.autograd.grad((result * result).sum(), leaves)
+    def arguments(way: MeasuredWay, operands: Operands) -> tuple[Any, ...]:
+        inputs = forward.arguments(way, operands)
+        result, logsumexp = forward_op(*inputs)
+        return result, *inputs, result, logsumexp, 0.0, False
+
+    return replace(forward, op=ATTENTION_BACKWARD, function=backward_op, arguments=arguments)
 
 
 def _lstm(steps: int, batch: int, features: int) -> Case:

@@ -14,8 +14,8 @@ class Measurement:
     Attributes:
         op: ``"linear"`` (a weight [N, K]), ``"matmul"`` (a weight [K, N]), ``"conv2d"``, ``"small_conv2d"``
             (of one image of at most 20,480 numbers), ``"depthwise_conv2d"``, ``"bmm"``,
-            ``"scaled_dot_product_attention"``, ``"scaled_dot_product_attention_backward"`` (the attention and its
-            gradients), ``"lstm"``, ``"encoder_layer"`` (torch's fused op) or ``"cast"``.
+            ``"scaled_dot_product_attention"``, ``"scaled_dot_product_attention_backward"``, ``"lstm"``,
+            ``"encoder_layer"`` (torch's fused op) or ``"cast"``.
         rows: the rows of the activations: for conv2d the positions of all output images, for bmm and attention the rows
             of each matrix, for lstm those of all steps, for casts the elements.
         way: ``"float32"``, a fast dtype such as ``"bfloat16"``, ``"bfloat16 kernel"`` for the backend's own kernel of
@@ -23,7 +23,8 @@ class Measurement:
         seconds: of one call.
         size: the elements of the weight, or of what stands for it: 1 for casts.
         noisy: whether a second pass of measuring did not confirm it, or a call with more work took much less time.
-        extrapolated: whether it was computed from fewer rows, because measuring it would take too long.
+        extrapolated: whether it was computed from other rows or sizes, because measuring it would take too long, or
+            because float32 takes less than a third of the time there.
     """
 
     op: str

@@ -33,8 +33,11 @@ _SHORT_CALL = 0.02
 """A case of which the first call takes fewer seconds is timed again at once, whatever its share; one whose first call
 was disturbed, up to `_LONGEST_CALL`."""
 _HOPELESS = 3
-"""A way that takes more than this many times as long as float32, in the largest cases without more rows or a larger
-size, is extrapolated."""
+"""A way that takes more than this many times as long as float32, for fewer rows and for a smaller size, is
+extrapolated; twice as many, if only one of the two is known."""
+_WORKING = 1e-4, 5
+"""A call in float32 shows how fast a way is if it takes more seconds than this, or this many times as long as the
+shortest of the op: in others, calling the op takes a large part of the time."""
 _IMPLAUSIBLE = 1.5
 """A call that takes this many times as long as one with more work was disturbed."""
 
@@ -96,6 +99,8 @@ class OpTimer:
         self._cases = cases()
         self._entries: dict[tuple[Case, str], _Entry] = {}
         self._unsupported: set[tuple[Case, str]] = set()
+        self._hopeless: dict[tuple[Case, str], float] = {}
+        """The time relative to float32 of what is extrapolated from it."""
         self._rates: dict[tuple[str, str], float] = {}
         """The least seconds by unit of work, by op and way."""
 
@@ -138,6 +143,9 @@ class OpTimer:
         if (case, way.name) in self._unsupported:
             return None
         found = self._rate_like(case, way)
+        in_float32 = self._entries.get((case, FLOAT32))
+        if (ratio := self._hopeless.get((case, way.name))) is not None and in_float32 is not None and in_float32.passes:
+            found = ratio * in_float32.rate, in_float32.noisy
         if found is None:
             self.omissions.append(Omission(case.op, way.name, DISTURBED))
             return None
@@ -193,7 +201,9 @@ class OpTimer:
             check(case, way, self._operands)
             if expected and (allowed.is_last or expected > min(_LONGEST_CALL, allowed.share)):
                 return None
-            if self._is_hopeless(case, way):
+            ratio = self._hopeless_ratio(case, way)
+            if ratio is not None:
+                self._hopeless[case, way.name] = ratio
                 return None
             call = _with_dtype(prepare(case, way, self._operands), self._device_type, way.fast)
             if not expected:
@@ -209,24 +219,29 @@ class OpTimer:
             entry = self._entries[case, way.name] = _Entry(case, way.name, call, once, is_disturbed)
         return entry
 
-    def _is_hopeless(self, case: Case, way: MeasuredWay) -> bool:
-        """Return whether a way is slow in the cases next to one: of the same size, and of the same rows."""
-        slower = [
-            (known, entry.seconds / in_float32.seconds)
+    def _hopeless_ratio(self, case: Case, way: MeasuredWay) -> float | None:
+        """Return the time of a way relative to float32 if it is hopeless, else None.
+
+        It is the lesser one of those of the nearest cases of the same size and of the same rows.
+        """
+        longest, times = _WORKING
+        in_float32 = {
+            known: entry for (known, name), entry in self._entries.items() if name == FLOAT32 and entry.passes
+        }
+        of_op = {known: entry.seconds for known, entry in in_float32.items() if known.op == case.op}
+        least = min(longest, times * min(of_op.values(), default=0.0))
+        ratios = {
+            known: entry.seconds / of_op[known]
             for (known, name), entry in self._entries.items()
-            if name == way.name
-            and case.contains(known)
-            and known.op == case.op
-            and (in_float32 := self._entries.get((known, FLOAT32))) is not None
+            if name == way.name and entry.passes and of_op.get(known, 0.0) > least and case.contains(known)
+        }
+        near = [
+            max((each for each in ratios if each.size == case.size), key=lambda each: each.rows, default=None),
+            max((each for each in ratios if each.rows == case.rows), key=lambda each: each.size, default=None),
         ]
-        by_size = max(
-            (each for each in slower if each[0].size == case.size), key=lambda each: each[0].rows, default=None
-        )
-        by_rows = max(
-            (each for each in slower if each[0].rows == case.rows), key=lambda each: each[0].size, default=None
-        )
-        ratios = [each[1] for each in (by_size, by_rows) if each is not None]
-        return bool(ratios) and min(ratios) > _HOPELESS
+        known = [ratios[each] for each in near if each is not None]
+        ratio = min(known, default=0.0)
+        return ratio if ratio > (_HOPELESS if len(known) == len(near) else 2 * _HOPELESS) else None
 
     def _omit(self, case: Case, way: str, reason: str) -> None:
         self._unsupported.add((case, way))
@@ -236,13 +251,15 @@ class OpTimer:
 
     def _rate_like(self, case: Case, way: MeasuredWay) -> tuple[float, bool] | None:
         """Return the seconds by unit of work of the most rows of the same size that were timed, or else the least of
-        all, and whether they are noisy; None if all were disturbed.
+        all, and whether they are noisy; None if all were disturbed. Those with more rows or a larger size count if
+        there are no others.
         """
-        timed = [
+        of_op = [
             entry
             for entry in self._entries.values()
             if (entry.case.op, entry.way) == (case.op, way.name) and entry.passes
         ]
+        timed = [entry for entry in of_op if case.contains(entry.case)] or of_op
         alike = [entry for entry in timed if entry.case.size == case.size]
         if not timed:
             return None

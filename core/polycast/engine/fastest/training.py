@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -10,7 +11,7 @@ import torch
 from ...policy.dtypes import dtype_name
 from ...profiling.cases import ATTENTION, ATTENTION_BACKWARD, CONVOLUTIONS
 from ...profiling.device_profile import DeviceProfile
-from .choose_way import MARGIN, Way, bucket, name_of, seconds_by_way
+from .choose_way import MARGIN, Way, bucket, is_unsupported, name_of, seconds_by_way
 from .cost import seconds_to_cast, seconds_to_cast_weight
 from .products import Product
 
@@ -125,9 +126,11 @@ class _Costs:
         by_way = functools.partial(seconds_by_way, profile, ways=ways)
         forward = by_way(product)
         if product.op == ATTENTION:
-            both = by_way(product._replace(op=ATTENTION_BACKWARD))
-            # At least twice the forward, whose time is of other sizes.
-            backward = {way: max(both.get(way, 0.0) - each, 2 * each) for way, each in forward.items()}
+            backward = by_way(product._replace(op=ATTENTION_BACKWARD))
+            if Way.FAST not in backward and is_unsupported(profile, ATTENTION_BACKWARD, name):
+                backward[Way.FAST] = math.inf
+            if len(backward) < 2:  # it was not measured
+                backward = {way: 2 * each for way, each in forward.items()}
             self._seconds = [forward, backward, dict.fromkeys(backward, 0.0)]
         else:
             self._seconds = [forward, *map(by_way, _gradients(product))]
