@@ -52,7 +52,7 @@ struct Finish {
   }
 };
 
-// Columns that are at least a page long, of which such processors read four at once for one row.
+// The bytes of a column from which on processors that follow streams fetch four columns at once, without being told: a page.
 constexpr int64_t kLongColumn = 4096;
 
 // Return how many elements of each dense column of a weight in memory are fetched ahead.
@@ -71,8 +71,8 @@ void multiply_columns(Simd simd, const FloatRows& x, int64_t first, int64_t last
                       const Finish& finish, int64_t begin, int64_t end, Out* out) {
   alignas(64) float sums[kRowsPerRead][kDots];
   const bool is_read = weight.columns * x.terms * static_cast<int64_t>(sizeof(T)) > kCached;
-  // One row reads column by column, which is a stream. Several would read the rows again for each column. With vectors of eight,
-  // one column alone waits for its additions.
+  // One row reads column by column, which is a stream. Several would read the rows again for each column. With AVX2, a column alone
+  // waits for its additions.
   const bool one_row = last - first == 1, in_order = is_read && one_row && follows_streams() && simd != Simd::avx2;
   const int64_t ahead = is_read && !in_order ? elements_ahead(weight, x.terms, one_row) : 0;
   for (int64_t block = begin; block < end; block += kDots) {

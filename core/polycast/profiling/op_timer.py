@@ -2,8 +2,8 @@
 
 A way that is hopelessly slow must not take minutes, nor the time of the others. So cases are timed in order of their
 work, and what would take too long by the cases before it, or many times as long as float32, is extrapolated from those.
-All cases are timed in several passes, since a machine may be
-slower for a part of a second, for the same cases in all ways. What takes the least time in one pass only is noisy.
+All cases are timed in several passes, since a machine may be slower for a part of a second, for the same cases in all
+ways. What takes the least time in one pass only is noisy.
 """
 
 import contextlib
@@ -33,11 +33,11 @@ _SHORT_CALL = 0.02
 """A case of which the first call takes fewer seconds is timed again at once, whatever its share; one whose first call
 was disturbed, up to `_LONGEST_CALL`."""
 _HOPELESS = 3
-"""A way that takes more than this many times as long as float32, for fewer rows and for a smaller size, is
-extrapolated; twice as many, if only one of the two is known."""
-_WORKING = 1e-4, 5
-"""A call in float32 shows how fast a way is if it takes more seconds than this, or this many times as long as the
-shortest of the op: in others, calling the op takes a large part of the time."""
+"""A case is extrapolated if a way takes more than this many times as long as float32 both for fewer rows and for a
+smaller size; twice as many, if only one of the two was timed."""
+_LONG_ENOUGH = 1e-4, 5
+"""Cases count for that if a call in float32 takes more seconds than the first number, or more times as long as the
+shortest call of the op than the second. In others, the call takes much of the time, and the work little."""
 _IMPLAUSIBLE = 1.5
 """A call that takes this many times as long as one with more work was disturbed."""
 
@@ -142,10 +142,11 @@ class OpTimer:
             return Measurement(case.op, case.rows, way.name, entry.seconds, case.size, noisy=entry.noisy)
         if (case, way.name) in self._unsupported:
             return None
-        found = self._rate_like(case, way)
-        in_float32 = self._entries.get((case, FLOAT32))
-        if (ratio := self._hopeless.get((case, way.name))) is not None and in_float32 is not None and in_float32.passes:
-            found = ratio * in_float32.rate, in_float32.noisy
+        ratio, in_float32 = self._hopeless.get((case, way.name)), self._entries.get((case, FLOAT32))
+        if ratio is not None and in_float32 is not None and in_float32.passes:
+            found: tuple[float, bool] | None = (ratio * in_float32.rate, in_float32.noisy)
+        else:
+            found = self._rate_like(case, way)
         if found is None:
             self.omissions.append(Omission(case.op, way.name, DISTURBED))
             return None
@@ -220,11 +221,12 @@ class OpTimer:
         return entry
 
     def _hopeless_ratio(self, case: Case, way: MeasuredWay) -> float | None:
-        """Return the time of a way relative to float32 if it is hopeless, else None.
+        """Return the approximate time of a way relative to float32 if it is hopeless, else None.
 
-        It is the lesser one of those of the nearest cases of the same size and of the same rows.
+        It is the lesser one of two: that of the case with the next fewer rows of the same size, and that of the case
+        with the next smaller size and the same rows.
         """
-        longest, times = _WORKING
+        longest, times = _LONG_ENOUGH
         in_float32 = {
             known: entry for (known, name), entry in self._entries.items() if name == FLOAT32 and entry.passes
         }
@@ -251,8 +253,9 @@ class OpTimer:
 
     def _rate_like(self, case: Case, way: MeasuredWay) -> tuple[float, bool] | None:
         """Return the seconds by unit of work of the most rows of the same size that were timed, or else the least of
-        all, and whether they are noisy; None if all were disturbed. Those with more rows or a larger size count if
-        there are no others.
+        all, and whether they are noisy; None if all were disturbed.
+
+        Cases with more rows or a larger size are used only if no others were timed.
         """
         of_op = [
             entry
