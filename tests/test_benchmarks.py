@@ -306,7 +306,7 @@ def test_a_benchmark_runs_in_processes_with_its_number_of_threads(name):
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.catalog", name, "quick"],
         cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "3", "OMP_WAIT_POLICY": "PASSIVE"},
+        env={**os.environ, "OMP_NUM_THREADS": "3", "MKL_DYNAMIC": "FALSE", "OMP_WAIT_POLICY": "PASSIVE"},
         stdout=subprocess.PIPE,
         text=True,
         check=True,
