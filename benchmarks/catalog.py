@@ -117,8 +117,9 @@ BENCHMARKS: Mapping[str, Entry] = {
 def measure(name: str, threads: int, quick: bool) -> tuple[list[Result], list[Scores]]:
     """Run a benchmark in a process with a number of threads; return its figures and its scores."""
     command = [sys.executable, "-m", __name__, name, *(["quick"] if quick else [])]
-    # MKL would take no more threads than there are cores, and torch as many as MKL.
-    of_threads = {"OMP_NUM_THREADS": str(threads), "MKL_DYNAMIC": "FALSE"}
+    of_threads = {"OMP_NUM_THREADS": str(threads)}
+    if threads > (os.cpu_count() or 1):  # MKL would take no more threads than there are cores, and torch as many as MKL
+        of_threads["MKL_DYNAMIC"] = "FALSE"
     environment = {**os.environ, **BENCHMARKS[name].environment, **of_threads}
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     said: dict[str, list[dict[str, Any]]] = json.loads(done.stdout.splitlines()[-1])

@@ -16,6 +16,7 @@ import polycast
 from polycast import Fastest, autocast
 from polycast.engine.fastest import choose_way, training
 from polycast.engine.fastest.choose_way import Conversions, Way, bucket, choose
+from polycast.engine.fastest.cost import seconds_of
 from polycast.engine.fastest.products import Product
 from polycast.engine.fastest.training import RecordedOperands, choose_recorded
 from polycast.profiling.cases import ATTENTION_BACKWARD
@@ -23,6 +24,7 @@ from polycast.profiling.measurement import Measurement, Omission
 
 KERNELS = (Way.KERNEL, Way.FLOAT32_KERNEL)
 WAYS = {"bfloat16": 0.7, "bfloat16 kernel": 0.5, "float32 kernel": 0.45, "float32": 1.0}
+SEQUENCES = [(8, 2**12), (64, 2**15), (128, 2**16)]
 LARGE, SHAPES = 2**14, [(1, 64, 64), (100, 64, 64), (130, 64, 64), (8, 1024, 64), (1000, 96, 96), (4, 300, 300)]
 
 
@@ -201,3 +203,23 @@ def test_an_attention_whose_backward_was_measured_in_one_way_only_is_priced_by_i
         raised = Omission(ATTENTION_BACKWARD, "bfloat16", "RuntimeError: no kernel")
         unsupported = replace(complete, measurements=tuple(left), omissions=(raised,))
         assert choose_recorded(unsupported, torch.bfloat16, product, operands).first is Way.FLOAT32
+
+
+def test_the_backward_of_an_attention_is_priced_by_its_work():
+    timed = [Measurement(ATTENTION_BACKWARD, rows, "float32", 1e-10 * rows * size, size) for rows, size in SEQUENCES]
+    profile = polycast.DeviceProfile("cpu", "a processor", 2, {}, {}, tuple(timed), 0.0)
+    for rows, size in ((16, 2**19), (64, 2**19), (512, 2**16)):
+        assert seconds_of(profile, ATTENTION_BACKWARD, "float32", rows, size) == pytest.approx(1e-10 * rows * size)
+
+
+def test_a_product_without_a_kernel_in_the_fast_dtype_is_trained_in_float32(profile):
+    left = [each for each in profile.measurements if (each.op, each.way) != ("linear", "bfloat16")]
+    raised = Omission("linear", "bfloat16", "RuntimeError: no kernel")
+    found = choose_recorded(
+        replace(profile, measurements=tuple(left), omissions=(raised,)),
+        torch.bfloat16,
+        Product("linear", 128, LARGE, 128 * 128, 128),
+        RecordedOperands(128 * 128, LARGE, True, False, True, False, True, True),
+    )
+    assert found[:4] == (Way.FLOAT32, Way.FLOAT32, Way.FLOAT32, choose_way.NO_FAST_KERNEL)
+    assert found.is_float32

@@ -1,5 +1,7 @@
 """`OpTimer`: what is timed, repeated, extrapolated and left out. The clock is the test's."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -65,6 +67,17 @@ def test_a_way_whose_calls_take_long_besides_the_work_is_no_hopeless_one(shortes
     assert found[128].extrapolated == (shortest > 1e-4)
 
 
+def test_a_case_of_another_device_is_left_out(clock, monkeypatch):
+    (case,) = clock.cases(lambda way, work, before: 1e-3, works=(1,))
+    found = [replace(case, op="matmul", device_type="cpu"), replace(case, op="bmm", device_type="cuda")]
+    monkeypatch.setattr(op_timer, "cases", lambda: found)
+    timer = op_timer.OpTimer("cpu", (FLOAT32,))
+    timer._stopwatch = Stopwatch("cpu", clock)
+    timer.run()
+    assert [each.op for each in timer.measurements()] == ["matmul"]
+    assert timer.omissions == []
+
+
 def test_extrapolation_is_from_less_work_if_that_was_timed(clock, monkeypatch):
     def case(rows, size, seconds):
         def function(way):
@@ -78,7 +91,7 @@ def test_extrapolation_is_from_less_work_if_that_was_timed(clock, monkeypatch):
     timer._stopwatch = Stopwatch("cpu", clock)
     timer.run()
     for rows, size, rate in ((1, 2**20, 1e-6 / 64), (2**15, 128, 2e-3 / 2**20), (2**15, 32, 2e-3 / 2**20)):
-        assert timer._rate_like(case(rows, size, 0.0), FLOAT32) == (pytest.approx(rate), False)
+        assert timer._rate_like(case(rows, size, 0.0), "float32") == (pytest.approx(rate), False)
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ _SEQUENCES = _LAYER_HEADS = 4
 _ATEN = torch.ops.aten
 _LAYER = "aten::_transformer_encoder_layer_fwd"
 _ATTENTION = "aten::_scaled_dot_product_flash_attention_for_cpu"
-"""torch has such an op for each device; the backward is measured only on the CPU, where some dtypes are slow."""
+"""Only on the CPU, some dtypes are slow enough in the backward for it to be measured."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,7 @@ class Case:
         function: computes the op. torch's ops are called like the operators of backends, at the same cost of a call.
         arguments: returns the arguments for a way, without the weight.
         weight: None: the op has none, so backends have no kernels for it.
+        device_type: the only device on which it is measured; None: it is measured on all.
     """
 
     op: str
@@ -65,6 +66,7 @@ class Case:
     function: Callable[..., Any]
     arguments: Callable[[MeasuredWay, Operands], tuple[Any, ...]]
     weight: WeightedOp | None = None
+    device_type: str | None = None
 
     @property
     def share(self) -> float:
@@ -101,7 +103,7 @@ def _all_cases() -> Iterator[Case]:
     for rows in (1, 16, 64):
         yield _attention(rows, 4, 64)
     if find_op(_ATTENTION) is not None:
-        for rows in (64, 128):
+        for rows in (8, 64, 128):
             yield _attention_backward(rows, 4)
     for features in (64, 128):
         yield _lstm(20, 4, features)
@@ -176,7 +178,13 @@ def _attention_backward(rows: int, heads: int) -> Case:
         result, logsumexp = forward_op(*inputs)
         return result, *inputs, result, logsumexp, 0.0, False
 
-    return replace(forward, op=ATTENTION_BACKWARD, function=backward_op, arguments=arguments)
+    return replace(
+        forward,
+        op=ATTENTION_BACKWARD,
+        function=backward_op,
+        arguments=arguments,
+        device_type=_ATTENTION.rpartition("_")[2],
+    )
 
 
 def _lstm(steps: int, batch: int, features: int) -> Case:

@@ -96,11 +96,11 @@ class OpTimer:
         ]
         self._operands = Operands(device_type)
         self._stopwatch = Stopwatch(device_type)
-        self._cases = cases()
+        self._cases = [case for case in cases() if case.device_type in (None, device_type)]
         self._entries: dict[tuple[Case, str], _Entry] = {}
         self._unsupported: set[tuple[Case, str]] = set()
-        self._hopeless: dict[tuple[Case, str], float] = {}
-        """The time relative to float32 of what is extrapolated from it."""
+        self._hopeless: dict[tuple[Case, str], float | None] = {}
+        """The time relative to float32 of what is extrapolated from that; None for others."""
         self._rates: dict[tuple[str, str], float] = {}
         """The least seconds by unit of work, by op and way."""
 
@@ -142,15 +142,13 @@ class OpTimer:
             return Measurement(case.op, case.rows, way.name, entry.seconds, case.size, noisy=entry.noisy)
         if (case, way.name) in self._unsupported:
             return None
-        ratio, in_float32 = self._hopeless.get((case, way.name)), self._entries.get((case, FLOAT32))
-        if ratio is not None and in_float32 is not None and in_float32.passes:
-            found: tuple[float, bool] | None = (ratio * in_float32.rate, in_float32.noisy)
-        else:
-            found = self._rate_like(case, way)
+        ratio = self._hopeless.get((case, way.name))
+        found = self._rate_like(case, way.name if ratio is None else FLOAT32)
         if found is None:
             self.omissions.append(Omission(case.op, way.name, DISTURBED))
             return None
         rate, is_noisy = found
+        rate *= 1.0 if ratio is None else ratio
         noisy = is_noisy or entry is not None
         return Measurement(case.op, case.rows, way.name, rate * case.work, case.size, noisy=noisy, extrapolated=True)
 
@@ -200,11 +198,10 @@ class OpTimer:
         start = time.perf_counter()
         try:
             check(case, way, self._operands)
-            if expected and (allowed.is_last or expected > min(_LONGEST_CALL, allowed.share)):
-                return None
-            ratio = self._hopeless_ratio(case, way)
+            self._hopeless[case, way.name] = ratio = self._hopeless_ratio(case, way)
             if ratio is not None:
-                self._hopeless[case, way.name] = ratio
+                return None
+            if expected and (allowed.is_last or expected > min(_LONGEST_CALL, allowed.share)):
                 return None
             call = _with_dtype(prepare(case, way, self._operands), self._device_type, way.fast)
             if not expected:
@@ -251,16 +248,14 @@ class OpTimer:
         if not any((each.op, each.way) == (case.op, way) for each in self.omissions):
             self.omissions.append(Omission(case.op, way, reason))
 
-    def _rate_like(self, case: Case, way: MeasuredWay) -> tuple[float, bool] | None:
-        """Return the seconds by unit of work of the most rows of the same size that were timed, or else the least of
-        all, and whether they are noisy; None if all were disturbed.
+    def _rate_like(self, case: Case, way: str) -> tuple[float, bool] | None:
+        """Return the seconds by unit of work of a case, if it was timed, or of the most rows of the same size, or else
+        the least of all, and whether they are noisy; None if all were disturbed.
 
         Cases with more rows or a larger size are used only if no others were timed.
         """
         of_op = [
-            entry
-            for entry in self._entries.values()
-            if (entry.case.op, entry.way) == (case.op, way.name) and entry.passes
+            entry for entry in self._entries.values() if (entry.case.op, entry.way) == (case.op, way) and entry.passes
         ]
         timed = [entry for entry in of_op if case.contains(entry.case)] or of_op
         alike = [entry for entry in timed if entry.case.size == case.size]

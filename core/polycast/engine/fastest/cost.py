@@ -1,7 +1,8 @@
 """The cost of computing a product in one way, in seconds, by a device's profile.
 
 A call takes a time that grows linearly with the size of the weight, of which the profile has two points or more for
-each number of rows; most convolutions, one that grows with their multiplications. Converting an argument takes a time
+each number of rows; most convolutions and the backward of an attention, one that grows with their multiplications.
+Converting an argument takes a time
 that grows with its elements.
 """
 
@@ -9,12 +10,13 @@ import functools
 import math
 
 from ...policy.dtypes import FLOAT32
+from ...profiling.cases import ATTENTION_BACKWARD
 from ...profiling.device_profile import DeviceProfile, curves_of
 
 CAST = "cast"
 _CALL_FROM_PYTHON = 0.5
 """The part of the time of converting one element that the call from Python takes, which ops that convert do without."""
-_OF_WORK = ("conv2d", "depthwise_conv2d")
+_OF_WORK = ("conv2d", "depthwise_conv2d", ATTENTION_BACKWARD)
 _OF_WEIGHTS = ("linear", "matmul", "encoder_layer")
 _WIDTHS = {FLOAT32: 4, "bfloat16": 2, "float16": 2, "int8": 1, "int4": 0.5}
 """The bytes of an element of the weight by way; none for ways of other names."""
@@ -57,7 +59,7 @@ def _seconds_in_cache(profile: DeviceProfile, op: str, way: str, rows: int, size
 
 
 def _seconds_of_work(profile: DeviceProfile, op: str, way: str, work: int) -> float | None:
-    """Return the seconds of a number of multiplications, as convolutions of other rows and sizes take.
+    """Return the seconds of a number of multiplications, as convolutions and attentions of other rows and sizes take.
 
     Few are measured, and the rows and sizes of a call differ from theirs by any factor. Less than the least work takes
     as long as that, and more than the most a time in proportion.

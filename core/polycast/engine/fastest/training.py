@@ -11,12 +11,14 @@ import torch
 from ...policy.dtypes import dtype_name
 from ...profiling.cases import ATTENTION, ATTENTION_BACKWARD, CONVOLUTIONS
 from ...profiling.device_profile import DeviceProfile
-from .choose_way import MARGIN, Way, bucket, is_unsupported, name_of, seconds_by_way
+from .choose_way import MARGIN, NO_FAST_KERNEL, Way, bucket, is_unsupported, name_of, seconds_by_way
 from .cost import seconds_to_cast, seconds_to_cast_weight
 from .products import Product
 
 _FUNCTION_SECONDS = 150e-6
 """An autograd function in Python takes about so long, forward and backward."""
+_ATTENTION_FUNCTION_SECONDS = 300e-6
+"""One that computes an attention again in the backward."""
 _NATIVE_FUNCTION_SECONDS = 5e-6
 """The same in the native engine, which has those in float32 for these ops of the profile."""
 _NATIVE_OPS = ("linear", "matmul", *CONVOLUTIONS)
@@ -74,6 +76,7 @@ class Ways(NamedTuple):
 
 
 ALL_FAST = Ways(Way.FAST, Way.FAST, Way.FAST, "")
+ALL_FLOAT32 = Ways(Way.FLOAT32, Way.FLOAT32, Way.FLOAT32, NO_FAST_KERNEL, is_float32=True)
 
 
 def choose_recorded(profile: DeviceProfile, dtype: torch.dtype, product: Product, operands: RecordedOperands) -> Ways:
@@ -87,6 +90,8 @@ def choose_recorded(profile: DeviceProfile, dtype: torch.dtype, product: Product
 def _choose(profile: DeviceProfile, dtype: torch.dtype, product: Product, operands: RecordedOperands) -> Ways:
     costs = _Costs(profile, dtype, product, operands)
     if not costs.are_known:
+        if is_unsupported(profile, product.op, dtype_name(dtype)):
+            return ALL_FLOAT32._replace(is_plain=operands.may_be_saved)
         return ALL_FAST._replace(reason=f"the profile has no {dtype_name(dtype)} or float32 {product.op}")
     both = (Way.FAST, Way.FLOAT32)
     firsts = both if operands.first_needed else (Way.FAST,)
@@ -102,8 +107,8 @@ def _choose(profile: DeviceProfile, dtype: torch.dtype, product: Product, operan
     names = [name_of(way, dtype) for way in best]
     of_needed = [name_of(way, dtype) for way in _of_needed(best, operands)]
     backward = " and ".join(dict.fromkeys(of_needed)) or "none"
-    ratio = total[best] / fast
-    reason = f"forward in {names[0]}, backward in {backward}: {ratio:.2f} of {dtype_name(dtype)}'s time"
+    ratio = NO_FAST_KERNEL if math.isinf(fast) else f"{total[best] / fast:.2f} of {dtype_name(dtype)}'s time"
+    reason = f"forward in {names[0]}, backward in {backward}: {ratio}"
     is_float32 = Way.FAST not in (best[0], *_of_needed(best, operands))
     return Ways(*best, reason, is_float32, operands.may_be_saved and is_float32)
 
@@ -159,9 +164,10 @@ class _Costs:
             seconds += self._from(self._product.result)
         if is_fast or (needed.may_be_saved and ways == {Way.FLOAT32}):
             return seconds  # torch records it
-        recomputed = self._seconds[0][first] if self._product.op == ATTENTION else 0.0
+        if self._product.op == ATTENTION:
+            return seconds + self._seconds[0][first] + _ATTENTION_FUNCTION_SECONDS
         is_native = ways == {Way.FLOAT32} and self._product.op in _NATIVE_OPS
-        return seconds + recomputed + (_NATIVE_FUNCTION_SECONDS if is_native else _FUNCTION_SECONDS)
+        return seconds + (_NATIVE_FUNCTION_SECONDS if is_native else _FUNCTION_SECONDS)
 
     def _forward(self, way: Way, of_way: Mapping[Way, float]) -> float:
         has = self._operands
