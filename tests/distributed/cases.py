@@ -332,6 +332,7 @@ for label, write in COLLECTIVES.items():
 
 if __name__ == "__main__":
     warnings.simplefilter("error")
+    warnings.filterwarnings("ignore", "b?float16 is slow on")
     warnings.filterwarnings("ignore", "`torch.distributed.all_gather_into_tensor` is deprecated", FutureWarning)
     distributed.init_process_group("gloo")
     results = {label: run() for label, run in CASES.items()}

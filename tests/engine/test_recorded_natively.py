@@ -165,8 +165,8 @@ def test_compiled_autograd_runs_the_backward(call, recipe):
 
 
 @pytest.mark.slow
-def test_compiled_autograd_runs_the_backward_of_another_batch(recipe, monkeypatch):
-    monkeypatch.setattr(torch._dynamo.config, "compiled_autograd", True)
+@torch._dynamo.config.patch(compiled_autograd=True)
+def test_compiled_autograd_runs_the_backward_of_another_batch(recipe):
     weight = nn.Parameter(torch.randn(48, 64))
 
     @torch.compile(backend="aot_eager")

@@ -52,7 +52,8 @@ def test_regions_run_without_each_name_and_warn_once_of_the_loss(chosen):
     without_warning = {
         name: answer["warnings"]
         for name, answer in answers.items()
-        if [lacks.format(name, lookup.losses[name]) in said for said in answer["warnings"]] != [True]
+        if [lacks.format(name, lookup.losses[name]) in said for said in answer["warnings"] if "is slow on" not in said]
+        != [True]
     }
     assert without_warning == {}
 
