@@ -225,14 +225,15 @@ class OpTimer:
         """
         longest, times = _LONG_ENOUGH
         in_float32 = {
-            known: entry for (known, name), entry in self._entries.items() if name == FLOAT32 and entry.passes
-        }
-        of_op = {known: entry.seconds for known, entry in in_float32.items() if known.op == case.op}
-        least = min(longest, times * min(of_op.values(), default=0.0))
-        ratios = {
-            known: entry.seconds / of_op[known]
+            known: entry.seconds
             for (known, name), entry in self._entries.items()
-            if name == way.name and entry.passes and of_op.get(known, 0.0) > least and case.contains(known)
+            if (known.op, name) == (case.op, FLOAT32) and entry.passes
+        }
+        least = min(longest, times * min(in_float32.values(), default=0.0))
+        ratios = {
+            known: entry.seconds / in_float32[known]
+            for (known, name), entry in self._entries.items()
+            if name == way.name and entry.passes and in_float32.get(known, 0.0) > least and case.contains(known)
         }
         near = [
             max((each for each in ratios if each.size == case.size), key=lambda each: each.rows, default=None),

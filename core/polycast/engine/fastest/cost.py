@@ -2,8 +2,7 @@
 
 A call takes a time that grows linearly with the size of the weight, of which the profile has two points or more for
 each number of rows; most convolutions and the backward of an attention, one that grows with their multiplications.
-Converting an argument takes a time
-that grows with its elements.
+Converting an argument takes a time that grows with its elements.
 """
 
 import functools

@@ -37,7 +37,6 @@ bool is_only_on_cpu(const Tensor& tensor) {
 
 // Return a conversion, bit for bit equal to torch's; the tensor itself if it has the dtype.
 Tensor converted(const Tensor& tensor, ScalarType dtype) {
-  constexpr int64_t kGrain = 32768;  // numbers for each thread at least, as in torch
   const ScalarType from = tensor.scalar_type();
   if (from == dtype) {
     return tensor;
@@ -52,15 +51,15 @@ Tensor converted(const Tensor& tensor, ScalarType dtype) {
   }
   RECORD_FUNCTION("aten::to", (std::array<c10::IValue, 1>{tensor}));
   Tensor result(at::detail::empty_strided_cpu(tensor.sizes(), tensor.strides(), dtype));
-  const void* const source = tensor.const_data_ptr();
-  void* const target = result.mutable_data_ptr();
-  polycast::for_each_part(count, kGrain, [&](int64_t begin, int64_t end) {
-    if (narrows) {
-      cast_part<at::kBFloat16, false>(static_cast<const float*>(source) + begin, static_cast<uint16_t*>(target) + begin, end - begin, nullptr);
-    } else {
-      widen(static_cast<const uint16_t*>(source) + begin, static_cast<uint32_t*>(target) + begin, end - begin);
-    }
-  });
+  if (narrows) {
+    cast_all<at::kBFloat16>(
+        static_cast<const float*>(tensor.const_data_ptr()), static_cast<uint16_t*>(result.mutable_data_ptr()), count, nullptr);
+    return result;
+  }
+  const auto* const halves = static_cast<const uint16_t*>(tensor.const_data_ptr());
+  auto* const bits = static_cast<uint32_t*>(result.mutable_data_ptr());
+  polycast::for_each_part(
+      count, kGrain, [&](int64_t begin, int64_t end) { widen(halves + begin, bits + begin, end - begin); });
   return result;
 }
 

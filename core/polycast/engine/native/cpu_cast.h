@@ -25,6 +25,7 @@ using EightWords = uint32_t __attribute__((vector_size(32)));
 using EightHalves = uint16_t __attribute__((vector_size(16)));
 
 constexpr int64_t kCacheLine = 16;  // in floats
+constexpr int64_t kGrain = 32768;  // numbers for each thread at least, as in torch
 
 template <ScalarType dtype>
 [[gnu::target("avx2,f16c"), gnu::always_inline]] inline void cast_eight(const float* from, uint16_t* to) {
@@ -140,7 +141,6 @@ bool can_cast_on_cpu(const Tensor& weight, ScalarType dtype) {
 
 template <ScalarType dtype>
 void cast_all(const float* from, uint16_t* to, int64_t count, CountedCast* counted) {
-  constexpr int64_t kGrain = 32768;  // floats for each thread at least, as in torch
   if (counted == nullptr) {
     polycast::for_each_part(
         count, kGrain, [&](int64_t begin, int64_t end) { cast_part<dtype, false>(from + begin, to + begin, end - begin, nullptr); });
