@@ -1,6 +1,7 @@
 """Find the fast dtypes that the processor supports natively; others are converted to float32 and back."""
 
 import platform
+from typing import Any
 
 import torch
 
@@ -18,6 +19,15 @@ def missing_instructions(dtype: torch.dtype) -> str | None:
     if not wanted or not present or any(present.get(name) for name in wanted):
         return None
     return f"the processor has none of {', '.join(wanted)}, so ops convert to float32 and back"
+
+
+def has_bfloat16_lstm() -> bool:
+    """Return whether oneDNN computes LSTMs in bfloat16 on this processor; true if this torch does not say.
+
+    In a region torch chooses oneDNN by the dtype of the input, float32, and raises if the processor has only AVX2.
+    """
+    supports: Any = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)
+    return supports is None or bool(supports())
 
 
 def capabilities() -> dict[str, object]:

@@ -1,13 +1,17 @@
-"""The op table of the CPU: the ops of AutocastCPU, with torch's policies."""
+"""The op table of the CPU: the ops of AutocastCPU, with torch's policies, except where torch's LSTM would raise."""
 
 import torch
 
 from polycast import CastPolicy, policy_table
 
+from .instructions import has_bfloat16_lstm
+
 # torch 2.14 removed the first two and added the third.
 _BY_VERSION = tuple(
     f"aten::{name}" for name in ("cholesky", "qr", "linalg_matrix_sqrth") if hasattr(torch.ops.aten, name)
 )
+
+_LSTM = ("aten::mkldnn_rnn_layer",)
 
 POLICIES = policy_table(
     {
@@ -32,7 +36,7 @@ POLICIES = policy_table(
             "aten::linalg_vecdot",
             "aten::linear",
             "aten::matmul",
-            "aten::mkldnn_rnn_layer",
+            *(_LSTM if has_bfloat16_lstm() else ()),
             "aten::mm",
             "aten::prelu",
             "aten::scaled_dot_product_attention",
@@ -102,6 +106,7 @@ POLICIES = policy_table(
             "aten::linalg_tensorsolve",
             "aten::lu_solve",
             "aten::margin_ranking_loss",
+            *(() if has_bfloat16_lstm() else _LSTM),
             "aten::max_pool3d",
             "aten::max_unpool2d",
             "aten::max_unpool3d",

@@ -1,11 +1,14 @@
 """The fast dtypes that the CPU's backend reports as slow."""
 
 import platform
+import runpy
+import sys
 
 import pytest
 import torch
 
 import polycast
+from polycast_cpu import instructions
 
 CONVERT = "so ops convert to float32 and back"
 
@@ -32,6 +35,34 @@ def test_a_dtype_is_emulated_where_the_processor_has_no_instructions_for_it(monk
 def test_a_torch_that_does_not_know_its_processor_says_nothing(monkeypatch):
     monkeypatch.delattr(torch.cpu, "get_capabilities", raising=False)
     assert polycast.get_backend("cpu").slow_reason(torch.bfloat16) is None
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_an_lstm_is_float32_where_the_processor_has_none_in_bfloat16(engine, hand_made, monkeypatch, is_compiled):
+    monkeypatch.setattr(instructions, "has_bfloat16_lstm", lambda: False)
+    monkeypatch.delitem(sys.modules, "polycast_cpu.policies")
+    table = runpy.run_module("polycast_cpu.policies")["POLICIES"]
+    hand_made("cpu", default_dtype=torch.bfloat16, policies=table)
+    layer, x = torch.nn.LSTM(16, 8), torch.randn(5, 3, 16)
+    function = torch.compile(layer, backend="aot_eager") if is_compiled else layer
+    expected = layer(x)[0]
+    with polycast.autocast("cpu"):
+        found = function(x)[0]
+        with torch.no_grad():
+            used = function(x)[0]
+    for output in (found, used):
+        torch.testing.assert_close(output, expected)  # the dtypes too
+    gradients = [torch.autograd.grad(each.square().sum(), layer.weight_ih_l0)[0] for each in (found, expected)]
+    torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_an_lstm_runs_in_a_region_on_any_processor(engine, dtype):
+    if dtype is torch.float16 and instructions.has_bfloat16_lstm():
+        pytest.skip("oneDNN has bfloat16 here, so the layer has torch's policy, which asks for float16")
+    with polycast.autocast("cpu", dtype):
+        output = torch.nn.LSTM(16, 8)(torch.randn(5, 3, 16))[0]
+    assert output.dtype is (torch.bfloat16 if instructions.has_bfloat16_lstm() else torch.float32)
 
 
 def test_a_backend_that_says_nothing_emulates_nothing(hand_made):

@@ -1,5 +1,7 @@
 """Autograd below the kernels: it records ops and views, and is skipped if there is nothing to record."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import nn
@@ -8,6 +10,7 @@ from torch.nn.functional import mse_loss
 from torch.utils._pytree import tree_flatten
 
 import polycast
+from polycast_cpu.instructions import has_bfloat16_lstm
 
 pytestmark = pytest.mark.usefixtures("engine")
 
@@ -104,6 +107,7 @@ def test_a_bias_that_is_not_there_is_not_differentiated(kind, mode):
     network, x = kind(4, 4, bias=False), torch.rand(3, 4)
     with mode(), polycast.autocast("cpu"):
         result = tree_flatten(network(x))[0]
-    with mode(), torch.autocast("cpu", torch.bfloat16):
+    raises = kind is nn.LSTM and not has_bfloat16_lstm()
+    with mode(), nullcontext() if raises else torch.autocast("cpu", torch.bfloat16):
         expected = tree_flatten(network(x))[0]
     assert all(torch.equal(each, others) for each, others in zip(result, expected, strict=True))

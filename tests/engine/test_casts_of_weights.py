@@ -170,11 +170,11 @@ def upper_halves():
     except PermissionError:
         pytest.skip("the system refuses memory that is written and executed")
     with memory:
-        page = ctypes.c_char.from_buffer(memory)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         functions = {}
         for at, (name, code) in zip(range(0, 64, 16), codes.items(), strict=False):
             memory[at : at + len(code) // 2] = bytes.fromhex(code)
-            functions[name] = ctypes.CFUNCTYPE(ctypes.c_uint32)(ctypes.addressof(page) + at)
+            functions[name] = ctypes.CFUNCTYPE(ctypes.c_uint32)(address + at)
         registers = SimpleNamespace(**functions, are_in_use=lambda: bool(functions["state"]() & 4))
         registers.write()
         written = registers.are_in_use()
@@ -182,7 +182,6 @@ def upper_halves():
         if not written or registers.are_in_use():
             pytest.skip("the processor tells no difference")
         yield registers
-        del page
 
 
 def _processor_flags():

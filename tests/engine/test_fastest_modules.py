@@ -15,7 +15,10 @@ from polycast.profiling.measurement import Omission
 from polycast.torch_internals.names import onednn_supports
 
 pytestmark = pytest.mark.usefixtures("engine")
-HAS_FAST_LSTM = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+needs_fast_lstm = pytest.mark.skipif(
+    not torch.backends.mkldnn.is_available() or not onednn_supports(torch.bfloat16),
+    reason="regions compute LSTMs in float32 here: oneDNN has none in bfloat16",
+)
 X = torch.randn(5, 3, 16, generator=torch.Generator().manual_seed(0))
 
 
@@ -114,7 +117,7 @@ def test_an_activation_of_any_layout_is_multiplied_as_a_matrix(x, records, slow)
     assert "aten::bmm" not in {event.key for event in profile.key_averages()}
 
 
-@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch has no oneDNN")
+@needs_fast_lstm
 @pytest.mark.usefixtures("no_grad")
 @pytest.mark.parametrize("profile", ["slow", "without_fast_lstm"])
 def test_a_recurrent_layer_is_computed_in_float32_where_that_is_faster_or_all_there_is(profile, request):
@@ -125,7 +128,7 @@ def test_a_recurrent_layer_is_computed_in_float32_where_that_is_faster_or_all_th
             assert all(torch.equal(*pair) for pair in zip(flat(layer(X)), expected, strict=True))
 
 
-@pytest.mark.skipif(not HAS_FAST_LSTM, reason="oneDNN has no bfloat16 here")
+@needs_fast_lstm
 @pytest.mark.usefixtures("no_grad")
 def test_a_recurrent_layer_has_torchs_bits_where_the_fast_dtype_is_faster(quick):
     layer = nn.LSTM(16, 8)
@@ -135,7 +138,7 @@ def test_a_recurrent_layer_has_torchs_bits_where_the_fast_dtype_is_faster(quick)
         assert all(torch.equal(*pair) for pair in zip(flat(layer(X)), expected, strict=True))
 
 
-@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch has no oneDNN")
+@needs_fast_lstm
 def test_a_recurrent_layer_is_trained_in_float32_where_the_fast_dtype_has_no_kernel(without_fast_lstm):
     layer = nn.LSTM(16, 8)
     weights = tuple(layer.parameters())
@@ -154,13 +157,14 @@ def test_a_recurrent_layer_is_trained_in_float32_where_the_fast_dtype_has_no_ker
 def without_kernel(request, monkeypatch):
     """Return a fast dtype that oneDNN has no kernels for, which the profile does not say."""
     if request.param == "float16":
-        if not torch.backends.mkldnn.is_available() or onednn_supports(torch.float16):
-            pytest.skip("oneDNN has float16 here, or torch has no oneDNN")
+        if onednn_supports(torch.float16):
+            pytest.skip("oneDNN has float16 here")
         return torch.float16
     monkeypatch.setattr(fastest_plan, "onednn_supports", lambda dtype: False)
     return torch.bfloat16
 
 
+@needs_fast_lstm
 @pytest.mark.parametrize("min_size", [0, 10**6])
 def test_a_recurrent_layer_without_a_kernel_is_trained_and_used_in_float32(quick, without_kernel, min_size):
     torch.manual_seed(0)  # the float32 kernels for training and for inference may differ in the last bit
@@ -180,6 +184,7 @@ def test_a_recurrent_layer_without_a_kernel_is_trained_and_used_in_float32(quick
             torch.testing.assert_close(ours, theirs, rtol=0.02, atol=0.02 * theirs.abs().max().item())
 
 
+@needs_fast_lstm
 def test_compiled_code_trains_a_recurrent_layer_without_a_kernel_in_float32(quick, without_kernel):
     layer = nn.LSTM(16, 8)
 
@@ -197,6 +202,7 @@ def test_compiled_code_trains_a_recurrent_layer_without_a_kernel_in_float32(quic
         torch.testing.assert_close(ours, theirs, rtol=0.02, atol=0.02 * theirs.abs().max().item())
 
 
+@needs_fast_lstm
 @pytest.mark.usefixtures("no_grad")
 def test_compiled_code_with_a_recurrent_layer_in_the_graph_uses_float32_without_a_kernel(quick, without_kernel):
     layer = nn.LSTM(16, 8)
@@ -209,7 +215,7 @@ def test_compiled_code_with_a_recurrent_layer_in_the_graph_uses_float32_without_
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not HAS_FAST_LSTM, reason="oneDNN has no bfloat16 here")
+@needs_fast_lstm
 def test_a_recurrent_layer_trains_on_a_processor_without_bfloat16(engine, quick, tmp_path):
     quick.save(tmp_path / "profile.json")
     code = """

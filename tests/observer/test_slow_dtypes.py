@@ -20,6 +20,12 @@ X, WEIGHT = torch.randn(128, 64), torch.randn(64, 64)
 OPS = ("linear", "matmul", "bmm")
 
 
+@pytest.fixture(autouse=True)
+def _has_bfloat16(monkeypatch):
+    """Run on a processor with instructions for the fast dtypes."""
+    monkeypatch.setattr(type(polycast.get_backend("cpu")), "slow_reason", lambda self, dtype: None)
+
+
 @pytest.fixture
 def profiled(monkeypatch):
     """Return a function that gives cpu a profile, with times relative to float32 by way and rows."""

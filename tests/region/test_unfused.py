@@ -61,9 +61,6 @@ def test_an_lstm_is_computed_by_linears_in_the_recipe(small_pays, low_bit_counts
     for ours, torchs in zip(actual, expected, strict=True):
         assert (ours.dtype, ours.shape) == (torch.bfloat16, torchs.shape)
         assert error(ours, torchs) < 0.03
-    with polycast.autocast("cpu"):
-        region = flat(layer(x, given))
-    assert [each.dtype for each in region] == [each.dtype for each in actual]
 
 
 def test_an_lstm_without_batch_is_computed_by_the_recipe(small_pays, low_bit_counts):
