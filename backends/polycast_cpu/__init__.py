@@ -16,7 +16,7 @@ from .instructions import missing_instructions
 from .int4 import int4_kernels
 from .int8 import int8_availability, int8_kernels
 from .kernels import KERNELS
-from .policies import POLICIES
+from .policies import op_table
 from .processor import processor_details
 
 _ALWAYS = Availability(True)
@@ -27,7 +27,7 @@ class CpuBackend(Backend):
 
     device_type = "cpu"
     default_dtype = torch.bfloat16
-    policies = POLICIES
+    policies = op_table()
     kernels = KERNELS
     # For all x86 and Arm processors, whatever this one supports: a build may be shared.
     ops_in_cpp = ("polycast_cpu.native",) if platform.machine() in ("x86_64", "AMD64", "aarch64", "arm64") else ()

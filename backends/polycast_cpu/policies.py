@@ -1,5 +1,8 @@
 """The op table of the CPU: the ops of AutocastCPU, with torch's policies, except where torch's LSTM would raise."""
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 import torch
 
 from polycast import CastPolicy, policy_table
@@ -11,9 +14,9 @@ _BY_VERSION = tuple(
     f"aten::{name}" for name in ("cholesky", "qr", "linalg_matrix_sqrth") if hasattr(torch.ops.aten, name)
 )
 
-_LSTM = ("aten::mkldnn_rnn_layer",)
+_LSTM = "aten::mkldnn_rnn_layer"
 
-POLICIES = policy_table(
+_TORCHS = policy_table(
     {
         CastPolicy.LOWER_PRECISION_FP: (
             "aten::_addmm_activation",
@@ -36,7 +39,7 @@ POLICIES = policy_table(
             "aten::linalg_vecdot",
             "aten::linear",
             "aten::matmul",
-            *(_LSTM if has_bfloat16_lstm() else ()),
+            _LSTM,
             "aten::mm",
             "aten::prelu",
             "aten::scaled_dot_product_attention",
@@ -106,7 +109,6 @@ POLICIES = policy_table(
             "aten::linalg_tensorsolve",
             "aten::lu_solve",
             "aten::margin_ranking_loss",
-            *(() if has_bfloat16_lstm() else _LSTM),
             "aten::max_pool3d",
             "aten::max_unpool2d",
             "aten::max_unpool3d",
@@ -150,3 +152,8 @@ POLICIES = policy_table(
         ),
     }
 )
+
+
+def op_table() -> Mapping[str, CastPolicy]:
+    """Return the op table for this processor."""
+    return _TORCHS if has_bfloat16_lstm() else MappingProxyType({**_TORCHS, _LSTM: CastPolicy.FP32})

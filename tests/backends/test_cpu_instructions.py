@@ -1,14 +1,12 @@
 """The fast dtypes that the CPU's backend reports as slow."""
 
 import platform
-import runpy
-import sys
 
 import pytest
 import torch
 
 import polycast
-from polycast_cpu import instructions
+from polycast_cpu import instructions, policies
 
 CONVERT = "so ops convert to float32 and back"
 
@@ -39,10 +37,8 @@ def test_a_torch_that_does_not_know_its_processor_says_nothing(monkeypatch):
 
 @pytest.mark.parametrize("is_compiled", [False, True])
 def test_an_lstm_is_float32_where_the_processor_has_none_in_bfloat16(engine, hand_made, monkeypatch, is_compiled):
-    monkeypatch.setattr(instructions, "has_bfloat16_lstm", lambda: False)
-    monkeypatch.delitem(sys.modules, "polycast_cpu.policies")
-    table = runpy.run_module("polycast_cpu.policies")["POLICIES"]
-    hand_made("cpu", default_dtype=torch.bfloat16, policies=table)
+    monkeypatch.setattr(policies, "has_bfloat16_lstm", lambda: False)
+    hand_made("cpu", default_dtype=torch.bfloat16, policies=policies.op_table())
     layer, x = torch.nn.LSTM(16, 8), torch.randn(5, 3, 16)
     function = torch.compile(layer, backend="aot_eager") if is_compiled else layer
     expected = layer(x)[0]

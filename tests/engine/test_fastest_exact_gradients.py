@@ -103,14 +103,16 @@ def test_gradients_of_products_err_by_roundings_to_the_fast_dtype_alone(fast, fl
     assert torch.cat(ours_off).norm() <= torch.cat(torchs_off).norm()
 
 
+@pytest.mark.parametrize("is_narrow", [False, True])
 @pytest.mark.parametrize("fast", FAST, ids=str)
-def test_gradients_of_attention_are_as_exact_as_torchs(fast, float32_way):
+def test_gradients_of_attention_are_as_exact_as_torchs(fast, float32_way, is_narrow):
     pick = random.Random(0)
     torch.manual_seed(0)
     ours_off, torchs_off = [], []
     for _ in range(40):
         batch, heads, rows, keys, features = (pick.choice([1, 2, 3, 5, 8, 17]) for _ in range(5))
-        args = [torch.randn(batch, heads, length, features) for length in (rows, keys, keys)]
+        dtype = fast if is_narrow else torch.float32
+        args = [torch.randn(batch, heads, length, features).to(dtype) for length in (rows, keys, keys)]
         gradient = torch.randn(batch, heads, rows, features).to(fast)
         is_causal = pick.random() < 0.3
 
@@ -121,7 +123,7 @@ def test_gradients_of_attention_are_as_exact_as_torchs(fast, float32_way):
         torchs = gradients(attention, args, gradient, torch.autocast("cpu", fast))
         exact = gradients(attention, [each.detach().double() for each in args], gradient.double())
         for one, of_torch, wanted in zip(ours, torchs, exact, strict=True):
-            assert (one.dtype, one.shape) == (torch.float32, wanted.shape)
+            assert (one.dtype, one.shape) == (dtype, wanted.shape)
             error = (one.double() - wanted).norm()
             assert error <= 4 * torch.finfo(fast).eps * gradient.double().norm() * (1 + args[2].double().norm())
             (

@@ -1,9 +1,12 @@
 """Gradients of the recipe "fastest": those of the products of what is saved, in each way, rounded once."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from polycast import Fastest, autocast
 from polycast.engine.fastest import fastest_plan
@@ -81,3 +84,39 @@ def test_gradients_are_those_of_the_products_in_each_way(
         torch.testing.assert_close(of_weight, expected_weight.float(), rtol=1e-4, atol=1e-4)
     else:
         assert rounded_otherwise(of_weight, expected_weight) < ROUNDED_OTHERWISE
+
+
+def test_an_attention_has_a_second_derivative_where_torch_computes_it_by_other_kernels(profile_of):
+    recipe = Fastest(profile_of(overhead=1e-15, cast=1e-15, bfloat16=1e9))
+    torch.manual_seed(0)
+    operands = [torch.randn(2, 3, 24, 16).bfloat16().requires_grad_() for _ in range(3)]
+
+    def second_derivative(operands, region):
+        with region:
+            result = F.scaled_dot_product_attention(*operands)
+        (of_query,) = torch.autograd.grad(result.square().sum(), operands[0], create_graph=True)
+        return torch.autograd.grad(of_query.square().sum(), operands[0])[0].double()
+
+    with sdpa_kernel(SDPBackend.MATH):
+        exact = second_derivative([each.detach().double().requires_grad_() for each in operands], nullcontext())
+    for _ in range(2):  # the engine keeps what it decides for equal calls
+        with pytest.raises(RuntimeError, match="not implemented"):
+            second_derivative(operands, autocast("cpu", recipe=recipe))
+        with sdpa_kernel(SDPBackend.MATH):
+            found = second_derivative(operands, autocast("cpu", recipe=recipe))
+        assert float((found - exact).norm() / exact.norm()) < 0.02
+
+
+WRONG = {
+    "a mask of integers": {"attn_mask": torch.ones(24, 24, dtype=torch.int32)},
+    "a mask of another size": {"attn_mask": torch.ones(24, 23)},
+}
+
+
+@pytest.mark.parametrize("options", WRONG.values(), ids=WRONG)
+def test_wrong_arguments_of_an_attention_raise_torchs_error(profile_of, options):
+    recipe = Fastest(profile_of(overhead=1e-15, cast=1e-15, bfloat16=1e9))
+    operands = [torch.randn(2, 3, 24, 16).bfloat16().requires_grad_() for _ in range(3)]
+    for region in (torch.autocast("cpu"), *[autocast("cpu", recipe=recipe)] * 2):
+        with region, pytest.raises(RuntimeError):
+            F.scaled_dot_product_attention(*operands, **options)

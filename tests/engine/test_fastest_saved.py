@@ -23,6 +23,10 @@ OPS = {
     "bmm": (lambda x, w: torch.bmm(x, w * 1), (3, 48, 64), (3, 64, 40)),
     "conv1d": (lambda x, w: F.conv1d(x, w), (3, 8, 40), (16, 8, 3)),
     "conv2d": (lambda x, w: F.conv2d(x, w), (3, 8, 11, 9), (16, 8, 3, 3)),
+    "attention of bfloat16": (
+        lambda x, w: F.scaled_dot_product_attention(x.bfloat16(), x.bfloat16() + 1, (w * 1).bfloat16()),
+        *((2, 3, 24, 32), (2, 3, 24, 32)),
+    ),
     "attention": (lambda x, w: F.scaled_dot_product_attention(x, x, w * 1), (2, 3, 24, 32), (2, 3, 24, 32)),
 }
 

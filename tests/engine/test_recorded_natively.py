@@ -22,14 +22,30 @@ CALLS = {
     "conv2d in groups": (lambda x, w: F.conv2d(x, w, w[:, 0, 0, 0], 1, (1, 0), 2, 4), (3, 8, 11, 9), (8, 2, 3, 2)),
     "conv3d": (lambda x, w: F.conv3d(x, w, w[:, 0, 0, 0, 0]), (2, 4, 5, 6, 7), (6, 4, 3, 2, 1)),
 }
+
+
+def attention(x, w, mask=None, **options):
+    """Return an attention of operands in the fast dtype."""
+    x, w = (each.to(torch.get_autocast_dtype("cpu")) for each in (x, w))
+    return F.scaled_dot_product_attention(x, x, w, mask, **options)
+
+
+MASK = torch.arange(12) % 5 > torch.arange(12)[:, None] % 2 - 1
+HEADS = (2, 3, 12, 8), (2, 3, 12, 8)
+ATTENTIONS = {
+    "attention": (attention, *HEADS),
+    "causal attention": (lambda x, w: attention(x, w, is_causal=True, scale=0.3), *HEADS),
+    "attention with a mask": (lambda x, w: attention(x, w, MASK * 0.7), *HEADS),
+    "attention with a boolean mask": (lambda x, w: attention(x, w, MASK), *HEADS),
+}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 NEEDED = {"both": (True, True), "activation": (True, False), "weight": (False, True)}
 
 
-@pytest.fixture(params=CALLS)
+@pytest.fixture(params=CALLS | ATTENTIONS)
 def call(request):
     """Return a function of an activation and a weight, and their shapes."""
-    return CALLS[request.param]
+    return (CALLS | ATTENTIONS)[request.param]
 
 
 @pytest.fixture
@@ -88,6 +104,7 @@ def test_most_calls_are_recorded_natively(call, recipe):
     assert [is_native(result) for result in results] == [False, True]
 
 
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)  # torch's fused attention has none
 def test_second_derivatives_have_the_bits_of_the_first_call(call, recipe):
     function, *shapes = call
     x, weight = made(shapes)
@@ -162,6 +179,25 @@ def test_compiled_autograd_runs_the_backward(call, recipe):
     with compiled_autograd._enable(lambda graph: torch.compile(graph, backend="eager")):
         loss.backward()
     assert all(torch.equal(*pair) for pair in zip((x.grad, weight.grad), expected, strict=True))
+
+
+@pytest.mark.slow
+@torch._dynamo.config.patch(compiled_autograd=True)
+def test_compiled_autograd_runs_the_backward_of_an_attention_of_another_batch(recipe):
+    @torch.compile(backend="aot_eager")
+    def backward(loss):
+        loss.backward()
+
+    for batch in (2, 2, 3, 5):  # from the second size on, sizes are symbolic
+        x, weight = made([(batch, 3, 12, 8)] * 2)
+        for _ in range(2):
+            with autocast("cpu", recipe=recipe):
+                result = attention(x, weight, MASK)
+        assert is_native(result)
+        loss = result.float().square().sum()
+        expected = torch.autograd.grad(loss, (x, weight), retain_graph=True)
+        backward(loss)
+        torch.testing.assert_close((x.grad, weight.grad), expected)
 
 
 @pytest.mark.slow

@@ -26,17 +26,11 @@ from ..kernels import is_in_fast_dtype
 from ..low_bit.actions import AS_IT_IS, CACHED_CAST, FALL_BACK, FLOAT32, Action, ActionKind, Results
 from ..low_bit.listeners import listeners, notify
 from ..low_bit.plan import FLOATS, SMALL, SUBCLASS, Plan, is_special
+from .attention import RecordedAttention
 from .choose_way import NO_FAST_KERNEL, Conversions, Way, choose, is_unsupported, name_of
+from .in_dtype import computed_in, results_in
 from .products import Product, product_of, weight_position
-from .recorded import (
-    UNRECORDED,
-    Recorded,
-    RecordedAttention,
-    computed_in,
-    has_native_function,
-    recorded_call,
-    results_in,
-)
+from .recorded import UNRECORDED, Recorded, has_native_function, recorded_call
 from .training import Ways, choose_recorded
 
 NO_PROFILE = "its profile is not known in this process"
@@ -201,7 +195,7 @@ class FastestPlan(Plan):
         self, found: "PlannedCall", op: str, args: Sequence[Any], cache: CastCache | None, dtype: torch.dtype
     ) -> tuple[Results | None, Action | None]:
         ways = found.ways if found.recorded is not None and _is_recorded(args) else None
-        has_function = ways is not None and ways.is_float32 and has_native_function(op, args)
+        has_function = ways is not None and ways.is_float32 and has_native_function(op, args, dtype)
         is_left_to_torch = ways is None or ways.are_all_fast or (ways.is_plain and not has_function)
         if found.recorded is not None and ways is not None and not is_left_to_torch:
             result = found.recorded.compute(ways, dtype, lambda weight: _cached_cast(weight, dtype, cache))

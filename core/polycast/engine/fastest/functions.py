@@ -136,45 +136,6 @@ def _sum_to_size(gradient: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     return gradient.sum(dims, dtype=torch.float32).reshape(shape)
 
 
-class Recomputed(torch.autograd.Function):
-    """An op whose backward computes it again, in the fast dtype or in float32, as autograd records it."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        forward: Callable[[], torch.Tensor],
-        again: Callable[[Sequence[torch.Tensor]], torch.Tensor],
-        *saved: torch.Tensor,
-    ) -> torch.Tensor:
-        """Compute the op.
-
-        Args:
-            forward: computes it.
-            again: computes it from what is saved.
-            saved: its tensors.
-        """
-        ctx.set_materialize_grads(False)
-        ctx.again = again
-        ctx.save_for_backward(*saved)
-        with disable_autocast():
-            return forward()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor | None) -> Any:
-        """Return the gradients of what was saved."""
-        needed = ctx.needs_input_grad[2:]
-        if gradient is None:
-            return (None, None, *(None for _ in needed))
-        saved, is_recorded = ctx.saved_tensors, torch.is_grad_enabled()
-        if not is_recorded:
-            saved = [each.detach().requires_grad_(need) for each, need in zip(saved, needed, strict=True)]
-        with torch.enable_grad(), disable_autocast():
-            result = ctx.again(saved)
-        inputs = [each for each, need in zip(saved, needed, strict=True) if need]
-        found = iter(torch.autograd.grad(result, inputs, gradient.to(result.dtype), create_graph=is_recorded))
-        return (None, None, *(next(found) if need else None for need in needed))
-
-
 class Convolution(torch.autograd.Function):
     """A convolution whose forward and backward are each computed in the fast dtype or in float32."""
 

@@ -18,10 +18,10 @@ from .products import Product
 _FUNCTION_SECONDS = 150e-6
 """An autograd function in Python takes about so long, forward and backward."""
 _ATTENTION_FUNCTION_SECONDS = 300e-6
-"""One that computes an attention again in the backward."""
+"""One that computes an attention of float32 operands again in the backward."""
 _NATIVE_FUNCTION_SECONDS = 5e-6
 """The same in the native engine, which has those in float32 for these ops of the profile."""
-_NATIVE_OPS = ("linear", "matmul", *CONVOLUTIONS)
+_NATIVE_OPS = ("linear", "matmul", ATTENTION, *CONVOLUTIONS)
 
 
 class RecordedOperands(NamedTuple):
@@ -164,7 +164,7 @@ class _Costs:
             seconds += self._from(self._product.result)
         if is_fast or (needed.may_be_saved and ways == {Way.FLOAT32}):
             return seconds  # torch records it
-        if self._product.op == ATTENTION:
+        if self._product.op == ATTENTION and (needed.first_is_wide or needed.second_is_wide):
             return seconds + self._seconds[0][first] + _ATTENTION_FUNCTION_SECONDS
         is_native = ways == {Way.FLOAT32} and self._product.op in _NATIVE_OPS
         return seconds + (_NATIVE_FUNCTION_SECONDS if is_native else _FUNCTION_SECONDS)

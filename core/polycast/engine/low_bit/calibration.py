@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from ...common.listeners import Listeners
-from ..fastest.recorded import in_dtype
+from ..fastest.in_dtype import in_dtype
 from .actions import forget_actions
 from .plan import Plan
 

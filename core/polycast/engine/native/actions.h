@@ -159,7 +159,8 @@ std::optional<Results> compute(const Action& action, const RecipeCall& call, tor
   }
   const ScalarType fast = at::autocast::get_autocast_dtype(call.device);
   if (action.kind == Action::Kind::kRecorded) {
-    return Results{record({call.handle, arguments, action.weight, fast})};
+    const Tensor result = record({call.handle, arguments, action.weight, fast});
+    return result.defined() ? std::optional(Results{result}) : std::nullopt;
   }
   if (action.kind == Action::Kind::kOperator) {
     const std::optional<Tensors> parts = find_parts(action, call, arguments[action.weight].toTensor());

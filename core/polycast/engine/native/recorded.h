@@ -1,10 +1,15 @@
-// Products that autograd records, computed in float32 forward and backward: as by engine/fastest/functions.py, without Python.
+// Products and attentions that autograd records, computed in float32 forward and backward: as by engine/fastest/functions.py and
+// attention.py, without Python.
 //
-// Save the activation in the fast dtype, and the weight as it is.
+// Save activations in the fast dtype, and a weight as it is.
 
 #pragma once
 
+#include <ATen/ops/_fused_sdp_choice.h>
+#include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu.h>
+#include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu_backward.h>
 #include <ATen/ops/convolution_backward.h>
+#include <ATen/ops/zeros_like.h>
 #include <torch/csrc/autograd/custom_function.h>
 
 #include "casting.h"
@@ -12,7 +17,7 @@
 
 namespace {
 
-// A call of linear, mm, addmm or a convolution, with the position of the weight, or of the second matrix.
+// A call of linear, mm, addmm, a convolution or an attention, with the position of the weight, or of the second operand.
 struct RecordedCall {
   const c10::OperatorHandle& handle;
   torch::jit::Stack& arguments;
@@ -147,8 +152,85 @@ class RecordedProduct : public torch::autograd::Function<RecordedProduct> {
   }
 };
 
-// Compute a call that autograd records.
+// An attention by torch's fused kernels for the CPU, of operands in the fast dtype.
+class FusedAttention : public torch::autograd::Function<FusedAttention> {
+  using Context = torch::autograd::AutogradContext;
+  using Tensors = torch::autograd::variable_list;
+  static constexpr int64_t kFused = 1;  // torch.nn.attention.SDPBackend.FLASH_ATTENTION
+
+ public:
+  enum Position : size_t { kMask = 3, kDropout, kIsCausal, kScale, kGroups, kCount };
+  static constexpr bool is_traceable = true;  // by compiled autograd
+
+  // Compute a call; return an undefined tensor if torch would compute it by other kernels.
+  static Tensor record(const RecordedCall& call) {
+    const torch::jit::Stack& arguments = call.arguments;
+    const Tensor query = arguments[0].toTensor(), key = arguments[1].toTensor(), value = arguments[2].toTensor();
+    std::optional<Tensor> mask;
+    if (arguments[kMask].isTensor() && arguments[kMask].toTensor().defined()) {
+      mask = arguments[kMask].toTensor();
+    }
+    const int64_t choice = at::_fused_sdp_choice(
+        query, key, value, mask, arguments[kDropout].toDouble(), arguments[kIsCausal].toBool(),
+        arguments[kScale].toOptional<double>(), arguments[kGroups].toBool());
+    return choice == kFused ? apply(call, query, key, value, mask) : Tensor();
+  }
+
+  static Tensor forward(
+      Context* context, const RecordedCall& call, const Tensor& query, const Tensor& key, const Tensor& value,
+      const std::optional<Tensor>& mask) {
+    const torch::jit::Stack& arguments = call.arguments;
+    context->set_materialize_grads(false);
+    context->saved_data["is_causal"] = arguments[kIsCausal];
+    context->saved_data["scale"] = arguments[kScale];
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    const auto [output, sums] = at::_scaled_dot_product_flash_attention_for_cpu(
+        converted(query, at::kFloat), converted(key, at::kFloat), converted(value, at::kFloat), /*dropout_p=*/0,
+        arguments[kIsCausal].toBool(), added(mask.value_or(Tensor())), arguments[kScale].toOptional<double>());
+    const Tensor result = converted(output, call.fast);
+    context->save_for_backward({query, key, value, result, sums, mask.value_or(Tensor())});
+    return result;
+  }
+
+  static Tensors backward(Context* context, Tensors gradients) {
+    Tensors found(5);  // the first is that of the call, the last of the mask
+    if (!gradients.front().defined()) {
+      return found;
+    }
+    const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+    const Tensors saved = context->get_saved_variables();
+    std::optional<at::AutoDispatchBelowADInplaceOrView> below_autograd;
+    if (!at::GradMode::is_enabled()) {
+      below_autograd.emplace();
+    }
+    const auto wide = [&](size_t position) { return converted(saved[position], at::kFloat); };
+    const auto [of_query, of_key, of_value] = at::_scaled_dot_product_flash_attention_for_cpu_backward(
+        converted(gradients.front(), at::kFloat), wide(0), wide(1), wide(2), wide(3), saved[4], /*dropout_p=*/0,
+        context->saved_data["is_causal"].toBool(), added(saved[5]), context->saved_data["scale"].toOptional<double>());
+    const std::array<const Tensor*, 3> all{&of_query, &of_key, &of_value};
+    for (size_t i = 0; i < all.size(); ++i) {
+      if (context->needs_input_grad(i)) {
+        found[i + 1] = converted(*all[i], saved[i].scalar_type());
+      }
+    }
+    return found;
+  }
+
+ private:
+  // Return a mask as numbers that are added: -inf where a boolean one is false.
+  static std::optional<Tensor> added(const Tensor& mask) {
+    if (!mask.defined() || mask.scalar_type() != at::kBool) {
+      return mask.defined() ? std::optional(converted(mask, at::kFloat)) : std::nullopt;
+    }
+    return at::zeros_like(mask, mask.options().dtype(at::kFloat)).masked_fill_(mask.logical_not(), -std::numeric_limits<float>::infinity());
+  }
+};
+
+// Compute a call that autograd records; return an undefined tensor if Python has to be asked.
 Tensor record(const RecordedCall& call) {
+  if (call.arguments.size() == FusedAttention::kCount) {
+    return FusedAttention::record(call);
+  }
   Tensor first = call.arguments[call.second - 1].toTensor(), second = call.arguments[call.second].toTensor();
   const size_t at = call.second == 2 ? 0 : 2;
   std::optional<Tensor> bias;

@@ -22,7 +22,7 @@ from ..casts.cast_cache import cache_by_identity
 from ..casts.traced import cast_of_traced
 from ..casts.weights import Source, caching_is_safe, is_weight, weight_of
 from ..disable_dynamo import disable_dynamo
-from ..fastest.recorded import copies_matrix
+from ..fastest.in_dtype import copies_matrix
 from ..kernels import Kernels, refusal
 from ..low_bit import compute as low_bit
 from .rules import OpCall, apply_rule, is_eligible

@@ -1,0 +1,207 @@
+"""Attentions that autograd records, in a region with the recipe `Fastest`."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn.attention import SDPBackend
+
+from ...policy.schemas import find_op
+from ...torch_internals.dispatcher import disable_autocast
+from ...torch_internals.names import size_hint
+from ..casts.weights import caching_is_safe
+from ..low_bit.plan import FLOATS, is_special
+from .choose_way import Way
+from .in_dtype import in_dtype
+from .training import RecordedOperands, Ways
+
+_FUSED = "aten::_scaled_dot_product_flash_attention_for_cpu"
+"""The op that torch computes most attentions by, on the CPU."""
+
+
+class RecordedAttention(NamedTuple):
+    """An attention that autograd records.
+
+    The backward is that of torch's fused kernel, if it computes the forward from what is saved; else it computes the
+    attention again.
+
+    Attributes:
+        op: by its name in the dispatcher.
+        args: its arguments.
+    """
+
+    op: str
+    args: Sequence[Any]
+
+    @classmethod
+    def of(cls, op: str, args: Sequence[Any]) -> "RecordedAttention | None":
+        """Return a call as a recorded attention; None with dropout, which would differ in the backward."""
+        _, _, _, _, dropout, *_ = args
+        return None if dropout else cls(op, args)
+
+    @property
+    def _positions(self) -> list[int]:
+        """The positions of the tensors among the arguments."""
+        return [at for at, arg in enumerate(self.args) if isinstance(arg, torch.Tensor)]
+
+    def operands(self, is_cached: bool, in_function: bool) -> RecordedOperands:
+        """Return what the choice of ways depends on; see :meth:`Recorded.operands`."""
+        query, key, value, *_ = self.args
+        is_needed = in_function or any(self.args[at].requires_grad for at in self._positions)
+        return RecordedOperands(
+            size_hint(query.numel()),
+            size_hint(key.numel()) + size_hint(value.numel()),
+            query.dtype is torch.float32,
+            key.dtype is torch.float32,
+            is_weight=False,
+            is_cached=False,
+            first_needed=is_needed,
+            second_needed=is_needed,
+        )
+
+    def compute(
+        self, ways: Ways, dtype: torch.dtype, cast_weight: Callable[[torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
+        """Compute the attention, recorded as one autograd function; see :meth:`Recorded.compute`."""
+        op, args, positions = self.op, self.args, self._positions
+        if is_fused(args, dtype):
+            query, key, value, mask, _, is_causal, *rest = args
+            settings = AttentionSettings(ways, bool(is_causal), rest[0] if rest else None)
+            fused: torch.Tensor = FusedAttention.apply(settings, query, key, value, mask)  # type: ignore[no-untyped-call]
+            return fused
+        others = [None if at in positions else arg for at, arg in enumerate(args)]
+        of_way = {way: torch.float32 if way is Way.FLOAT32 else dtype for way in Way}
+        # The mask is saved as it is: it is often shared, and may have numbers that the fast dtype has not.
+        saved = [args[at].to(dtype) if at < 3 else args[at] for at in positions]
+
+        def forward() -> torch.Tensor:
+            return in_dtype(op, args, of_way[ways.forward]).to(dtype)
+
+        def again(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+            given = list(others)
+            for at, tensor in zip(positions, tensors, strict=True):
+                given[at] = tensor
+            return in_dtype(op, given, of_way[ways.first])
+
+        result: torch.Tensor = Recomputed.apply(forward, again, *saved)  # type: ignore[no-untyped-call]
+        return result
+
+
+def is_fused(args: Sequence[Any], dtype: torch.dtype) -> bool:
+    """Return whether torch's fused kernel would compute an attention, of operands in the fast dtype."""
+    query, key, value, mask, dropout, is_causal, *rest = args
+    if not caching_is_safe() or dropout or any(each.dtype is not dtype or is_special(each) for each in args[:3]):
+        return False
+    if mask is not None and (mask.requires_grad or is_special(mask) or mask.dtype not in (torch.bool, *FLOATS)):
+        return False  # torch computes it by other ops, or raises
+    scale, groups = [*rest, None, False][:2]
+    choose = find_op("aten::_fused_sdp_choice")
+    if choose is None or find_op(_FUSED) is None or groups or query.device.type != "cpu":
+        return False
+    choice: int = choose(query, key, value, mask, 0.0, is_causal, scale=scale)
+    return choice == int(SDPBackend.FLASH_ATTENTION.value)
+
+
+class AttentionSettings(NamedTuple):
+    """The ways to compute an attention, and its arguments that are no tensors."""
+
+    ways: Ways
+    is_causal: bool
+    scale: float | None
+
+
+class FusedAttention(torch.autograd.Function):
+    """An attention of operands in the fast dtype, by torch's fused kernels in the fast dtype or in float32.
+
+    What is saved is what torch's op saves in the fast dtype.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        settings: AttentionSettings,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Compute the attention."""
+        ctx.set_materialize_grads(False)
+        ctx.settings = settings
+        dtype = torch.float32 if settings.ways.forward is Way.FLOAT32 else query.dtype
+        with disable_autocast():
+            output, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                *(each.to(dtype) for each in (query, key, value)),
+                is_causal=settings.is_causal,
+                attn_mask=_added(mask, dtype),
+                scale=settings.scale,
+            )
+            result: torch.Tensor = output.to(query.dtype)
+        ctx.save_for_backward(query, key, value, result, sums, mask)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor | None) -> Any:
+        """Return the gradients of the operands, in their dtype."""
+        if gradient is None:
+            return None, None, None, None, None
+        *operands, result, sums, mask = ctx.saved_tensors
+        settings, fast = ctx.settings, result.dtype
+        dtype = torch.float32 if settings.ways.first is Way.FLOAT32 else fast
+        with disable_autocast():
+            found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                *(each.to(dtype) for each in (gradient, *operands, result)),
+                sums,
+                0.0,
+                settings.is_causal,
+                attn_mask=_added(mask, dtype),
+                scale=settings.scale,
+            )
+            needed = ctx.needs_input_grad[1:4]
+            return None, *(each.to(fast) if need else None for each, need in zip(found, needed, strict=True)), None
+
+
+def _added(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+    """Return a mask as numbers that are added, in a dtype: -inf where a boolean one is false."""
+    if mask is None or mask.dtype is not torch.bool:
+        return None if mask is None else mask.to(dtype)
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, -torch.inf)
+
+
+class Recomputed(torch.autograd.Function):
+    """An op whose backward computes it again, in the fast dtype or in float32, as autograd records it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        forward: Callable[[], torch.Tensor],
+        again: Callable[[Sequence[torch.Tensor]], torch.Tensor],
+        *saved: torch.Tensor,
+    ) -> torch.Tensor:
+        """Compute the op.
+
+        Args:
+            forward: computes it.
+            again: computes it from what is saved.
+            saved: its tensors.
+        """
+        ctx.set_materialize_grads(False)
+        ctx.again = again
+        ctx.save_for_backward(*saved)
+        with disable_autocast():
+            return forward()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor | None) -> Any:
+        """Return the gradients of what was saved."""
+        needed = ctx.needs_input_grad[2:]
+        if gradient is None:
+            return (None, None, *(None for _ in needed))
+        saved, is_recorded = ctx.saved_tensors, torch.is_grad_enabled()
+        if not is_recorded:
+            saved = [each.detach().requires_grad_(need) for each, need in zip(saved, needed, strict=True)]
+        with torch.enable_grad(), disable_autocast():
+            result = ctx.again(saved)
+        inputs = [each for each, need in zip(saved, needed, strict=True) if need]
+        found = iter(torch.autograd.grad(result, inputs, gradient.to(result.dtype), create_graph=is_recorded))
+        return (None, None, *(next(found) if need else None for need in needed))

@@ -1,0 +1,49 @@
+"""Compute an op on its arguments in another dtype."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ...policy.schemas import find_op, unflatten_arguments
+from ..low_bit.actions import Results
+from ..low_bit.plan import FLOATS
+
+
+def in_dtype(op: str, args: Sequence[Any], dtype: torch.dtype) -> torch.Tensor:
+    """Return the one result of an op, given by its name, on its arguments in a dtype."""
+    result = computed_in(dtype, op, args)
+    assert isinstance(result, torch.Tensor)
+    return result
+
+
+def computed_in(dtype: torch.dtype, op: str, args: Sequence[Any]) -> Results:
+    """Return what an op, given by its name, returns on its arguments in a dtype."""
+    overload = find_op(op)
+    assert overload is not None  # it was called
+    if dtype is torch.float32 and copies_matrix(op, args):
+        args = (args[0].to(dtype, memory_format=torch.contiguous_format).contiguous(), *args[1:])
+    converted = [arg.to(dtype) if isinstance(arg, torch.Tensor) and arg.dtype in FLOATS else arg for arg in args]
+    positional, named = unflatten_arguments(overload, converted)
+    results: Results = overload(*positional, **named)
+    return results
+
+
+def results_in(dtype: torch.dtype, results: Results) -> Results:
+    """Return what an op returned, with floating-point numbers in a dtype."""
+    if isinstance(results, torch.Tensor):
+        return results.to(dtype)
+    return tuple(each if each is None or not each.is_floating_point() else each.to(dtype) for each in results)
+
+
+def copies_matrix(op: str, args: Sequence[Any]) -> bool:
+    """Return whether torch may copy a matrix for each batch of the first argument, unless that is made contiguous.
+
+    See also native/kernel.h.
+    """
+    if op not in ("aten::linear", "aten::matmul"):
+        return False
+    first, matrix = args[:2]
+    if any(each.is_nested or each.layout is not torch.strided for each in (first, matrix)):
+        return False
+    return first.dim() > 2 and matrix.dim() <= 2 and not first.is_contiguous()
