@@ -7,7 +7,11 @@ import torch
 from torch.nn.attention import SDPBackend
 
 from ...policy.schemas import find_op
-from ...torch_internals.dispatcher import disable_autocast
+from ...torch_internals.dispatcher import (
+    disable_autocast,
+    dispatch_key_for_device,
+    has_kernel_for_dispatch_key,
+)
 from ...torch_internals.names import size_hint
 from ..casts.weights import caching_is_safe
 from ..low_bit.plan import FLOATS, is_special
@@ -96,7 +100,8 @@ def is_fused(args: Sequence[Any], dtype: torch.dtype) -> bool:
         return False  # torch computes it by other ops, or raises
     scale, groups = [*rest, None, False][:2]
     choose = find_op("aten::_fused_sdp_choice")
-    if choose is None or find_op(_FUSED) is None or groups or query.device.type != "cpu":
+    key = dispatch_key_for_device(query.device.type)
+    if choose is None or groups or find_op(_FUSED) is None or not has_kernel_for_dispatch_key(_FUSED, key):
         return False
     choice: int = choose(query, key, value, mask, 0.0, is_causal, scale=scale)
     return choice == int(SDPBackend.FLASH_ATTENTION.value)
