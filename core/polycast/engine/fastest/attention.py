@@ -100,8 +100,8 @@ def is_fused(args: Sequence[Any], dtype: torch.dtype) -> bool:
         return False  # torch computes it by other ops, or raises
     scale, groups = [*rest, None, False][:2]
     choose = find_op("aten::_fused_sdp_choice")
-    key = dispatch_key_for_device(query.device.type)
-    if choose is None or groups or find_op(_FUSED) is None or not has_kernel_for_dispatch_key(_FUSED, key):
+    backend = dispatch_key_for_device(query.device.type)
+    if choose is None or groups or find_op(_FUSED) is None or not has_kernel_for_dispatch_key(_FUSED, backend):
         return False
     choice: int = choose(query, key, value, mask, 0.0, is_causal, scale=scale)
     return choice == int(SDPBackend.FLASH_ATTENTION.value)
