@@ -7,6 +7,9 @@ from torch import nn
 
 from polycast import Fastest, autocast
 from polycast.engine import installation
+from polycast.engine.fastest import fastest_plan
+from polycast.engine.fastest.choose_way import Way
+from polycast.engine.fastest.training import Ways
 
 CALLS = {
     "linear": (lambda x, w: F.linear(x, w), (48, 16), (8, 16)),
@@ -94,6 +97,34 @@ def test_all_calls_have_the_bits_of_the_first(call, recipe, fast, given, needed)
         assert [each.dtype for each in found] == [each.dtype for each in inputs]
         assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
     assert all(torch.equal(result, results[0]) for result in results)
+
+
+@pytest.mark.parametrize("backward", [Way.FAST, Way.FLOAT32])
+@pytest.mark.parametrize("forward", [Way.FAST, Way.FLOAT32])
+@pytest.mark.parametrize("fast", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("call", ATTENTIONS.values(), ids=ATTENTIONS)
+def test_an_attention_has_the_bits_of_torchs_kernels_in_each_way(call, recipe, fast, forward, backward, monkeypatch):
+    monkeypatch.setattr(fastest_plan, "choose_recorded", lambda *_: Ways(forward, backward, backward, "for a test"))
+    function, *shapes = call
+    x, weight = made(shapes)
+    results = []
+    for _ in range(3):
+        with autocast("cpu", fast, recipe=recipe):
+            results.append(function(x, weight))
+    is_torchs = forward is backward is Way.FAST
+    assert [is_native(result) for result in results] == [False, not is_torchs, not is_torchs]
+    with autocast("cpu", fast):
+        torchs = function(x, weight)
+    with autocast("cpu", fast, recipe=recipe), torch.no_grad():
+        in_float32 = function(x, weight)
+    assert all(torch.equal(each, torchs if forward is Way.FAST else in_float32) for each in results)
+    gradient = torch.randn(torchs.shape).to(fast)
+    *found, of_torch = (torch.autograd.grad(each, (x, weight), gradient) for each in (*results, torchs))
+    for others in found[1:]:
+        assert all(torch.equal(*pair) for pair in zip(others, found[0], strict=True))
+    limits = torch.finfo(fast).eps
+    for ours, theirs in zip(found[0], of_torch, strict=True):
+        assert float((ours - theirs).norm() / theirs.norm()) < 2 * limits
 
 
 def test_most_calls_are_recorded_natively(call, recipe):

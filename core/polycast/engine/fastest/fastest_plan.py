@@ -30,7 +30,7 @@ from .attention import RecordedAttention
 from .choose_way import NO_FAST_KERNEL, Conversions, Way, choose, is_unsupported, name_of
 from .in_dtype import computed_in, results_in
 from .products import Product, product_of, weight_position
-from .recorded import UNRECORDED, Recorded, has_native_function, recorded_call
+from .recorded import UNRECORDED, Recorded, native_action, recorded_call
 from .training import Ways, choose_recorded
 
 NO_PROFILE = "its profile is not known in this process"
@@ -195,11 +195,10 @@ class FastestPlan(Plan):
         self, found: "PlannedCall", op: str, args: Sequence[Any], cache: CastCache | None, dtype: torch.dtype
     ) -> tuple[Results | None, Action | None]:
         ways = found.ways if found.recorded is not None and _is_recorded(args) else None
-        has_function = ways is not None and ways.is_float32 and has_native_function(op, args, dtype)
-        is_left_to_torch = ways is None or ways.are_all_fast or (ways.is_plain and not has_function)
+        recorded = None if ways is None else native_action(op, args, ways, dtype)
+        is_left_to_torch = ways is None or ways.are_all_fast or (ways.is_plain and recorded is None)
         if found.recorded is not None and ways is not None and not is_left_to_torch:
-            result = found.recorded.compute(ways, dtype, lambda weight: _cached_cast(weight, dtype, cache))
-            return result, Action(ActionKind.RECORDED, weight_position(op)) if has_function else None
+            return found.recorded.compute(ways, dtype, lambda weight: _cached_cast(weight, dtype, cache)), recorded
         if found.way is Way.FLOAT32:
             return results_in(dtype, computed_in(torch.float32, op, args)), FLOAT32
         if found.way in (Way.KERNEL, Way.FLOAT32_KERNEL):

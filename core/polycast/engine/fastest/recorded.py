@@ -7,7 +7,9 @@ import torch
 
 from ...profiling.cases import ATTENTION
 from ...torch_internals.names import size_hint
+from ..low_bit.actions import Action, ActionKind
 from .attention import RecordedAttention, is_fused
+from .choose_way import Way
 from .functions import Convolution, ConvolutionSettings, Forward, Gradients, RecordedProduct
 from .in_dtype import in_dtype
 from .products import weight_position
@@ -16,14 +18,20 @@ from .training import RecordedOperands, Ways
 UNRECORDED = "autograd records it, and its gradients are computed in the fast dtype only"
 
 
-def has_native_function(op: str, args: Sequence[Any], dtype: torch.dtype) -> bool:
-    """Return whether the native engine has an autograd function for a call; see native/recorded.h."""
+def native_action(op: str, args: Sequence[Any], ways: Ways, dtype: torch.dtype) -> Action | None:
+    """Return what the native engine does for calls like this one; None if it has no autograd function for them."""
     if op == f"aten::{ATTENTION}":
-        return is_fused(args, dtype)
-    if op in ("aten::conv1d", "aten::conv2d", "aten::conv3d"):
+        if not is_fused(args, dtype):
+            return None
+        constants = tuple(torch.float32 if way is Way.FLOAT32 else dtype for way in (ways.forward, ways.first))
+        return Action(ActionKind.RECORDED, constants=constants)
+    if not ways.is_float32 or op not in _NATIVE:
+        return None
+    if op not in ("aten::linear", "aten::mm", "aten::addmm"):
         x, weight, _, *settings, _ = args
-        return x.dim() == weight.dim() and all(len(each) == weight.dim() - 2 for each in settings)
-    return op in ("aten::linear", "aten::mm", "aten::addmm")
+        if x.dim() != weight.dim() or any(len(each) != weight.dim() - 2 for each in settings):
+            return None
+    return Action(ActionKind.RECORDED, weight_position(op))
 
 
 class Recorded(NamedTuple):
@@ -145,6 +153,8 @@ def _by_axis(given: Any, axes: int) -> list[int]:
     return numbers * axes if len(numbers) == 1 else numbers
 
 
+_NATIVE = {"aten::linear", "aten::mm", "aten::addmm", "aten::conv1d", "aten::conv2d", "aten::conv3d"}
+"""The products for which the native engine has an autograd function in float32; see native/recorded.h."""
 _RECORDED = {
     *("aten::linear", "aten::mm", "aten::addmm", "aten::matmul", "aten::bmm", "aten::baddbmm"),
     *(f"aten::conv{axes}d{overload}" for axes in (1, 2, 3) for overload in ("", ".padding")),

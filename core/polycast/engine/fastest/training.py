@@ -20,8 +20,8 @@ _FUNCTION_SECONDS = 150e-6
 _ATTENTION_FUNCTION_SECONDS = 300e-6
 """One that computes an attention of float32 operands again in the backward."""
 _NATIVE_FUNCTION_SECONDS = 5e-6
-"""The same in the native engine, which has those in float32 for these ops of the profile."""
-_NATIVE_OPS = ("linear", "matmul", ATTENTION, *CONVOLUTIONS)
+"""The same in the native engine, which has them for attention, and for these ops of the profile in float32."""
+_NATIVE_OPS = ("linear", "matmul", *CONVOLUTIONS)
 
 
 class RecordedOperands(NamedTuple):
@@ -166,7 +166,7 @@ class _Costs:
             return seconds  # torch records it
         if self._product.op == ATTENTION and (needed.first_is_wide or needed.second_is_wide):
             return seconds + self._seconds[0][first] + _ATTENTION_FUNCTION_SECONDS
-        is_native = ways == {Way.FLOAT32} and self._product.op in _NATIVE_OPS
+        is_native = self._product.op == ATTENTION or (ways == {Way.FLOAT32} and self._product.op in _NATIVE_OPS)
         return seconds + (_NATIVE_FUNCTION_SECONDS if is_native else _FUNCTION_SECONDS)
 
     def _forward(self, way: Way, of_way: Mapping[Way, float]) -> float:

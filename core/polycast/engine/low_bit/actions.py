@@ -20,7 +20,8 @@ class ActionKind(IntEnum):
     FLOAT32 = 1
     """Cast tensors to float32, compute the op, and cast the results to the fast dtype, each recorded by autograd."""
     RECORDED = 2
-    """Compute a product that autograd records in float32, forward and backward; see native/recorded.h."""
+    """Compute what autograd records in float32, forward and backward, or an attention in the dtypes that are the
+    constants; see native/recorded.h."""
     OPERATOR = 3
     """Call an operator with the op's arguments, the prepacked weight or its cached cast, the fast dtype and constants.
     Calls that autograd records ask Python, and so do those whose weight is not cached or cannot be."""
@@ -44,7 +45,8 @@ class Action(NamedTuple):
         prepack_kind: for OPERATOR, the kind of the prepacked weight; CACHED_CAST: the operator takes the weight's cast;
             AS_IT_IS: the weight itself.
         operator: for OPERATOR, the operator.
-        constants: for OPERATOR, its last arguments.
+        constants: for OPERATOR, its last arguments; for RECORDED, of an attention, the dtypes to compute its forward
+            and its backward in.
     """
 
     kind: ActionKind

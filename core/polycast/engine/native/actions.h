@@ -111,14 +111,14 @@ std::shared_ptr<const Action> action_of(PyObject* given, c10::ArrayRef<c10::IVal
   parse(given, "inissOO", &kind, &weight, &action->prepack_kind, &name, &overload, &constants, &store);
   action->kind = static_cast<Action::Kind>(kind);
   action->weight = static_cast<size_t>(weight);
-  if (action->kind != Action::Kind::kOperator) {
-    return action;
-  }
   for (std::optional<c10::IValue>& constant : convert_items(constants, &constant_of)) {
     if (!constant) {
       return nullptr;
     }
     action->constants.push_back(*std::move(constant));
+  }
+  if (action->kind != Action::Kind::kOperator) {
+    return action;
   }
   if (store != Py_None) {
     action->process_store = Holder<UserStore>::unwrap(store);
@@ -159,7 +159,7 @@ std::optional<Results> compute(const Action& action, const RecipeCall& call, tor
   }
   const ScalarType fast = at::autocast::get_autocast_dtype(call.device);
   if (action.kind == Action::Kind::kRecorded) {
-    const Tensor result = record({call.handle, arguments, action.weight, fast});
+    const Tensor result = record({call.handle, arguments, action.weight, action.constants, fast});
     return result.defined() ? std::optional(Results{result}) : std::nullopt;
   }
   if (action.kind == Action::Kind::kOperator) {

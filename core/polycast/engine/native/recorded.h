@@ -1,4 +1,4 @@
-// Products and attentions that autograd records, computed in float32 forward and backward: as by engine/fastest/functions.py and
+// Products that autograd records, computed in float32 forward and backward, and attentions: as by engine/fastest/functions.py and
 // attention.py, without Python.
 //
 // Save activations in the fast dtype, and a weight as it is.
@@ -17,11 +17,12 @@
 
 namespace {
 
-// A call of linear, mm, addmm, a convolution or an attention, with the position of the weight, or of the second operand.
+// A call of linear, mm, addmm, a convolution or an attention.
 struct RecordedCall {
   const c10::OperatorHandle& handle;
   torch::jit::Stack& arguments;
-  size_t second;
+  size_t second;                            // of a product, the position of the weight, or of the second matrix
+  const std::vector<c10::IValue>& dtypes;  // of an attention, those to compute the forward and the backward in
   ScalarType fast;
 };
 
@@ -171,8 +172,8 @@ class FusedAttention : public torch::autograd::Function<FusedAttention> {
       mask = arguments[kMask].toTensor();
     }
     const int64_t choice = at::_fused_sdp_choice(
-        query, key, value, mask, arguments[kDropout].toDouble(), arguments[kIsCausal].toBool(),
-        arguments[kScale].toOptional<double>(), arguments[kGroups].toBool());
+        query, key, value, mask, arguments[kDropout].toDouble(), arguments[kIsCausal].toBool(), arguments[kScale].toOptional<double>(),
+        arguments[kGroups].toBool());
     return choice == kFused ? apply(call, query, key, value, mask) : Tensor();
   }
 
@@ -183,10 +184,12 @@ class FusedAttention : public torch::autograd::Function<FusedAttention> {
     context->set_materialize_grads(false);
     context->saved_data["is_causal"] = arguments[kIsCausal];
     context->saved_data["scale"] = arguments[kScale];
+    context->saved_data["dtype"] = call.dtypes[1];
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    const ScalarType dtype = call.dtypes[0].toScalarType();
     const auto [output, sums] = at::_scaled_dot_product_flash_attention_for_cpu(
-        converted(query, at::kFloat), converted(key, at::kFloat), converted(value, at::kFloat), /*dropout_p=*/0,
-        arguments[kIsCausal].toBool(), added(mask.value_or(Tensor())), arguments[kScale].toOptional<double>());
+        converted(query, dtype), converted(key, dtype), converted(value, dtype), /*dropout_p=*/0, arguments[kIsCausal].toBool(),
+        added(mask.value_or(Tensor()), dtype), arguments[kScale].toOptional<double>());
     const Tensor result = converted(output, call.fast);
     context->save_for_backward({query, key, value, result, sums, mask.value_or(Tensor())});
     return result;
@@ -203,10 +206,12 @@ class FusedAttention : public torch::autograd::Function<FusedAttention> {
     if (!at::GradMode::is_enabled()) {
       below_autograd.emplace();
     }
-    const auto wide = [&](size_t position) { return converted(saved[position], at::kFloat); };
+    auto& data = context->saved_data;
+    const ScalarType dtype = data["dtype"].toScalarType();
     const auto [of_query, of_key, of_value] = at::_scaled_dot_product_flash_attention_for_cpu_backward(
-        converted(gradients.front(), at::kFloat), wide(0), wide(1), wide(2), wide(3), saved[4], /*dropout_p=*/0,
-        context->saved_data["is_causal"].toBool(), added(saved[5]), context->saved_data["scale"].toOptional<double>());
+        converted(gradients.front(), dtype), converted(saved[0], dtype), converted(saved[1], dtype), converted(saved[2], dtype),
+        converted(saved[3], dtype), saved[4], /*dropout_p=*/0, data["is_causal"].toBool(), added(saved[5], dtype),
+        data["scale"].toOptional<double>());
     const std::array<const Tensor*, 3> all{&of_query, &of_key, &of_value};
     for (size_t i = 0; i < all.size(); ++i) {
       if (context->needs_input_grad(i)) {
@@ -218,11 +223,11 @@ class FusedAttention : public torch::autograd::Function<FusedAttention> {
 
  private:
   // Return a mask as numbers that are added: -inf where a boolean one is false.
-  static std::optional<Tensor> added(const Tensor& mask) {
+  static std::optional<Tensor> added(const Tensor& mask, ScalarType dtype) {
     if (!mask.defined() || mask.scalar_type() != at::kBool) {
-      return mask.defined() ? std::optional(converted(mask, at::kFloat)) : std::nullopt;
+      return mask.defined() ? std::optional(converted(mask, dtype)) : std::nullopt;
     }
-    return at::zeros_like(mask, mask.options().dtype(at::kFloat)).masked_fill_(mask.logical_not(), -std::numeric_limits<float>::infinity());
+    return at::zeros_like(mask, mask.options().dtype(dtype)).masked_fill_(mask.logical_not(), -std::numeric_limits<float>::infinity());
   }
 };
 
