@@ -190,6 +190,15 @@ def test_an_attention_is_computed_in_float32_where_its_backward_is_slow_in_the_f
     assert "backward in float32" in found.reason
 
 
+def test_an_attention_that_the_backward_computes_again_is_priced_by_it(profile_of):
+    operands = RecordedOperands(2**15, 2**16, False, False, False, False, first_needed=True, second_needed=True)
+    product = Product("scaled_dot_product_attention", 128, 2**16, 2**15)
+    profile = profile_of(bfloat16={"scaled_dot_product_attention_backward": 2, "other": 1.0})
+    assert choose_recorded(profile, torch.bfloat16, product, operands).first is Way.FLOAT32
+    again = operands._replace(is_recomputed=True)
+    assert choose_recorded(profile, torch.bfloat16, product, again).are_all_fast
+
+
 def test_an_attention_whose_backward_was_measured_in_one_way_only_is_priced_by_its_forward(profile_of):
     operands = RecordedOperands(2**15, 2**16, False, False, False, False, first_needed=True, second_needed=True)
     product = Product("scaled_dot_product_attention", 128, 2**16, 2**15)

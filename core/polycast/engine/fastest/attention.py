@@ -14,6 +14,7 @@ from ...torch_internals.dispatcher import (
 )
 from ...torch_internals.names import size_hint
 from ..casts.weights import caching_is_safe
+from ..low_bit.actions import Action, ActionKind
 from ..low_bit.plan import FLOATS, is_special
 from .choose_way import Way
 from .in_dtype import in_dtype
@@ -26,22 +27,21 @@ _FUSED = "aten::_scaled_dot_product_flash_attention_for_cpu"
 class RecordedAttention(NamedTuple):
     """An attention that autograd records.
 
-    The backward is that of torch's fused kernel, if it computes the forward from what is saved; else it computes the
-    attention again.
-
     Attributes:
         op: by its name in the dispatcher.
         args: its arguments.
+        is_fused: whether the backward is that of torch's fused kernel; else it computes the attention again.
     """
 
     op: str
     args: Sequence[Any]
+    is_fused: bool
 
     @classmethod
-    def of(cls, op: str, args: Sequence[Any]) -> "RecordedAttention | None":
+    def of(cls, op: str, args: Sequence[Any], dtype: torch.dtype) -> "RecordedAttention | None":
         """Return a call as a recorded attention; None with dropout, which would differ in the backward."""
         _, _, _, _, dropout, *_ = args
-        return None if dropout else cls(op, args)
+        return None if dropout else cls(op, args, _is_fused(args, dtype))
 
     @property
     def _positions(self) -> list[int]:
@@ -61,37 +61,50 @@ class RecordedAttention(NamedTuple):
             is_cached=False,
             first_needed=is_needed,
             second_needed=is_needed,
+            is_recomputed=not self.is_fused,
         )
+
+    def native_action(self, ways: Ways, dtype: torch.dtype) -> Action | None:
+        """Return what the native engine does for calls like this one; None if it has no autograd function for them."""
+        if not self.is_fused:
+            return None
+        return Action(ActionKind.RECORDED, constants=(_dtype_of(ways.forward, dtype), _dtype_of(ways.first, dtype)))
 
     def compute(
         self, ways: Ways, dtype: torch.dtype, cast_weight: Callable[[torch.Tensor], torch.Tensor]
     ) -> torch.Tensor:
         """Compute the attention, recorded as one autograd function; see :meth:`Recorded.compute`."""
         op, args, positions = self.op, self.args, self._positions
-        if is_fused(args, dtype):
+        if self.is_fused:
             query, key, value, mask, _, is_causal, *rest = args
-            settings = AttentionSettings(ways, bool(is_causal), rest[0] if rest else None)
+            dtypes = _dtype_of(ways.forward, dtype), _dtype_of(ways.first, dtype)
+            settings = AttentionSettings(*dtypes, bool(is_causal), rest[0] if rest else None)
+            if mask is not None:
+                mask = _to_save(mask, dtype if dtype in dtypes else mask.dtype, dtype)
             fused: torch.Tensor = FusedAttention.apply(settings, query, key, value, mask)  # type: ignore[no-untyped-call]
             return fused
         others = [None if at in positions else arg for at, arg in enumerate(args)]
-        of_way = {way: torch.float32 if way is Way.FLOAT32 else dtype for way in Way}
         # The mask is saved as it is: it is often shared, and may have numbers that the fast dtype has not.
         saved = [args[at].to(dtype) if at < 3 else args[at] for at in positions]
 
         def forward() -> torch.Tensor:
-            return in_dtype(op, args, of_way[ways.forward]).to(dtype)
+            return in_dtype(op, args, _dtype_of(ways.forward, dtype)).to(dtype)
 
         def again(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
             given = list(others)
             for at, tensor in zip(positions, tensors, strict=True):
                 given[at] = tensor
-            return in_dtype(op, given, of_way[ways.first])
+            return in_dtype(op, given, _dtype_of(ways.first, dtype))
 
         result: torch.Tensor = Recomputed.apply(forward, again, *saved)  # type: ignore[no-untyped-call]
         return result
 
 
-def is_fused(args: Sequence[Any], dtype: torch.dtype) -> bool:
+def _dtype_of(way: Way, dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if way is Way.FLOAT32 else dtype
+
+
+def _is_fused(args: Sequence[Any], dtype: torch.dtype) -> bool:
     """Return whether torch's fused kernel would compute an attention, of operands in the fast dtype."""
     query, key, value, mask, dropout, is_causal, *rest = args
     if not caching_is_safe() or dropout or any(each.dtype is not dtype or is_special(each) for each in args[:3]):
@@ -107,16 +120,28 @@ def is_fused(args: Sequence[Any], dtype: torch.dtype) -> bool:
     return choice == int(SDPBackend.FLASH_ATTENTION.value)
 
 
-class AttentionSettings(NamedTuple):
-    """The ways to compute an attention, and its arguments that are no tensors."""
+def _to_save(mask: torch.Tensor, dtype: torch.dtype, fast: torch.dtype) -> torch.Tensor:
+    """Return a mask as numbers that are added, to save: in a dtype, or a boolean one as 0 and -inf in the fast dtype.
 
-    ways: Ways
+    The backward needs the numbers that the forward has added: where either has the fast dtype, they are rounded to it.
+    """
+    if mask.dtype is torch.bool:
+        return torch.zeros_like(mask, dtype=fast).masked_fill_(~mask, -torch.inf)
+    rounded = mask.to(dtype)
+    return rounded.clone() if rounded.is_inference() else rounded  # autograd saves no inference tensors
+
+
+class AttentionSettings(NamedTuple):
+    """The dtypes to compute the forward and the backward of an attention in, and its arguments that are no tensors."""
+
+    forward: torch.dtype
+    backward: torch.dtype
     is_causal: bool
     scale: float | None
 
 
 class FusedAttention(torch.autograd.Function):
-    """An attention of operands in the fast dtype, by torch's fused kernels in the fast dtype or in float32.
+    """An attention of operands in the fast dtype, by torch's fused kernels, each in the fast dtype or in float32.
 
     What is saved is what torch's op saves in the fast dtype.
     """
@@ -132,13 +157,12 @@ class FusedAttention(torch.autograd.Function):
     ) -> torch.Tensor:
         """Compute the attention."""
         ctx.set_materialize_grads(False)
-        ctx.settings = settings
-        dtype = torch.float32 if settings.ways.forward is Way.FLOAT32 else query.dtype
+        ctx.settings, dtype = settings, settings.forward
         with disable_autocast():
             output, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
                 *(each.to(dtype) for each in (query, key, value)),
                 is_causal=settings.is_causal,
-                attn_mask=_added(mask, dtype),
+                attn_mask=None if mask is None else mask.to(dtype),
                 scale=settings.scale,
             )
             result: torch.Tensor = output.to(query.dtype)
@@ -151,26 +175,22 @@ class FusedAttention(torch.autograd.Function):
         if gradient is None:
             return None, None, None, None, None
         *operands, result, sums, mask = ctx.saved_tensors
-        settings, fast = ctx.settings, result.dtype
-        dtype = torch.float32 if settings.ways.first is Way.FLOAT32 else fast
+        settings, dtype = ctx.settings, ctx.settings.backward
         with disable_autocast():
             found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
                 *(each.to(dtype) for each in (gradient, *operands, result)),
                 sums,
                 0.0,
                 settings.is_causal,
-                attn_mask=_added(mask, dtype),
+                attn_mask=None if mask is None else mask.to(dtype),
                 scale=settings.scale,
             )
             needed = ctx.needs_input_grad[1:4]
-            return None, *(each.to(fast) if need else None for each, need in zip(found, needed, strict=True)), None
-
-
-def _added(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
-    """Return a mask as numbers that are added, in a dtype: -inf where a boolean one is false."""
-    if mask is None or mask.dtype is not torch.bool:
-        return None if mask is None else mask.to(dtype)
-    return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, -torch.inf)
+            return (
+                None,
+                *(each.to(result.dtype) if need else None for each, need in zip(found, needed, strict=True)),
+                None,
+            )
 
 
 class Recomputed(torch.autograd.Function):

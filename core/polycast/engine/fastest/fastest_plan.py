@@ -30,7 +30,7 @@ from .attention import RecordedAttention
 from .choose_way import NO_FAST_KERNEL, Conversions, Way, choose, is_unsupported, name_of
 from .in_dtype import computed_in, results_in
 from .products import Product, product_of, weight_position
-from .recorded import UNRECORDED, Recorded, native_action, recorded_call
+from .recorded import UNRECORDED, Recorded, recorded_call
 from .training import Ways, choose_recorded
 
 NO_PROFILE = "its profile is not known in this process"
@@ -141,7 +141,7 @@ class FastestPlan(Plan):
         if _weight_of(args[position]) is not None and args[position].dtype is not torch.float32:
             return NARROW_WEIGHT
         if records:
-            recorded = recorded_call(op, args, _weight_of(args[position]) is not None)
+            recorded = recorded_call(op, args, _weight_of(args[position]) is not None, dtype)
             if recorded is None:
                 has_none = is_unsupported(profile, product.op, dtype_name(dtype))
                 return PlannedCall(Way.FLOAT32, NO_FAST_KERNEL) if has_none else UNRECORDED
@@ -195,10 +195,11 @@ class FastestPlan(Plan):
         self, found: "PlannedCall", op: str, args: Sequence[Any], cache: CastCache | None, dtype: torch.dtype
     ) -> tuple[Results | None, Action | None]:
         ways = found.ways if found.recorded is not None and _is_recorded(args) else None
-        recorded = None if ways is None else native_action(op, args, ways, dtype)
-        is_left_to_torch = ways is None or ways.are_all_fast or (ways.is_plain and recorded is None)
-        if found.recorded is not None and ways is not None and not is_left_to_torch:
-            return found.recorded.compute(ways, dtype, lambda weight: _cached_cast(weight, dtype, cache)), recorded
+        if found.recorded is not None and ways is not None and not ways.are_all_fast:
+            action = found.recorded.native_action(ways, dtype)
+            if action is not None or not ways.is_plain:
+                result = found.recorded.compute(ways, dtype, lambda weight: _cached_cast(weight, dtype, cache))
+                return result, action
         if found.way is Way.FLOAT32:
             return results_in(dtype, computed_in(torch.float32, op, args)), FLOAT32
         if found.way in (Way.KERNEL, Way.FLOAT32_KERNEL):

@@ -8,30 +8,13 @@ import torch
 from ...profiling.cases import ATTENTION
 from ...torch_internals.names import size_hint
 from ..low_bit.actions import Action, ActionKind
-from .attention import RecordedAttention, is_fused
-from .choose_way import Way
+from .attention import RecordedAttention
 from .functions import Convolution, ConvolutionSettings, Forward, Gradients, RecordedProduct
 from .in_dtype import in_dtype
 from .products import weight_position
 from .training import RecordedOperands, Ways
 
 UNRECORDED = "autograd records it, and its gradients are computed in the fast dtype only"
-
-
-def native_action(op: str, args: Sequence[Any], ways: Ways, dtype: torch.dtype) -> Action | None:
-    """Return what the native engine does for calls like this one; None if it has no autograd function for them."""
-    if op == f"aten::{ATTENTION}":
-        if not is_fused(args, dtype):
-            return None
-        constants = tuple(torch.float32 if way is Way.FLOAT32 else dtype for way in (ways.forward, ways.first))
-        return Action(ActionKind.RECORDED, constants=constants)
-    if not ways.is_float32 or op not in _NATIVE:
-        return None
-    if op not in ("aten::linear", "aten::mm", "aten::addmm"):
-        x, weight, _, *settings, _ = args
-        if x.dim() != weight.dim() or any(len(each) != weight.dim() - 2 for each in settings):
-            return None
-    return Action(ActionKind.RECORDED, weight_position(op))
 
 
 class Recorded(NamedTuple):
@@ -96,6 +79,16 @@ class Recorded(NamedTuple):
             self.second.requires_grad,
         )
 
+    def native_action(self, ways: Ways, dtype: torch.dtype) -> Action | None:
+        """Return what the native engine does for calls like this one; None if it has no autograd function for them."""
+        if not ways.is_float32 or self.op not in _NATIVE:
+            return None
+        if self.settings is not None:
+            x, weight, _, *settings, _ = self.args
+            if x.dim() != weight.dim() or any(len(each) != weight.dim() - 2 for each in settings):
+                return None
+        return Action(ActionKind.RECORDED, weight_position(self.op))
+
     def compute(
         self, ways: Ways, dtype: torch.dtype, cast_weight: Callable[[torch.Tensor], torch.Tensor]
     ) -> torch.Tensor:
@@ -129,9 +122,11 @@ class Recorded(NamedTuple):
         return result
 
 
-def recorded_call(op: str, args: Sequence[Any], is_weight: bool) -> Recorded | RecordedAttention | None:
-    """Return a call that autograd records; None if its gradients are not computed here."""
-    return RecordedAttention.of(op, args) if op == f"aten::{ATTENTION}" else Recorded.of(op, args, is_weight)
+def recorded_call(
+    op: str, args: Sequence[Any], is_weight: bool, dtype: torch.dtype
+) -> Recorded | RecordedAttention | None:
+    """Return a call that autograd records, in a region of a fast dtype; None if its gradients are not computed here."""
+    return RecordedAttention.of(op, args, dtype) if op == f"aten::{ATTENTION}" else Recorded.of(op, args, is_weight)
 
 
 def _settings(

@@ -17,8 +17,8 @@ from .products import Product
 
 _FUNCTION_SECONDS = 150e-6
 """An autograd function in Python takes about so long, forward and backward."""
-_ATTENTION_FUNCTION_SECONDS = 300e-6
-"""One that computes an attention of float32 operands again in the backward."""
+_RECOMPUTING_FUNCTION_SECONDS = 300e-6
+"""One that computes an attention again in the backward."""
 _NATIVE_FUNCTION_SECONDS = 5e-6
 """The same in the native engine, which has them for attention, and for these ops of the profile in float32."""
 _NATIVE_OPS = ("linear", "matmul", *CONVOLUTIONS)
@@ -33,6 +33,7 @@ class RecordedOperands(NamedTuple):
         is_weight: whether the second is a weight, which is float32.
         is_cached: whether the cast of the weight will be found in a cache.
         first_needed, second_needed: whether their gradients are needed.
+        is_recomputed: whether the backward computes the product again; of an attention.
     """
 
     first: int
@@ -43,6 +44,7 @@ class RecordedOperands(NamedTuple):
     is_cached: bool
     first_needed: bool
     second_needed: bool
+    is_recomputed: bool = False
 
     @property
     def may_be_saved(self) -> bool:
@@ -164,8 +166,8 @@ class _Costs:
             seconds += self._from(self._product.result)
         if is_fast or (needed.may_be_saved and ways == {Way.FLOAT32}):
             return seconds  # torch records it
-        if self._product.op == ATTENTION and (needed.first_is_wide or needed.second_is_wide):
-            return seconds + self._seconds[0][first] + _ATTENTION_FUNCTION_SECONDS
+        if needed.is_recomputed:
+            return seconds + self._seconds[0][first] + _RECOMPUTING_FUNCTION_SECONDS
         is_native = self._product.op == ATTENTION or (ways == {Way.FLOAT32} and self._product.op in _NATIVE_OPS)
         return seconds + (_NATIVE_FUNCTION_SECONDS if is_native else _FUNCTION_SECONDS)
 

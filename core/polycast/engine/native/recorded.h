@@ -174,7 +174,7 @@ class FusedAttention : public torch::autograd::Function<FusedAttention> {
     const int64_t choice = at::_fused_sdp_choice(
         query, key, value, mask, arguments[kDropout].toDouble(), arguments[kIsCausal].toBool(), arguments[kScale].toOptional<double>(),
         arguments[kGroups].toBool());
-    return choice == kFused ? apply(call, query, key, value, mask) : Tensor();
+    return choice == kFused ? apply(call, query, key, value, mask ? std::optional(to_save(*mask, call)) : std::nullopt) : Tensor();
   }
 
   static Tensor forward(
@@ -189,7 +189,7 @@ class FusedAttention : public torch::autograd::Function<FusedAttention> {
     const ScalarType dtype = call.dtypes[0].toScalarType();
     const auto [output, sums] = at::_scaled_dot_product_flash_attention_for_cpu(
         converted(query, dtype), converted(key, dtype), converted(value, dtype), /*dropout_p=*/0, arguments[kIsCausal].toBool(),
-        added(mask.value_or(Tensor()), dtype), arguments[kScale].toOptional<double>());
+        mask ? std::optional(converted(*mask, dtype)) : std::nullopt, arguments[kScale].toOptional<double>());
     const Tensor result = converted(output, call.fast);
     context->save_for_backward({query, key, value, result, sums, mask.value_or(Tensor())});
     return result;
@@ -210,7 +210,8 @@ class FusedAttention : public torch::autograd::Function<FusedAttention> {
     const ScalarType dtype = data["dtype"].toScalarType();
     const auto [of_query, of_key, of_value] = at::_scaled_dot_product_flash_attention_for_cpu_backward(
         converted(gradients.front(), dtype), converted(saved[0], dtype), converted(saved[1], dtype), converted(saved[2], dtype),
-        converted(saved[3], dtype), saved[4], /*dropout_p=*/0, data["is_causal"].toBool(), added(saved[5], dtype),
+        converted(saved[3], dtype), saved[4], /*dropout_p=*/0, data["is_causal"].toBool(),
+        saved[5].defined() ? std::optional(converted(saved[5], dtype)) : std::nullopt,
         data["scale"].toOptional<double>());
     const std::array<const Tensor*, 3> all{&of_query, &of_key, &of_value};
     for (size_t i = 0; i < all.size(); ++i) {
@@ -222,12 +223,18 @@ class FusedAttention : public torch::autograd::Function<FusedAttention> {
   }
 
  private:
-  // Return a mask as numbers that are added: -inf where a boolean one is false.
-  static std::optional<Tensor> added(const Tensor& mask, ScalarType dtype) {
-    if (!mask.defined() || mask.scalar_type() != at::kBool) {
-      return mask.defined() ? std::optional(converted(mask, dtype)) : std::nullopt;
+  // Return a mask as numbers that are added, to save: a boolean one as 0 and -inf in the fast dtype. The backward needs the numbers that
+  // the forward has added: where either has the fast dtype, they are rounded to it.
+  static Tensor to_save(const Tensor& mask, const RecordedCall& call) {
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    if (mask.scalar_type() == at::kBool) {
+      return at::zeros_like(mask, mask.options().dtype(call.fast))
+          .masked_fill_(mask.logical_not(), -std::numeric_limits<float>::infinity());
     }
-    return at::zeros_like(mask, mask.options().dtype(dtype)).masked_fill_(mask.logical_not(), -std::numeric_limits<float>::infinity());
+    const bool rounds = std::any_of(
+        call.dtypes.begin(), call.dtypes.end(), [&](const c10::IValue& each) { return each.toScalarType() == call.fast; });
+    const Tensor rounded = rounds ? converted(mask, call.fast) : mask;
+    return rounded.is_inference() ? rounded.clone() : rounded;  // autograd saves no inference tensors
   }
 };
 
