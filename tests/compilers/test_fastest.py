@@ -97,7 +97,11 @@ def test_training_with_attention_compiles_to_the_gradients_of_eager_code(slow, q
             with autocast("cpu", recipe=recipe):
                 result = each(x)
             found.append([result, *torch.autograd.grad(result, (x, weight), torch.ones_like(result))])
-        assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+        (result, *gradients), (compiled_result, *compiled_gradients) = found
+        assert torch.equal(compiled_result, result)
+        # Compiled code computes the attention again in the backward; eager code saves the result, rounded.
+        for ours, theirs in zip(compiled_gradients, gradients, strict=True):
+            assert float((ours - theirs).norm() / theirs.norm()) < 2**-7
 
 
 def test_another_profile_is_another_code(model, slow, quick, profile_of):

@@ -20,8 +20,8 @@ from .choose_way import Way
 from .in_dtype import in_dtype
 from .training import RecordedOperands, Ways
 
-_FUSED = "aten::_scaled_dot_product_flash_attention_for_cpu"
-"""The op that torch computes most attentions by, on the CPU."""
+_FUSED, _FUSED_BACKWARD = (f"aten::_scaled_dot_product_flash_attention_for_cpu{part}" for part in ("", "_backward"))
+"""The ops that torch computes most attentions by, on the CPU."""
 
 
 class RecordedAttention(NamedTuple):
@@ -114,7 +114,9 @@ def _is_fused(args: Sequence[Any], dtype: torch.dtype) -> bool:
     scale, groups = [*rest, None, False][:2]
     choose = find_op("aten::_fused_sdp_choice")
     backend = dispatch_key_for_device(query.device.type)
-    if choose is None or groups or find_op(_FUSED) is None or not has_kernel_for_dispatch_key(_FUSED, backend):
+    if choose is None or groups or any(find_op(each) is None for each in (_FUSED, _FUSED_BACKWARD)):
+        return False
+    if not has_kernel_for_dispatch_key(_FUSED, backend):
         return False
     choice: int = choose(query, key, value, mask, 0.0, is_causal, scale=scale)
     return choice == int(SDPBackend.FLASH_ATTENTION.value)
@@ -129,6 +131,12 @@ def _to_save(mask: torch.Tensor, dtype: torch.dtype, fast: torch.dtype) -> torch
         return torch.zeros_like(mask, dtype=fast).masked_fill_(~mask, -torch.inf)
     rounded = mask.to(dtype)
     return rounded.clone() if rounded.is_inference() else rounded  # autograd saves no inference tensors
+
+
+def _call(name: str, *args: Any, **named: Any) -> Any:
+    op = find_op(name)
+    assert op is not None  # see _is_fused()
+    return op(*args, **named)
 
 
 class AttentionSettings(NamedTuple):
@@ -159,7 +167,8 @@ class FusedAttention(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.settings, dtype = settings, settings.forward
         with disable_autocast():
-            output, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            output, sums = _call(
+                _FUSED,
                 *(each.to(dtype) for each in (query, key, value)),
                 is_causal=settings.is_causal,
                 attn_mask=None if mask is None else mask.to(dtype),
@@ -177,7 +186,8 @@ class FusedAttention(torch.autograd.Function):
         *operands, result, sums, mask = ctx.saved_tensors
         settings, dtype = ctx.settings, ctx.settings.backward
         with disable_autocast():
-            found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            found = _call(
+                _FUSED_BACKWARD,
                 *(each.to(dtype) for each in (gradient, *operands, result)),
                 sums,
                 0.0,
