@@ -105,7 +105,7 @@ def _dtype_of(way: Way, dtype: torch.dtype) -> torch.dtype:
 
 
 def _is_fused(args: Sequence[Any], dtype: torch.dtype) -> bool:
-    """Return whether torch's fused kernel would compute an attention, of operands in the fast dtype."""
+    """Return whether the operands have the fast dtype, and torch would compute the attention by its fused kernel."""
     query, key, value, mask, dropout, is_causal, *rest = args
     if not caching_is_safe() or dropout or any(each.dtype is not dtype or is_special(each) for each in args[:3]):
         return False
@@ -123,9 +123,9 @@ def _is_fused(args: Sequence[Any], dtype: torch.dtype) -> bool:
 
 
 def _to_save(mask: torch.Tensor, dtype: torch.dtype, fast: torch.dtype) -> torch.Tensor:
-    """Return a mask as numbers that are added, to save: in a dtype, or a boolean one as 0 and -inf in the fast dtype.
+    """Return the mask to save and to add: converted to a dtype, or 0 and -inf in the fast dtype for a boolean mask.
 
-    The backward needs the numbers that the forward has added: where either has the fast dtype, they are rounded to it.
+    Forward and backward must add the same numbers, so the mask is rounded to the fast dtype if either computes in it.
     """
     if mask.dtype is torch.bool:
         return torch.zeros_like(mask, dtype=fast).masked_fill_(~mask, -torch.inf)
