@@ -42,6 +42,15 @@ def attention_of_linears(x, w, mask=None, **options):
 
 
 MASK = torch.eye(9, dtype=torch.bool) | (torch.arange(9) % 3 > 0)
+FUSED = {
+    "fused attention": (lambda x, w: F.scaled_dot_product_attention(x[None], x[None], x[None] * w[0]), 3),
+    "fused attention with a boolean mask": (lambda x, w: F.scaled_dot_product_attention(x, x, x * w[0], MASK), 3),
+    "attention of linears": (attention_of_linears, 3),
+    "scaled attention of linears": (lambda x, w: attention_of_linears(x, w, is_causal=True, scale=0.3), 3),
+    "attention of linears with a mask": (lambda x, w: attention_of_linears(x, w, w.detach()[:9, :9].to(x.dtype)), 3),
+    "attention of linears with a boolean mask": (lambda x, w: attention_of_linears(x, w, MASK), 3),
+}
+"""Attentions that torch computes by its fused kernel, which has no second derivative."""
 OPS = {
     "linear": (lambda x, w: F.linear(x, w, w[0]), 3),
     "linear of a vector": (lambda x, w: F.linear(x, w), 1),
@@ -58,13 +67,8 @@ OPS = {
     "conv2d in groups": (lambda x, w: F.conv2d(x[None], w.reshape(-1, 2, 4, 4)[:6], dilation=2, groups=3), 3),
     "conv3d": (lambda x, w: F.conv3d(x[None, None], w.reshape(8, 1, 2, 4, 16), w[0, :8]), 3),
     "attention": (attention, 3),
-    "fused attention": (lambda x, w: F.scaled_dot_product_attention(x[None], x[None], x[None] * w[0]), 3),
     "fused attention with a mask": (lambda x, w: F.scaled_dot_product_attention(x, x, x, w[:9, :9] * 0.1), 3),
-    "fused attention with a boolean mask": (lambda x, w: F.scaled_dot_product_attention(x, x, x * w[0], MASK), 3),
-    "attention of linears": (attention_of_linears, 3),
-    "scaled attention of linears": (lambda x, w: attention_of_linears(x, w, is_causal=True, scale=0.3), 3),
-    "attention of linears with a mask": (lambda x, w: attention_of_linears(x, w, w.detach()[:9, :9].to(x.dtype)), 3),
-    "attention of linears with a boolean mask": (lambda x, w: attention_of_linears(x, w, MASK), 3),
+    **FUSED,
 }
 
 
@@ -170,17 +174,13 @@ def test_nothing_is_saved_for_gradients_that_are_not_needed(slow):
 
 def test_the_gradient_of_a_gradient(op, recipe):
     function, x, weight = op
-    masked = OPS["fused attention with a mask"][0]  # which torch computes by other ops, as the mask is recorded
-    if function is not masked and function in [
-        each for name, (each, _) in OPS.items() if "attention of" in name or "fused" in name
-    ]:
-        pytest.skip("torch's fused attention has no second derivative; some torch compute a mask with it")
+    if function in [each for each, _ in FUSED.values()]:
+        pytest.skip("torch's fused attention has no second derivative")
 
     def penalty(x, weight, region):
         with region:
             result = function(x, weight)
-        # A function of the result that is not linear, whose second derivative is not zero.
-        loss = result.float().pow(2).mean() if result.dtype is torch.bfloat16 else result.pow(2).mean()
+        loss = result.to(torch.promote_types(result.dtype, torch.float32)).pow(2).mean()  # not linear in the result
         of_x, of_weight = torch.autograd.grad(loss, (x, weight), create_graph=True)
         return torch.autograd.grad(of_x.pow(2).sum() + of_weight.pow(2).sum(), (x, weight))
 

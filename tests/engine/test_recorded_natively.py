@@ -1,15 +1,18 @@
 """Products that autograd records in float32: after the first call by the native engine, with the same bits."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from polycast import Fastest, autocast
 from polycast.engine import installation
 from polycast.engine.fastest import fastest_plan
 from polycast.engine.fastest.choose_way import Way
-from polycast.engine.fastest.training import Ways
+from polycast.engine.fastest.training import ALL_FAST, Ways
 
 CALLS = {
     "linear": (lambda x, w: F.linear(x, w), (48, 16), (8, 16)),
@@ -179,6 +182,19 @@ def test_a_boolean_mask_may_change_before_the_backward(recipe):
             mask.fill_(True)
         found.append(torch.autograd.grad(result, (x, weight), gradient))
     assert all(torch.equal(*pair) for others in found[1:] for pair in zip(others, found[0], strict=True))
+
+
+def test_what_is_decided_without_fused_kernels_does_not_stay(recipe, monkeypatch):
+    ways = Ways(Way.FLOAT32, Way.FLOAT32, Way.FLOAT32, "for a test", is_float32=True)
+    monkeypatch.setattr(fastest_plan, "choose_recorded", lambda *given: ALL_FAST if given[-1].is_recomputed else ways)
+    x, weight = made(HEADS)
+    seen = []
+    for kernels in (sdpa_kernel(SDPBackend.MATH), nullcontext(), sdpa_kernel(SDPBackend.MATH), nullcontext()):
+        with kernels, autocast("cpu", recipe=recipe):
+            seen.append([attention(x, weight).grad_fn.name() for _ in range(2)])
+    assert seen[0] == seen[2]
+    assert not any("FusedAttention" in name for name in seen[0])
+    assert all("FusedAttention" in name for name in (*seen[1], *seen[3]))
 
 
 def test_most_calls_are_recorded_natively(call, recipe):

@@ -7,16 +7,12 @@ import torch
 from torch.nn.attention import SDPBackend
 
 from ...policy.schemas import find_op
-from ...torch_internals.dispatcher import (
-    disable_autocast,
-    dispatch_key_for_device,
-    has_kernel_for_dispatch_key,
-)
+from ...torch_internals.dispatcher import disable_autocast, dispatch_key_for_device, has_kernel_for_dispatch_key
 from ...torch_internals.names import size_hint
 from ..casts.weights import caching_is_safe
 from ..low_bit.actions import Action, ActionKind
 from ..low_bit.plan import FLOATS, is_special
-from .choose_way import Way
+from .choose_way import dtype_of
 from .in_dtype import in_dtype
 from .training import RecordedOperands, Ways
 
@@ -66,55 +62,57 @@ class RecordedAttention(NamedTuple):
 
     def native_action(self, ways: Ways, dtype: torch.dtype) -> Action | None:
         """Return what the native engine does for calls like this one; None if it has no autograd function for them."""
-        if not self.is_fused:
-            return None
-        return Action(ActionKind.RECORDED, constants=(_dtype_of(ways.forward, dtype), _dtype_of(ways.first, dtype)))
+        return Action(ActionKind.RECORDED, constants=_dtypes(ways, dtype)) if self.is_fused else None
 
     def compute(
         self, ways: Ways, dtype: torch.dtype, cast_weight: Callable[[torch.Tensor], torch.Tensor]
     ) -> torch.Tensor:
         """Compute the attention, recorded as one autograd function; see :meth:`Recorded.compute`."""
+        forward, backward = _dtypes(ways, dtype)
+        return self._fused(forward, backward, dtype) if self.is_fused else self._recomputed(forward, backward, dtype)
+
+    def _fused(self, forward: torch.dtype, backward: torch.dtype, fast: torch.dtype) -> torch.Tensor:
+        query, key, value, mask, _, is_causal, scale, _ = self.args
+        if mask is not None:
+            mask = _to_save(mask, fast if fast in (forward, backward) else mask.dtype, fast)
+        settings = AttentionSettings(forward, backward, is_causal, scale)
+        result: torch.Tensor = FusedAttention.apply(settings, query, key, value, mask)  # type: ignore[no-untyped-call]
+        return result
+
+    def _recomputed(self, forward: torch.dtype, backward: torch.dtype, fast: torch.dtype) -> torch.Tensor:
         op, args, positions = self.op, self.args, self._positions
-        if self.is_fused:
-            query, key, value, mask, _, is_causal, *rest = args
-            dtypes = _dtype_of(ways.forward, dtype), _dtype_of(ways.first, dtype)
-            settings = AttentionSettings(*dtypes, bool(is_causal), rest[0] if rest else None)
-            if mask is not None:
-                mask = _to_save(mask, dtype if dtype in dtypes else mask.dtype, dtype)
-            fused: torch.Tensor = FusedAttention.apply(settings, query, key, value, mask)  # type: ignore[no-untyped-call]
-            return fused
         others = [None if at in positions else arg for at, arg in enumerate(args)]
         # The mask is saved as it is: it is often shared, and may have numbers that the fast dtype has not.
-        saved = [args[at].to(dtype) if at < 3 else args[at] for at in positions]
+        saved = [args[at].to(fast) if at < 3 else args[at] for at in positions]
 
-        def forward() -> torch.Tensor:
-            return in_dtype(op, args, _dtype_of(ways.forward, dtype)).to(dtype)
+        def compute() -> torch.Tensor:
+            return in_dtype(op, args, forward).to(fast)
 
         def again(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
             given = list(others)
             for at, tensor in zip(positions, tensors, strict=True):
                 given[at] = tensor
-            return in_dtype(op, given, _dtype_of(ways.first, dtype))
+            return in_dtype(op, given, backward)
 
-        result: torch.Tensor = Recomputed.apply(forward, again, *saved)  # type: ignore[no-untyped-call]
+        result: torch.Tensor = Recomputed.apply(compute, again, *saved)  # type: ignore[no-untyped-call]
         return result
 
 
-def _dtype_of(way: Way, dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if way is Way.FLOAT32 else dtype
+def _dtypes(ways: Ways, dtype: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
+    """Return the dtypes to compute the forward and the backward in, given the fast dtype."""
+    return dtype_of(ways.forward, dtype), dtype_of(ways.first, dtype)
 
 
 def _is_fused(args: Sequence[Any], dtype: torch.dtype) -> bool:
     """Return whether the operands have the fast dtype, and torch would compute the attention by its fused kernel."""
-    query, key, value, mask, dropout, is_causal, *rest = args
+    query, key, value, mask, dropout, is_causal, scale, has_groups = args
     if not caching_is_safe() or dropout or any(each.dtype is not dtype or is_special(each) for each in args[:3]):
         return False
     if mask is not None and (mask.requires_grad or is_special(mask) or mask.dtype not in (torch.bool, *FLOATS)):
         return False  # torch computes it by other ops, or raises
-    scale, groups = [*rest, None, False][:2]
     choose = find_op("aten::_fused_sdp_choice")
     backend = dispatch_key_for_device(query.device.type)
-    if choose is None or groups or any(find_op(each) is None for each in (_FUSED, _FUSED_BACKWARD)):
+    if choose is None or has_groups or any(find_op(each) is None for each in (_FUSED, _FUSED_BACKWARD)):
         return False
     if not has_kernel_for_dispatch_key(_FUSED, backend):
         return False

@@ -50,6 +50,11 @@ def name_of(way: Way, dtype: torch.dtype) -> str:
     return {Way.FAST: fast, Way.KERNEL: f"{fast} kernel"}.get(way, way.value)
 
 
+def dtype_of(way: Way, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype that a way without a kernel of the backend computes in, given the fast dtype."""
+    return torch.float32 if way is Way.FLOAT32 else dtype
+
+
 class ChosenWay(NamedTuple):
     """The way that is chosen for a call, and why."""
 

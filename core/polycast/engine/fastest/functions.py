@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...torch_internals.dispatcher import disable_autocast
-from .choose_way import Way
+from .choose_way import Way, dtype_of
 from .training import Ways
 
 
@@ -123,7 +123,7 @@ class _Converted:
 
 
 def _converted(tensor: torch.Tensor, way: Way, dtype: torch.dtype) -> torch.Tensor:
-    return tensor.float() if way is Way.FLOAT32 else tensor.to(dtype)
+    return tensor.to(dtype_of(way, dtype))
 
 
 def _sum_to_size(gradient: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:

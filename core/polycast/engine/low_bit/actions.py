@@ -37,7 +37,7 @@ class Action(NamedTuple):
     - of each tensor: dtype, sizes, strides, device, and whether it is a weight or a view of all or a part of one;
     - the other arguments;
     - which tensors autograd records, and whether an autograd.Function runs, forward or backward;
-    - whether the region has a WeightCache, and whether autocast caches casts.
+    - whether the region has a WeightCache, whether autocast caches casts, and whether torch may use fused attention.
 
     Attributes:
         kind: what to do.

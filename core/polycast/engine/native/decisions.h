@@ -5,6 +5,8 @@
 
 #pragma once
 
+#include <ATen/Context.h>
+
 #include "casting.h"
 #include "user_store.h"
 
@@ -38,7 +40,8 @@ class CallMetadata {
   CallMetadata(const DeviceRegion& region, DeviceType device, int64_t op, bool in_function) {
     add(static_cast<int64_t>(region.override->id) | static_cast<int64_t>(in_function) << 61);
     add(op << 32 | static_cast<int64_t>(device) << 16 | static_cast<int64_t>(at::autocast::get_autocast_dtype(device)) << 8 |
-        (region.store != nullptr ? 1 : 0) | (at::autocast::is_autocast_cache_enabled() ? 2 : 0));
+        (region.store != nullptr ? 1 : 0) | (at::autocast::is_autocast_cache_enabled() ? 2 : 0) |
+        (at::globalContext().userEnabledFlashSDP() ? 4 : 0));
   }
 
   // Return false if the argument has metadata that are not compared, or forward-mode AD tracks it.

@@ -26,6 +26,19 @@ struct RecordedCall {
   ScalarType fast;
 };
 
+// A backward: its saved tensors, with autocast off, and autograd too unless it records the backward.
+struct BackwardScope {
+  explicit BackwardScope(torch::autograd::AutogradContext* context) : saved(context->get_saved_variables()) {
+    if (!at::GradMode::is_enabled()) {
+      below_autograd.emplace();
+    }
+  }
+
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast{c10::autocast_dispatch_keyset};
+  const torch::autograd::variable_list saved;
+  std::optional<at::AutoDispatchBelowADInplaceOrView> below_autograd;
+};
+
 class RecordedProduct : public torch::autograd::Function<RecordedProduct> {
   using Context = torch::autograd::AutogradContext;
   using Tensors = torch::autograd::variable_list;
@@ -73,12 +86,8 @@ class RecordedProduct : public torch::autograd::Function<RecordedProduct> {
     if (!gradient.defined()) {
       return found;
     }
-    const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
-    const Tensors saved = context->get_saved_variables();
-    std::optional<at::AutoDispatchBelowADInplaceOrView> below_autograd;
-    if (!at::GradMode::is_enabled()) {
-      below_autograd.emplace();
-    }
+    const BackwardScope scope(context);
+    const Tensors& saved = scope.saved;
     const bool of_first = context->needs_input_grad(0), of_second = context->needs_input_grad(1);
     const auto kind = static_cast<Kind>(context->saved_data["kind"].toInt());
     const auto wide = [](const Tensor& tensor) { return tensor.defined() ? converted(tensor, at::kFloat) : tensor; };
@@ -200,12 +209,8 @@ class FusedAttention : public torch::autograd::Function<FusedAttention> {
     if (!gradients.front().defined()) {
       return found;
     }
-    const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
-    const Tensors saved = context->get_saved_variables();
-    std::optional<at::AutoDispatchBelowADInplaceOrView> below_autograd;
-    if (!at::GradMode::is_enabled()) {
-      below_autograd.emplace();
-    }
+    const BackwardScope scope(context);
+    const Tensors& saved = scope.saved;
     auto& data = context->saved_data;
     const ScalarType dtype = data["dtype"].toScalarType();
     const auto [of_query, of_key, of_value] = at::_scaled_dot_product_flash_attention_for_cpu_backward(
