@@ -11,11 +11,12 @@ from typing_extensions import override
 
 from polycast import Availability, Backend, Int4, Int8, LowBitKernel, Recipe, hookimpl
 
-from .few_rows import few_rows_kernels
+from .few_rows import few_rows_availability, few_rows_kernels
 from .instructions import missing_instructions
 from .int4 import int4_kernels
 from .int8 import int8_availability, int8_kernels
 from .kernels import KERNELS
+from .lookup import lookup_kernels
 from .policies import op_table
 from .processor import processor_details
 
@@ -55,7 +56,7 @@ class CpuBackend(Backend):
     @override
     def low_bit_kernels(self, recipe: Recipe) -> Mapping[str, LowBitKernel]:
         if recipe.kind == "fastest":
-            return few_rows_kernels()
+            return {**few_rows_kernels(), **lookup_kernels()} if few_rows_availability() else {}
         if isinstance(recipe, Int4):
             return int4_kernels(recipe.group_size)
         return int8_kernels(recipe.scales) if isinstance(recipe, Int8) else {}

@@ -10,6 +10,7 @@
 #include "isa.h"
 #include "linear.h"
 #include "pack.h"
+#include "recorded_lookup.h"
 
 namespace polycast_cpu {
 
@@ -46,6 +47,10 @@ TORCH_LIBRARY(polycast_cpu, library) {
   library.def("few_rows_matmul(Tensor x, Tensor weight, Tensor cast, ScalarType dtype, int simd) -> Tensor");
   library.def("few_rows_addmm(Tensor bias, Tensor x, Tensor weight, Scalar beta, Scalar alpha, Tensor cast, "
               "ScalarType dtype, int simd) -> Tensor");
+  library.def("lookup_gelu(Tensor x, str approximate, Tensor cast, ScalarType dtype) -> Tensor");
+  for (const std::string name : {"mish", "sigmoid", "silu", "tanh"}) {
+    library.def(("lookup_" + name + "(Tensor x, Tensor cast, ScalarType dtype) -> Tensor").c_str());
+  }
 }
 
 TORCH_LIBRARY_IMPL(polycast_cpu, CPU, library) {
@@ -64,6 +69,7 @@ TORCH_LIBRARY_IMPL(polycast_cpu, CPU, library) {
   library.impl("few_rows_linear", few_rows_linear);
   library.impl("few_rows_matmul", few_rows_matmul);
   library.impl("few_rows_addmm", few_rows_addmm);
+  impl_lookups(library, /*records=*/false);
 }
 
 TORCH_LIBRARY_IMPL(polycast_cpu, Meta, library) {
@@ -83,13 +89,14 @@ TORCH_LIBRARY_IMPL(polycast_cpu, Meta, library) {
   library.impl("few_rows_addmm", fake_addmm<T, ScalarType, int64_t>);
 }
 
-// Nothing is recorded: skip torch's fallback, which would look for gradients.
+// Of most ops nothing is recorded: skip torch's fallback, which would look for gradients.
 TORCH_LIBRARY_IMPL(polycast_cpu, Autograd, library) {
   for (const char* op : {"int8_pack", "int8_linear", "int8_matmul", "int8_addmm", "int8_conv1d", "int8_conv1d.padding",
-                         "int8_conv2d", "int8_conv2d.padding", "int4_pack", "int4_linear", "int4_matmul", "int4_addmm", "few_rows_linear", "few_rows_matmul",
-                         "few_rows_addmm"}) {
+                         "int8_conv2d", "int8_conv2d.padding", "int4_pack", "int4_linear", "int4_matmul", "int4_addmm",
+                         "few_rows_linear", "few_rows_matmul", "few_rows_addmm"}) {
     library.impl(op, torch::CppFunction::makeFallthrough());
   }
+  impl_lookups(library, /*records=*/true);
 }
 
 }  // namespace polycast_cpu

@@ -120,7 +120,7 @@ def install_for(settings: Settings) -> None:
     kernels, override = None, settings.override
     try:
         if settings.enabled or override is not None:
-            kernels = kernels_of(settings.device_type, () if override is None else override.policies)
+            kernels = kernels_of(settings.device_type, () if override is None else override.added)
     except BackendNotFoundError:
         if not settings.absolute:  # a snapshot may have a region of torch's, for a device without a backend
             raise

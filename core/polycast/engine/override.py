@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from ..common.cached_property import cached_property
 from ..policy.cast_policy import CastPolicy
 from ..policy.recipe import Recipe
-from ..policy.recipe_arguments import COMPOSED_OPS
+from ..policy.recipe_arguments import COMPOSED_OPS, POINTWISE_OPS
 from .disable_dynamo import disable_dynamo
 
 
@@ -71,6 +71,11 @@ class Override:
         if self.recipe is None:
             return frozenset()
         return self.recipe.overloads - self.policies.keys() - (COMPOSED_OPS.keys() if self.policies else frozenset())
+
+    @cached_property
+    def added(self) -> frozenset[str]:
+        """The ops that need a kernel whether or not they are in the backend's table."""
+        return (self.low_bit & POINTWISE_OPS).union(self.policies)
 
     @disable_dynamo
     def over(self, parent: "Override | None") -> "Override":

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any, Literal, TypeAlias
 
 from .names import hint
-from .recipe_arguments import MATMULS, PRODUCTS, Unknown
+from .recipe_arguments import MATMULS, POINTWISE, PRODUCTS, Unknown
 from .recipe_base import Recipe as Recipe
 from .recipe_base import kinds, restored
 
@@ -107,6 +107,8 @@ class Fastest(Recipe):
     - the backend's own kernel for the fast dtype, with the same cast, or with the float32 weight as it is;
     - float32: the weight as it is, neither cast nor cached, and the activations converted.
 
+    The backend's kernels, if it has any, compute functions of one number (`gelu` and others), with torch's results.
+
     Outputs have the fast dtype. In training, forward and backward are chosen separately, and activations are saved in
     the fast dtype. The choice depends on the op, on the sizes of its arguments up to a factor of two, on their dtypes,
     on whether autograd records it, and on whether the weight's cast will be found in a cache.
@@ -115,7 +117,7 @@ class Fastest(Recipe):
         profile: a :class:`DeviceProfile`, or the path of a saved one, so that choices are the same on every machine.
             None: the profile of this machine, which the first region measures if there is none.
         ops: the ops to compute the fastest way, by names as in a :class:`Policy`; of these, the ones with the policy
-            LOWER_PRECISION_FP.
+            LOWER_PRECISION_FP, and functions of one number without a policy.
         min_size: the smallest number of elements of a weight, or of the second matrix, for which to choose.
 
     Raises:
@@ -133,7 +135,7 @@ class Fastest(Recipe):
     kind = "fastest"
     needs_kernels = False
     profile: Any = None
-    ops: Sequence[str] = PRODUCTS
+    ops: Sequence[str] = (*PRODUCTS, *POINTWISE)
     min_size: int = 0
 
     def check(self) -> None:

@@ -17,7 +17,10 @@ PRODUCTS = (
     *("scaled_dot_product_attention", "_addmm_activation", "_native_multi_head_attention", "mkldnn_rnn_layer"),
     "_transformer_encoder_layer_fwd",
 )
-"""The ops of `Fastest`, by default."""
+"""The matmuls, convolutions and layers of `Fastest`, by default."""
+POINTWISE = ("gelu", "mish", "sigmoid", "silu", "tanh")
+"""The functions of one number of `Fastest`, by default: kernels of backends compute them, with the same results."""
+POINTWISE_OPS = frozenset(f"aten::{name}" for name in POINTWISE)
 COMPOSED_OPS = {
     "aten::_transformer_encoder_layer_fwd": (
         *("aten::_native_multi_head_attention", "aten::_addmm_activation", "aten::addmm", "aten::layer_norm"),
@@ -26,6 +29,8 @@ COMPOSED_OPS = {
 }
 """The ops that have no policy, since the ops that they call have one, and that a recipe can compute as one. By op, the
 ops that it calls."""
+WITHOUT_POLICY = COMPOSED_OPS.keys() | POINTWISE_OPS
+"""The ops that a recipe can compute although they have no policy."""
 SIMPLE_TYPES = (bool, int, float, str)
 """The types that settings are checked for."""
 
@@ -84,7 +89,7 @@ def read_ops(ops: Iterable[str]) -> tuple[str, ...]:
     if isinstance(ops, str) or not isinstance(ops, Iterable):
         raise TypeError(f"ops must be names of ops, such as ('linear', 'mm'), got {ops!r}")
     given = tuple(ops)
-    return given if given in (MATMULS, PRODUCTS, ()) else _known_ops(given)
+    return given if given in (MATMULS, (*PRODUCTS, *POINTWISE), ()) else _known_ops(given)
 
 
 def text_of(name: str, value: Any) -> str:

@@ -17,7 +17,7 @@ from ..plugins.registry import registry
 from ..policy.cast_policy import CastPolicy
 from ..policy.names import OpName, known_overloads, read_op
 from ..policy.recipe import RecipeLike, read_recipe
-from ..policy.recipe_arguments import COMPOSED_OPS
+from ..policy.recipe_arguments import WITHOUT_POLICY
 from ..policy.registered import registrations
 from ..policy.schemas import find_op, flatten_arguments
 from ..policy.value import PolicyLike
@@ -93,7 +93,7 @@ def _without_arguments(op: str, region: Settings, backend: Backend) -> Explanati
     override = region.override
     if override is None or override.recipe is None or op not in override.low_bit:
         return found
-    if policy is not CastPolicy.LOWER_PRECISION_FP and not (policy is None and op in COMPOSED_OPS):
+    if policy is not CastPolicy.LOWER_PRECISION_FP and not (policy is None and op in WITHOUT_POLICY):
         return found
     declined = low_bit.why_no_kernel(override, op, region.device_type)
     return replace(found, recipe=override.recipe.short, declined=declined)

@@ -8,6 +8,8 @@ import torch
 
 from ..plugins.backend import LowBitKernel
 from ..policy.recipe import Fastest
+from ..policy.recipe_arguments import POINTWISE_OPS
+from ..policy.schemas import find_op, flatten_arguments, unflatten_arguments
 from .low_bit import LINEAR_OPS, LinearOp, assert_within, run_prepared
 from .recipe_checks import arguments_of, kernel_calls
 from .subject import Device, Subject, require
@@ -56,6 +58,38 @@ class KernelOptionChecks(Subject):
                     taken = _check_fast_kernel(device, kernel, product, args, dtype) or taken
         if not taken:
             pytest.skip("the backend has no kernels of the fast dtype that take the suite's arguments")
+
+    def test_kernels_of_pointwise_ops(self, device: Device) -> None:
+        """A kernel of a function of one number returns what torch's op does, and autograd records it."""
+        device.skip_if_fake("there are no values")
+        torch.default_generator.manual_seed(0)
+        taken = False
+        for op, kernel in _kernels_by_cast(device).items():
+            for dtype in device.fast_dtypes() if op in POINTWISE_OPS else ():
+                taken = _check_pointwise_kernel(device, op, kernel, dtype) or taken
+        if not taken:
+            pytest.skip("the backend has no kernels of pointwise ops that take the suite's arguments")
+
+
+def _check_pointwise_kernel(device: Device, op: str, kernel: LowBitKernel, dtype: torch.dtype) -> bool:
+    """Check a call of a kernel; return whether the kernel takes it."""
+    x = device.put((4 * torch.randn(64, 512)).to(dtype)).requires_grad_()
+    overload = find_op(op)
+    assert overload is not None  # the backend has a kernel of it
+    args = flatten_arguments(overload, (x,), {})
+    if kernel.unsupported_reason(*args) is not None:
+        return False
+    found = run_prepared(kernel, (x,), *args, dtype=dtype, records=True)
+    positional, named = unflatten_arguments(overload, args)
+    expected = overload(*positional, **named)
+    where = f"{op} by the kernel of {dtype} on {device.type}"
+    require(torch.equal(found, expected), f"{where}: the result is not that of torch")
+    gradients = [torch.autograd.grad(each.float().square().sum(), x)[0] for each in (found, expected)]
+    try:
+        torch.testing.assert_close(*gradients, rtol=2 * torch.finfo(dtype).eps, atol=1e-5)
+    except AssertionError as failure:
+        raise AssertionError(f"{where}: the gradient is not that of torch: {failure}") from None
+    return True
 
 
 def _kernels_by_cast(device: Device) -> Mapping[str, LowBitKernel]:

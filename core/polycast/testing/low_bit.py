@@ -144,9 +144,9 @@ def assert_within(actual: torch.Tensor, expected: torch.Tensor, error: torch.Ten
 
 
 def run_prepared(
-    kernel: LowBitKernel, prepared: tuple[torch.Tensor, ...], *args: Any, dtype: torch.dtype
+    kernel: LowBitKernel, prepared: tuple[torch.Tensor, ...], *args: Any, dtype: torch.dtype, records: bool = False
 ) -> torch.Tensor:
-    """Call a kernel with a prepacked weight, in a region with a fast dtype.
+    """Call a kernel with a prepacked weight, in a region with a fast dtype; `records`: with autograd.
 
     Raises:
         AssertionError: it returns another dtype than `dtype`.
@@ -155,7 +155,7 @@ def run_prepared(
     before = torch.get_autocast_dtype(device_type)
     torch.set_autocast_dtype(device_type, dtype)
     try:
-        with torch.no_grad():
+        with torch.set_grad_enabled(records):
             result = kernel.run(prepared, *args)
     finally:
         torch.set_autocast_dtype(device_type, before)

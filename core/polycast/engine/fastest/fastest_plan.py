@@ -9,7 +9,7 @@ from typing_extensions import override
 from ...plugins.backend import Backend, LowBitKernel
 from ...policy.dtypes import dtype_name
 from ...policy.recipe import Fastest
-from ...policy.recipe_arguments import COMPOSED_OPS, resolve
+from ...policy.recipe_arguments import COMPOSED_OPS, POINTWISE_OPS, resolve
 from ...policy.registered import policies_for
 from ...profiling.device_profile import DeviceProfile
 from ...torch_internals.names import (
@@ -25,7 +25,7 @@ from ..inference import in_function
 from ..kernels import is_in_fast_dtype
 from ..low_bit.actions import AS_IT_IS, CACHED_CAST, FALL_BACK, FLOAT32, Action, ActionKind, Results
 from ..low_bit.listeners import listeners, notify
-from ..low_bit.plan import FLOATS, SMALL, SUBCLASS, Plan, is_special
+from ..low_bit.plan import FLOATS, NO_KERNEL, SMALL, SUBCLASS, Plan, is_special
 from .attention import RecordedAttention
 from .choose_way import NO_FAST_KERNEL, Conversions, Way, choose, is_unsupported, name_of
 from .in_dtype import computed_in, results_in
@@ -39,6 +39,9 @@ TRACED_MASK = "its mask is boolean: inductor's code for such attention in float3
 NARROW_WEIGHT = "its weight is not float32"
 REGISTERED = "a policy is registered for an op of torch's, which it may call"
 OTHER_OPS = "an op that it calls has another policy in the table, or a kernel of another library"
+SAME_RESULTS = "the backend's kernel has the same results"
+OTHER_DTYPE = "its input is not in the fast dtype"
+COMPILED = "compilers make one kernel of it and the ops around it"
 FEW_ROWS = "of few rows, the ops that it calls are computed one by one"
 _ROWS_OF_COMPOSED = 16
 """The least rows of an op that is computed as one. Of fewer, backends may have kernels for the ops that it calls."""
@@ -76,6 +79,8 @@ class FastestPlan(Plan):
     def why_no_kernel(self, op: str) -> str | None:
         if op in COMPOSED_OPS and not is_in_fast_dtype(op, self.backend):
             return OTHER_OPS
+        if op in POINTWISE_OPS:
+            return None if op in self.kernels else NO_KERNEL
         return None if self.profile is not None else NO_PROFILE
 
     @override
@@ -93,7 +98,8 @@ class FastestPlan(Plan):
         else:
             found = self.choice(op, args, cache, dtype, plain)
         if isinstance(found, str):
-            notify(self.device_type, self.recipe.short, op, found)
+            if op not in POINTWISE_OPS:  # which runs as without the recipe
+                notify(self.device_type, self.recipe.short, op, found)
             return None, None if listeners or found in _UNKEPT else FALL_BACK
         notify(self.device_type, f"{self.recipe.short}:{name_of(found.way, dtype)}", op, None)
         result, action = self._compute(found, op, args, cache, dtype)
@@ -111,6 +117,8 @@ class FastestPlan(Plan):
             dtype: the fast dtype.
             plain: skip the checks of single tensors, which the caller has made.
         """
+        if op in POINTWISE_OPS:
+            return self._why_not_pointwise(op, args, dtype, plain) or PlannedCall(Way.KERNEL, SAME_RESULTS)
         profile = self.profile
         if profile is None and op != _RECURRENT:
             return NO_PROFILE
@@ -151,6 +159,20 @@ class FastestPlan(Plan):
         conversions = self._conversions(args, cache)
         way, why = choose(profile, dtype, product, conversions, self._ways_by_kernel(op, args, position))
         return why if op in COMPOSED_OPS and way is Way.FAST else PlannedCall(way, why)
+
+    def _why_not_pointwise(self, op: str, args: Sequence[Any], dtype: torch.dtype, plain: bool) -> str | None:
+        """Return why torch's kernel computes a pointwise op; None if the backend's does."""
+        kernel = self.kernels.get(op)
+        if kernel is None:
+            return NO_KERNEL
+        if not caching_is_safe():
+            return COMPILED
+        if not plain and (reason := self._unsupported_tensor(args, False)) is not None:
+            return reason
+        x = args[0]
+        if x.dtype is not dtype:
+            return OTHER_DTYPE
+        return SUBCLASS if not plain and is_special(x) else kernel.unsupported_reason(*args)
 
     def _why_by_parts(self, op: str, product: Product, args: Sequence[Any]) -> str | None:
         """Return why the ops that a composed op calls are computed one by one, in any case; None if there is none."""

@@ -88,15 +88,15 @@ PyObject* make_registrations(PyTypeObject*, PyObject* arguments, PyObject*) {
 
 IsCapturing capturing(PyObject* function) { return IsCapturing(function == Py_None ? Object() : Object::borrow(function)); }
 
-// impl(name, number, policy, refusal, with_dtype, is_capturing)
+// impl(name, number, policy, has_recipes, refusal, with_dtype, is_capturing)
 PyObject* registrations_impl(PyObject* self, PyObject* arguments) {
   const char *name, *refusal, *with_dtype;
   long long number;
-  int policy;
+  int policy, has_recipes;
   PyObject* is_capturing;
-  parse(arguments, "sLiszO", &name, &number, &policy, &refusal, &with_dtype, &is_capturing);
+  parse(arguments, "sLipszO", &name, &number, &policy, &has_recipes, &refusal, &with_dtype, &is_capturing);
   Holder<KernelRegistrations>::unwrap(self)->impl(
-      name, Op{number, static_cast<Policy>(policy), refusal, std::nullopt}, with_dtype, capturing(is_capturing));
+      name, Op{number, static_cast<Policy>(policy), has_recipes != 0, refusal, std::nullopt}, with_dtype, capturing(is_capturing));
   return Py_NewRef(Py_None);
 }
 

@@ -11,6 +11,7 @@ from typing_extensions import override
 from ...errors import StaleWeightError
 from ...plugins.backend import Backend, overrides_is_capturing
 from ...policy.cast_policy import CastPolicy
+from ...policy.recipe_arguments import WITHOUT_POLICY
 from ...policy.schemas import overload_with_dtype
 from ...torch_internals.dispatcher import OpOverload
 from ..casts.cast_cache import CastCache, cache_by_identity
@@ -177,6 +178,7 @@ class _NativeKernels(Kernels):
             name,
             self._engine.number(name),
             _POLICIES["NONE" if policy is None else policy.name],
+            policy is CastPolicy.LOWER_PRECISION_FP or (policy is None and name in WITHOUT_POLICY),
             refusal(self.backend, name),
             None if with_dtype is None else f"{with_dtype._schema.name}.{with_dtype._schema.overload_name}",
             self._is_capturing,

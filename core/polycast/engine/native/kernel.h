@@ -19,6 +19,7 @@ constexpr c10::DispatchKeySet kNoOpKeys{
 struct Op {
   int64_t number;
   Policy policy;
+  bool has_recipes;  // whether a recipe can compute it: see WITHOUT_POLICY in recipe_arguments.py
   std::string refusal;  // the error of a BANNED op
   std::optional<c10::OperatorHandle> with_dtype;  // for FP32_APPEND_DTYPE, the overload with a dtype
 };
@@ -43,7 +44,7 @@ class Kernel final : public c10::OperatorKernel {
         skipped_(keys_ | kNoOpKeys),
         is_composed_(
             op_.policy == Policy::kNone && handle.operator_name() == c10::OperatorName("aten::_transformer_encoder_layer_fwd", "")),
-        policy_for_recipes_(is_composed_ ? Policy::kLowerPrecisionFp : op_.policy),
+        policy_for_recipes_(op_.has_recipes ? Policy::kLowerPrecisionFp : op_.policy),
         skips_autograd_(can_skip_autograd(op_, handle)),
         takes_batches_(handle.operator_name() == c10::OperatorName("aten::linear", "") ||
                        handle.operator_name() == c10::OperatorName("aten::matmul", "")),
@@ -252,7 +253,7 @@ class Kernel final : public c10::OperatorKernel {
   const c10::DispatchKeySet keys_;   // the Autocast key
   const c10::DispatchKeySet below_;  // all below it
   const c10::DispatchKeySet device_keys_, skipped_;
-  const bool is_composed_;  // one of COMPOSED_OPS in recipe_arguments.py, which a recipe can compute although it has no policy
+  const bool is_composed_;  // one of COMPOSED_OPS in recipe_arguments.py
   const Policy policy_for_recipes_;
   const bool skips_autograd_;
   const bool takes_batches_;  // and multiplies each by one matrix

@@ -120,7 +120,7 @@ C10_NOINLINE Results ask_python(const RecipeCall& call, c10::ArrayRef<c10::IValu
   PyObject *result, *action;
   parse(performed.get(), "OO", &result, &action);
   if (metadata != nullptr && action != Py_None) {
-    if (auto kept = action_of(action, arguments); kept != nullptr && (!metadata->records || kept->kind != Action::Kind::kOperator)) {
+    if (auto kept = action_of(action, arguments); kept != nullptr) {
       Decisions::of_thread().keep(*metadata, std::move(kept), epoch);
     }
   }
@@ -147,9 +147,15 @@ C10_NOINLINE Results low_bit(const RecipeCall& call, torch::jit::Stack arguments
   return ask_python(call, arguments, &metadata);
 }
 
-// Whether low-bit kernels take the arguments of a signature.
+// Whether low-bit kernels take the arguments of a signature: of ops with a weight, and of functions of one number.
 template <class Signature>
 constexpr bool is_for_low_bit = false;
+
+template <>
+constexpr bool is_for_low_bit<Tensor(const Tensor&)> = true;
+
+template <>
+constexpr bool is_for_low_bit<Tensor(const Tensor&, c10::string_view)> = true;
 
 template <class... Args>
 constexpr bool is_for_low_bit<Tensor(const Tensor&, const Tensor&, Args...)> =

@@ -101,6 +101,12 @@ struct ArgumentLayout {
   }
 };
 
+template <class...>
+constexpr bool begins_with_tensors = false;
+
+template <class... Args>
+constexpr bool begins_with_tensors<const Tensor&, const Tensor&, Args...> = true;
+
 // Return an argument or its cast.
 template <class Arg>
 C10_ALWAYS_INLINE decltype(auto) used(std::remove_reference_t<Arg>& arg, const void* address) {
@@ -126,12 +132,14 @@ struct c10::impl::wrap_kernel_functor_unboxed_<Unboxed<Result(Args...)>, Result(
       const Kernel& kernel, c10::DispatchKeySet keys, std::index_sequence<I...>, std::remove_reference_t<Args>&... args) {
     if constexpr (is_for_low_bit<Result(Args...)>) {
       if (C10_UNLIKELY(kernel.has_recipe())) {
-        const auto given_tensors = std::tie(args...);
-        if (const Tensor& first = std::get<0>(given_tensors); kernel.copies_matrix(keys, first, std::get<1>(given_tensors))) {
-          const Tensor laid_out = kernel.laid_out(first);
-          return [&](const Tensor&, auto&... others) {
-            return run(kernel, keys, std::index_sequence<I...>(), laid_out, others...);
-          }(args...);
+        if constexpr (begins_with_tensors<Args...>) {
+          const auto given_tensors = std::tie(args...);
+          if (const Tensor& first = std::get<0>(given_tensors); kernel.copies_matrix(keys, first, std::get<1>(given_tensors))) {
+            const Tensor laid_out = kernel.laid_out(first);
+            return [&](const Tensor&, auto&... others) {
+              return run(kernel, keys, std::index_sequence<I...>(), laid_out, others...);
+            }(args...);
+          }
         }
         static constexpr std::array<Box, sizeof...(Args)> kBoxes{&boxed<std::decay_t<Args>>...};
         const std::array<const void*, sizeof...(Args)> given{std::addressof(args)...};

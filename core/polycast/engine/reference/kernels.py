@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from ...plugins.backend import Backend
 from ...policy.cast_policy import CastPolicy
-from ...policy.recipe_arguments import COMPOSED_OPS
+from ...policy.recipe_arguments import COMPOSED_OPS, WITHOUT_POLICY
 from ...policy.schemas import flatten_arguments
 from ...torch_internals.dispatcher import DispatchKeySet, OpOverload, excluding, keys_below, keys_of, redispatch
 from ..casts.cast_cache import cache_by_identity
@@ -119,7 +119,7 @@ class _Kernel:
             )
 
     def _may_have_recipe(self, policy: CastPolicy | None) -> bool:
-        return policy is CastPolicy.LOWER_PRECISION_FP or (policy is None and self._name in COMPOSED_OPS)
+        return policy is CastPolicy.LOWER_PRECISION_FP or (policy is None and self._name in WITHOUT_POLICY)
 
     def _is_plain(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         """Return whether only autograd is above the device's kernel for these arguments, and records nothing."""

@@ -1,0 +1,263 @@
+"""Functions of one number in regions with recipe "fastest": by kernels of the backend, with the results of torch's."""
+
+import copy
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import polycast
+from polycast import autocast
+from polycast.engine.low_bit.listeners import listeners
+from polycast_cpu.few_rows import few_rows_availability
+
+AVAILABLE = few_rows_availability()
+pytestmark = [
+    pytest.mark.skipif(not AVAILABLE, reason=f"no kernels here: {AVAILABLE.reason}"),
+    pytest.mark.usefixtures("engine"),
+]
+FUNCTIONS = {
+    "gelu": F.gelu,
+    "gelu by tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "mish": F.mish,
+    "sigmoid": torch.sigmoid,
+    "silu": F.silu,
+    "tanh": torch.tanh,
+}
+
+
+@pytest.fixture(params=FUNCTIONS)
+def function(request):
+    """Return a function of one number."""
+    return FUNCTIONS[request.param]
+
+
+@pytest.fixture
+def x():
+    """Return numbers in bfloat16, enough for kernels of the backend."""
+    torch.manual_seed(0)
+    return torch.randn(160, 128).bfloat16()
+
+
+@pytest.fixture
+def computed():
+    """Return a list that gets the ops that the recipe computes in this thread."""
+    found = []
+
+    def note(device_type, recipe, op, reason):
+        found.append((recipe, op, reason))
+
+    listeners.add(note, threading.get_ident())
+    yield found
+    listeners.remove(note)
+
+
+def fastest(**options):
+    return autocast("cpu", recipe="fastest", **options)
+
+
+def test_results_are_those_of_torch(function, x):
+    expected = function(x)
+    with torch.no_grad(), fastest():
+        for _ in range(3):
+            assert torch.equal(function(x), expected)
+
+
+def test_the_backend_computes_them(function, x, computed):
+    with torch.no_grad(), fastest():
+        function(x)
+    ((recipe, op, reason),) = computed
+    assert (recipe, reason) == ("fastest:bfloat16 kernel", None)
+    assert op.startswith("aten::")
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        lambda x: x.float(),
+        lambda x: x.double(),
+        lambda x: x.half(),
+        lambda x: x[:4],
+        lambda x: x[:, ::2],
+    ],
+    ids=["float32", "float64", "float16", "few", "not dense"],
+)
+def test_others_are_left_to_torch_as_they_are(given, x, computed):
+    given = given(x)
+    expected = F.silu(given)
+    with torch.no_grad(), fastest():
+        for _ in range(2):
+            result = F.silu(given)
+            assert result.dtype is given.dtype
+            assert torch.equal(result, expected)
+    assert computed == []  # torch's op is no fall back
+
+
+def test_float16_regions(x, computed):
+    x = x.half()
+    expected = F.silu(x)
+    with torch.no_grad(), autocast("cpu", torch.float16, recipe="fastest"):
+        assert torch.equal(F.silu(x), expected)
+    assert computed == [("fastest:float16 kernel", "aten::silu", None)]
+
+
+def test_a_policy_takes_the_recipe_off_an_op(x, computed):
+    with torch.no_grad(), fastest(policy={"silu": "fp32"}):
+        assert F.silu(x).dtype is torch.float32
+        assert torch.tanh(x).dtype is torch.bfloat16
+    assert [op for _, op, _ in computed] == ["aten::tanh"]
+
+
+def test_a_registered_policy_goes_before_the_recipe(x, computed):
+    registered = polycast.register_op("silu", "fp32", device_type="cpu")
+    try:
+        with torch.no_grad(), fastest():
+            assert F.silu(x).dtype is torch.float32
+    finally:
+        registered.remove()
+    assert computed == []
+
+
+def test_the_recipe_names_its_ops(x, computed):
+    with torch.no_grad(), autocast("cpu", recipe=polycast.Fastest(ops=("linear",))):
+        F.silu(x)
+    with torch.no_grad(), autocast("cpu", recipe=polycast.Fastest(ops=("silu",))):
+        F.silu(x)
+    with torch.no_grad(), fastest(), autocast("cpu", recipe="none"):
+        F.silu(x)
+    assert [op for _, op, _ in computed] == ["aten::silu"]
+
+
+def test_regions_without_the_recipe_pass_them_on(function, x, computed):
+    with fastest(), torch.no_grad():
+        function(x)
+    computed.clear()
+    for given in (x, x.float(), x[:, ::3]):
+        expected = function(given)
+        with autocast("cpu"):
+            result = function(given)
+        assert result.dtype is given.dtype
+        assert torch.equal(result, expected)
+        assert torch.equal(function(given), expected)
+    assert computed == []
+
+
+def step(function, x, region):
+    """Return a result and the gradient of its sum of squares."""
+    leaf = x.clone().requires_grad_()
+    with region:
+        result = function(leaf * 1)
+    return result, *torch.autograd.grad(result.float().square().sum(), leaf)
+
+
+def test_training(function, x, computed):
+    expected = step(function, x, torch.autocast("cpu", enabled=False))
+    for _ in range(3):
+        result, gradient = step(function, x, fastest())
+        assert torch.equal(result, expected[0])
+        # Each is rounded once, from numbers that are computed in another order.
+        torch.testing.assert_close(gradient, expected[1], rtol=2**-7, atol=1e-5)
+    assert "fastest:bfloat16 kernel" in {recipe for recipe, _, _ in computed}
+
+
+def test_training_with_checkpoints(function, x):
+    for reentrant in (False, True):
+        leaf = x.clone().requires_grad_()
+        with fastest():
+            result = checkpoint(function, leaf * 1, use_reentrant=reentrant)
+        (gradient,) = torch.autograd.grad(result.float().square().sum(), leaf) if not reentrant else (None,)
+        if reentrant:
+            result.float().square().sum().backward()
+            gradient = leaf.grad
+        assert torch.equal(gradient, step(function, x, fastest())[1])
+
+
+def test_a_model_and_its_copy(x):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(128, 128), nn.GELU(), nn.Linear(128, 8))
+    other = copy.deepcopy(model)
+    for each, activation in ((model, model[1]), (other, nn.Identity())):
+        each[1] = activation
+    hooked = []
+    model[1].register_forward_hook(lambda module, args, out: hooked.append((args[0], out)))
+    with torch.no_grad(), fastest():
+        model(x.float())
+        other(x.float())
+    ((given, out),) = hooked
+    assert given.dtype is out.dtype is torch.bfloat16
+    assert torch.equal(out, F.gelu(given))
+
+
+def test_forward_mode_and_transforms(function, x):
+    tangent = torch.ones_like(x)
+    expected = torch.func.jvp(function, (x,), (tangent,))
+    each = torch.func.vmap(function)(x)
+    gradient = torch.func.grad(lambda x: function(x).sum())(x)
+    with fastest():
+        function(x)
+        found = torch.func.jvp(function, (x,), (tangent,))
+        assert all(map(torch.equal, found, expected))
+        assert torch.equal(torch.func.vmap(function)(x), each)
+        assert torch.equal(torch.func.grad(lambda x: function(x).sum())(x), gradient)
+        with torch.autograd.forward_ad.dual_level():
+            dual = torch.autograd.forward_ad.make_dual(x, tangent)
+            result, change = torch.autograd.forward_ad.unpack_dual(function(dual))
+        assert torch.equal(result, expected[0])
+        assert torch.equal(change, expected[1])
+
+
+def test_modes_and_subclasses_see_the_op_of_torch(function, x):
+    seen = []
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func.namespace)
+            return func(*args, **(kwargs or {}))
+
+    with torch.no_grad(), fastest():
+        function(x)
+        with Mode():
+            function(x)
+    assert seen == ["aten"]
+
+
+def test_compiled_code_has_the_op_of_torch(function, x):
+    torch._dynamo.reset()
+    graphs = []
+
+    def backend(graph, example_inputs):
+        graphs.append(graph)
+        return graph
+
+    @torch.compile(backend=backend)
+    def run(x):
+        with fastest():
+            return function(x)
+
+    expected = function(x)
+    assert torch.equal(run(x), expected)
+    assert not any("lookup" in str(node.target) for graph in graphs for node in graph.graph.nodes)
+    torch._dynamo.reset()
+
+
+def test_explain(x):
+    with fastest():
+        text = str(polycast.explain("gelu", "cpu", x))
+        other = str(polycast.explain("gelu", "cpu", x.float()))
+    assert "the recipe fastest computes it in bfloat16 kernel: the backend's kernel has the same results" in text
+    assert "its input is not in the fast dtype" in other
+
+
+def test_threads_share_the_tables(function, x, in_thread):
+    expected = function(x)
+
+    def run():
+        with torch.no_grad(), fastest():
+            return function(x)
+
+    results = [in_thread(run) for _ in range(3)]
+    assert all(torch.equal(result, expected) for result in results)
