@@ -47,8 +47,8 @@ _TRAINED = "GPT-2 of 6 layers, training step of 4 x 128 tokens"
 def ways() -> dict[str, Way]:
     """Return all ways. The first of each process are never slow, and regions with a cache share it, to save memory.
 
-    All but torch.autocast run in the process of polycast's kernels, which ops outside of regions do not meet. Float32 in
-    the other process shows how much two processes differ that compute the same.
+    All but torch.autocast run in the process of polycast's kernels, which ops outside of regions do not meet. Float32
+    in the other process shows how much two processes differ that compute the same.
 
     Functions make the regions: functools.partial would take a third of the time of making one.
     """
