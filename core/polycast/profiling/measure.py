@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import torch
 
 from ..plugins.backend import Backend
-from ..torch_internals.names import disable_current_modes
+from ..torch_internals.private_names import disable_current_modes
 from .conditions import Conditions
 from .device_profile import DeviceProfile
 from .listeners import measuring

@@ -8,7 +8,7 @@ from torch.nn.attention import SDPBackend
 
 from ...policy.schemas import find_op
 from ...torch_internals.dispatcher import disable_autocast, dispatch_key_for_device, has_kernel_for_dispatch_key
-from ...torch_internals.names import size_hint
+from ...torch_internals.private_names import size_hint
 from ..casts.weights import caching_is_safe
 from ..low_bit.actions import Action, ActionKind
 from ..low_bit.plan import FLOATS, is_special

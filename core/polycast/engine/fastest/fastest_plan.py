@@ -12,7 +12,7 @@ from ...policy.recipe import Fastest
 from ...policy.recipe_arguments import COMPOSED_OPS, resolve
 from ...policy.registered import policies_for
 from ...profiling.device_profile import DeviceProfile
-from ...torch_internals.names import (
+from ...torch_internals.private_names import (
     is_intercepted,
     onednn_supports,
     size_hint,

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...profiling.cases import ATTENTION
-from ...torch_internals.names import size_hint
+from ...torch_internals.private_names import size_hint
 from ..low_bit.actions import Action, ActionKind
 from .attention import RecordedAttention
 from .functions import Convolution, ConvolutionSettings, Forward, Gradients, RecordedProduct

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from ...torch_internals.names import is_intercepted
+from ...torch_internals.private_names import is_intercepted
 from .. import state
 from ..casts.cast_cache import CastCache
 from ..casts.not_prepacked import INTERCEPTED
