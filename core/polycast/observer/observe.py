@@ -20,9 +20,9 @@ from . import compilations, module_calls
 from .counting import facts_of
 from .facts import Facts, Run
 from .known_modules import KnownModules
-from .loading import load_observer
 from .low_bit_counts import LowBitCounts
 from .observation import Observation
+from .observer_library import load_observer
 from .recorder import NONFINITE, read
 from .records import LowBit
 from .step_origin import StepOrigins
