@@ -13,8 +13,8 @@ from torch import nn
 
 from ..common.listeners import Listeners
 from ..common.versions import versions
-from ..engine.low_bit.listeners import listeners as low_bit_listeners
-from ..profiling.listeners import listeners as profiling_listeners
+from ..engine.low_bit.recipe_listeners import listeners as low_bit_listeners
+from ..profiling.measuring_listeners import listeners as profiling_listeners
 from ..region.recording_scaler import listeners as scaler_listeners
 from . import compilations, module_calls
 from .counting import facts_of

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
-from ..engine.low_bit.listeners import listeners as low_bit_listeners
+from ..engine.low_bit.recipe_listeners import listeners as low_bit_listeners
 from ..plugins.registry import get_backend
 from ..policy.dtypes import dtype_name
 from ..policy.recipe import Recipe, RecipeLike

@@ -9,7 +9,7 @@ from ..plugins.backend import Backend
 from ..torch_internals.private_names import disable_current_modes
 from .conditions import Conditions
 from .device_profile import DeviceProfile
-from .listeners import measuring
+from .measuring_listeners import measuring
 from .op_timer import OpTimer
 from .ways import ways_of
 

@@ -24,8 +24,8 @@ from ..casts.weights import caching_is_safe, is_all_of, is_dense, is_weight, par
 from ..inference import in_function
 from ..kernels import is_in_fast_dtype
 from ..low_bit.actions import AS_IT_IS, CACHED_CAST, FALL_BACK, FLOAT32, Action, ActionKind, Results
-from ..low_bit.listeners import listeners, notify
 from ..low_bit.plan import FLOATS, SMALL, SUBCLASS, Plan, is_special
+from ..low_bit.recipe_listeners import listeners, notify
 from .attention import RecordedAttention
 from .choose_way import NO_FAST_KERNEL, Conversions, Way, choose, is_unsupported, name_of
 from .in_dtype import computed_in, results_in
