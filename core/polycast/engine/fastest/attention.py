@@ -14,7 +14,7 @@ from ..low_bit.actions import Action, ActionKind
 from ..low_bit.plan import FLOATS, is_special
 from .choose_way import dtype_of
 from .in_dtype import in_dtype
-from .training import RecordedOperands, Ways
+from .recorded_ways import RecordedOperands, Ways
 
 _FUSED, _FUSED_BACKWARD = (f"aten::_scaled_dot_product_flash_attention_for_cpu{part}" for part in ("", "_backward"))
 """The ops that torch computes most attentions by, on the CPU."""

@@ -31,7 +31,7 @@ from .choose_way import NO_FAST_KERNEL, Conversions, Way, choose, is_unsupported
 from .in_dtype import computed_in, results_in
 from .products import Product, product_of, weight_position
 from .recorded import UNRECORDED, Recorded, recorded_call
-from .training import Ways, choose_recorded
+from .recorded_ways import Ways, choose_recorded
 
 NO_PROFILE = "its profile is not known in this process"
 UNKNOWN_SIZES = "the profile has nothing like it (a vector, or no elements)"

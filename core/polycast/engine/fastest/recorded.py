@@ -12,7 +12,7 @@ from .attention import RecordedAttention
 from .functions import Convolution, ConvolutionSettings, Forward, Gradients, RecordedProduct
 from .in_dtype import in_dtype
 from .products import weight_position
-from .training import RecordedOperands, Ways
+from .recorded_ways import RecordedOperands, Ways
 
 UNRECORDED = "autograd records it, and its gradients are computed in the fast dtype only"
 
