@@ -21,7 +21,7 @@ from torch._subclasses import FakeTensorMode
 import polycast
 from polycast.engine import installation
 from polycast.engine.low_bit import slower
-from polycast.engine.low_bit.listeners import listeners as low_bit_listeners
+from polycast.engine.low_bit.recipe_listeners import listeners as low_bit_listeners
 from polycast.observer.low_bit_counts import LowBitCounts
 from polycast.plugins.registry import registry
 from polycast.precision import by_profile

@@ -240,6 +240,25 @@ def test_the_engine_in_cpp_names_no_accelerator():
     assert [path.name for path, text in code.items() if re.search(accelerators, text)] == []
 
 
+MAY_SHARE_A_FILE_NAME = {
+    # A module of cli is named after its command, and so is the module that the command runs.
+    "build.py": {"cli.build", "toolchain.build"},
+    "explain.py": {"cli.explain", "precision.explain"},
+    "profile.py": {"cli.profile", "profiling.profile"},
+    "tune.py": {"cli.tune", "precision.tune"},
+    # Two implementations of one interface.
+    "engine.py": {"engine.native.engine", "engine.reference.engine"},
+}
+
+
+def test_no_two_modules_of_the_core_share_a_file_name_but_the_listed_ones():
+    where = {}
+    for module, path in MODULES.items():
+        if path.name != "__init__.py":
+            where.setdefault(path.name, set()).add(module)
+    assert {name: modules for name, modules in where.items() if len(modules) > 1} == MAY_SHARE_A_FILE_NAME
+
+
 def test_no_two_classes_of_the_core_share_a_name():
     where = {}
     for module, path in MODULES.items():

@@ -43,8 +43,8 @@ if TYPE_CHECKING:
     from .out_dtype.matmul_kernels import float32_products
     from .out_dtype.operator import out_dtype
     from .plugins.backend import Availability, Backend, LowBitKernel
+    from .plugins.backend_loader import BackendStatus
     from .plugins.hookspecs import hookimpl
-    from .plugins.loading import BackendStatus
     from .plugins.low_bit_matmul import LowBitMatmul
     from .plugins.registry import backends, get_backend, is_autocast_available
     from .policy.cast_policy import CastPolicy, policy_table
@@ -94,7 +94,7 @@ _LAZY_NAMES = {
     "BackendBrokenError": "errors",
     "BackendConflictError": "errors",
     "BackendNotFoundError": "errors",
-    "BackendStatus": "plugins.loading",
+    "BackendStatus": "plugins.backend_loader",
     "CastPolicy": "policy.cast_policy",
     "Comparison": "precision.comparison",
     "DeviceProfile": "profiling.device_profile",

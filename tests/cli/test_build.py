@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 import polycast
 from polycast.cli import app
 from polycast.cli.compiled import OWN
-from polycast.engine.native.loading import ENGINE
+from polycast.engine.native.engine_library import ENGINE
 from polycast.toolchain.build import find_build, get_or_build
 from polycast.toolchain.cache_folder import cache_directory
 from polycast.toolchain.cpp_library import BuildError, CppLibrary

@@ -11,9 +11,9 @@ from typer.testing import CliRunner
 
 import polycast
 from polycast.cli import app, demo
-from polycast.cli.demo.checks import DemoResult, problems
+from polycast.cli.demo.inference_timing import Timing
 from polycast.cli.demo.report import conclusion
-from polycast.cli.demo.timing import Timing
+from polycast.cli.demo.result_checks import DemoResult, problems
 from polycast.cli.demo.training import FLOAT32, INT8, MODES, TORCH, DemoRun
 from polycast.observer.facts import Facts
 from polycast.observer.records import LowBit
@@ -225,7 +225,7 @@ def test_the_command_fails_if_the_result_has_a_problem(monkeypatch, wrong):
 
 @pytest.mark.slow
 def test_the_command_runs_from_end_to_end(engine, monkeypatch):
-    monkeypatch.setattr("polycast.cli.demo.timing.ROUNDS", 2)
+    monkeypatch.setattr("polycast.cli.demo.inference_timing.ROUNDS", 2)
     result = run_demo("--epochs", "3")
     parts = ["float32", "torch.autocast", "polycast.autocast", "inference"]
     said = [line for line in result.stderr.splitlines() if not line.startswith(("polycast: bui", "polycast: wait"))]

@@ -7,9 +7,9 @@ import torch
 
 import polycast
 from polycast.cli import demo
-from polycast.cli.demo.checks import problems
 from polycast.cli.demo.digits import Digits, load_digits, network
-from polycast.cli.demo.timing import BATCH, ROUNDS, large_layers
+from polycast.cli.demo.inference_timing import BATCH, ROUNDS, large_layers
+from polycast.cli.demo.result_checks import problems
 from polycast.cli.demo.training import FLOAT32, INT8, MODES, POLYCAST, TORCH, inference_modes, train
 
 pytest.importorskip("sklearn", reason="the demo's digits are scikit-learn's")

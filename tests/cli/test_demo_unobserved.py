@@ -22,7 +22,7 @@ def _reference_engine(monkeypatch):
 
 @pytest.mark.slow
 def test_the_demo_measures_and_prints_why_there_is_no_report(monkeypatch):
-    monkeypatch.setattr("polycast.cli.demo.timing.ROUNDS", 2)
+    monkeypatch.setattr("polycast.cli.demo.inference_timing.ROUNDS", 2)
     result = CliRunner().invoke(app, ["demo", "--epochs", "1"])
     assert "OK on cpu: every run is at least 90% accurate" in result.stdout
     assert result.stdout.splitlines()[-1] == f"No report: {REASON}"

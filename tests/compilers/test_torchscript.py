@@ -5,7 +5,7 @@ import torch
 from torch.testing import FileCheck
 
 import polycast
-from polycast.torch_internals import names
+from polycast.torch_internals import private_names
 
 A, B = torch.rand(2, 2), torch.rand(2, 2)
 HALF, FLOAT, DOUBLE, BFLOAT = torch.float16, torch.float32, torch.float64, torch.bfloat16
@@ -295,7 +295,7 @@ def test_a_region_computes_what_torchs_does(engine, make, dtypes):
 
 @pytest.mark.parametrize("name", ["_script_class_of", "_compile_class", "_no_source"])
 def test_a_torch_that_cannot_compile_torchs_class_is_the_reason(name, monkeypatch):
-    monkeypatch.setattr(names, name, None)
+    monkeypatch.setattr(private_names, name, None)
     with pytest.raises(RuntimeError, match=r"torch.jit.script of this torch .* use torch.autocast in functions"):
         torch.jit.script(one_region(polycast.autocast))
 

@@ -155,7 +155,7 @@ def test_a_broken_backend_raises_an_error(patched, monkeypatch):
     def broken(self):
         raise polycast.BackendBrokenError("the plugin is broken")
 
-    monkeypatch.setattr("polycast.plugins.loading.BackendLoader.get", broken)
+    monkeypatch.setattr("polycast.plugins.backend_loader.BackendLoader.get", broken)
     monkeypatch.setattr(registry, "_discovered", None)
     monkeypatch.setattr(registry, "ready", {})
     with pytest.raises(polycast.BackendBrokenError, match="the plugin is broken"):

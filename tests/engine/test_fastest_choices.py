@@ -14,11 +14,11 @@ from torch import nn
 
 import polycast
 from polycast import Fastest, autocast
-from polycast.engine.fastest import choose_way, training
+from polycast.engine.fastest import choose_way, recorded_ways
 from polycast.engine.fastest.choose_way import Conversions, Way, bucket, choose
 from polycast.engine.fastest.cost import seconds_of
 from polycast.engine.fastest.products import Product
-from polycast.engine.fastest.training import RecordedOperands, choose_recorded
+from polycast.engine.fastest.recorded_ways import RecordedOperands, choose_recorded
 from polycast.profiling.cases import ATTENTION_BACKWARD
 from polycast.profiling.measurement import Measurement, Omission
 
@@ -62,7 +62,7 @@ def crossing():
 
 def fresh(profile):
     """Return the profile as another process reads it, with no choice made yet."""
-    for choices in (choose_way._choose, training._choose):
+    for choices in (choose_way._choose, recorded_ways._choose):
         choices.cache_clear()
     return polycast.DeviceProfile.from_json(profile.to_json())
 
@@ -124,7 +124,7 @@ def test_calls_that_autograd_records_are_computed_alike_in_the_same_bucket(cross
             operands = RecordedOperands(rows * 128, LARGE, True, False, True, False, False, False)
             yield Product("linear", rows, LARGE, rows * 128, 128), operands
 
-    assert len({training._choose(crossing, torch.bfloat16, *each).forward for each in arguments()}) == 2
+    assert len({recorded_ways._choose(crossing, torch.bfloat16, *each).forward for each in arguments()}) == 2
     assert len({choose_recorded(crossing, torch.bfloat16, *each) for each in arguments()}) == 1
 
 

@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from polycast import Fastest, autocast
 from polycast.engine.fastest import fastest_plan
 from polycast.engine.fastest.choose_way import Way
-from polycast.engine.fastest.training import Ways
+from polycast.engine.fastest.recorded_ways import Ways
 
 pytestmark = pytest.mark.usefixtures("engine")
 FAST, FLOAT32 = Way.FAST, Way.FLOAT32

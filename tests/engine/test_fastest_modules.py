@@ -12,7 +12,7 @@ from torch import nn
 from polycast import Fastest, autocast
 from polycast.engine.fastest import fastest_plan
 from polycast.profiling.measurement import Omission
-from polycast.torch_internals.names import onednn_supports
+from polycast.torch_internals.private_names import onednn_supports
 
 pytestmark = pytest.mark.usefixtures("engine")
 needs_fast_lstm = pytest.mark.skipif(

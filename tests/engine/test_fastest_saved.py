@@ -8,7 +8,7 @@ from torch import nn
 from polycast import Fastest, autocast
 from polycast.engine.fastest import fastest_plan
 from polycast.engine.fastest.choose_way import Way
-from polycast.engine.fastest.training import Ways
+from polycast.engine.fastest.recorded_ways import Ways
 
 pytestmark = pytest.mark.usefixtures("engine")
 FAST, FLOAT32 = Way.FAST, Way.FLOAT32

@@ -309,7 +309,7 @@ def test_a_child_casts_weights_that_its_parent_has_cast_on_several_threads(engin
         "polycast_cpu.int4",
         "polycast_cpu.int8",
         "polycast.profiling.measure",
-        "polycast.engine.native.loading",
+        "polycast.engine.native.engine_library",
     ],
 )
 def test_a_child_imports_what_another_thread_was_importing(module):

@@ -10,9 +10,9 @@ import torch
 from torch._dynamo.callback import CompilationCallbackHandler
 
 import polycast
-from polycast.engine.low_bit.listeners import listeners as low_bit_listeners
+from polycast.engine.low_bit.recipe_listeners import listeners as low_bit_listeners
 from polycast.observer import call_sites
-from polycast.observer.loading import load_observer
+from polycast.observer.observer_library import load_observer
 from polycast.observer.recorder import read
 
 

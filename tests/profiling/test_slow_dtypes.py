@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import polycast
-from polycast.observer.devices import slow_reasons
+from polycast.observer.backend_queries import slow_reasons
 from polycast.profiling import profile as profiles
 from polycast.profiling.measurement import Measurement
 from polycast.profiling.slow_dtypes import find_slow_reason

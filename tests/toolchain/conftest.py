@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from polycast.engine import choice, installation
-from polycast.engine.native.loading import ENGINE
+from polycast.engine.native.engine_library import ENGINE
 from polycast.toolchain.build import get_or_build
 from polycast.toolchain.cache_folder import cache_directory
 

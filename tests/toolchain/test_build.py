@@ -15,7 +15,7 @@ from filelock import FileLock
 
 import polycast
 from polycast.engine import choice, installation
-from polycast.engine.native.loading import ENGINE
+from polycast.engine.native.engine_library import ENGINE
 from polycast.toolchain import build
 from polycast.toolchain.build import get_or_build
 from polycast.toolchain.compiler import checksum
@@ -63,7 +63,7 @@ def test_a_damaged_build_is_built_again(compiler, home, damage):
 SCRIPT = """
 import sys
 from pathlib import Path
-from polycast.engine.native.loading import ENGINE
+from polycast.engine.native.engine_library import ENGINE
 from polycast.toolchain.build import get_or_build
 print(get_or_build(Path(sys.argv[1]), ENGINE))
 """

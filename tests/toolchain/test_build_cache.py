@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from polycast.engine.native.loading import ENGINE
+from polycast.engine.native.engine_library import ENGINE
 from polycast.toolchain import load
 from polycast.toolchain.build import get_or_build
 from polycast.toolchain.cache_folder import UntrustedCacheError, cache_directory
@@ -167,7 +167,7 @@ def test_a_relative_cache_home_is_ignored(monkeypatch, tmp_path, named):
 KILLED = """
 import sys
 from pathlib import Path
-from polycast.engine.native.loading import ENGINE
+from polycast.engine.native.engine_library import ENGINE
 from polycast.toolchain.build import get_or_build
 get_or_build(Path(sys.argv[1]), ENGINE)
 """

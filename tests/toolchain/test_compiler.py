@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from polycast.cli.compiled import OWN
-from polycast.engine.native.loading import ENGINE
+from polycast.engine.native.engine_library import ENGINE
 from polycast.toolchain import header_excerpts
 from polycast.toolchain.build import get_or_build
 from polycast.toolchain.compiler import FLAGS, compile_library, find_compiler

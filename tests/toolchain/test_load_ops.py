@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import polycast
-from polycast.engine.native.loading import ENGINE
+from polycast.engine.native.engine_library import ENGINE
 from polycast.toolchain import load_ops as ops
 from polycast.toolchain.build import get_or_build
 from polycast.toolchain.prebuilt import no_compiler

@@ -18,7 +18,7 @@ import torch
 
 import polycast
 from polycast.engine import choice, installation
-from polycast.engine.native.loading import ENGINE
+from polycast.engine.native.engine_library import ENGINE
 from polycast.toolchain import build, build_cache, cpp_library
 from polycast.toolchain.build import get_or_build
 from polycast.toolchain.cpp_library import BuildError

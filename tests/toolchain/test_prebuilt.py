@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from polycast.engine.native import loading
-from polycast.engine.native.loading import ENGINE
+from polycast.engine.native import engine_library
+from polycast.engine.native.engine_library import ENGINE
 from polycast.toolchain import prebuilt
 from polycast.toolchain.archive import Archive, pack
 from polycast.toolchain.cache_folder import UntrustedCacheError
@@ -215,14 +215,14 @@ def test_the_libraries_for_several_versions_share_what_is_equal(tmp_path):
 
 @pytest.fixture
 def unloaded():
-    loading._load_prebuilt.cache_clear()
+    engine_library._load_prebuilt.cache_clear()
     yield
-    loading._load_prebuilt.cache_clear()
+    engine_library._load_prebuilt.cache_clear()
 
 
 def test_a_library_that_does_not_load_is_ignored(came_with, unloaded):
     assert find_prebuilt(ENGINE) == came_with
-    assert loading._load_prebuilt() is None
+    assert engine_library._load_prebuilt() is None
     assert re.search(r"a library that came with polycast does not load here \(\w+: .*\)\.", str(prebuilt.no_compiler()))
 
 

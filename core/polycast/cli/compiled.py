@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping
 
-from ..engine.native.loading import ENGINE
-from ..observer.loading import OBSERVER
+from ..engine.native.engine_library import ENGINE
+from ..observer.observer_library import OBSERVER
 from ..plugins.registry import backends, get_backend
 from ..toolchain.cpp_library import CppLibrary
 from ..toolchain.load_ops import origin

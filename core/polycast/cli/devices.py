@@ -9,8 +9,8 @@ import typer
 from rich.text import Text
 
 from ..errors import BackendBrokenError
+from ..plugins.backend_loader import BackendStatus
 from ..plugins.checks import check_recipe
-from ..plugins.loading import BackendStatus
 from ..plugins.registry import backends, get_backend
 from ..policy.dtypes import dtype_name
 from ..policy.recipe import Float8, Int4, Int8

@@ -8,8 +8,8 @@ from rich.console import Console
 
 from ..observer.report.target import check_target
 from ..profiling.device_profile import DeviceProfile
+from ..profiling.measurement_table import as_lines
 from ..profiling.profile import profile
-from ..profiling.table import as_lines
 from .terminal import console, library_errors, print_line
 
 _ROWS = 128

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from ..engine.snapshot import overrides_text
-from ..torch_internals.names import tracing_context
 from ..torch_internals.patcher import Patch
+from ..torch_internals.private_names import tracing_context
 
 _MARK = "polycast_policies"
 """An attribute of the tracing context: the code being compiled depends on policies or module rules."""

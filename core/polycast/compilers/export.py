@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ..engine.state import Settings
-from ..torch_internals.names import enter_autocast, exit_autocast, function_modes
+from ..torch_internals.private_names import enter_autocast, exit_autocast, function_modes
 
 
 def record_entry(settings: Settings) -> None:

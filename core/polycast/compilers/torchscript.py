@@ -7,7 +7,7 @@ class; it is then compiled, optimized and saved as torch's is.
 
 import torch
 
-from ..torch_internals.names import script_name
+from ..torch_internals.private_names import script_name
 from .torch_autocast import TorchAutocast
 
 

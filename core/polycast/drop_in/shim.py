@@ -29,8 +29,8 @@ from ..region.decorate import decorate
 from ..region.entry import enter
 from ..region.suspend import Suspendable
 from ..torch_internals import changes
-from ..torch_internals.names import UnmanagedAutocast
 from ..torch_internals.patcher import Patch
+from ..torch_internals.private_names import UnmanagedAutocast
 from .overrides import RunOverrides
 
 _F = TypeVar("_F", bound=Callable[..., Any])

@@ -109,7 +109,7 @@ def choose() -> Engine:
     if wanted != "reference":
         with _lock:  # in a child that is forked during an import, the import would hang
             from ..toolchain.load import try_build  # imported here because it is slow to import
-            from .native.loading import ENGINE
+            from .native.engine_library import ENGINE
 
         failure = try_build(ENGINE)
     with _lock:
@@ -152,12 +152,12 @@ def _choose(wanted: str, failure: Exception | None) -> Engine:
     if wanted == "reference":
         return _reference()
     from ..toolchain.cpp_library import BuildError
-    from .native import loading
+    from .native import engine_library
 
     try:
         if failure is not None:
             raise failure
-        return loading.load()
+        return engine_library.load()
     except TimeoutError:  # from the user's signal handler
         raise
     # A broken installation of torch's headers or of Python may raise anything.

@@ -7,7 +7,7 @@ any graph: compiled by itself, it would fail or do nothing.
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from ..torch_internals.names import skip_frames
+from ..torch_internals.private_names import skip_frames
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 import torch
 
-from ..torch_internals.names import current_graph_task_id, is_fwd_grad_enabled
+from ..torch_internals.private_names import current_graph_task_id, is_fwd_grad_enabled
 from . import state
 
 

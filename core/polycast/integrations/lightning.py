@@ -13,9 +13,9 @@ from ..engine.persistence.weight_cache import WeightCache
 from ..observer.run_log import RunLog
 from ..policy.recipe import RecipeLike
 from ..policy.value import PolicyLike
-from .observing import StepObserver
 from .settings import RegionSettings
-from .steps import StepRecorder
+from .step_observer import StepObserver
+from .step_recorder import StepRecorder
 
 if TYPE_CHECKING or "pytorch_lightning" in sys.modules:
     from pytorch_lightning import Callback

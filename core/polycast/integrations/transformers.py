@@ -15,9 +15,9 @@ from ..engine.persistence.weight_cache import WeightCache
 from ..observer.run_log import RunLog
 from ..policy.recipe import RecipeLike
 from ..policy.value import PolicyLike
-from .observing import StepObserver
 from .settings import RegionSettings, run_in_regions
-from .steps import StepRecorder
+from .step_observer import StepObserver
+from .step_recorder import StepRecorder
 
 _PREPARED = "_original_forward"
 """An attribute of models whose forward Accelerate has put into a region."""

@@ -7,7 +7,7 @@ from typing import Any
 from ..common.listeners import Listeners
 from ..torch_internals import changes
 from ..torch_internals.patcher import Patch
-from .loading import load_observer
+from .observer_library import load_observer
 
 observations: Listeners[object] = Listeners(
     lambda: changes.make(changes.COMPILATIONS), lambda: changes.undo(changes.COMPILATIONS)

@@ -14,13 +14,13 @@ from ..policy.dtypes import dtype_name
 from ..region.explain_op import deciding_rule
 from ..region.explanation import NO_RULE, OTHERS_KERNEL
 from ..torch_internals.dispatcher import has_kernel_for_dispatch_key
-from .devices import find_backend, slow_reasons, why_not_enabled
+from .backend_queries import find_backend, slow_reasons, why_not_enabled
 from .estimates import Profiles, estimated_seconds
 from .facts import Facts, Run, total_of
 from .known_modules import Known
 from .matmul_records import Matmul, MatmulRows
 from .matmuls import FUSED
-from .numerics import numerics_of
+from .numerics_rows import numerics_of
 from .recorder import CHAIN_KINDS, NO_MODULE, CountRow, Reading
 from .records import Cast, Chain, Compiled, Counts, Decision, Flow, Module, NonFinite, Op, Region
 from .sums import combine, with_main_decision

@@ -9,7 +9,7 @@ from .numerics_findings import overflow, underflow
 from .policy_remedies import may_have, nonfinite_remedy, policy_text
 from .records import Chain, Finding, Region
 from .remedies import FAST, RemedyTrial, name_of
-from .slow_dtypes import slow_dtypes
+from .slow_dtype_findings import slow_dtypes
 from .sums import add
 from .units import module_text, times_text
 from .units import size as _bytes

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ..common.listeners import Listeners
-from .loading import load_observer
+from .observer_library import load_observer
 from .recorder import Observer
 
 before: Listeners[Callable[[nn.Module, nn.Module], object]] = Listeners()

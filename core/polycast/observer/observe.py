@@ -13,16 +13,16 @@ from torch import nn
 
 from ..common.listeners import Listeners
 from ..common.versions import versions
-from ..engine.low_bit.listeners import listeners as low_bit_listeners
-from ..profiling.listeners import listeners as profiling_listeners
+from ..engine.low_bit.recipe_listeners import listeners as low_bit_listeners
+from ..profiling.measuring_listeners import listeners as profiling_listeners
 from ..region.recording_scaler import listeners as scaler_listeners
 from . import compilations, module_calls
 from .counting import facts_of
 from .facts import Facts, Run
 from .known_modules import KnownModules
-from .loading import load_observer
 from .low_bit_counts import LowBitCounts
 from .observation import Observation
+from .observer_library import load_observer
 from .recorder import NONFINITE, read
 from .records import LowBit
 from .step_origin import StepOrigins

@@ -17,7 +17,7 @@ from ..errors import BackendNotFoundError, InvalidBackendError
 from ..plugins.checks import check_availability
 from ..plugins.registry import registry
 from ..torch_internals.dispatcher import OpOverload, disable_autocast, is_any_autocast_enabled
-from ..torch_internals.names import (
+from ..torch_internals.private_names import (
     DeviceContext,
     delayed_error,
     function_modes,

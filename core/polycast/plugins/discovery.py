@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from ..common import env
 from ..errors import warn_user
 from ..policy.names import hint
+from .backend_loader import BackendLoader, Candidate
 from .hookspecs import ENTRY_POINT_GROUP
-from .loading import BackendLoader, Candidate
 
 
 def discover() -> dict[str, BackendLoader]:

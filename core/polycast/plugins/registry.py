@@ -13,9 +13,9 @@ from ..errors import BackendBrokenError, BackendConflictError, BackendNotFoundEr
 from ..torch_internals.dispatcher import autocast_supported_devices
 from . import hookspecs
 from .backend import Backend
+from .backend_loader import BackendLoader, BackendStatus
 from .checks import check_availability
 from .discovery import discover
-from .loading import BackendLoader, BackendStatus
 from .statuses import BackendStatuses
 
 _ANY_ACCELERATOR = ("gpu", "accelerator")

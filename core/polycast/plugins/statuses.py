@@ -8,7 +8,7 @@ from typing_extensions import override
 from ..common.html_table import html_table
 from ..common.plain_text import as_text, under_the_head
 from ..policy.dtypes import dtype_name
-from .loading import BackendStatus
+from .backend_loader import BackendStatus
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

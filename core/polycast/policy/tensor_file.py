@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ..common.replaced_file import replaced_file
-from ..torch_internals.names import tensor_base
+from ..torch_internals.private_names import tensor_base
 
 _DTYPES = {
     torch.float64: "F64",

@@ -13,7 +13,7 @@ from ..profiling.device_profile import DeviceProfile
 from ..profiling.profile import find_or_none
 from ..region.autocast import autocast
 from ..torch_internals.dispatcher import OpOverload
-from ..torch_internals.names import DispatchMode
+from ..torch_internals.private_names import DispatchMode
 from .hooks import in_this_thread, watched
 
 _MARGIN = 0.97

@@ -17,7 +17,7 @@ from ..policy.schemas import find_op
 from ..policy.value import Policy
 from ..region.autocast import autocast
 from ..torch_internals.dispatcher import OpOverload
-from ..torch_internals.names import DispatchMode
+from ..torch_internals.private_names import DispatchMode
 from .blocks import Blocks
 from .calls import ModelCall
 from .failures import may_come_from_policy

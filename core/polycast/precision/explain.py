@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
-from ..engine.low_bit.listeners import listeners as low_bit_listeners
+from ..engine.low_bit.recipe_listeners import listeners as low_bit_listeners
 from ..plugins.registry import get_backend
 from ..policy.dtypes import dtype_name
 from ..policy.recipe import Recipe, RecipeLike
@@ -21,7 +21,7 @@ from ..region.explain_op import Op, explain_op
 from ..region.explanation import Explanation
 from ..region.module_rules import apply_policy, rules_of
 from ..torch_internals.dispatcher import OpOverload
-from ..torch_internals.names import DispatchMode
+from ..torch_internals.private_names import DispatchMode
 from .calls import ModelCall
 from .compare import enabled_region, wanted_recipe
 from .hooks import in_this_thread, watched

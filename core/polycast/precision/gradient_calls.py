@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-from ..torch_internals.names import will_execute
+from ..torch_internals.private_names import will_execute
 from .hooks import CallKey
 from .isolation import Situation
 from .values import replaced, tensors_in

@@ -10,7 +10,7 @@ import torch
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from ..common.random_state import RandomState
-from ..engine.low_bit.listeners import listeners as low_bit_listeners
+from ..engine.low_bit.recipe_listeners import listeners as low_bit_listeners
 from .calls import ModelCall
 from .gradient_calls import Gradients, aligned
 from .handoff import Handoff

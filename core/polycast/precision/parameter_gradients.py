@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import torch
 
-from ..torch_internals.names import without_post_accumulate_grad_hooks
+from ..torch_internals.private_names import without_post_accumulate_grad_hooks
 
 LOSS = "(loss)"
 """Stands for the loss among the names of modules."""

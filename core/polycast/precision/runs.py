@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from ..common.random_state import RandomState
-from ..torch_internals.names import are_functorch_transforms_active, has_saved_tensors_hooks
+from ..torch_internals.private_names import are_functorch_transforms_active, has_saved_tensors_hooks
 from .gradient_calls import (
     GradientCall,
     Gradients,

@@ -15,7 +15,7 @@ from typing_extensions import Self
 from ..common.cached_property import cached_property
 from ..common.plain_text import as_text
 from ..policy.dtypes import FLOAT32
-from . import table
+from . import measurement_table
 from .measurement import DISTURBED, Measurement, Omission, is_positive, is_valid
 
 if TYPE_CHECKING:
@@ -232,13 +232,13 @@ class DeviceProfile:
         return f"{self.device_type}: {self.device}, {threads}, reads {self.bandwidth / 1e9:.3g} GB/s"
 
     def __rich__(self) -> "RenderableType":
-        return table.as_rich(self._heading, self.measurements, self.omissions)
+        return measurement_table.as_rich(self._heading, self.measurements, self.omissions)
 
     def __repr__(self) -> str:
         return as_text(self.__rich__(), _WIDTH)
 
     def _repr_html_(self) -> str:
-        return table.as_html(self._heading, self.measurements, self.omissions)
+        return measurement_table.as_html(self._heading, self.measurements, self.omissions)
 
 
 def curves_of(profile: DeviceProfile, op: str, way: str) -> Mapping[int, Mapping[int, float]]:

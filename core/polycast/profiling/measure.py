@@ -6,10 +6,10 @@ from collections.abc import Iterator
 import torch
 
 from ..plugins.backend import Backend
-from ..torch_internals.names import disable_current_modes
+from ..torch_internals.private_names import disable_current_modes
 from .conditions import Conditions
 from .device_profile import DeviceProfile
-from .listeners import measuring
+from .measuring_listeners import measuring
 from .op_timer import OpTimer
 from .ways import ways_of
 

@@ -15,8 +15,8 @@ from typing import NamedTuple
 import torch
 
 from ..policy.dtypes import FLOAT32
-from .calls import Unsupported, check, prepare
 from .cases import OPS, Case, cases
+from .measured_calls import Unsupported, check, prepare
 from .measurement import DISTURBED, Measurement, Omission
 from .operands import Operands
 from .stopwatch import Stopwatch, disagree

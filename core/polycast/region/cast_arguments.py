@@ -23,7 +23,7 @@ from torch.compiler import is_dynamo_compiling
 from ..engine.disable_dynamo import disable_dynamo
 from ..engine.overlap import CONFLICT, RECORDED, UNWRITTEN, WRITTEN, overlap
 from ..engine.reference.rules import is_eligible
-from ..torch_internals.names import (
+from ..torch_internals.private_names import (
     are_functorch_transforms_active,
     functorch_unwrapped,
     is_functorch_wrapped,

@@ -15,7 +15,7 @@ from ..plugins.registry import registry
 from ..policy.recipe import Fastest, NoRecipe, RecipeLike
 from ..policy.recipe_base import kinds
 from ..policy.value import PolicyLike
-from ..torch_internals.names import skip_frames
+from ..torch_internals.private_names import skip_frames
 from .policies import override_of
 from .recipes import checked_recipe, is_kept, items_of_profiles
 from .slow_dtype import warn_if_slow

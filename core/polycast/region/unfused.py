@@ -13,8 +13,8 @@ from ..engine import state
 from ..engine.inference import in_function
 from ..engine.low_bit.plan import is_special
 from ..policy.recipe import Fastest, Recipe
-from ..torch_internals.names import is_intercepted, skip_frames
 from ..torch_internals.patcher import Patch
+from ..torch_internals.private_names import is_intercepted, skip_frames
 
 _HOST = "cpu"
 _LARGE = 2**20

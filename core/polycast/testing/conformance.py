@@ -8,7 +8,7 @@ from . import expected
 from .casts import CastChecks
 from .compiling import CompileChecks
 from .contract import ContractChecks
-from .functions import FunctionChecks
+from .function_checks import FunctionChecks
 from .imports import ImportChecks
 from .kernel_checks import KernelChecks, kernel_names
 from .kernel_options import KernelOptionChecks

@@ -11,8 +11,8 @@ import torch
 from torch._subclasses import FakeTensorMode
 from torch.utils._pytree import tree_map
 
-from ..engine.low_bit.listeners import listeners
 from ..engine.low_bit.operators import operator_of
+from ..engine.low_bit.recipe_listeners import listeners
 from ..engine.persistence.weight_cache import WeightCache
 from ..plugins.backend import LowBitKernel
 from ..policy.cast_policy import CastPolicy

@@ -19,7 +19,7 @@ from ..plugins.registry import get_backend
 from ..policy.dtypes import dtype_name
 from ..region.autocast import autocast
 from ..region.thread_state import autocast_nesting
-from ..torch_internals.names import has_dispatch_key
+from ..torch_internals.private_names import has_dispatch_key
 from . import expected
 from .samples import Sample
 

@@ -164,7 +164,7 @@ FEATURES = {
                 "region.fused_attention:ask_for_recipe",
             ),
         ),
-        undone="torch_internals.names:forget_rules_of_dynamo",
+        undone="torch_internals.private_names:forget_rules_of_dynamo",
     ),
     FUSED_LSTM: Feature(
         "nn.LSTM is computed by oneDNN on the CPU, without recipes.",

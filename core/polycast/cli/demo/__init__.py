@@ -24,10 +24,10 @@ from ...plugins.registry import backends, get_backend
 from ...region.slow_dtype import describe
 from ..devices import plugins_needed
 from ..terminal import console, engine_name, ignore_slow_dtypes, library_errors, print_line
-from .checks import DemoResult, problems
 from .digits import Digits, load_digits
+from .inference_timing import ROUNDS, time_inference
 from .report import print_result
-from .timing import ROUNDS, time_inference
+from .result_checks import DemoResult, problems
 from .training import FLOAT32, MODES, accuracy, batches, inference_modes, observe_training, train
 
 

@@ -5,8 +5,8 @@ from rich.console import Console
 
 from ...policy.dtypes import dtype_name
 from ..terminal import print_line, print_table, table
-from .checks import DemoResult
-from .timing import BATCH, FEATURES, LAYERS
+from .inference_timing import BATCH, FEATURES, LAYERS
+from .result_checks import DemoResult
 from .training import FLOAT32, INT8, MODES, POLYCAST, TORCH, Mode
 
 

@@ -7,7 +7,7 @@ has one memory for all of them.
 import torch
 
 from ...torch_internals import changes
-from ...torch_internals.names import behind_functional_tensor, replayed_view, tracing_context
+from ...torch_internals.private_names import behind_functional_tensor, replayed_view, tracing_context
 from .. import state
 from .cached_cast import number_in_graph
 from .weights import is_all_of, is_dense, parameter_of

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...torch_internals.names import (
+from ...torch_internals.private_names import (
     are_functorch_transforms_active,
     behind_functional_tensor,
     dispatch_mode_count,

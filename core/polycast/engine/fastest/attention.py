@@ -8,13 +8,13 @@ from torch.nn.attention import SDPBackend
 
 from ...policy.schemas import find_op
 from ...torch_internals.dispatcher import disable_autocast, dispatch_key_for_device, has_kernel_for_dispatch_key
-from ...torch_internals.names import size_hint
+from ...torch_internals.private_names import size_hint
 from ..casts.weights import caching_is_safe
 from ..low_bit.actions import Action, ActionKind
 from ..low_bit.plan import FLOATS, is_special
 from .choose_way import dtype_of
 from .in_dtype import in_dtype
-from .training import RecordedOperands, Ways
+from .recorded_ways import RecordedOperands, Ways
 
 _FUSED, _FUSED_BACKWARD = (f"aten::_scaled_dot_product_flash_attention_for_cpu{part}" for part in ("", "_backward"))
 """The ops that torch computes most attentions by, on the CPU."""

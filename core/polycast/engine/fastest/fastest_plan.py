@@ -12,7 +12,7 @@ from ...policy.recipe import Fastest
 from ...policy.recipe_arguments import COMPOSED_OPS, POINTWISE_OPS, resolve
 from ...policy.registered import policies_for
 from ...profiling.device_profile import DeviceProfile
-from ...torch_internals.names import (
+from ...torch_internals.private_names import (
     is_intercepted,
     onednn_supports,
     size_hint,
@@ -24,14 +24,14 @@ from ..casts.weights import caching_is_safe, is_all_of, is_dense, is_weight, par
 from ..inference import in_function
 from ..kernels import is_in_fast_dtype
 from ..low_bit.actions import AS_IT_IS, CACHED_CAST, FALL_BACK, FLOAT32, Action, ActionKind, Results
-from ..low_bit.listeners import listeners, notify
 from ..low_bit.plan import FLOATS, NO_KERNEL, SMALL, SUBCLASS, Plan, is_special
+from ..low_bit.recipe_listeners import listeners, notify
 from .attention import RecordedAttention
 from .choose_way import NO_FAST_KERNEL, Conversions, Way, choose, is_unsupported, name_of
 from .in_dtype import computed_in, results_in
 from .products import Product, product_of, weight_position
 from .recorded import UNRECORDED, Recorded, recorded_call
-from .training import Ways, choose_recorded
+from .recorded_ways import Ways, choose_recorded
 
 NO_PROFILE = "its profile is not known in this process"
 UNKNOWN_SIZES = "the profile has nothing like it (a vector, or no elements)"

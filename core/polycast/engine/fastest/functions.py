@@ -11,7 +11,7 @@ import torch
 
 from ...torch_internals.dispatcher import disable_autocast
 from .choose_way import Way, dtype_of
-from .training import Ways
+from .recorded_ways import Ways
 
 
 class Forward(NamedTuple):

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...profiling.cases import ATTENTION
-from ...torch_internals.names import size_hint
+from ...torch_internals.private_names import size_hint
 
 RECURRENT = "lstm"
 ENCODER_LAYER = "encoder_layer"

@@ -6,13 +6,13 @@ from typing import Any, NamedTuple
 import torch
 
 from ...profiling.cases import ATTENTION
-from ...torch_internals.names import size_hint
+from ...torch_internals.private_names import size_hint
 from ..low_bit.actions import Action, ActionKind
 from .attention import RecordedAttention
 from .functions import Convolution, ConvolutionSettings, Forward, Gradients, RecordedProduct
 from .in_dtype import in_dtype
 from .products import weight_position
-from .training import RecordedOperands, Ways
+from .recorded_ways import RecordedOperands, Ways
 
 UNRECORDED = "autograd records it, and its gradients are computed in the fast dtype only"
 

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from ...torch_internals.names import is_intercepted
+from ...torch_internals.private_names import is_intercepted
 from .. import state
 from ..casts.cast_cache import CastCache
 from ..casts.not_prepacked import INTERCEPTED
@@ -17,10 +17,10 @@ from ..override import Override
 from .actions import FALL_BACK, Action, Results
 from .calibration import calibrate, calibrators
 from .equalized import describe
-from .listeners import listeners, notify
 from .operators import traced
 from .plan import NO_KERNEL
 from .plans import plan_of
+from .recipe_listeners import listeners, notify
 
 IN_FUNCTION = "an autograd.Function computes it, and low bit is for inference (what torch.inference_mode() says)"
 

@@ -8,7 +8,7 @@ import torch
 from ...plugins.backend import LowBitKernel
 from ...policy.recipe import Recipe
 from ...policy.recipe_arguments import resolve
-from ...torch_internals.names import has_python_key
+from ...torch_internals.private_names import has_python_key
 
 _IS_TRANSPOSED = {"aten::linear": False, "aten::matmul": True, "aten::mm": True, "aten::addmm": True}
 """By op with a matrix as its weight: whether that is [K, N]."""

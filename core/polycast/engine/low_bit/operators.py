@@ -23,9 +23,9 @@ from ..casts.cast_cache import CastCache, cache_by_identity
 from ..casts.not_prepacked import INTERCEPTED, NO_WEIGHT
 from ..casts.weights import parameter_of
 from ..disable_dynamo import disable_dynamo
-from .listeners import notify
 from .plan import FLOATS, Plan
 from .plans import plan_for
+from .recipe_listeners import notify
 
 
 def traced(op: str, plan: Plan, args: Sequence[Any], cache: CastCache | None) -> torch.Tensor | str:

@@ -17,7 +17,7 @@ from ...plugins.backend import Backend, LowBitKernel, overrides_is_capturing
 from ...plugins.checks import check_recipe
 from ...policy.dtypes import dtype_name
 from ...policy.recipe import Recipe
-from ...torch_internals.names import disable_current_modes, has_python_key
+from ...torch_internals.private_names import disable_current_modes, has_python_key
 from ..casts.cast_cache import CastCache
 from ..casts.not_prepacked import NO_WEIGHT, NOT_CACHED
 from ..casts.weights import caching_is_safe, parameter_of

@@ -19,7 +19,7 @@ from ...torch_internals.dispatcher import (
 from ..casts.unversioned_writes import COLLECTIVES, FUSED_OPTIMIZERS, WatchedWrites
 from ..kernels import Kernels
 from .invalidation import forget, note_writes
-from .kernels import PythonKernels
+from .python_kernels import PythonKernels
 from .rules import tensors_in
 from .state_machine import PythonStateMachine
 

@@ -10,7 +10,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ...common.atfork import Lock, hold_during_fork
-from ...torch_internals.names import has_storage, without_torch_function
+from ...torch_internals.private_names import has_storage, without_torch_function
 from ..casts.weights import TensorBase
 
 

@@ -10,7 +10,7 @@ import torch
 
 from ...policy.cast_policy import CastPolicy
 from ...torch_internals.dispatcher import excluded_keys
-from ...torch_internals.names import is_function_mode_enabled
+from ...torch_internals.private_names import is_function_mode_enabled
 from ..casts.cached_cast import with_history
 from ..casts.cast_cache import CastCache
 from ..casts.not_prepacked import INTERCEPTED, NO_WEIGHT, NOT_CACHED

@@ -15,8 +15,8 @@ from ..casts.cast_cache import Made, StoredEntry
 from ..casts.not_prepacked import NO_ROOM, VIEWS_ARE_FULL, WRITTEN_UNSEEN
 from ..casts.weights import STALE, Source, TensorBase, has_other_holders, storages_are_rewritten, weight_of
 from .byte_budget import ByteBudget, Key
-from .entry import Entry, Prepacked, version_stamp
 from .invalidation import add_store, all_stores, may_be_written, prepacking, track
+from .store_entry import Entry, Prepacked, version_stamp
 
 
 def _items(entries: Mapping[Key, Entry]) -> list[tuple[Key, Entry]]:

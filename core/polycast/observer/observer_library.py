@@ -62,7 +62,7 @@ def _compile() -> None:
 
 
 def _bind(engine: "NativeEngine") -> Observer:
-    from ..engine.native.loading import ENGINE
+    from ..engine.native.engine_library import ENGINE
     from ..toolchain.load import import_extension, load_built, load_prebuilt
 
     if ENGINE.read_sources() != engine.sources:  # the library would be built from other headers than the engine

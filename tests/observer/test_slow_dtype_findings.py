@@ -13,8 +13,8 @@ import polycast
 from polycast.observer import estimates
 from polycast.observer.facts import Facts, Run
 from polycast.observer.matmul_records import Matmul, MatmulRows
-from polycast.profiling.listeners import measuring
 from polycast.profiling.measurement import Measurement
+from polycast.profiling.measuring_listeners import measuring
 
 X, WEIGHT = torch.randn(128, 64), torch.randn(64, 64)
 OPS = ("linear", "matmul", "bmm")

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from ...common.listeners import Listeners
-from ...torch_internals.names import tracing_context
+from ...torch_internals.private_names import tracing_context
 from .actions import forget_actions
 
 # No action is kept while there are listeners: the engine then notifies them of each call.

@@ -8,7 +8,7 @@ import torch
 from ...observer.observation import Observation
 from ...observer.records import LowBit
 from ...policy.dtypes import dtype_name
-from .timing import Timing
+from .inference_timing import Timing
 from .training import FLOAT32, INT8, POLYCAST, TORCH, DemoRun
 
 _FEW_EPOCHS = 2
