@@ -15,7 +15,7 @@ from ..region.explain_op import deciding_rule
 from ..region.explanation import NO_RULE, OTHERS_KERNEL
 from ..torch_internals.dispatcher import has_kernel_for_dispatch_key
 from .devices import find_backend, slow_reasons, why_not_enabled
-from .estimates import Profiles, estimated_seconds
+from .estimates import Profiles
 from .facts import Facts, Run, total_of
 from .matmul_records import Matmul, MatmulRows
 from .matmuls import FUSED
@@ -47,7 +47,6 @@ class _Counting:
     def __init__(self, reading: Reading) -> None:
         self._reading = reading
         self._overrides: Mapping[int, Override] = reading.overrides
-        self._profiles = Profiles(())
         self._decisions: dict[tuple[object, ...], tuple[str | None, str, str]] = {}
 
     def facts(self, run: Run, low_bit: tuple[LowBit, ...]) -> Facts:
@@ -61,27 +60,22 @@ class _Counting:
             if decision.policy is not None or row.calls != row.inner_calls:  # inner ops follow the op that called them
                 flows += self._flows(row, decision)
             by_module.setdefault(row.module, []).append(_op(row, decision, casts_of_row))
-        ops = combine((), (op for ops in by_module.values() for op in ops))
+        ops = combine(op for ops in by_module.values() for op in ops)
         regions = self._regions()
         devices = self._fast_dtypes(regions)
-        self._profiles = Profiles(devices)
         return Facts(
             run=replace(run, devices=devices, emulated=slow_reasons(devices)),
             ops=_sorted(ops),
             modules=tuple(self._module_records(by_module)),
-            casts=tuple(sorted(combine((), casts), key=lambda cast: (-cast.bytes, cast.op, cast.module or ""))),
+            casts=tuple(sorted(combine(casts), key=lambda cast: (-cast.bytes, cast.op, cast.module or ""))),
             regions=regions,
             compiled=combine(
-                (),
-                (
-                    Compiled(name, self._reading.name_of(module), calls)
-                    for name, module, calls in self._reading.compiled
-                ),
+                Compiled(name, self._reading.name_of(module), calls) for name, module, calls in self._reading.compiled
             ),
             chains=self._chains(),
-            flows=combine((), flows),
+            flows=combine(flows),
             low_bit=low_bit,
-            matmuls=self._matmuls(),
+            matmuls=self._matmuls(Profiles(devices)),
             nonfinite=self._nonfinite(),
             numerics=numerics_of(self._reading),
         )
@@ -155,7 +149,7 @@ class _Counting:
                 kind=kind,
                 entries=calls[number],
                 total=total_of(totals.get(name, ())),
-                ops=_sorted(combine((), ops.get(number, ()))),
+                ops=_sorted(combine(ops.get(number, ()))),
             )
 
     def _regions(self) -> tuple[Region, ...]:
@@ -177,7 +171,7 @@ class _Counting:
                     compiled=row.compiled,
                 )
             )
-        return combine((), found)
+        return combine(found)
 
     def _chains(self) -> tuple[Chain, ...]:
         found, roots = [], []
@@ -206,9 +200,9 @@ class _Counting:
         losses = {_letters(chain.ops[0]) for chain in found if chain.kind == "loss_in_fast_dtype"}
         # A node is named for the op that made it: MseLossBackward0 for aten::mse_loss.
         found += [chain for chain in roots if _letters(chain.ops[0]) not in losses]
-        return tuple(sorted(combine((), found), key=lambda chain: (-chain.bytes, chain.kind, chain.ops)))
+        return tuple(sorted(combine(found), key=lambda chain: (-chain.bytes, chain.kind, chain.ops)))
 
-    def _matmuls(self) -> tuple[Matmul, ...]:
+    def _matmuls(self, profiles: Profiles) -> tuple[Matmul, ...]:
         found = []
         for row in self._reading.counts:
             if row.flops <= 0:
@@ -228,17 +222,13 @@ class _Counting:
                     calls=row.calls,
                     seconds=sum(seconds for _, seconds in row.seconds),
                     flops=row.flops,
-                    rows=tuple(self._rows(row)),
+                    rows=tuple(
+                        MatmulRows(each.kind, each.rows, each.calls, each.flops, profiles.seconds(each, row.device))
+                        for each in row.matmuls
+                    ),
                 )
             )
-        return tuple(sorted(combine((), found), key=lambda each: (-each.flops, each.op, each.module or "")))
-
-    def _rows(self, row: CountRow) -> Iterable[MatmulRows]:
-        """Yield the matmuls of a row by their numbers of rows, with the times that a profile gives."""
-        profile = self._profiles.of(row.device)
-        for each in row.matmuls:
-            estimates = {} if profile is None else estimated_seconds(profile, each)
-            yield MatmulRows(each.kind, each.rows, each.calls, each.flops, estimates)
+        return tuple(sorted(combine(found), key=lambda each: (-each.flops, each.op, each.module or "")))
 
     def _why_not_asked(self, op: str, device: str | None, dtype: torch.dtype | None, override: int) -> tuple[str, str]:
         """Return the active recipe, which was not asked for an op, and the reason; empty texts without a recipe."""

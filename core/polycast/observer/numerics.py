@@ -9,7 +9,7 @@ from .sums import combine
 def numerics_of(reading: Reading) -> tuple[NumericsRecord, ...]:
     """Return the records, in the order of modules and ops, forward before backward."""
     ordered = sorted(reading.numerics, key=lambda row: (row.backward, row.module, row.op, row.of))
-    return combine((), (_record(row, reading.name_of(row.module)) for row in ordered))
+    return combine(_record(row, reading.name_of(row.module)) for row in ordered)
 
 
 def _record(row: NumericsRow, module: str | None) -> NumericsRecord:
