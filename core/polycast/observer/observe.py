@@ -84,9 +84,9 @@ class observe:
     ) -> None:
         if model is not None and not isinstance(model, nn.Module):
             raise TypeError(f"model must be a torch.nn.Module or None, got {type(model).__name__}")
-        _check_options(timing=timing, stacks=stacks, trace=trace, numerics=numerics)
-        _check_option("nonfinite", nonfinite, NONFINITE)
-        _check_option("threads", threads, _THREADS)
+        check_bools(timing=timing, stacks=stacks, trace=trace, numerics=numerics)
+        check_option("nonfinite", nonfinite, NONFINITE)
+        check_option("threads", threads, _THREADS)
         Steps(schedule)  # raises if it is not one
         self._schedule = schedule
         self._model = model  # held until the block is entered
@@ -275,12 +275,14 @@ class _Observing:
         )
 
 
-def _check_options(**options: object) -> None:
+def check_bools(**options: object) -> None:
+    """Raise TypeError unless all options are bools."""
     for name, value in options.items():
         if not isinstance(value, bool):
             raise TypeError(f"{name} must be a bool, got {value!r}")
 
 
-def _check_option(name: str, value: object, legal: tuple[str, ...]) -> None:
+def check_option(name: str, value: object, legal: tuple[str, ...]) -> None:
+    """Raise ValueError unless an option has a legal value."""
     if value not in legal:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, legal))}, got {value!r}")
