@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, get_args, get_origin, get_type_hints
 
 from ..common.cached_property import cached_property
 from .matmul_records import Matmul
@@ -94,16 +94,7 @@ class Facts:
 
 
 LISTS: dict[str, type[Any]] = {
-    "ops": Op,
-    "modules": Module,
-    "casts": Cast,
-    "regions": Region,
-    "compiled": Compiled,
-    "chains": Chain,
-    "flows": Flow,
-    "low_bit": LowBit,
-    "matmuls": Matmul,
-    "numerics": NumericsRecord,
+    name: get_args(hint)[0] for name, hint in get_type_hints(Facts).items() if get_origin(hint) is tuple
 }
 """The lists of facts, by name, and the class of their records."""
 
