@@ -68,7 +68,7 @@ def _leaves_nothing_behind():
     """Check after each test that no region is open and autocast is off; uninstall the kernels."""
     yield
     left = [name for name in DEVICES if polycast.autocast_nesting(name) or torch.is_autocast_enabled(name)]
-    by_hand = [name for name, loader in registry._loaders().items() if loader.by_hand is not None]
+    by_hand = [name for name, loader in registry.loaders().items() if loader.by_hand is not None]
     for name in by_hand:
         polycast.unregister_backend(name)
     polycast.uninstall()

@@ -84,7 +84,7 @@ def test_a_string_is_accepted_if_torch_accepts_it(text):
 def test_the_error_for_an_unknown_string_says_what_is_there(name, nearest):
     with pytest.raises(RuntimeError) as refusal:
         polycast.get_backend(name)
-    installed = ", ".join(sorted(registry._loaders()))
+    installed = ", ".join(sorted(registry.loaders()))
     did_you_mean = "" if nearest is None else f" Did you mean {nearest!r}?"
     assert str(refusal.value) == (
         f"Invalid device string: {name!r}.{did_you_mean} Backends are installed for: {installed}. The "

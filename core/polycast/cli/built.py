@@ -3,12 +3,21 @@
 import importlib.util
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypeAlias
 
 import torch
 import typer
 
-HELP = "A Python file, and a function in it that returns a model and its inputs."
+Target: TypeAlias = Annotated[
+    str,
+    typer.Argument(
+        metavar="SCRIPT:BUILD", help="A Python file, and a function in it that returns a model and its inputs."
+    ),
+]
+FastDtype: TypeAlias = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="Use this fast dtype, such as float16. The default is the device's."),
+]
 _BUILD = (
     "It must return (model, data), (model, data, metric) or (model, data, metric, loss), as polycast.tune takes them."
 )

@@ -11,7 +11,6 @@ import subprocess
 import sysconfig
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -56,27 +55,12 @@ _VARIABLES = (
 """The environment variables that matter, besides those that begin with POLYCAST_."""
 
 
-@dataclass(frozen=True)
-class Check:
-    """A check and its problem; None: it passed."""
-
-    name: str
-    problem: str | None
-
-
 def _try(function: Callable[[], object]) -> Any:
     """Return the result of a function, or its error as text."""
     try:
         return function()
     except Exception as error:  # a driver or a plugin may raise anything
         return f"{type(error).__name__}: {error}"
-
-
-def _versions() -> dict[str, str]:
-    return {
-        **versions(),
-        "platform": platform.platform(),
-    }
 
 
 def _compiler() -> dict[str, object]:
@@ -185,20 +169,26 @@ _LINEARS = ((1, 256), (64, 256), (128, 512), (128, 1024))
 _MAX_ERROR = 0.1
 
 
-def _checks() -> list[Check]:
-    ready = _try(lambda: [name for name, status in backends().items() if status.state == "ready"])
+def _ready() -> list[str]:
+    return [name for name, status in backends().items() if status.state == "ready"]
+
+
+def _checks() -> dict[str, str | None]:
+    """Return the problem of each check; None: it passed."""
+    ready = _try(_ready)
     if isinstance(ready, str):
-        return [Check("the backends are found", ready)]
-    checks = [Check(f"a region on {name} works", _try(partial(_region_works, name))) for name in ready]
-    checks += [Check(f"linear layers on {name} are right", _try(partial(_linears_are_right, name))) for name in ready]
+        return {"the backends are found": ready}
     broken = [status for status in backends().values() if status.state in ("broken", "conflict")]
-    return checks + [Check(f"the backend of {status.device_type} is valid", status.reason) for status in broken]
+    return {
+        **{f"a region on {name} works": _try(partial(_region_works, name)) for name in ready},
+        **{f"linear layers on {name} are right": _try(partial(_linears_are_right, name)) for name in ready},
+        **{f"the backend of {status.device_type} is valid": status.reason for status in broken},
+    }
 
 
 def _profiles(measures: bool) -> dict[str, object]:
     """Return the profile of each ready device, or why it is not used; None: there is none."""
-    ready = [name for name, status in backends().items() if status.state == "ready"]
-    return {name: _try(partial(_profile, name, measures)) for name in ready}
+    return {name: _try(partial(_profile, name, measures)) for name in _ready()}
 
 
 def _profile(device_type: str, measures: bool) -> object:
@@ -214,7 +204,7 @@ def diagnose(measures: bool = False) -> dict[str, Any]:
         measures: measure the devices that have no profile.
     """
     return {
-        "versions": _try(_versions),
+        "versions": _try(lambda: {**versions(), "platform": platform.platform()}),
         "compiler": _try(_compiler),
         "engine": _try(_engine),
         "ops": _try(_ops),
@@ -223,7 +213,7 @@ def diagnose(measures: bool = False) -> dict[str, Any]:
         "backends": _try(lambda: [device.as_json() for device in known_devices()]),
         "profiles": _try(partial(_profiles, measures)),
         "environment": _try(_environment),
-        "checks": [{"name": check.name, "problem": check.problem} for check in _checks()],
+        "checks": [{"name": name, "problem": problem} for name, problem in _checks().items()],
     }
 
 

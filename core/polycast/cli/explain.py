@@ -8,19 +8,16 @@ import typer
 
 from ..policy.names import read_dtype
 from ..precision.explain import explain_model
-from .built import HELP, built, function_of
+from .built import FastDtype, Target, built, function_of
 from .terminal import console, library_errors, print_json
 
 
 def run(
-    target: Annotated[str, typer.Argument(metavar="SCRIPT:BUILD", help=HELP)],
+    target: Target,
     device: Annotated[
         str | None, typer.Option(metavar="NAME", help="Run the region on this device. The default is the model's.")
     ] = None,
-    dtype: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="Use this fast dtype, such as float16. The default is the device's."),
-    ] = None,
+    dtype: FastDtype = None,
     policy: Annotated[Path | None, typer.Option(metavar="FILE", help="Use the policy of this file.")] = None,
     recipe: Annotated[
         str | None, typer.Option(metavar="NAME", help="Use this recipe, such as int8, without gradients.")

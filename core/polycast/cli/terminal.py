@@ -71,20 +71,10 @@ def print_json(value: object) -> None:
     typer.echo(json.dumps(value, indent=2))
 
 
-def engine_name() -> str:
-    """Return the name of the engine, building the native one if needed.
-
-    Raises:
-        ValueError: POLYCAST_ENGINE has an invalid value.
-        RuntimeError: POLYCAST_ENGINE is ``native``, and that engine cannot be built.
-    """
-    return choose().name
-
-
 def engine_lines() -> list[str]:
     """Return what there is to say about the engine: where it comes from or, if it is not the native one, why not.
 
-    Raises as :func:`engine_name` does.
+    Raises as :func:`polycast.engine.choice.choose` does.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "polycast runs on its reference engine")  # said by the lines

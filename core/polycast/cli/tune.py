@@ -14,7 +14,7 @@ from ..policy.names import read_dtype
 from ..policy.recipe import read_recipe
 from ..precision.evidence import Tuned
 from ..precision.tune import tune
-from .built import HELP, built, function_of
+from .built import FastDtype, Target, built, function_of
 from .terminal import console, library_errors
 
 
@@ -40,15 +40,9 @@ class Reduction(enum.Enum):
 
 
 def run(
-    target: Annotated[
-        str,
-        typer.Argument(metavar="SCRIPT:BUILD", help=HELP),
-    ],
+    target: Target,
     device: Annotated[str, typer.Option(metavar="NAME", help="Run the region on this device.")] = "cpu",
-    dtype: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="Use this fast dtype, such as float16. The default is the device's."),
-    ] = None,
+    dtype: FastDtype = None,
     tolerance: Annotated[
         float, typer.Option(metavar="NUMBER", help="Accept this error of the output, relative to float32.")
     ] = 1e-2,

@@ -17,7 +17,7 @@ def register_backend(backend: Backend) -> None:
         RuntimeError: a thread is in a region for the device; nothing is registered.
     """
     validate(backend)
-    registry.discover()  # not with the engine's lock held
+    registry.loaders()  # not with the engine's lock held
     run_uninstalled([backend.device_type], lambda: registry.register(backend))
 
 
@@ -29,5 +29,5 @@ def unregister_backend(device_type: str) -> None:
         RuntimeError: a thread is in a region for the device; nothing changes.
     """
     name = registry.parse_device_type(device_type)
-    registry.discover()
+    registry.loaders()
     run_uninstalled([name], lambda: registry.unregister(name))

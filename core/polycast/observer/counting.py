@@ -15,14 +15,14 @@ from ..region.explain_op import deciding_rule
 from ..region.explanation import NO_RULE, OTHERS_KERNEL
 from ..torch_internals.dispatcher import has_kernel_for_dispatch_key
 from .backend_queries import find_backend, slow_reasons, why_not_enabled
-from .estimates import Profiles, estimated_seconds
+from .estimates import Profiles
 from .facts import Facts, Run, total_of
-from .known_modules import Known
 from .matmul_records import Matmul, MatmulRows
 from .matmuls import FUSED
 from .numerics_rows import numerics_of
-from .recorder import CHAIN_KINDS, NO_MODULE, CountRow, Reading
-from .records import Cast, Chain, Compiled, Counts, Decision, Flow, Module, NonFinite, Op, Region
+from .recorder import CHAIN_KINDS, NO_MODULE, CountRow, Reading, phase_of
+from .records import Cast, Chain, Compiled, Counts, Decision, Flow, LowBit, Module, NonFinite, Op, Region
+from .step_reading import first_nonfinite
 from .sums import combine, with_main_decision
 
 AUTOCAST_IS_OFF = "autocast is off"
@@ -38,20 +38,18 @@ _CAST_SUMS = {
 """The fields of an op that are sums of fields of its casts."""
 
 
-def facts_of(reading: Reading, modules: Sequence[Known], run: Run) -> Facts:
-    """Return the facts of a run from a recorder's counts."""
-    return _Counting(reading, modules).facts(run)
+def facts_of(reading: Reading, run: Run, low_bit: tuple[LowBit, ...]) -> Facts:
+    """Return the facts of a run from a recorder's counts, and those of the recipes."""
+    return _Counting(reading).facts(run, low_bit)
 
 
 class _Counting:
-    def __init__(self, reading: Reading, modules: Sequence[Known]) -> None:
+    def __init__(self, reading: Reading) -> None:
         self._reading = reading
-        self._modules = modules
         self._overrides: Mapping[int, Override] = reading.overrides
-        self._profiles = Profiles(())
         self._decisions: dict[tuple[object, ...], tuple[str | None, str, str]] = {}
 
-    def facts(self, run: Run) -> Facts:
+    def facts(self, run: Run, low_bit: tuple[LowBit, ...]) -> Facts:
         by_module: dict[int, list[Op]] = {}
         casts: list[Cast] = []
         flows: list[Flow] = []
@@ -62,32 +60,32 @@ class _Counting:
             if decision.policy is not None or row.calls != row.inner_calls:  # inner ops follow the op that called them
                 flows += self._flows(row, decision)
             by_module.setdefault(row.module, []).append(_op(row, decision, casts_of_row))
-        ops = combine((), (op for ops in by_module.values() for op in ops))
+        ops = combine(op for ops in by_module.values() for op in ops)
         regions = self._regions()
         devices = self._fast_dtypes(regions)
-        self._profiles = Profiles(devices)
         return Facts(
             run=replace(run, devices=devices, emulated=slow_reasons(devices)),
             ops=_sorted(ops),
             modules=tuple(self._module_records(by_module)),
-            casts=tuple(sorted(combine((), casts), key=lambda cast: (-cast.bytes, cast.op, cast.module or ""))),
+            casts=tuple(sorted(combine(casts), key=lambda cast: (-cast.bytes, cast.op, cast.module or ""))),
             regions=regions,
             compiled=combine(
-                (), (Compiled(name, self._name(module), calls) for name, module, calls in self._reading.compiled)
+                Compiled(name, self._reading.name_of(module), calls) for name, module, calls in self._reading.compiled
             ),
             chains=self._chains(),
-            flows=combine((), flows),
-            matmuls=self._matmuls(),
+            flows=combine(flows),
+            low_bit=low_bit,
+            matmuls=self._matmuls(Profiles(devices)),
             nonfinite=self._nonfinite(),
-            numerics=numerics_of(self._reading.numerics, self._name),
+            numerics=numerics_of(self._reading),
         )
 
     def _casts(self, row: CountRow) -> list[Cast]:
         return [
             Cast(
                 op=row.op,
-                phase=_phase(row.backward),
-                module=self._name(row.module),
+                phase=phase_of(row.backward),
+                module=self._reading.name_of(row.module),
                 source=dtype_name(cast.source),
                 target=dtype_name(cast.target),
                 of="weight" if cast.of_weight else "activation",
@@ -106,11 +104,11 @@ class _Counting:
         for source in row.sources:
             yield Flow(
                 op=row.op,
-                module=self._name(row.module),
+                module=self._reading.name_of(row.module),
                 device=decision.device,
                 policy=decision.policy,
                 source=source.op or "",
-                source_module=self._name(source.module),
+                source_module=self._reading.name_of(source.module),
                 dtype=dtype_name(source.dtype),
                 cast=_name_or_empty(source.cast),
                 is_first=source.is_first,
@@ -142,16 +140,16 @@ class _Counting:
         own = {number: total_of(of_module) for number, of_module in ops.items()}
         totals: dict[str, list[Counts]] = {}
         for number, counts in own.items():
-            for name in _with_ancestors(self._modules[number].name) if number != NO_MODULE else ():
+            for name in _with_ancestors(self._reading.modules[number].name) if number != NO_MODULE else ():
                 totals.setdefault(name, []).append(counts)
-        for number, (name, kind) in enumerate(self._modules):
+        for number, (name, kind) in enumerate(self._reading.modules):
             yield Module(
                 **vars(own.get(number, Counts())),
                 module=name,
                 kind=kind,
                 entries=calls[number],
                 total=total_of(totals.get(name, ())),
-                ops=_sorted(combine((), ops.get(number, ()))),
+                ops=_sorted(combine(ops.get(number, ()))),
             )
 
     def _regions(self) -> tuple[Region, ...]:
@@ -173,17 +171,17 @@ class _Counting:
                     compiled=row.compiled,
                 )
             )
-        return combine((), found)
+        return combine(found)
 
     def _chains(self) -> tuple[Chain, ...]:
         found, roots = [], []
         for row in self._reading.chains:
             kind = CHAIN_KINDS[row.kind]
-            consumers = {} if row.consumer == NO_MODULE else {self._modules[row.consumer].name: row.casts}
+            consumers = {} if row.consumer == NO_MODULE else {self._reading.modules[row.consumer].name: row.casts}
             chain = Chain(
                 "loss_in_fast_dtype" if kind in ("loss", "loss_root") else kind,
                 tuple(row.ops),
-                self._name(row.module),
+                self._reading.name_of(row.module),
                 _name_or_empty(row.fast),
                 row.count,
                 row.bytes,
@@ -202,9 +200,9 @@ class _Counting:
         losses = {_letters(chain.ops[0]) for chain in found if chain.kind == "loss_in_fast_dtype"}
         # A node is named for the op that made it: MseLossBackward0 for aten::mse_loss.
         found += [chain for chain in roots if _letters(chain.ops[0]) not in losses]
-        return tuple(sorted(combine((), found), key=lambda chain: (-chain.bytes, chain.kind, chain.ops)))
+        return tuple(sorted(combine(found), key=lambda chain: (-chain.bytes, chain.kind, chain.ops)))
 
-    def _matmuls(self) -> tuple[Matmul, ...]:
+    def _matmuls(self, profiles: Profiles) -> tuple[Matmul, ...]:
         found = []
         for row in self._reading.counts:
             if row.flops <= 0:
@@ -215,8 +213,8 @@ class _Counting:
             found.append(
                 Matmul(
                     op=row.op,
-                    phase=_phase(row.backward),
-                    module=self._name(row.module),
+                    phase=phase_of(row.backward),
+                    module=self._reading.name_of(row.module),
                     device=row.device or "",
                     recipe=recipe,
                     declined=declined or "",
@@ -224,17 +222,13 @@ class _Counting:
                     calls=row.calls,
                     seconds=sum(seconds for _, seconds in row.seconds),
                     flops=row.flops,
-                    rows=tuple(self._rows(row)),
+                    rows=tuple(
+                        MatmulRows(each.kind, each.rows, each.calls, each.flops, profiles.seconds(each, row.device))
+                        for each in row.matmuls
+                    ),
                 )
             )
-        return tuple(sorted(combine((), found), key=lambda each: (-each.flops, each.op, each.module or "")))
-
-    def _rows(self, row: CountRow) -> Iterable[MatmulRows]:
-        """Yield the matmuls of a row by their numbers of rows, with the times that a profile gives."""
-        profile = self._profiles.of(row.device)
-        for each in row.matmuls:
-            estimates = {} if profile is None else estimated_seconds(profile, each)
-            yield MatmulRows(each.kind, each.rows, each.calls, each.flops, estimates)
+        return tuple(sorted(combine(found), key=lambda each: (-each.flops, each.op, each.module or "")))
 
     def _why_not_asked(self, op: str, device: str | None, dtype: torch.dtype | None, override: int) -> tuple[str, str]:
         """Return the active recipe, which was not asked for an op, and the reason; empty texts without a recipe."""
@@ -255,22 +249,8 @@ class _Counting:
         return active.recipe.short, reason
 
     def _nonfinite(self) -> NonFinite | None:
-        row = self._reading.nonfinite
-        if row is None:
-            return None
-        what = " and ".join(name for name in ("inf", "nan") if getattr(row, name))
-        return NonFinite(
-            op=row.op,
-            phase=_phase(row.backward),
-            module=self._name(row.module),
-            what=what,
-            dtype=dtype_name(row.dtype),
-            stack=tuple(row.stack or ()),
-            count=row.count,
-        )
-
-    def _name(self, module: int) -> str | None:
-        return None if module == NO_MODULE else self._modules[module].name
+        row, first = self._reading.nonfinite, first_nonfinite(self._reading)
+        return None if row is None or first is None else NonFinite(**vars(first), count=row.count)
 
     def _decide(
         self, op: str, device: str | None, dtype: torch.dtype | None, override: int
@@ -302,7 +282,7 @@ def _op(row: CountRow, decision: Decision, casts: Sequence[Cast]) -> Op:
             seconds={_name_or_empty(dtype): seconds for dtype, seconds in row.seconds},
             **{field: sum(getattr(cast, each) for cast in casts) for field, each in _CAST_SUMS.items()},
             op=row.op,
-            phase=_phase(row.backward),
+            phase=phase_of(row.backward),
             decisions=(decision,),
             stack=tuple(row.stack or ()),
         )
@@ -319,10 +299,6 @@ def _with_ancestors(name: str) -> Iterable[str]:
         yield name
         name = name.rpartition(".")[0]
     yield ""
-
-
-def _phase(backward: bool) -> str:
-    return "backward" if backward else "forward"
 
 
 def _name_or_empty(dtype: torch.dtype | None) -> str:

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable
 
-from ..profiling.device_profile import DeviceProfile
 from ..profiling.profile import find_or_none
 from .recorder import MatmulRow
 
@@ -17,19 +16,16 @@ class Profiles:
     def __init__(self, devices: Iterable[str]) -> None:
         self._found = {device: find_or_none(device) for device in devices}
 
-    def of(self, device: str | None) -> DeviceProfile | None:
-        """Return the profile of a device; for None, as in a backward pass, that of the only device of the run."""
-        if device is None:
-            return next(iter(self._found.values())) if len(self._found) == 1 else None
-        return self._found.get(device)
+    def seconds(self, matmuls: MatmulRow, device: str | None) -> dict[str, float]:
+        """Return the seconds of matmuls in each way that the profile of their device has; empty without a profile.
 
-
-def estimated_seconds(profile: DeviceProfile, matmuls: MatmulRow) -> dict[str, float]:
-    """Return the seconds of matmuls in each way that the profile has."""
-    size = max(1, round(matmuls.flops / (2 * matmuls.rows * matmuls.calls)))
-    found = {}
-    for way in profile.ways(matmuls.kind):
-        seconds = profile.seconds(matmuls.kind, matmuls.rows, way, size)
-        if seconds is not None:
-            found[way] = matmuls.calls * seconds
-    return found
+        For None, as in a backward pass, the profile is that of the only device of the run.
+        """
+        if device is None and len(self._found) == 1:
+            (device,) = self._found
+        profile = None if device is None else self._found.get(device)
+        if profile is None:
+            return {}
+        size = max(1, round(matmuls.flops / (2 * matmuls.rows * matmuls.calls)))
+        times = {way: profile.seconds(matmuls.kind, matmuls.rows, way, size) for way in profile.ways(matmuls.kind)}
+        return {way: matmuls.calls * seconds for way, seconds in times.items() if seconds is not None}

@@ -2,9 +2,11 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, get_args, get_origin, get_type_hints
 
+from ..common.cached_property import cached_property
 from .matmul_records import Matmul
+from .matmuls import recipe_share
 from .numerics_records import NumericsRecord
 from .records import Cast, Chain, Compiled, Counts, Flow, LowBit, Module, NonFinite, Op, Region
 from .sums import add, combine
@@ -64,18 +66,35 @@ class Facts:
     numerics: tuple[NumericsRecord, ...] = ()
     nonfinite: NonFinite | None = None
 
+    @cached_property
+    def total(self) -> Counts:
+        """The counts of all ops."""
+        return total_of(self.ops)
+
+    @property
+    def fast_share(self) -> float | None:
+        """The share of calls with floating-point tensors that computed in a fast dtype; None without such calls."""
+        return self._share(self.total.compute_dtypes)
+
+    @property
+    def fast_time_share(self) -> float | None:
+        """The share of the time in ops that calls in a fast dtype took; None without ``timing=True``."""
+        return self._share(self.total.seconds)
+
+    @property
+    def recipe_share(self) -> float | None:
+        """The share of the floating-point operations in matmuls that recipes computed; None without a recipe."""
+        return recipe_share(self.matmuls)
+
+    def _share(self, numbers: Mapping[str, float]) -> float | None:
+        """Return the share of numbers by dtype that the fast dtypes have; None if there are no numbers."""
+        everything = sum(numbers.values())
+        fast = {dtype for dtypes in self.run.devices.values() for dtype in dtypes if dtype != "float32"}
+        return sum(numbers.get(dtype, 0) for dtype in fast) / everything if everything else None
+
 
 LISTS: dict[str, type[Any]] = {
-    "ops": Op,
-    "modules": Module,
-    "casts": Cast,
-    "regions": Region,
-    "compiled": Compiled,
-    "chains": Chain,
-    "flows": Flow,
-    "low_bit": LowBit,
-    "matmuls": Matmul,
-    "numerics": NumericsRecord,
+    name: get_args(hint)[0] for name, hint in get_type_hints(Facts).items() if get_origin(hint) is tuple
 }
 """The lists of facts, by name, and the class of their records."""
 
@@ -86,13 +105,6 @@ def total_of(counts: Iterable[Counts]) -> Counts:
     for each in counts:
         total = add(total, Counts(**{name: getattr(each, name) for name in Counts.__dataclass_fields__}))
     return total
-
-
-def share(numbers: Mapping[str, float], devices: Mapping[str, Iterable[str]]) -> float | None:
-    """Return the share of numbers by dtype that the fast dtypes have; None if there are no numbers."""
-    everything = sum(numbers.values())
-    fast = {dtype for dtypes in devices.values() for dtype in dtypes if dtype != "float32"}
-    return sum(numbers.get(dtype, 0) for dtype in fast) / everything if everything else None
 
 
 def combined(left: Facts, right: Facts, sign: int) -> Facts:

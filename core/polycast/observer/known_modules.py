@@ -3,18 +3,10 @@
 import threading
 import weakref
 from collections.abc import Callable
-from typing import NamedTuple
 
 from torch import nn
 
-from .recorder import Recorder
-
-
-class Known(NamedTuple):
-    """The name and the class name of a module."""
-
-    name: str
-    kind: str
+from .recorder import Known, Recorder
 
 
 class KnownModules:

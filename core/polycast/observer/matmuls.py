@@ -14,12 +14,17 @@ _MIN_SHARE = 0.01
 _MAX_LINES = 10
 
 
+def is_by_recipe(matmul: Matmul) -> bool:
+    """Return whether a recipe computed a matmul."""
+    return bool(matmul.recipe) and not matmul.declined
+
+
 def recipe_share(matmuls: Sequence[Matmul]) -> float | None:
     """Return the share of the operations that recipes computed; None without a recipe."""
     total = sum(each.flops for each in matmuls)
     if total <= 0 or not any(each.recipe for each in matmuls):
         return None
-    return sum(each.flops for each in matmuls if each.recipe and not each.declined) / total
+    return sum(each.flops for each in filter(is_by_recipe, matmuls)) / total
 
 
 def matmul_lines(matmuls: Sequence[Matmul]) -> Iterator[str]:
@@ -27,11 +32,10 @@ def matmul_lines(matmuls: Sequence[Matmul]) -> Iterator[str]:
     if recipe_share(matmuls) is None:
         return
     total = sum(each.flops for each in matmuls)
-    by_recipe = {each.recipe: 0.0 for each in matmuls if each.recipe and not each.declined}
-    by_recipe = by_recipe or {each.recipe: 0.0 for each in matmuls if each.recipe}
-    for each in matmuls:
-        if each.recipe and not each.declined:
-            by_recipe[each.recipe] += each.flops
+    computed = list(filter(is_by_recipe, matmuls))
+    by_recipe = {each.recipe: 0.0 for each in computed or matmuls if each.recipe}
+    for each in computed:
+        by_recipe[each.recipe] += each.flops
     shares = ", ".join(f"{recipe}: {flops / total:.0%}" for recipe, flops in by_recipe.items())
     yield f"{shares} of the {_flops(total)} in matmuls"
     others = list(_others(matmuls))
@@ -48,7 +52,7 @@ def _others(matmuls: Iterable[Matmul]) -> Iterator[tuple[float, str]]:
     """Yield (operations, text) of what recipes did not compute, by op and reason, the largest first."""
     groups: dict[tuple[str, str, str], list[Matmul]] = {}
     for each in matmuls:
-        if not each.recipe or each.declined:
+        if not is_by_recipe(each):
             reason = each.declined or ("no recipe is active" if each.device else "it runs outside of autocast")
             groups.setdefault((each.op, each.phase, reason), []).append(each)
     for (op, phase, reason), group in sorted(groups.items(), key=lambda item: -sum(each.flops for each in item[1])):

@@ -1,24 +1,22 @@
 """Turn what a recorder counted of numerics into records."""
 
-from collections.abc import Callable, Iterable
-
 from ..policy.dtypes import dtype_name
 from .numerics_records import NumericsRecord
-from .recorder import NumericsRow
+from .recorder import NumericsRow, Reading, phase_of
 from .sums import combine
 
 
-def numerics_of(rows: Iterable[NumericsRow], module_name: Callable[[int], str | None]) -> tuple[NumericsRecord, ...]:
+def numerics_of(reading: Reading) -> tuple[NumericsRecord, ...]:
     """Return the records, in the order of modules and ops, forward before backward."""
-    ordered = sorted(rows, key=lambda row: (row.backward, row.module, row.op, row.of))
-    return combine((), (_record(row, module_name(row.module)) for row in ordered))
+    ordered = sorted(reading.numerics, key=lambda row: (row.backward, row.module, row.op, row.of))
+    return combine(_record(row, reading.name_of(row.module)) for row in ordered)
 
 
 def _record(row: NumericsRow, module: str | None) -> NumericsRecord:
     return NumericsRecord(
         module=module,
         op=row.op,
-        role="backward" if row.backward else "forward",
+        role=phase_of(row.backward),
         dtype=dtype_name(row.dtype),
         count=row.count,
         amax=row.amax,

@@ -12,10 +12,9 @@ from rich.console import Group
 from ..common.schema import check_schema
 from . import table as text_table
 from .data_frames import TABLES, frame_of
-from .facts import LISTS, Facts, Run, combined, share, total_of
+from .facts import LISTS, Facts, Run, combined
 from .findings import findings_of
 from .matmul_records import Matmul
-from .matmuls import recipe_share
 from .numerics_records import NumericsRecord
 from .records import Cast, Compiled, Counts, Finding, LowBit, Module, NonFinite, Op, Region
 from .scalars import Writer, check_writer, scalars_of, write_scalars
@@ -117,7 +116,7 @@ class Observation:
 
         All :attr:`matmuls` count: in regions and outside, forward and backward, attention too.
         """
-        return recipe_share(self.facts.matmuls)
+        return self.facts.recipe_share
 
     @property
     def numerics(self) -> tuple[NumericsRecord, ...]:
@@ -137,17 +136,17 @@ class Observation:
     @property
     def total(self) -> Counts:
         """The counts of all ops."""
-        return total_of(self.facts.ops)
+        return self.facts.total
 
     @property
     def fast_share(self) -> float | None:
         """The share of calls with floating-point tensors that computed in a fast dtype; None without such calls."""
-        return share(self.total.compute_dtypes, self.facts.run.devices)
+        return self.facts.fast_share
 
     @property
     def fast_time_share(self) -> float | None:
         """The share of the time in ops that calls in a fast dtype took; None without ``timing=True``."""
-        return share(self.total.seconds, self.facts.run.devices)
+        return self.facts.fast_time_share
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON-safe values.
@@ -158,14 +157,13 @@ class Observation:
         None. A record is a mapping of its fields.
         """
         facts = self.facts
-        total = total_of(facts.ops)
         return {
             "schema": SCHEMA,
             "run": asdict(facts.run),
-            "total": to_json(total),
-            "fast_share": share(total.compute_dtypes, facts.run.devices),
-            "fast_time_share": share(total.seconds, facts.run.devices),
-            "recipe_share": recipe_share(facts.matmuls),
+            "total": to_json(facts.total),
+            "fast_share": facts.fast_share,
+            "fast_time_share": facts.fast_time_share,
+            "recipe_share": facts.recipe_share,
             **{name: [to_json(record) for record in getattr(facts, name)] for name in LISTS},
             "findings": [to_json(finding) for finding in findings_of(facts)],
             "nonfinite": None if facts.nonfinite is None else to_json(facts.nonfinite),
@@ -319,7 +317,7 @@ class Observation:
 
     def __repr__(self) -> str:
         facts = self.facts
-        return f"<Observation of {total_of(facts.ops).calls} calls of {len(facts.ops)} ops>"
+        return f"<Observation of {facts.total.calls} calls of {len(facts.ops)} ops>"
 
 
 def _list(values: dict[str, Any], name: str) -> Any:

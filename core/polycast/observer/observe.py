@@ -23,10 +23,8 @@ from .known_modules import KnownModules
 from .low_bit_counts import LowBitCounts
 from .observation import Observation
 from .observer_library import load_observer
-from .recorder import NONFINITE, read
-from .records import LowBit
+from .recorder import NONFINITE, Reading, read
 from .step_origin import StepOrigins
-from .step_reading import StepReading
 from .steps import Schedule, Steps
 from .trace import MAX_EVENTS, trace_of
 
@@ -86,9 +84,9 @@ class observe:
     ) -> None:
         if model is not None and not isinstance(model, nn.Module):
             raise TypeError(f"model must be a torch.nn.Module or None, got {type(model).__name__}")
-        _check_options(timing=timing, stacks=stacks, trace=trace, numerics=numerics)
-        _check_option("nonfinite", nonfinite, NONFINITE)
-        _check_option("threads", threads, _THREADS)
+        check_bools(timing=timing, stacks=stacks, trace=trace, numerics=numerics)
+        check_option("nonfinite", nonfinite, NONFINITE)
+        check_option("threads", threads, _THREADS)
         Steps(schedule)  # raises if it is not one
         self._schedule = schedule
         self._model = model  # held until the block is entered
@@ -141,7 +139,7 @@ class observe_program(observe):
 class observe_step(observe):
     """Observe a step of a training run. Its records are made when they are read, because that may take longer."""
 
-    reading: StepReading | None = None
+    reading: Reading | None = None
     """What was counted in the last block."""
 
     def __exit__(
@@ -236,30 +234,30 @@ class _Observing:
         self._low_bit.note(device_type, recipe, op, reason)
         self._observer.note_low_bit(recipe, reason or "")
 
-    def stop(self) -> StepReading:
+    def stop(self) -> Reading:
         self._pause()
         if self._trace:
             self.observation._trace = trace_of(self._recorder, self._modules.named)
-        counted = StepReading(read(self._recorder), tuple(self._modules.named))
-        find = functools.cache(functools.partial(_facts_of, counted, self._run_so_far(), self._low_bit.records()))
+        reading = self._read()
+        find = functools.cache(functools.partial(facts_of, reading, self._run_so_far(), self._low_bit.records()))
         self.observation._end(find if self.is_lazy else find())
         self._modules.clear()
-        return counted
+        return reading
 
     def _facts(self) -> Facts:
-        counted = StepReading(read(self._recorder), self._modules.named)
-        return _facts_of(counted, self._run_so_far(), self._low_bit.records())
+        return facts_of(self._read(), self._run_so_far(), self._low_bit.records())
+
+    def _read(self) -> Reading:
+        return read(self._recorder, self._modules.named)
 
     def _run_so_far(self) -> Run:
-        return Run(
-            **{
-                **vars(self._run),
-                "seconds": self._seconds + (0.0 if self._began is None else time.perf_counter() - self._began),
-                "steps": self.steps.ended,
-                "observed_steps": self.steps.observed,
-                "engine": "native",
-                "versions": dict(versions()),
-            }
+        return replace(
+            self._run,
+            seconds=self._seconds + (0.0 if self._began is None else time.perf_counter() - self._began),
+            steps=self.steps.ended,
+            observed_steps=self.steps.observed,
+            engine="native",
+            versions=dict(versions()),
         )
 
     def raise_nonfinite(self) -> None:
@@ -277,16 +275,14 @@ class _Observing:
         )
 
 
-def _facts_of(counted: StepReading, run: Run, low_bit: tuple[LowBit, ...]) -> Facts:
-    return replace(facts_of(counted.reading, counted.modules, run), low_bit=low_bit)
-
-
-def _check_options(**options: object) -> None:
+def check_bools(**options: object) -> None:
+    """Raise TypeError unless all options are bools."""
     for name, value in options.items():
         if not isinstance(value, bool):
             raise TypeError(f"{name} must be a bool, got {value!r}")
 
 
-def _check_option(name: str, value: object, legal: tuple[str, ...]) -> None:
+def check_option(name: str, value: object, legal: tuple[str, ...]) -> None:
+    """Raise ValueError unless an option has a legal value."""
     if value not in legal:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, legal))}, got {value!r}")

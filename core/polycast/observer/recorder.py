@@ -1,8 +1,8 @@
 """The interface of the observer's C++, and the rows of counts that it returns."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 
@@ -13,6 +13,13 @@ CHAIN_KINDS = ("round_trip", "float32_by_one_input", "unlisted_float32_op", "los
 
 NONFINITE = ("ignore", "record", "raise")
 """The reactions to inf and nan, by number. The C++ checks the names when it is loaded."""
+
+
+class Known(NamedTuple):
+    """The name and the class name of a module."""
+
+    name: str
+    kind: str
 
 
 @dataclass(frozen=True)
@@ -168,11 +175,13 @@ class Reading:
     """All counts of a recorder.
 
     Attributes:
+        modules: by number.
         entries: (module, calls of it).
         compiled: (compiled region, module, calls).
         overrides: by number; 0 is no override.
     """
 
+    modules: Sequence[Known]
     counts: Sequence[CountRow]
     entries: Sequence[tuple[int, int]]
     chains: Sequence[ChainRow]
@@ -182,11 +191,21 @@ class Reading:
     overrides: Mapping[int, Any]
     nonfinite: NonFiniteRow | None
 
+    def name_of(self, module: int) -> str | None:
+        """Return the name of a module."""
+        return None if module == NO_MODULE else self.modules[module].name
 
-def read(recorder: "Recorder") -> Reading:
-    """Return the counts of a recorder so far."""
+
+def phase_of(backward: bool) -> str:
+    """Return the phase of a row, as records spell it."""
+    return "backward" if backward else "forward"
+
+
+def read(recorder: "Recorder", modules: Iterable[Known] = ()) -> Reading:
+    """Return the counts of a recorder so far; `modules` are those that it knows, by number."""
     raw = recorder.read()
     return Reading(
+        modules=tuple(modules),  # after reading: other threads may add modules
         counts=[_count_row(*row) for row in raw["counts"]],
         entries=raw["entries"],
         chains=[ChainRow(*row) for row in raw["chains"]],

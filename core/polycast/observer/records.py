@@ -5,10 +5,8 @@ All are values with JSON-safe fields. Times are in seconds, sizes in bytes; dtyp
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from ..common.plain_text import in_ascii
-from .matmul_records import Matmul, MatmulRows
 
 Dtypes = Mapping[str, int]
 """Counts by dtype."""
@@ -310,12 +308,3 @@ class Finding:
 
     def __str__(self) -> str:
         return in_ascii(f"{self.where}: {self.what} {self.remedy}")
-
-
-NESTED: dict[tuple[type[Any], str], type[Any]] = {
-    (Matmul, "rows"): MatmulRows,
-    (Op, "decisions"): Decision,
-    (Module, "ops"): Op,
-    (Module, "total"): Counts,
-}
-"""The fields of records that contain records, and the class of these."""

@@ -10,6 +10,7 @@ from torch import nn
 from ..common.random_state import RandomState
 from ..region.scaler_history import Origin
 from .observe import observe_step
+from .step_reading import first_nonfinite
 
 SameRandomNumbers: TypeAlias = Callable[[], AbstractContextManager[None]]
 
@@ -34,7 +35,7 @@ def rerun_step(step: Callable[[], Any], model: nn.Module | None, random: SameRan
     observed = observe_step(model, nonfinite="record", stacks=True)
     with random(), _restored(model), observed:
         step()
-    return None if observed.reading is None else observed.reading.origin()
+    return None if observed.reading is None else first_nonfinite(observed.reading)
 
 
 @contextmanager

@@ -126,7 +126,7 @@ class RunHistory:
         ends = f", loss {losses[0].loss:g} to {losses[-1].loss:g}" if losses else ""
         skips = sum(record.skipped is True for record in self.steps)
         lines = [f"{len(self.steps)} steps{ends}, {skips} skipped"]
-        lines += [f"  {row}" for row in [*skipped_rows(self.steps)][-_MAX_SHOWN:]]
+        lines += [f"  {row}" for row in skipped_rows(self.steps)[-_MAX_SHOWN:]]
         return "\n".join([*lines, *map(str, self.findings)])
 
     def __repr__(self) -> str:

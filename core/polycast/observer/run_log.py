@@ -15,15 +15,13 @@ from torch import nn
 from ..errors import warn_user
 from ..region.recording_scaler import listeners, recording
 from .observation import Observation
-from .observe import observe, observe_step
+from .observe import check_bools, check_option, observe, observe_step
 from .run_history import RunHistory
 from .scalars import Writer, check_writer, scalars_of_step, write_scalars
 from .step_file import StepFile
 from .step_log import StepLog
 from .step_record import StepRecord, without_lost_steps
 from .steps import Schedule, read_schedule
-
-_NONFINITE = ("ignore", "record")
 
 
 class RunLog:
@@ -91,10 +89,8 @@ class RunLog:
         nonfinite: Literal["ignore", "record"] = "ignore",
         resume: bool = False,
     ) -> None:
-        if nonfinite not in _NONFINITE:
-            raise ValueError(f"nonfinite must be one of {', '.join(map(repr, _NONFINITE))}, got {nonfinite!r}")
-        if not isinstance(resume, bool):
-            raise TypeError(f"resume must be a bool, got {resume!r}")
+        check_option("nonfinite", nonfinite, ("ignore", "record"))
+        check_bools(resume=resume)
         if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
             raise TypeError(f"scaler must be a torch.amp.GradScaler or None, got {scaler!r:.100}")
         if writer is not None:

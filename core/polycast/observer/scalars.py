@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from ..common.strict_json import jsonable
-from .facts import Facts, share, total_of
+from .facts import Facts
 from .findings import findings_of
-from .matmuls import recipe_share
 from .numerics_records import NumericsRecord
 from .step_record import NUMBERS, StepRecord
 
@@ -70,11 +69,11 @@ def write_scalars(writer: Writer, scalars: Mapping[str, float], step: int) -> No
 
 def scalars_of(facts: Facts) -> dict[str, float]:
     """Return the scalars of an observation, without those that it lacks."""
-    total = total_of(facts.ops)
+    total = facts.total
     scalars = {
-        "fast_share": share(total.compute_dtypes, facts.run.devices),
-        "fast_time_share": share(total.seconds, facts.run.devices),
-        "recipe_share": recipe_share(facts.matmuls),
+        "fast_share": facts.fast_share,
+        "fast_time_share": facts.fast_time_share,
+        "recipe_share": facts.recipe_share,
         "ops": total.calls,
         "casts": total.casts,
         "cast_bytes": total.cast_bytes,

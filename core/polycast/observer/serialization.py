@@ -3,10 +3,8 @@
 import functools
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, fields, is_dataclass
+from dataclasses import asdict, is_dataclass
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
-
-from .records import NESTED, Counts
 
 _R = TypeVar("_R")
 _MAX_NUMBER = 2**63
@@ -32,22 +30,19 @@ def from_json(cls: type[_R], values: Mapping[str, Any]) -> _R:
     if not isinstance(values, Mapping):
         raise TypeError(f"a {cls.__name__} is a mapping, got {type(values).__name__}")
     known: dict[str, Any] = {}
-    hints = _hints(cls)  # type: ignore[arg-type]
-    for field in fields(cls):  # type: ignore[arg-type]
-        if field.name not in values:
-            continue
-        value = values[field.name]
-        if not _fits(value, hints[field.name]):
-            raise TypeError(f"{field.name} of a {cls.__name__} cannot be {value!r:.100}")
-        nested = NESTED.get((cls, field.name))
-        if nested is Counts:
-            value = from_json(Counts, value)
-        elif nested is not None:
-            value = tuple(from_json(nested, item) for item in value)
-        elif isinstance(value, list):
-            value = tuple(value)
-        known[field.name] = value
+    for name, hint in _hints(cls).items():  # type: ignore[arg-type]
+        if name in values:
+            if not _fits(values[name], hint):
+                raise TypeError(f"{name} of a {cls.__name__} cannot be {values[name]!r:.100}")
+            known[name] = _read(values[name], hint)
     return cls(**known)
+
+
+def _read(value: Any, hint: Any) -> Any:
+    """Return a value for a field with a type hint."""
+    if is_dataclass(hint):
+        return from_json(hint, value)  # type: ignore[arg-type]
+    return tuple(_read(item, get_args(hint)[0]) for item in value) if isinstance(value, (tuple, list)) else value
 
 
 @functools.cache

@@ -1,6 +1,6 @@
 """Group the skipped steps of a run that follow each other for the same reason."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,21 +27,17 @@ class SkippedRow:
         return in_ascii(f"steps {self.first.step} to {self.last.step}, scale {scales}{self.first.cause}")
 
 
-def skipped_rows(steps: Iterable[StepRecord]) -> Iterator[SkippedRow]:
-    """Yield the skipped steps of a run, grouped."""
-    row: SkippedRow | None = None
+def skipped_rows(steps: Iterable[StepRecord]) -> list[SkippedRow]:
+    """Return the skipped steps of a run, grouped."""
+    rows: list[SkippedRow] = []
     for record in steps:
         if record.skip is None:
             continue
-        skip = replace(record.skip, step=record.step)
-        if row is not None and row.last.step == skip.step - 1 and _cause(row.last) == _cause(skip):
-            row = SkippedRow(row.first, skip)
-        else:
-            if row is not None:
-                yield row
-            row = SkippedRow(skip, skip)
-    if row is not None:
-        yield row
+        first = last = replace(record.skip, step=record.step)
+        if rows and rows[-1].last.step == last.step - 1 and _cause(rows[-1].last) == _cause(last):
+            first = rows.pop().first
+        rows.append(SkippedRow(first, last))
+    return rows
 
 
 def _cause(skip: SkippedStep) -> tuple[Any, ...]:

@@ -7,6 +7,7 @@ from ..policy.dtypes import FLOAT32
 from ..policy.recipe import Fastest
 from .facts import Facts
 from .matmul_records import Matmul, MatmulRows
+from .matmuls import is_by_recipe
 from .records import Finding
 
 _INFERENCE_ONLY = ("int8", "float8")
@@ -27,7 +28,7 @@ def _finding(facts: Facts, device: str, dtype: str) -> Iterator[Finding]:
     reason = facts.run.emulated.get(f"{device} {dtype}")
     only_device = len(facts.run.devices) == 1
     ran = [each for each in facts.matmuls if each.device == device or (only_device and not each.device)]
-    slow = [each for each in ran if each.dtype == dtype and not _is_by_recipe(each)]
+    slow = [each for each in ran if each.dtype == dtype and not is_by_recipe(each)]
     if ran and not slow:  # recipes or policies avoided the dtype
         return
     times = _timed(slow, facts.matmuls) or _estimated(slow, dtype)
@@ -57,13 +58,9 @@ _UNMEASURED = (
 )
 
 
-def _is_by_recipe(matmul: Matmul) -> bool:
-    return bool(matmul.recipe) and not matmul.declined
-
-
 def _way(matmul: Matmul) -> str:
     """Return the way in which a matmul was computed, as profiles name it."""
-    kind, _, way = (matmul.recipe if _is_by_recipe(matmul) else "").partition(":")
+    kind, _, way = (matmul.recipe if is_by_recipe(matmul) else "").partition(":")
     return way if kind == Fastest.kind else kind or matmul.dtype
 
 

@@ -15,6 +15,7 @@ from .observation import Observation
 from .observe import observe_step
 from .rerun import SameRandomNumbers, rerun_step, same_random_numbers
 from .step_origin import origin_by_numerics, origin_of
+from .step_reading import fast_time_share, underflow_share
 from .step_record import StepRecord
 
 
@@ -62,9 +63,9 @@ class StepLog:
             scale=self._scale,
             skipped=self._skipped,
             seconds=seconds,
-            fast_time_share=None if reading is None else reading.fast_time_share(),
-            underflow_share=None if reading is None else reading.underflow_share(),
-            gradient_underflow_share=None if reading is None else reading.underflow_share(of_gradients=True),
+            fast_time_share=None if reading is None else fast_time_share(reading),
+            underflow_share=None if reading is None else underflow_share(reading),
+            gradient_underflow_share=None if reading is None else underflow_share(reading, of_gradients=True),
             skip=self._skip,
         )
 

@@ -69,7 +69,6 @@ class Steps:
         """Those that were observed."""
         self.is_observed = self._selects is None or self._selects(0)
         """Whether the step that runs is observed."""
-        self._any = self.is_observed
 
     def next(self) -> None:
         """End a step, and begin the next one."""
@@ -77,11 +76,10 @@ class Steps:
         self.observed += self.is_observed
         if self._selects is not None:
             self.is_observed = self._selects(self.ended)
-            self._any = self._any or self.is_observed
 
     def warn_if_unobserved(self) -> None:
         """Warn if the schedule has selected none of the steps."""
-        if self._any:
+        if self.observed or self.is_observed:
             return
         remedy = (
             "Lower the number of steps that it waits or skips."

@@ -6,19 +6,7 @@ from typing import Any, TypeVar
 
 from .matmul_records import Matmul, MatmulRows
 from .numerics_records import NumericsRecord
-from .records import (
-    NESTED,
-    Cast,
-    Chain,
-    Compiled,
-    Counts,
-    Decision,
-    Flow,
-    LowBit,
-    Module,
-    Op,
-    Region,
-)
+from .records import Cast, Chain, Compiled, Counts, Decision, Finding, Flow, LowBit, Module, Op, Region
 
 _R = TypeVar("_R")
 
@@ -35,29 +23,27 @@ _IDENTITY: dict[type[Any], tuple[str, ...]] = {
     Chain: ("kind", "ops", "module", "dtype"),
     NumericsRecord: ("module", "op", "role", "dtype", "of", "source"),
     Flow: (
-        "op",
-        "module",
-        "device",
-        "policy",
-        "source",
-        "source_module",
-        "dtype",
-        "cast",
-        "is_first",
-        "asked_from",
+        *("op", "module", "device", "policy", "source", "source_module"),
+        *("dtype", "cast", "is_first", "asked_from"),
     ),
+    Finding: ("kind", "where", "ops"),
 }
-
+"""The fields that identify a record, by its class; the others are its counts."""
 
 _MAXIMA = ("amax",)
 """The fields that are maxima: a sum has the larger one, and a difference that of the minuend."""
 
 
-def combine(left: Iterable[_R], right: Iterable[_R], sign: int = 1) -> tuple[_R, ...]:
+def identity_of(record: Any) -> tuple[Any, ...]:
+    """Return what records of a class have in common if they are about the same."""
+    return tuple(getattr(record, name) for name in _IDENTITY[type(record)])
+
+
+def combine(left: Iterable[_R], right: Iterable[_R] = (), sign: int = 1) -> tuple[_R, ...]:
     """Merge records, with the counts of `right` added, or subtracted (sign -1). Records without counts are left out."""
     found: dict[tuple[Any, ...], _R] = {}
     for record, factor in (*((each, 1) for each in left), *((each, sign) for each in right)):
-        key = tuple(getattr(record, name) for name in _IDENTITY[type(record)])
+        key = identity_of(record)
         found[key] = add(found.get(key), record, factor)
     return tuple(record for record in found.values() if any(_numbers(record)))
 
@@ -78,7 +64,7 @@ def add(record: _R | None, other: _R, factor: int = 1) -> _R:
             changed[each.name] = {key: count for key, count in sums.items() if count}
         elif isinstance(value, Counts):
             changed[each.name] = add(mine, value, factor)
-        elif (type(other), each.name) in NESTED:
+        elif isinstance(value, tuple) and type(next(iter(mine or value), None)) in _IDENTITY:
             changed[each.name] = combine(mine or (), value, factor)
         elif mine:
             changed[each.name] = mine

@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..common import plain_text
-from .facts import Facts, share, total_of
+from .facts import Facts
 from .findings import grouped
 from .low_bit_counts import low_bit_lines
 from .matmuls import matmul_lines
@@ -45,13 +45,12 @@ def shown(facts: Facts, findings: Iterable[Finding]) -> Group:
 
 
 def _run_lines(facts: Facts) -> Iterable[str]:
-    run, total = facts.run, total_of(facts.ops)
+    run, total = facts.run, facts.total
     what = ", ".join(f"{device} in {' and '.join(dtypes)}" for device, dtypes in run.devices.items()) or "no region"
     yield f"{what}; {run.engine} engine, {run.seconds:.2f} s"
-    fast, of_time = share(total.compute_dtypes, run.devices), share(total.seconds, run.devices)
-    if fast is not None:
-        in_time = "" if of_time is None else f", {of_time:.0%} of the time in ops"
-        yield f"{fast:.0%} of the floating-point ops computed in a fast dtype{in_time}"
+    if facts.fast_share is not None:
+        in_time = "" if facts.fast_time_share is None else f", {facts.fast_time_share:.0%} of the time in ops"
+        yield f"{facts.fast_share:.0%} of the floating-point ops computed in a fast dtype{in_time}"
     cast = (
         f"{total.casts:,} casts, {total.cast_bytes:,} bytes; cast cache: {total.hits:,} hits, {total.misses:,} misses"
     )

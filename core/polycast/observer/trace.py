@@ -15,8 +15,7 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 import torch
 
 from ..policy.dtypes import dtype_name
-from .known_modules import Known
-from .recorder import EventRow, Recorder
+from .recorder import EventRow, Known, Recorder, phase_of
 
 MAX_EVENTS = 1_000_000
 _TRACKS = 1_000_000_000
@@ -93,7 +92,7 @@ def _events(trace: Trace, base: int, process: int, *, with_ops: bool) -> Iterato
 
 def _event(event: EventRow, modules: Sequence[str], base: int) -> dict[str, Any]:
     module = modules[event.module] if 0 <= event.module < len(modules) else None
-    arguments: dict[str, Any] = {"phase": "backward" if event.backward else "forward", "module": module}
+    arguments: dict[str, Any] = {"phase": phase_of(event.backward), "module": module}
     if event.is_cast:
         verb = "cached cast" if event.is_hit else "cast"
         name = f"{verb} {_dtype(event.source)} to {_dtype(event.dtype)}"

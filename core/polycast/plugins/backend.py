@@ -137,8 +137,6 @@ class Backend:
     optional_ops: Mapping[str, str] = MappingProxyType({})
     ops_in_cpp: Sequence[str] = ()
 
-    _required: ClassVar[tuple[str, ...]] = ("device_type", "default_dtype", "policies")
-
     def supported_dtypes(self) -> Sequence[torch.dtype]:
         """Return the fast dtypes that the device supports; if it is absent, those that such devices support."""
         raise NotImplementedError
@@ -239,15 +237,18 @@ def validate(backend: object, device_type: str | None = None) -> Backend:
             f"the class {backend.__name__}" if isinstance(backend, type) else f"{type(backend).__name__}: {backend!r}"
         )
         raise InvalidBackendError(f"expected an instance of polycast.Backend, got {what}")
-    problems = [f"{name} is missing" for name in Backend._required if not hasattr(backend, name)]
+    required = ("device_type", "default_dtype", "policies")
+    problems = [f"{name} is missing" for name in required if not hasattr(backend, name)]
     if not problems:
         problems += _device_problems(backend.device_type, device_type)
         problems += _dtype_problems(backend.default_dtype)
         problems += [f"policies: {problem}" for problem in table_problems(backend.policies)]
     problems += _kernel_problems(backend.kernels)
-    problems += _text_problems("remedies", backend.remedies)
-    problems += _text_problems("excluded_ops", backend.excluded_ops)
-    problems += _text_problems("optional_ops", backend.optional_ops)
+    problems += [
+        f"{name} must map op names to sentences"
+        for name in ("remedies", "excluded_ops", "optional_ops")
+        if not _are_texts(getattr(backend, name))
+    ]
     problems += _package_problems(backend.ops_in_cpp)
     problems += [
         f"{name}() is not implemented"
@@ -305,10 +306,8 @@ def _kernel_problems(kernels: object) -> list[str]:
     ]
 
 
-def _text_problems(attribute: str, texts: object) -> list[str]:
-    if isinstance(texts, Mapping) and all(isinstance(text, str) for pair in texts.items() for text in pair):
-        return []
-    return [f"{attribute} must map op names to sentences"]
+def _are_texts(texts: object) -> bool:
+    return isinstance(texts, Mapping) and all(isinstance(text, str) for pair in texts.items() for text in pair)
 
 
 def _package_problems(packages: object) -> list[str]:

@@ -31,7 +31,8 @@ class Registry:
         self.ready: dict[str, Backend] = {}
         """The loaded backends by device type: a fast path of `find`."""
 
-    def _loaders(self) -> dict[str, BackendLoader]:
+    def loaders(self) -> dict[str, BackendLoader]:
+        """Return the loaders by device type, from the metadata of installed distributions, which is read once."""
         loaders = self._discovered
         if loaders is None:
             with self._lock:
@@ -52,7 +53,7 @@ class Registry:
         name = _torch_device_type(device_type)
         if name is None:
             # torch may learn the name of an out-of-tree device from the import of its plugin.
-            loader = self._loaders().get(device_type.partition(":")[0])
+            loader = self.loaders().get(device_type.partition(":")[0])
             if loader is not None:
                 loader.get()
                 name = _torch_device_type(device_type)
@@ -62,7 +63,7 @@ class Registry:
 
     def _device_hint(self, device: str) -> str:
         """Return sentences for the error of a device string that torch does not know."""
-        installed, name = sorted(self._loaders()), device.partition(":")[0]
+        installed, name = sorted(self.loaders()), device.partition(":")[0]
         alike = difflib.get_close_matches(name.lower(), installed, n=1, cutoff=0.7)
         nearest = f" Did you mean {alike[0]!r}?" if alike else ""
         if name.lower() in _ANY_ACCELERATOR:
@@ -79,11 +80,11 @@ class Registry:
         if isinstance(device_type, str) and device_type in self.ready:
             return self.ready[device_type]
         name = self.parse_device_type(device_type)
-        loader = self._loaders().get(name)
+        loader = self.loaders().get(name)
         if loader is None:
             raise BackendNotFoundError(
                 f"No polycast backend is installed for {name!r}. Backends are installed for: "
-                f"{', '.join(sorted(self._loaders())) or 'no device'}. Install a distribution that supplies one in the "
+                f"{', '.join(sorted(self.loaders())) or 'no device'}. Install a distribution that supplies one in the "
                 f"entry-point group {hookspecs.ENTRY_POINT_GROUP!r}, or pass yours to polycast.register_backend()."
                 f"{_discovery_hint()}"
             )
@@ -93,28 +94,24 @@ class Registry:
                 self.ready[name] = backend
         return backend
 
-    def discover(self) -> None:
-        """Read the metadata of installed distributions, if that has not been done."""
-        self._loaders()
-
     def discovered(self) -> list[BackendLoader]:
         """Return the loaders, if discovery has run."""
         return list((self._discovered or {}).values())
 
     def status(self, name: str) -> BackendStatus:
         """Return the status of the backend of a device type that has one."""
-        return self._loaders()[name].status()
+        return self.loaders()[name].status()
 
     def version(self, backend: Backend) -> str:
         """Return name and version of the distribution that supplies a backend; empty for one registered by hand."""
-        loader = self._loaders().get(backend.device_type)
+        loader = self.loaders().get(backend.device_type)
         if loader is None or loader.loaded is not backend:
             return ""
         return loader.distribution
 
     def statuses(self) -> BackendStatuses:
         """See :func:`backends`."""
-        loaders = self._loaders().copy()
+        loaders = self.loaders().copy()
         statuses = {name: loader.status() for name, loader in loaders.items()}
         for name in autocast_supported_devices():  # asked after loading, as a plugin may name a device
             if name not in loaders:
@@ -127,7 +124,7 @@ class Registry:
 
     def register(self, backend: Backend) -> None:
         """Register a valid backend by hand; the kernels of the one before it are uninstalled."""
-        loaders = self._loaders()
+        loaders = self.loaders()
         with self._lock:
             loader = loaders.setdefault(backend.device_type, BackendLoader(backend.device_type))
             if loader.by_hand is not None:
@@ -140,7 +137,7 @@ class Registry:
 
     def unregister(self, name: str) -> None:
         """Undo :meth:`register` for a device type, whose kernels are uninstalled."""
-        loaders = self._loaders()
+        loaders = self.loaders()
         with self._lock:
             loader = loaders.get(name)
             if loader is None or loader.by_hand is None:

@@ -3,7 +3,7 @@
 import os
 from typing import Any
 
-from ..engine.override import MODULE_RULE, REGIONS_POLICY, Override, make_override
+from ..engine.override import REGIONS_POLICY, Override, make_override
 from ..policy.op_policies import OpPolicies
 from ..policy.recipe import Recipe
 from ..policy.value import Policy, PolicyLike
@@ -30,18 +30,13 @@ def override_of(policy: PolicyLike | None, device_type: str, recipe: Recipe | No
             "under the policy with polycast.apply_policy(model, policy), and leave policy= out."
         )
     part = policy.for_device(device_type)
-    items = part.ops.resolved_items
-    if not items and recipe is None:
-        return None
-    return make_override(device_type, items, REGIONS_POLICY, part.name, recipe, None)
+    return override_of_ops(device_type, part.ops, REGIONS_POLICY, part.name, recipe)
 
 
-def override_of_rule(device_type: str, ops: OpPolicies, name: str, recipe: Recipe | None = None) -> Override | None:
-    """Return the override of the region that a rule for a module opens; None if it has no ops and no recipe."""
+def override_of_ops(device_type: str, ops: OpPolicies, rule: str, name: str, recipe: Recipe | None) -> Override | None:
+    """Return the override with these policies, of a kind of rule and its name; None without policies and recipe."""
     items = ops.resolved_items
-    if not items and recipe is None:
-        return None
-    return make_override(device_type, items, MODULE_RULE, name, recipe, None)
+    return make_override(device_type, items, rule, name, recipe, None) if items or recipe is not None else None
 
 
 def _read(given: Any) -> Policy:

@@ -10,6 +10,7 @@ from torch import nn
 from torch.compiler import is_dynamo_compiling
 
 from ..engine import state
+from ..engine.override import MODULE_RULE
 from ..plugins.registry import registry
 from ..policy.op_policies import OpPolicies
 from ..policy.recipe import Recipe
@@ -18,7 +19,7 @@ from ..torch_internals.dispatcher import autocast_supported_devices
 from . import switched_off
 from .autocast import autocast
 from .cast_arguments import CastArguments
-from .policies import override_of_rule
+from .policies import override_of_ops
 from .recipes import usable_recipe
 
 FORWARD = "forward"
@@ -247,7 +248,7 @@ class _ModuleRegion(autocast):
         super().__init__(device, dtype, rule.enabled)
         self.module_rule = rule.text
         recipe = None if rule.recipe is None else usable_recipe(rule.recipe, registry.find(device), rule.enabled)
-        override = override_of_rule(device, rule.ops or OpPolicies(), rule.text, recipe)
+        override = override_of_ops(device, rule.ops or OpPolicies(), MODULE_RULE, rule.text, recipe)
         if override is not None:
             self._settings = self._settings._replace(override=override)
 

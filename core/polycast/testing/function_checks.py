@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from ..region.custom_function import custom_bwd, custom_fwd
-from .subject import Device, Subject
+from .subject import Device, Subject, require
 
 
 class FunctionChecks(Subject):
@@ -52,8 +52,8 @@ class FunctionChecks(Subject):
 
         with device.region():
             Double.apply(device(2).to(device.backend.default_dtype))  # type: ignore[no-untyped-call]
-        if seen != [(False, torch.float32)]:
-            raise AssertionError(
-                f"forward of a function with cast_inputs=torch.float32, in a region on {device.type}, must run with "
-                f"autocast disabled on float32 inputs; (enabled, dtype) was {seen}"
-            )
+        require(
+            seen == [(False, torch.float32)],
+            f"forward of a function with cast_inputs=torch.float32, in a region on {device.type}, must run with "
+            f"autocast disabled on float32 inputs; (enabled, dtype) was {seen}",
+        )

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
 from ..plugins.backend import Backend, KernelKey
 from ..policy.dtypes import dtype_name
@@ -71,9 +71,7 @@ def _must_be_exact(device: Device, kernel: str, arguments: tuple[Any, Any], layo
     args, kwargs = arguments
     exact = taken.is_floating_point or taken.is_complex
     expected = op(*_to(torch.float64 if exact else torch.int64, args), **kwargs).to(given)
-    on_device = tree_map(
-        lambda leaf: _LAYOUTS[layout](device.put(leaf)) if isinstance(leaf, torch.Tensor) else leaf, _to(taken, args)
-    )
+    on_device = tree_map_only(torch.Tensor, lambda leaf: _LAYOUTS[layout](device.put(leaf)), _to(taken, args))
     found = device.backend.kernels[op, taken, given](*on_device, **kwargs)
     if found is NotImplemented:
         return False
@@ -103,7 +101,7 @@ _LAYOUTS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 def _to(dtype: torch.dtype, tree: Any) -> Any:
-    return tree_map(lambda leaf: leaf.to(dtype) if isinstance(leaf, torch.Tensor) else leaf, tree)
+    return tree_map_only(torch.Tensor, lambda leaf: leaf.to(dtype), tree)
 
 
 class _Integers:

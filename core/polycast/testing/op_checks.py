@@ -14,7 +14,7 @@ from ..policy.dtypes import dtype_name
 from ..policy.names import OpName, known_overloads
 from ..policy.schemas import find_op
 from .expected import read
-from .oracle import call_as, eligible
+from .oracle import call_as, cast, eligible
 from .samples import SAMPLES, split
 from .subject import Device, Subject, describe, require
 
@@ -153,10 +153,7 @@ def _variants(sample: Any, device_type: str, fast_dtype: torch.dtype) -> Iterato
     def first_in_fast(value: Any) -> Any:
         return value.to(fast_dtype) if eligible(value, device_type) and next(positions) == 0 else value
 
-    def to(dtype: torch.dtype) -> Any:
-        return tree_map(lambda value: value.to(dtype) if eligible(value, device_type) else value, sample)
-
     yield "float32", sample
-    yield dtype_name(fast_dtype), to(fast_dtype)
+    yield dtype_name(fast_dtype), cast(sample, device_type, fast_dtype)
     yield "mixed", tree_map(first_in_fast, sample)
-    yield "float64", to(torch.float64)
+    yield "float64", cast(sample, device_type, torch.float64)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch._subclasses import FakeTensorMode
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
 from ..engine.low_bit.operators import operator_of
 from ..engine.low_bit.recipe_listeners import listeners
@@ -98,7 +98,7 @@ class RecipeChecks(Subject):
     def test_recipe_unsupported_reason(self, device: Device, recipe: str) -> None:
         """A kernel gives a reason against sizes that do not fit, and answers for fake tensors as for real ones."""
         for call in kernel_calls(device, recipe, unsupported_too=True):
-            args = tree_map(lambda leaf: device.put(leaf) if isinstance(leaf, torch.Tensor) else leaf, call.args)
+            args = tree_map_only(torch.Tensor, device.put, call.args)
             misfit = list(args)
             x = args[call.product.activations]
             misfit[call.product.activations] = torch.cat([x, x], 1 if call.product.op == "aten::conv2d" else -1)
@@ -111,8 +111,7 @@ class RecipeChecks(Subject):
                 continue
             for each in (args, misfit):
                 with FakeTensorMode() as mode:
-                    fakes = [mode.from_tensor(arg) if isinstance(arg, torch.Tensor) else arg for arg in each]
-                    of_fakes = call.unsupported_reason(fakes)
+                    of_fakes = call.unsupported_reason(tree_map_only(torch.Tensor, mode.from_tensor, each))
                 require(
                     of_fakes == call.unsupported_reason(each),
                     f"{call} answers {call.unsupported_reason(each)!r}, and {of_fakes!r} for the same as fake tensors. "
@@ -131,8 +130,7 @@ class RecipeChecks(Subject):
                 result = operator(*args, *more)
             require(outcomes == [None], f"{call} did not run in compiled code: {outcomes[0] if outcomes else ''}")
             with torch.no_grad(), FakeTensorMode() as mode:
-                fakes = [mode.from_tensor(arg) if isinstance(arg, torch.Tensor) else arg for arg in args]
-                promised = operator(*fakes, *more)
+                promised = operator(*tree_map_only(torch.Tensor, mode.from_tensor, args), *more)
             expected, found = _layout(promised), _layout(result)
             require(expected == found, f"{call} returned {found}, and compiled code expects {expected}, as of the op.")
 
@@ -238,12 +236,13 @@ class KernelCall:
 
     def of_dtype(self, dtype: torch.dtype) -> list[Any]:
         """Return the arguments cast to a dtype."""
-        return [arg.to(dtype) if isinstance(arg, torch.Tensor) else arg for arg in self.args]
+        given: list[Any] = tree_map_only(torch.Tensor, lambda arg: arg.to(dtype), self.args)
+        return given
 
     def on(self, device: Device, args: Sequence[Any] | None = None) -> list[Any]:
         """Return the arguments, or others, on the device, the weight as a parameter."""
         args = self.args if args is None else args
-        given = [device.put(arg.clone()) if isinstance(arg, torch.Tensor) else arg for arg in args]
+        given: list[Any] = tree_map_only(torch.Tensor, lambda arg: device.put(arg.clone()), args)
         given[self.product.weight] = torch.nn.Parameter(given[self.product.weight], requires_grad=False)
         return given
 

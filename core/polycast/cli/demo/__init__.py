@@ -15,6 +15,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from ...engine.choice import choose
 from ...engine.installation import uninstall
 from ...observer.headline import headline
 from ...observer.observation import Observation
@@ -23,7 +24,7 @@ from ...observer.report.target import check_target
 from ...plugins.registry import backends, get_backend
 from ...region.slow_dtype import describe
 from ..devices import plugins_needed
-from ..terminal import console, engine_name, ignore_slow_dtypes, library_errors, print_line
+from ..terminal import console, ignore_slow_dtypes, library_errors, print_line
 from .digits import Digits, load_digits
 from .inference_timing import ROUNDS, time_inference
 from .report import print_result
@@ -92,7 +93,7 @@ def run(
     with library_errors(), _loading("the engine"):
         if report is not None:
             check_target(report)
-        statuses, engine = backends(), engine_name()
+        statuses, engine = backends(), choose().name
         unobserved = _why_unobserved()
         if report is not None and unobserved is not None:
             raise RuntimeError(unobserved)

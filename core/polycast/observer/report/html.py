@@ -10,6 +10,7 @@ from importlib import resources
 import jinja2
 
 from ...common.versions import versions
+from ..matmuls import matmul_lines
 from ..units import percent, size
 from .data import data_of
 from .page import PHASES, Page
@@ -82,6 +83,7 @@ def _environment() -> jinja2.Environment:
         each=lambda of, name: [None if record is None else getattr(record, name) for record in of],
         alike=lambda values: all(value == values[0] for value in values),
         ruled=ruled,
+        recipe_lines=matmul_lines,
         headline=lambda kind: kind.replace("_", " ").capitalize(),
         short=lambda op: op.removeprefix("aten::"),
     )

@@ -7,11 +7,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
-from ..facts import Facts, Run, share, total_of
+from ..facts import Facts, total_of
 from ..findings import findings_of
-from ..matmuls import matmul_lines
 from ..numerics_records import NumericsRecord
 from ..records import Cast, Compiled, Counts, Finding, Module, Op, Region
+from ..sums import identity_of
 
 PHASES = ("forward", "backward")
 _MAX_CASTS = 25
@@ -21,30 +21,6 @@ _NOT_COMPARED = {"seconds", "cast_seconds", "stack"}
 
 _R = TypeVar("_R")
 _Of = tuple[_R | None, ...]
-
-
-@dataclass(frozen=True)
-class Summary:
-    """The summary of a run.
-
-    Attributes:
-        run: the conditions of the observation.
-        total: the counts of all ops.
-        phases: the counts of the forward and of the backward pass.
-        fast_calls: how many of `float_calls` computed in a fast dtype.
-        fast_share: their share; None: no op had floating-point tensors.
-        fast_time_share: their share of the time in ops; None: it was not measured.
-        recipe: lines about the matmuls that recipes computed; empty: no recipe.
-    """
-
-    run: Run
-    total: Counts
-    phases: Mapping[str, Counts]
-    fast_calls: int
-    float_calls: int
-    fast_share: float | None
-    fast_time_share: float | None
-    recipe: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -121,9 +97,10 @@ class ModuleRow:
 
 @dataclass(frozen=True)
 class Page:
-    """The contents of a report."""
+    """The contents of a report; `phases` are the counts of each run in the forward and in the backward pass."""
 
-    runs: tuple[Summary, ...]
+    runs: tuple[Facts, ...]
+    phases: Mapping[str, tuple[Counts, ...]]
     found: tuple[Found, ...]
     modules: tuple[ModuleRow, ...]
     ops: tuple[OpRow, ...]
@@ -158,47 +135,32 @@ def page_of(facts: Facts, before: Facts | None = None) -> Page:
     runs = (facts,) if before is None else (before, facts)
     modules = _module_rows(runs)
     casts = sorted(
-        _together([each.casts for each in runs], "op", "phase", "module", "source", "target", "of"),
+        _together(each.casts for each in runs),
         key=lambda of: -_most(of, "bytes"),
     )
     return Page(
-        runs=tuple(map(_summary, runs)),
+        runs=runs,
+        phases={phase: tuple(total_of(op for op in run.ops if op.phase == phase) for run in runs) for phase in PHASES},
         found=tuple(_found(runs, {row.name: row.id for row in modules})),
         modules=modules,
         ops=_op_rows(tuple(each.ops for each in runs)),
         casts=tuple(casts[:_MAX_CASTS]),
         more_casts=len(casts[_MAX_CASTS:]),
         numerics=_numerics(runs),
-        regions=_together([each.regions for each in runs], "where", "device", "enabled", "dtype", "reason"),
-        compiled=_together([each.compiled for each in runs], "region", "module"),
+        regions=_together(each.regions for each in runs),
+        compiled=_together(each.compiled for each in runs),
     )
 
 
 def _numerics(runs: tuple[Facts, ...]) -> tuple[_Of[NumericsRecord], ...]:
     """Return the records of numerics in groups, those that overflow first, then those of which most underflows."""
-    of = _together([each.numerics for each in runs], "module", "op", "role", "dtype", "of", "source")
+    of = _together(each.numerics for each in runs)
     return tuple(sorted(of, key=lambda of: (-_most(of, "overflow_share"), -_most(of, "underflow_share"))))
-
-
-def _summary(facts: Facts) -> Summary:
-    total = total_of(facts.ops)
-    float_calls = sum(total.compute_dtypes.values())
-    fast_share = share(total.compute_dtypes, facts.run.devices)
-    return Summary(
-        run=facts.run,
-        total=total,
-        phases={phase: total_of(tuple(op for op in facts.ops if op.phase == phase)) for phase in PHASES},
-        fast_calls=round((fast_share or 0.0) * float_calls),
-        float_calls=float_calls,
-        fast_share=fast_share,
-        fast_time_share=share(total.seconds, facts.run.devices),
-        recipe=tuple(matmul_lines(facts.matmuls)),
-    )
 
 
 def _found(runs: tuple[Facts, ...], ids: Mapping[str | None, str]) -> Iterator[Found]:
     groups: dict[tuple[str, str, str], list[Finding]] = {}
-    for of in _together(map(findings_of, runs), "kind", "where", "ops"):
+    for of in _together(map(findings_of, runs)):
         finding = next(each for each in reversed(of) if each is not None)
         state = "" if None not in of else "new" if of[-1] is not None else "gone"
         groups.setdefault((finding.kind, finding.remedy, state), []).append(finding)
@@ -219,7 +181,7 @@ def _found(runs: tuple[Facts, ...], ids: Mapping[str | None, str]) -> Iterator[F
 def _op_rows(of: tuple[tuple[Op, ...], ...]) -> tuple[OpRow, ...]:
     rows = [
         OpRow(op, phase, of=each, changed=_differ(each), inner=all(map(_is_inner, each)))
-        for each in _together(of, "op", "phase")
+        for each in _together(of)
         for op, phase in [_first(each, "op", "phase")]
     ]
     return tuple(sorted(rows, key=lambda row: -_most(row.of, "calls")))
@@ -230,7 +192,7 @@ def _is_inner(op: Op | None) -> bool:
 
 
 def _module_rows(runs: tuple[Facts, ...]) -> tuple[ModuleRow, ...]:
-    of = {_first(each, "module")[0]: each for each in _together([each.modules for each in runs], "module")}
+    of = {_first(each, "module")[0]: each for each in _together(each.modules for each in runs)}
     inner: dict[str | None, list[str]] = {}
     for name in of:
         inner.setdefault(_around(name, of), []).append(name)
@@ -281,9 +243,9 @@ def _totals(of: _Of[Module], count: str) -> list[float]:
     return [0 if each is None else getattr(each.total, count) for each in of]
 
 
-def _together(runs: Iterable[Iterable[_R]], *names: str) -> tuple[_Of[_R], ...]:
-    """Return the records of the runs in groups that agree in the fields with these names."""
-    of = [{tuple(getattr(record, name) for name in names): record for record in run} for run in runs]
+def _together(runs: Iterable[Iterable[_R]]) -> tuple[_Of[_R], ...]:
+    """Return the records of the runs in groups with equal identities."""
+    of = [{identity_of(record): record for record in run} for run in runs]
     return tuple(tuple(each.get(key) for each in of) for key in dict.fromkeys(key for each in of for key in each))
 
 

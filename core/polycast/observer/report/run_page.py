@@ -18,31 +18,6 @@ _Run = Sequence[StepRecord]
 
 
 @dataclass(frozen=True)
-class RunSummary:
-    """The summary of a run, as text.
-
-    Attributes:
-        steps: how many.
-        loss: the first and the last loss.
-        lowest: the lowest loss, and its step.
-        skipped: how many steps were skipped.
-        scale: the first and the last scale.
-        fast, underflow, gradient_underflow: means over the observed steps.
-        time: the mean time of a step.
-    """
-
-    steps: str
-    loss: str
-    lowest: str
-    skipped: str
-    scale: str
-    fast: str
-    underflow: str
-    gradient_underflow: str
-    time: str
-
-
-@dataclass(frozen=True)
 class FoundInRun:
     """A finding, and which of two runs has it: ``"before"`` or ``"after"``; empty: it is one run, or both have it."""
 
@@ -79,7 +54,7 @@ class RunPage:
     """The contents of a page.
 
     Attributes:
-        runs: the summaries, the run before first.
+        runs: the summary of each run, as texts by their labels; the run before first.
         found: the findings.
         charts: the charts.
         missing: the titles of the charts that no run has numbers for.
@@ -92,7 +67,7 @@ class RunPage:
         data: for the script: the steps, and for each run and number the texts at these.
     """
 
-    runs: tuple[RunSummary, ...]
+    runs: tuple[dict[str, str], ...]
     found: tuple[FoundInRun, ...]
     charts: tuple[Chart, ...]
     missing: tuple[str, ...]
@@ -121,7 +96,7 @@ def run_page_of(runs: Sequence[_Run]) -> RunPage:
     skips = [list(_skip_rows(name, run)) for name, run in zip(names, runs, strict=True)]
     return RunPage(
         runs=tuple(map(_summary, runs)),
-        found=tuple(_found(runs)),
+        found=tuple(_found(runs, names)),
         charts=charts,
         missing=tuple(kind.title for kind in KINDS if kind.name not in shown),
         titles=tuple(chart.title for chart in charts),
@@ -164,31 +139,28 @@ def _chosen(runs: Sequence[_Run], most: int) -> list[int]:
     return [steps[round(number * (len(steps) - 1) / (most - 1))] for number in range(most)]
 
 
-def _found(runs: Sequence[_Run]) -> Iterator[FoundInRun]:
-    findings = [findings_of_run(run) for run in runs]
-    if len(runs) == 1:
-        yield from (FoundInRun(finding, "") for finding in findings[0])
-        return
-    for number, name in ((1, "after"), (0, "before")):
-        yield from (FoundInRun(finding, name) for finding in findings[number])
+def _found(runs: Sequence[_Run], names: Sequence[str]) -> Iterator[FoundInRun]:
+    for run, name in reversed([*zip(runs, names, strict=True)]):
+        yield from (FoundInRun(finding, name) for finding in findings_of_run(run))
 
 
-def _summary(run: _Run) -> RunSummary:
+def _summary(run: _Run) -> dict[str, str]:
+    """Return the numbers of a run, as text; empty: not recorded. Shares and times are means."""
     losses, scales = numbers_of(run, "loss"), numbers_of(run, "scale")
     finite = [(value, step) for step, value in losses if math.isfinite(value)]
     known = [record for record in run if record.skipped is not None]
     skips = sum(record.skipped is True for record in run)
-    return RunSummary(
-        steps=f"{len(run):,}",
-        loss=_first_to_last(losses),
-        lowest=f"{text_of(min(finite)[0], False)} in step {min(finite)[1]:,}" if finite else "",
-        skipped=f"{skips:,} ({skips / len(known):.1%})" if known else "",
-        scale=_first_to_last(scales),
-        fast=_mean(run, "fast_time_share"),
-        underflow=_mean(run, "underflow_share"),
-        gradient_underflow=_mean(run, "gradient_underflow_share"),
-        time=_mean(run, "seconds"),
-    )
+    return {
+        "Steps": f"{len(run):,}",
+        "Loss": _first_to_last(losses),
+        "Lowest loss": f"{text_of(min(finite)[0], False)} in step {min(finite)[1]:,}" if finite else "",
+        "Skipped steps": f"{skips:,} ({skips / len(known):.1%})" if known else "",
+        "Scale": _first_to_last(scales),
+        "Time in fast dtypes": _mean(run, "fast_time_share"),
+        "Underflow": _mean(run, "underflow_share"),
+        "Underflow of gradients": _mean(run, "gradient_underflow_share"),
+        "Time of a step": _mean(run, "seconds"),
+    }
 
 
 def _first_to_last(numbers: Sequence[tuple[int, float]]) -> str:
