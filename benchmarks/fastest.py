@@ -1,6 +1,6 @@
 """Recipe "fastest" beside the other ways to run a model: the scenarios, common models, and training steps.
 
-`python -m benchmarks.fastest polycast` is the process whose memory is measured.
+`python -m benchmarks.fastest fastest` prints the peak memory of training steps; `Memory` runs it for two ways.
 """
 
 import functools
@@ -40,17 +40,17 @@ FASTEST, FASTEST_CACHED, INT8 = "fastest", "fastest, WeightCache", "int8"
 _TRIES = 3
 """Measure a noisy profile at most so many times."""
 NOT_SLOWER = 1.08
-"""The time of the fastest other way, with a margin for noise."""
+"""The bound on the recipe's time relative to the fastest other way: 1, and a margin for noise."""
 _TRAINED = "GPT-2 of 6 layers, training step of 4 x 128 tokens"
 
 
 def ways() -> dict[str, Way]:
-    """Return all ways. The first of each process are never slow, and regions with a cache share it, to save memory.
+    """Return all ways. The first one of each process is always timed. Ways with a cache share one, to save memory.
 
-    All but torch.autocast run in the process of polycast's kernels, which ops outside of regions do not meet. Float32
-    in the other process shows how much two processes differ that compute the same.
+    torch.autocast runs in a process without polycast's kernels, with float32 beside it, to show how much two processes
+    differ. All other ways run in one process: polycast's kernels do not change ops outside of regions.
 
-    Functions make the regions: functools.partial would take a third of the time of making one.
+    Functions make the regions: functools.partial would add a third to the time of making one.
     """
     amp, cache = polycast.autocast, polycast.WeightCache()
     return {
@@ -145,7 +145,8 @@ MODELS: tuple[Case, ...] = (
 
 _SLOW_COPY, _SLOW_TORCH = (COPY, FLOAT32, 1.0), (TORCH, FLOAT32, 1.0)
 _SLOW_ROW = (COPY, FLOAT32, 0.85)
-"""Half the bytes of float32 are read: the kernel takes as long to compute."""
+"""Bounds hold only where the first takes at least this part of the second's time: where torch's bfloat16 is slow. One
+row reads half the bytes of float32, so 0.85 is slow."""
 BOUNDS: Mapping[str, tuple[Ratio, ...]] = {
     what: tuple(
         Ratio(f"{what}, {ours}", against, ours, against, at_most, where) for ours, against, at_most, where in bounds

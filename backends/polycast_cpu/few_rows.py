@@ -1,10 +1,10 @@
-"""Products of few rows by a weight in the fast dtype or float32, for the recipe "fastest".
+"""Multiply a few rows by a weight in the fast dtype or float32, for the recipe "fastest".
 
 torch's kernels are made for many rows. With one row, as in decoding, the time goes into reading the weight: these
 kernels read its cast once, in the layout that it has, convert it to float32 in registers and round the result once. So
-they are at least as exact as torch's, with other bits. A row has the same bits alone and among others.
+they are at least as accurate as torch's, but not bitwise equal. A row has the same bits alone and among others.
 
-They take a float32 weight as well, which saves small layers the casts.
+They also take a float32 weight, so small layers need no cast.
 """
 
 import functools
@@ -19,7 +19,7 @@ from typing_extensions import override
 from polycast import Availability, LowBitKernel, LowBitMatmul, load_ops
 
 _MAX_ROWS = 8
-"""The kernels read the weight once for so many rows. For more, torch's are faster."""
+"""The kernels read the weight once for up to so many rows. For more, torch's are faster."""
 _MANY_ROWS = f"there are more than {_MAX_ROWS} rows"
 
 
@@ -67,7 +67,7 @@ class FewRowsMatmul(LowBitMatmul):
 
     @override
     def unsupported_reason(self, x: torch.Tensor, size: Sequence[int], bias: torch.Tensor | None) -> str | None:
-        # Neither Size.numel() nor a text with the number: compiled code would be for this number of rows only.
+        # Size.numel(), or the number in the text, would specialize compiled code to it.
         return None if math.prod(x.shape[:-1]) <= _MAX_ROWS else _MANY_ROWS
 
     @override

@@ -9,7 +9,7 @@ _INSTRUCTIONS = {
     torch.bfloat16: ("avx512_bf16", "amx_bf16", "avx10_2"),
     torch.float16: ("avx512_fp16", "amx_fp16", "avx10_2"),
 }
-"""The x86 instructions of which any one is enough. Others are unknown to torch."""
+"""The x86 instructions of which any one is enough. torch reports no others."""
 
 
 def missing_instructions(dtype: torch.dtype) -> str | None:

@@ -13,7 +13,7 @@ from typing_extensions import override
 from polycast import LowBitKernel
 
 _FEWEST, _FEWEST_RECORDED = 1024, 16384
-"""Of fewer elements, a call takes longer than the function; of a call that autograd records, its node does."""
+"""For fewer elements, torch's kernel takes less time than the call of the operator, or than its autograd node."""
 
 
 class Lookup(LowBitKernel):

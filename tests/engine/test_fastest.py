@@ -196,7 +196,7 @@ def test_equal_buckets_give_equal_choices():
         ((torch.randn(2, 8), torch.randn(8, 8).bfloat16()), None),
         ((torch.randn(2, 8), nn.Parameter(torch.randn(8, 8).bfloat16())), "its weight is not float32"),
         ((torch.randn(2, 8).double(), nn.Parameter(torch.randn(8, 8).double())), "a tensor is float64"),
-        ((torch.randn(0, 8), nn.Parameter(torch.randn(8, 8))), "the profile has nothing like it"),
+        ((torch.randn(0, 8), nn.Parameter(torch.randn(8, 8))), "the profile does not cover it"),
     ],
     ids=["an activation", "bfloat16 weight", "float64", "no rows"],
 )

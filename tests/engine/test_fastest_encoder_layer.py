@@ -9,7 +9,7 @@ from torch import nn
 import polycast
 from polycast import Fastest, autocast
 from polycast.engine.fastest.fastest_plan import FEW_ROWS, OTHER_OPS, REGISTERED
-from polycast.engine.fastest.recorded import UNRECORDED
+from polycast.engine.fastest.recorded import NO_GRADIENTS
 
 pytestmark = pytest.mark.usefixtures("engine")
 OP = "aten::_transformer_encoder_layer_fwd"
@@ -142,7 +142,7 @@ def test_a_call_that_autograd_would_record_is_left_to_torch(slow, low_bit_counts
     given = arguments(layer(), X.clone().requires_grad_())
     with autocast("cpu", recipe=slow), low_bit_counts() as counts:
         torch._transformer_encoder_layer_fwd(*given)
-    assert {each.declined for each in counts.records() if each.op == OP} == {UNRECORDED}
+    assert {each.declined for each in counts.records() if each.op == OP} == {NO_GRADIENTS}
 
 
 def test_a_changed_weight_is_read_at_the_next_call(slow):

@@ -17,8 +17,7 @@
 
 namespace polycast_cpu {
 
-// Return what the backward of torch's op does, for any tensors: given the gradient, and what is saved. It can be differentiated if
-// autograd records it.
+// Compute the backward of torch's op from the gradient and what is saved, for any tensors. Autograd can record it.
 template <typename Function>
 at::Tensor backward_of_torch(const at::Tensor& gradient, const at::Tensor& saved) {
   const bool records = at::GradMode::is_enabled();  // torch's backwards of silu and mish have no derivative
@@ -48,7 +47,7 @@ template <typename Function>
 constexpr bool saves_argument = !std::is_same_v<Function, Sigmoid> && !std::is_same_v<Function, Tanh>;
 
 // Return whether nothing but autograd and autocast would see an op on a tensor.
-inline bool is_plain(const at::Tensor& tensor) {
+inline bool needs_only_autograd(const at::Tensor& tensor) {
   using c10::DispatchKey;
   static constexpr c10::DispatchKeySet kTransparent{
       DispatchKey::BackendSelect, DispatchKey::ADInplaceOrView, DispatchKey::AutogradFunctionality, DispatchKey::AutocastCPU};
@@ -77,7 +76,7 @@ class RecordedLookup : public torch::autograd::Function<RecordedLookup<Function>
     }
     if constexpr (saves_argument<Function>) {
       const bool is_alike = gradient.scalar_type() == saved.scalar_type() && gradient.strides() == saved.strides();
-      if (!at::GradMode::is_enabled() && is_plain(gradient) && is_plain(saved) && is_alike) {
+      if (!at::GradMode::is_enabled() && needs_only_autograd(gradient) && needs_only_autograd(saved) && is_alike) {
         return {look_up_gradient<Function>(gradient, saved), at::Tensor()};
       }
     }

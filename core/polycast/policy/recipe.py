@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any, Literal, TypeAlias
 
 from .names import hint
-from .recipe_arguments import MATMULS, POINTWISE, PRODUCTS, Unknown
+from .recipe_arguments import FASTEST_OPS, MATMULS, Unknown
 from .recipe_base import Recipe as Recipe
 from .recipe_base import kinds, restored
 
@@ -99,7 +99,9 @@ class Float8(Recipe):
 
 
 class Fastest(Recipe):
-    """Matmuls and convolutions, each computed the fastest way that is at least as accurate as the fast dtype.
+    """Compute each op the fastest way that is at least as accurate as the fast dtype.
+
+    The ops are matmuls, convolutions, attention, and recurrent and encoder layers.
 
     A profile (:func:`polycast.profile`) says how long each takes. The ways are
 
@@ -111,14 +113,15 @@ class Fastest(Recipe):
 
     Outputs have the fast dtype. In training, forward and backward are chosen separately, and activations are saved in
     the fast dtype. The choice depends on the op, on the sizes of its arguments up to a factor of two, on their dtypes,
-    on whether autograd records it, and on whether the weight's cast will be found in a cache.
+    on whether autograd records it, and on whether the region has a `WeightCache` that will have the weight's cast.
 
     Args:
         profile: a :class:`DeviceProfile`, or the path of a saved one, so that choices are the same on every machine.
             None: the profile of this machine, which the first region measures if there is none.
-        ops: the ops to compute the fastest way, by names as in a :class:`Policy`; of these, the ones with the policy
-            LOWER_PRECISION_FP, and functions of one number without a policy.
-        min_size: the smallest number of elements of a weight, or of the second matrix, for which to choose.
+        ops: the ops to compute the fastest way, by names as in a :class:`Policy`; of these, those with the policy
+            LOWER_PRECISION_FP, and encoder layers and functions of one number without a policy.
+        min_size: the smallest number of elements of a weight, or of the second matrix, for which to choose. It does not
+            apply to functions of one number.
 
     Raises:
         TypeError: `profile` is neither; `ops` are not names; or `min_size` is not an int.
@@ -135,7 +138,7 @@ class Fastest(Recipe):
     kind = "fastest"
     needs_kernels = False
     profile: Any = None
-    ops: Sequence[str] = (*PRODUCTS, *POINTWISE)
+    ops: Sequence[str] = FASTEST_OPS
     min_size: int = 0
 
     def check(self) -> None:
@@ -150,7 +153,7 @@ class Fastest(Recipe):
 
 
 class NoRecipe(Recipe):
-    """The fast dtype for every op, in a region inside one with a recipe."""
+    """No recipe: in a region inside one with a recipe, policies apply as usual."""
 
     kind = "none"
 

@@ -20,6 +20,8 @@ PRODUCTS = (
 """The matmuls, convolutions and layers of `Fastest`, by default."""
 POINTWISE = ("gelu", "mish", "sigmoid", "silu", "tanh")
 """The functions of one number of `Fastest`, by default: kernels of backends compute them, with the same results."""
+FASTEST_OPS = tuple(sorted((*PRODUCTS, *POINTWISE)))
+"""The ops of `Fastest`, by default."""
 POINTWISE_OPS = frozenset(f"aten::{name}" for name in POINTWISE)
 COMPOSED_OPS = {
     "aten::_transformer_encoder_layer_fwd": (
@@ -27,8 +29,7 @@ COMPOSED_OPS = {
         *("aten::native_layer_norm", "aten::add_.Tensor"),
     )
 }
-"""The ops that have no policy, since the ops that they call have one, and that a recipe can compute as one. By op, the
-ops that it calls."""
+"""Ops without a policy that a recipe can compute as a whole. By op, the ops that it calls."""
 WITHOUT_POLICY = COMPOSED_OPS.keys() | POINTWISE_OPS
 """The ops that a recipe can compute although they have no policy."""
 SIMPLE_TYPES = (bool, int, float, str)
@@ -42,7 +43,7 @@ objects: dict[str, Any] = {}
 
 @dataclass(frozen=True)
 class Unknown:
-    """An object that this process does not have, by its digest."""
+    """An object of which only the digest is known."""
 
     digest: str
 
@@ -89,7 +90,7 @@ def read_ops(ops: Iterable[str]) -> tuple[str, ...]:
     if isinstance(ops, str) or not isinstance(ops, Iterable):
         raise TypeError(f"ops must be names of ops, such as ('linear', 'mm'), got {ops!r}")
     given = tuple(ops)
-    return given if given in (MATMULS, (*PRODUCTS, *POINTWISE), ()) else _known_ops(given)
+    return given if given in (MATMULS, FASTEST_OPS, ()) else _known_ops(given)
 
 
 def text_of(name: str, value: Any) -> str:

@@ -22,11 +22,11 @@ MARGIN = 0.92
 """Another way than the fast dtype's has to take less than this part of its time: smaller gains are within the error of
 a profile, which has few sizes."""
 _MARGINS = {ENCODER_LAYER: 1.0}
-"""Other margins, by op. In a region the inner ops of an encoder layer look up the casts of its weights, which the
-profile's time of the layer in the fast dtype is without."""
+"""Other margins, by op. In a region, an encoder layer also looks up the casts of its weights, which the profile does
+not time, so any gain counts."""
 _OF_FLOAT32_INPUT = 1.2
-"""The least part of that time that a region takes where the input of an encoder layer is float32. Autocast converts
-query, key and value one by one, so that the fused attention no longer sees that they are one tensor."""
+"""With a float32 input, an encoder layer in a region takes at least so many times the profile's time: autocast casts
+query, key and value separately, so the fused attention does not see that they are one tensor."""
 
 NO_FAST_KERNEL = "the device has no kernel for it in the fast dtype"
 
@@ -37,7 +37,7 @@ class Way(Enum):
     FAST = "fast"
     """torch's kernel for the fast dtype, with the weight's cached cast: the ordinary path."""
     KERNEL = "kernel"
-    """The backend's own kernel for the fast dtype, with the weight's cached cast."""
+    """The backend's own kernel for the fast dtype, with the weight's cached cast, or of a function of one number."""
     FLOAT32_KERNEL = "float32 kernel"
     """The same kernel, with the float32 weight as it is."""
     FLOAT32 = "float32"

@@ -1,7 +1,7 @@
 """The cost of computing a product in one way, in seconds, by a device's profile.
 
-A call takes a time that grows linearly with the size of the weight, of which the profile has two points or more for
-each number of rows; most convolutions and the backward of an attention, one that grows with their multiplications.
+A call takes a time linear in the size of the weight, interpolated between the sizes of the profile. Large and depthwise
+convolutions, and the backward of attention, take a time linear in their multiplications.
 Converting an argument takes a time that grows with its elements.
 """
 
@@ -14,9 +14,11 @@ from ...profiling.device_profile import DeviceProfile, curves_of
 
 CAST = "cast"
 _CALL_FROM_PYTHON = 0.5
-"""The part of the time of converting one element that the call from Python takes, which ops that convert do without."""
+"""The part of the time of converting one element that is Python's call. Conversions inside of ops do not take it."""
 _OF_WORK = ("conv2d", "depthwise_conv2d", ATTENTION_BACKWARD)
+"""The ops whose time is linear in their multiplications."""
 _OF_WEIGHTS = ("linear", "matmul", "encoder_layer")
+"""The ops that read a weight from memory."""
 _WIDTHS = {FLOAT32: 4, "bfloat16": 2, "float16": 2, "int8": 1, "int4": 0.5}
 """The bytes of an element of the weight by way; none for ways of other names."""
 _READ_FROM_MEMORY = 2**18
@@ -27,7 +29,8 @@ def seconds_of(profile: DeviceProfile, op: str, way: str, rows: int, size: int) 
     """Return the seconds of a product; None if it was not measured in this way.
 
     A large weight is read from memory, unless the model is called again at once. A profile times it in the processor's
-    cache, so the time to read it is added, as far as reading and computing do not overlap.
+    cache, so the time to read it is combined with that by `hypot`: between the maximum, as if reading and
+    computing overlap, and the sum.
     """
     seconds = _seconds_in_cache(profile, op, way, rows, size)
     return None if seconds is None else math.hypot(seconds, _seconds_to_read(profile, op, way, size))

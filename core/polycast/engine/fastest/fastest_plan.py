@@ -30,11 +30,11 @@ from .attention import RecordedAttention
 from .choose_way import NO_FAST_KERNEL, Conversions, Way, choose, is_unsupported, name_of
 from .in_dtype import computed_in, results_in
 from .products import Product, product_of, weight_position
-from .recorded import UNRECORDED, Recorded, recorded_call
+from .recorded import NO_GRADIENTS, Recorded, recorded_call
 from .recorded_ways import Ways, choose_recorded
 
 NO_PROFILE = "its profile is not known in this process"
-UNKNOWN_SIZES = "the profile has nothing like it (a vector, or no elements)"
+UNKNOWN_SIZES = "the profile does not cover it: a vector, no elements, or complex factors"
 TRACED_MASK = "its mask is boolean: inductor's code for such attention in float32 corrupts memory"
 NARROW_WEIGHT = "its weight is not float32"
 REGISTERED = "a policy is registered for an op of torch's, which it may call"
@@ -42,19 +42,22 @@ OTHER_OPS = "an op that it calls has another policy in the table, or a kernel of
 SAME_RESULTS = "the backend's kernel has the same results"
 OTHER_DTYPE = "its input is not in the fast dtype"
 COMPILED = "compilers make one kernel of it and the ops around it"
-FEW_ROWS = "of few rows, the ops that it calls are computed one by one"
+FEW_ROWS = "it has few rows: the ops that it calls are computed one by one"
 _ROWS_OF_COMPOSED = 16
 """The least rows of an op that is computed as one. Of fewer, backends may have kernels for the ops that it calls."""
 _MASK = 18
-"""The position of a composed op's mask, which has the dtype of the input, behind the weights."""
+"""The position of a composed op's mask, after the weights. It has the dtype of the input."""
 _RECURRENT = "aten::mkldnn_rnn_layer"
-"""Only its kernels need instructions of the processor that the fast dtype's other kernels do without."""
+"""oneDNN has no kernel for it on some processors where its other kernels of the fast dtype run."""
 _UNKEPT = (INTERCEPTED, SUBCLASS, NO_PROFILE)
 """Reasons that may not hold for the next call with the same metadata."""
 
 
 class FastestPlan(Plan):
-    """The recipe on a device: chooses a way for each call, and computes it."""
+    """The recipe on a device: chooses a way for each call, and computes it.
+
+    `perform` and `choice` take the place of `compute` and `unsupported_reason`.
+    """
 
     recipe: Fastest
 
@@ -65,7 +68,7 @@ class FastestPlan(Plan):
 
     @property
     def profile(self) -> DeviceProfile | None:
-        """The profile of the recipe, which a recipe made of its text may get to know later; None if it is unknown."""
+        """The recipe's profile; None while this process knows only its digest, as in compiled code from a cache."""
         profile = resolve(self.recipe.profile)
         return profile if isinstance(profile, DeviceProfile) else None
 
@@ -113,9 +116,10 @@ class FastestPlan(Plan):
         Args:
             op: by its name in the dispatcher.
             args: its arguments, which may be fake.
-            cache: the region's.
+            cache: the region's WeightCache, or None.
             dtype: the fast dtype.
-            plain: skip the checks of single tensors, which the caller has made.
+            plain: the caller knows that the tensors need no check, that nothing intercepts the op, and that autograd
+                does not record it.
         """
         if op in POINTWISE_OPS:
             return self._why_not_pointwise(op, args, dtype, plain) or PlannedCall(Way.KERNEL, SAME_RESULTS)
@@ -127,7 +131,7 @@ class FastestPlan(Plan):
             reason = self._unsupported_tensor(others, False)
             if reason is not None:
                 return reason
-            if caching_is_safe():  # it is not where tensors are traced, which are of subclasses too
+            if caching_is_safe():  # while tracing, tensors are of subclasses, too
                 if any(isinstance(arg, torch.Tensor) and is_special(arg) and not arg.is_meta for arg in args):
                     return SUBCLASS
             elif len(others) < len(args):
@@ -143,7 +147,7 @@ class FastestPlan(Plan):
             return UNKNOWN_SIZES
         if product.size < self.recipe.min_size:
             return SMALL
-        if op in COMPOSED_OPS and (reason := self._why_by_parts(op, product, args)) is not None:
+        if op in COMPOSED_OPS and (reason := self._why_not_as_one(op, product, args)) is not None:
             return reason
         position = weight_position(op)
         if _weight_of(args[position]) is not None and args[position].dtype is not torch.float32:
@@ -152,7 +156,7 @@ class FastestPlan(Plan):
             recorded = recorded_call(op, args, _weight_of(args[position]) is not None, dtype)
             if recorded is None:
                 has_none = is_unsupported(profile, product.op, dtype_name(dtype))
-                return PlannedCall(Way.FLOAT32, NO_FAST_KERNEL) if has_none else UNRECORDED
+                return PlannedCall(Way.FLOAT32, NO_FAST_KERNEL) if has_none else NO_GRADIENTS
             operands = recorded.operands(self._is_cached(args[position], cache), runs_in_function)
             ways = choose_recorded(profile, dtype, product, operands)
             return PlannedCall(ways.forward, ways.reason, recorded, ways)
@@ -174,8 +178,8 @@ class FastestPlan(Plan):
             return OTHER_DTYPE
         return SUBCLASS if not plain and is_special(x) else kernel.unsupported_reason(*args)
 
-    def _why_by_parts(self, op: str, product: Product, args: Sequence[Any]) -> str | None:
-        """Return why the ops that a composed op calls are computed one by one, in any case; None if there is none."""
+    def _why_not_as_one(self, op: str, product: Product, args: Sequence[Any]) -> str | None:
+        """Return why a composed op is not computed as a whole, in any case; None if it may be."""
         if product.rows < _ROWS_OF_COMPOSED:
             return FEW_ROWS
         weights = args[1:_MASK]
@@ -207,7 +211,7 @@ class FastestPlan(Plan):
         return Conversions(narrow, wide, weight)
 
     def _is_cached(self, tensor: torch.Tensor, cache: CastCache | None) -> bool:
-        """Return whether the cast of a tensor will be found in a cache: of a frozen weight, or at inference."""
+        """Return whether a cast will be found in the region's WeightCache: of a frozen weight, or at inference."""
         if cache is None or not torch.is_autocast_cache_enabled() or (tensor.requires_grad and torch.is_grad_enabled()):
             return False
         parameter = parameter_of(tensor)
@@ -237,11 +241,11 @@ class FastestPlan(Plan):
 
 
 class PlannedCall(NamedTuple):
-    """The way to compute a call and why; of a product that autograd records, the forward's.
+    """The way to compute a call, or its forward, and why.
 
     Attributes:
         way, reason: as of a `ChosenWay`.
-        recorded: the product, if autograd records it now or later.
+        recorded: the product, if autograd records it or an autograd.Function runs it.
         ways: the ways of its forward and its gradients.
     """
 
@@ -272,7 +276,7 @@ def _is_recorded(args: Sequence[Any]) -> bool:
 
 
 def _cached_cast(weight: torch.Tensor, dtype: torch.dtype, cache: CastCache | None) -> torch.Tensor:
-    """Return the cast of a weight, from the region's cache; for a view of all of it, a view of that."""
+    """Return a weight's cast from the region's cache. For a view of the whole weight, return that view of the cast."""
     if cache is not None and not caching_is_safe():
         traced = cast_of_traced(weight, dtype, weight.device.type)
         return weight.to(dtype) if traced is None else traced

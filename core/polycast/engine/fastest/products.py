@@ -1,7 +1,6 @@
 """`Product`: the amount of work of a call, read from the metadata of its arguments.
 
-The recipe `Fastest` and its profiles call all that multiplies two operands a product: matmuls, convolutions, attention
-and recurrent layers.
+A product is a call with a weight or a second operand: a matmul, convolution, attention, recurrent or encoder layer.
 """
 
 import math
@@ -16,16 +15,17 @@ from ...torch_internals.private_names import size_hint
 RECURRENT = "lstm"
 ENCODER_LAYER = "encoder_layer"
 _FEW = 20480
-"""torch computes convolutions of more numbers by oneDNN in each dtype; see ``use_mkldnn`` in its Convolution.cpp."""
+"""For one image of at most so many numbers, torch may not use oneDNN; see ``use_mkldnn`` in its Convolution.cpp."""
 
 
 class Product(NamedTuple):
-    """The work of a matmul or convolution, in the terms of a device's profile.
+    """The work of a product, in the terms of a device's profile.
 
     Attributes:
         op: the op of the profile: ``"linear"``, ``"matmul"``, ``"bmm"``, a convolution's, `ATTENTION`, `RECURRENT` or
             `ENCODER_LAYER`.
-        rows: the rows of the activations; for convolutions, the positions of the result.
+        rows: of the activations; for convolutions, positions of the result; for bmm and attention, of one matrix of the
+            batch.
         size: the elements of the weight, or of the second matrix; for attention, of keys and values.
         result: the elements of the result.
         inner: the length of the sums; 0 where gradients are not products of this kind.

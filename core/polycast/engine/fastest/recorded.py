@@ -14,7 +14,7 @@ from .in_dtype import in_dtype
 from .products import weight_position
 from .recorded_ways import RecordedOperands, Ways
 
-UNRECORDED = "autograd records it, and its gradients are computed in the fast dtype only"
+NO_GRADIENTS = "autograd records it, and its gradients are computed in the fast dtype only"
 
 
 class Recorded(NamedTuple):

@@ -20,8 +20,9 @@ _FUNCTION_SECONDS = 150e-6
 _RECOMPUTING_FUNCTION_SECONDS = 300e-6
 """One that computes an attention again in the backward."""
 _NATIVE_FUNCTION_SECONDS = 5e-6
-"""The same in the native engine, which has them for attention, and for these ops of the profile in float32."""
+"""The same in C++, for attention and, in float32, for `_NATIVE_OPS`."""
 _NATIVE_OPS = ("linear", "matmul", *CONVOLUTIONS)
+"""By the profile's names. An estimate: `aten::matmul` and overloads with padding by name run in Python."""
 
 
 class RecordedOperands(NamedTuple):
@@ -48,7 +49,7 @@ class RecordedOperands(NamedTuple):
 
     @property
     def may_be_saved(self) -> bool:
-        """Whether the operands in float32 take no more memory than their casts, beside the weight itself."""
+        """Whether autograd may save float32 operands: no more memory than casts, since the weight exists anyway."""
         return self.is_weight and (not self.second_needed or self.first <= self.second)
 
 
@@ -59,9 +60,8 @@ class Ways(NamedTuple):
         forward, first, second: the ways.
         reason: why.
         is_float32: whether the forward and the gradients that are needed are all computed in float32.
-        is_plain: whether they are, and torch may record the op and the conversions itself: what it saves then
-            takes no more memory than the casts of both operands, which the fast dtype's op saves. The native engine
-            is faster, for the ops that it has functions for.
+        is_plain: whether they are, and torch may record the op and its conversions, without an autograd function: what
+            it saves takes no more memory than the casts of both operands, which the fast dtype's op saves.
     """
 
     forward: Way

@@ -18,26 +18,27 @@ class ActionKind(IntEnum):
     FALL_BACK = 0
     """Compute the op in the fast dtype, as without the recipe."""
     FLOAT32 = 1
-    """Cast tensors to float32, compute the op, and cast the results to the fast dtype, each recorded by autograd."""
+    """Cast tensors to float32, compute the op, and cast its results to the fast dtype. Autograd may record it."""
     RECORDED = 2
-    """Compute what autograd records in float32, forward and backward, or an attention in the dtypes that are the
-    constants; see native/recorded.h."""
+    """Run an autograd function: a matmul or convolution in float32, or fused attention whose forward and backward
+    dtypes are the constants; see native/recorded.h."""
     OPERATOR = 3
-    """Call an operator with the op's arguments, the prepacked weight or its cached cast, the fast dtype and constants.
-    Calls that autograd records ask Python, and so do those whose weight is not cached or cannot be."""
+    """Call an operator with the op's arguments, the prepacked weight or the weight's cast, the fast dtype and the
+    constants. Ask Python if the weight is not prepacked, or if its cast may not be cached."""
 
 
 class Action(NamedTuple):
-    """How to compute calls of an op in regions with an override.
+    """How to compute calls of an op in regions with a recipe.
 
-    :meth:`Plan.compute` returns it with the result of a call. The native engine keeps it for calls with the same
+    `perform` in compute.py returns it with the result of a call. The native engine keeps it for calls with the same
     metadata, until :func:`forget_actions`, so it must depend on nothing but
 
     - the op, the plan and the fast dtype;
     - of each tensor: dtype, sizes, strides, device, and whether it is a weight or a view of all or a part of one;
     - the other arguments;
     - which tensors autograd records, and whether an autograd.Function runs, forward or backward;
-    - whether the region has a WeightCache, whether autocast caches casts, and whether torch may use fused attention.
+    - whether the region has a WeightCache, whether autocast caches casts, and whether torch may use fused attention;
+    - the policies that are registered: a change of them forgets all actions.
 
     Attributes:
         kind: what to do.
@@ -59,7 +60,7 @@ class Action(NamedTuple):
 FALL_BACK = Action(ActionKind.FALL_BACK)
 FLOAT32 = Action(ActionKind.FLOAT32)
 CACHED_CAST, AS_IT_IS = 0, -1
-"""In place of the kind of a prepacked weight, which is positive."""
+"""Values of `prepack_kind` for a weight's cast and for the weight itself. Kinds of prepacked weights are positive."""
 
 
 def forget_actions() -> None:

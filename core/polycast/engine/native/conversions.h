@@ -1,7 +1,7 @@
-// Conversions of activations between float32 and bfloat16. Of few numbers torch's dispatcher takes many times as long as its kernel,
-// and of more this kernel is faster.
+// Convert activations between float32 and bfloat16. For small tensors this skips torch's dispatcher, which takes many times as long as
+// the kernel; for large ones this kernel is faster.
 //
-// In the core and not in the backend of the CPU because an op of the backend would be called by that dispatcher.
+// It is in the core because an op of the CPU's backend would go through that dispatcher.
 
 #pragma once
 
@@ -35,7 +35,7 @@ bool is_only_on_cpu(const Tensor& tensor) {
   }
 }
 
-// Return a conversion, bit for bit equal to torch's; the tensor itself if it has the dtype.
+// Convert to a dtype, with the same bits as torch. Return the tensor itself if it has the dtype.
 Tensor converted(const Tensor& tensor, ScalarType dtype) {
   const ScalarType from = tensor.scalar_type();
   if (from == dtype) {

@@ -1,7 +1,7 @@
 // What Python has decided for the calls of a thread that a recipe may compute, by the metadata of their arguments.
 //
 // Each thread has a table of its own, so that nothing is locked. It holds no Python objects, and is emptied when it is full and when
-// anything changes that decisions depend on: kernels, listeners or a plan.
+// anything changes that decisions depend on: kernels, registered policies, operators, or whether anyone listens.
 
 #pragma once
 
@@ -34,7 +34,7 @@ struct Action {
 class CallMetadata {
  public:
   bool records = false;         // whether autograd records the call
-  bool has_plain_dtypes = true;  // whether all tensors have dtypes of weights
+  bool has_plain_dtypes = true;  // whether all tensors are float32, bfloat16 or float16
 
   // in_function: whether an autograd.Function runs, forward or backward.
   CallMetadata(const DeviceRegion& region, DeviceType device, int64_t op, bool in_function) {

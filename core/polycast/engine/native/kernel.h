@@ -19,7 +19,7 @@ constexpr c10::DispatchKeySet kNoOpKeys{
 struct Op {
   int64_t number;
   Policy policy;
-  bool has_recipes;  // whether a recipe can compute it: see WITHOUT_POLICY in recipe_arguments.py
+  bool has_recipes;  // whether a recipe can compute it: it has LOWER_PRECISION_FP, or is in WITHOUT_POLICY of recipe_arguments.py
   std::string refusal;  // the error of a BANNED op
   std::optional<c10::OperatorHandle> with_dtype;  // for FP32_APPEND_DTYPE, the overload with a dtype
 };
@@ -113,7 +113,7 @@ class Kernel final : public c10::OperatorKernel {
     const DeviceRegion& region = region_of(device_);
     const Policy policy = this->policy(region);
     if (policy == Policy::kNone) {
-      // torch's autograd kernel of a composed op would hide from autocast of which weights its inner ops take views.
+      // Below autograd's kernel, views of weights do not know their base, so autocast would not find their casts.
       const bool skips_autograd = is_composed_ && has_plain_keys(keys) && !needs_autograd(stack);
       handle.redispatchBoxed(skips_autograd ? device_keys_ : keys & below_, stack);
       return;
@@ -141,7 +141,7 @@ class Kernel final : public c10::OperatorKernel {
   friend class RedispatchGuard;
 
   // Return whether autograd can be skipped where it has nothing to record. Not for ops that may return views of their inputs,
-  // which autograd marks as such: by their schemas, or because they are composite (of these, matmuls return none).
+  // which autograd marks as such: by their schemas, or because they are composite (of these, those with LOWER_PRECISION_FP and no lists return none).
   static bool can_skip_autograd(const Op& op, const c10::OperatorHandle& handle) {
     const auto& arguments = handle.schema().arguments();
     const bool returns_views = std::any_of(
@@ -245,7 +245,7 @@ class Kernel final : public c10::OperatorKernel {
     }
   }
 
-  static constexpr size_t kMaxAdded = 12;  // the number of arguments for which an operator needs no more memory
+  static constexpr size_t kMaxAdded = 12;  // room for what an OPERATOR action appends
 
   const Op op_;
   const c10::OperatorHandle handle_;

@@ -49,7 +49,7 @@ Object for_python(const c10::IValue& value) {
   return Object();
 }
 
-// Return whether the arguments need no check in Python: plain tensors of the device in floating-point dtypes of weights, which
+// Return whether the arguments need no check in Python: plain tensors of the device in float32, bfloat16 or float16, which
 // autograd does not record. See Plan._unsupported_tensor() in low_bit/plan.py.
 bool are_plain(c10::ArrayRef<c10::IValue> arguments, DeviceType device) {
   static constexpr c10::DispatchKeySet kSpecial{
@@ -67,8 +67,8 @@ bool are_plain(c10::ArrayRef<c10::IValue> arguments, DeviceType device) {
   });
 }
 
-// The backward on this thread that recomputes a forward, for which Python decides each time, as torch numbers it: -1 for code outside of
-// any backward.
+// torch's number of the backward that recomputes a forward on this thread, -1 outside of any backward; kNoBackward if none does. Python
+// decides each call in it.
 constexpr int kNoBackward = -2;
 thread_local int recomputing_backward = kNoBackward;
 
@@ -130,7 +130,7 @@ C10_NOINLINE Results ask_python(const RecipeCall& call, c10::ArrayRef<c10::IValu
 // Compute an op by the recipe of this thread's region; return no results if it falls back to the fast dtype.
 C10_NOINLINE Results low_bit(const RecipeCall& call, torch::jit::Stack arguments) {
   const std::optional<bool> in_function = runs_in_function();
-  if (!in_function || !call.has_plain_keys || !caching_is_safe() || observed_op != nullptr) {  // something intercepts it
+  if (!in_function || !call.has_plain_keys || !caching_is_safe() || observed_op != nullptr) {  // recomputed, intercepted or observed: keep nothing
     return ask_python(call, arguments, nullptr);
   }
   CallMetadata metadata(region_of(call.device), call.device, call.op, *in_function);

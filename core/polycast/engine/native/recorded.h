@@ -1,7 +1,5 @@
-// Products that autograd records, computed in float32 forward and backward, and attentions: as by engine/fastest/functions.py and
-// attention.py, without Python.
-//
-// Save activations in the fast dtype, and a weight as it is.
+// Autograd functions for matmuls and convolutions in float32, and for fused attention: engine/fastest/functions.py and attention.py, in
+// C++. They save activations in the fast dtype, and the weight itself.
 
 #pragma once
 
@@ -21,12 +19,12 @@ namespace {
 struct RecordedCall {
   const c10::OperatorHandle& handle;
   torch::jit::Stack& arguments;
-  size_t second;                            // of a product, the position of the weight, or of the second matrix
+  size_t second;                            // of a matmul or convolution, the position of the weight, or of the second matrix
   const std::vector<c10::IValue>& dtypes;  // of an attention, those to compute the forward and the backward in
   ScalarType fast;
 };
 
-// A backward: its saved tensors, with autocast off, and autograd too unless it records the backward.
+// Runs a backward: autocast is off, and so is autograd unless it records the backward. Holds the saved tensors.
 struct BackwardScope {
   explicit BackwardScope(torch::autograd::AutogradContext* context) : saved(context->get_saved_variables()) {
     if (!at::GradMode::is_enabled()) {
@@ -52,6 +50,7 @@ class RecordedProduct : public torch::autograd::Function<RecordedProduct> {
   static Tensor forward(
       Context* context, const RecordedCall& call, const Tensor& first, const Tensor& second, const std::optional<Tensor>& bias) {
     torch::jit::Stack& arguments = call.arguments;
+    // linear has 3 arguments, convolutions 7, mm 2 and addmm 5.
     const Kind kind = arguments.size() == 3 ? kLinear : arguments.size() == 7 ? kConvolution : kMatmul;
     const bool is_convolution = kind == kConvolution;
     context->set_materialize_grads(false);
