@@ -40,6 +40,11 @@ def test_the_spelling_of_ops_does_not_matter():
     assert "aten::mm" in Int8(ops=("mm",)).overloads
 
 
+def test_the_order_of_the_default_ops_does_not_matter():
+    for kind in (Int8, Fastest):
+        assert kind(ops=kind().ops[::-1]) == kind()
+
+
 def test_it_cannot_be_changed():
     with pytest.raises(AttributeError, match="cannot assign to field 'scales'"):
         Int8().scales = "tensor"

@@ -89,16 +89,16 @@ class LowBitKernel:
     def unsupported_reason(self, *args: Any) -> str | None:
         """Return why the kernel does not support a call, for messages; None if it does.
 
-        Called with fake tensors too. It may read dtypes, sizes, strides and devices, but no values, and must return the
-        same for the same: the native engine keeps the answer.
+        Called with fake tensors too. It may read dtypes, sizes, strides, devices, `requires_grad` and the grad mode, but
+        no values, and must return the same for the same: the native engine keeps the answer.
         """
         return None
 
     def run(self, prepacked: tuple[torch.Tensor, ...], *args: Any) -> torch.Tensor:
         """Return the op's result in the fast dtype: ``torch.get_autocast_dtype`` of the device.
 
-        Called outside of autocast, when autograd has nothing to record. It must not read the weight itself. The default
-        calls `operator`.
+        Called outside of autocast, when autograd has nothing to record, except for functions of one number. It must not
+        read the weight itself, except in these, where the weight is the input. The default calls `operator`.
         """
         if self.operator is None:
             raise NotImplementedError(f"{type(self).__name__} has neither an operator nor run()")
