@@ -89,8 +89,8 @@ class LowBitKernel:
     def unsupported_reason(self, *args: Any) -> str | None:
         """Return why the kernel does not support a call, for messages; None if it does.
 
-        Called with fake tensors too. It may read dtypes, sizes, strides, devices, `requires_grad` and the grad mode, but
-        no values, and must return the same for the same: the native engine keeps the answer.
+        Called with fake tensors too. It may read dtypes, sizes, strides, devices, `requires_grad` and the grad mode,
+        but no values, and must return the same for the same: the native engine keeps the answer.
         """
         return None
 
