@@ -72,8 +72,7 @@ class Lockstep:
             return reference if threading.get_ident() == caller else None
 
         with ExitStack() as stack:
-            stack.enter_context(isolated())
-            stack.enter_context(self.generators.preserved())
+            stack.enter_context(isolated(sides.tested.region.device))
             stack.enter_context(sides.applied())
             if self.has_loss:  # a call that checkpoint begins to compute again does not end in the middle
                 stack.enter_context(set_checkpoint_early_stop(False))

@@ -6,7 +6,6 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..common.random_state import RandomState
 from .calls import Calls, ModelCall
 from .hooks import in_this_thread, run_eagerly, watched_modules
 from .isolation import ModelState, find_writes, isolated
@@ -171,6 +170,6 @@ def profiled(
         with watched_modules(names, in_this_thread(profiler)):
             return run()
 
-    with isolated(), RandomState(device_type).preserved():
+    with isolated(device_type):
         result, profiler.profile.state = find_writes(model, watched_run)
     return profiler.profile, result
