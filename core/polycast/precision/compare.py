@@ -25,7 +25,7 @@ from .calls import Calls, ModelCall, calls_of
 from .comparison import Comparison
 from .hooks import set_stance
 from .in_use import in_use
-from .lockstep import Lockstep, RunResult
+from .lockstep import Lockstep
 from .numerics import Sums
 from .outcome import Loss, LossModule, check_loss
 from .parameter_gradients import LOSS
@@ -33,6 +33,7 @@ from .profiling_run import ModelProfile, check_not_scripted, profiled
 from .progress import progress
 from .record import Record
 from .reference import Reference
+from .runs import RunResult, run_both
 from .sides import Side, Sides
 from .values import tensors_in
 
@@ -206,7 +207,7 @@ def _compared(sides: Sides, calls: Calls, loss: LossModule | None) -> Comparison
         try:
             for call in calls:
                 both = Lockstep(sides, call, record, loss)
-                reference, tested = both.run()
+                reference, tested = run_both(both)
                 record.add_parameters(reference.gradients, both.own_gradients, tested.gradients, both.unknown_own)
                 _add_outputs(outputs, reference, tested)
                 del reference, tested, both
