@@ -132,12 +132,10 @@ def _profile(sides: Sides, calls: Calls, loss: LossModule | None) -> None:
         if side is sides.tested and sides.have_one_model:
             side.profile = sides.reference.profile
             continue
-        for number, call in enumerate(calls):
+        side.profile = ModelProfile()
+        for call in calls:
             profile, output = _profiled(side, call, loss)
-            if number:
-                side.profile.add(profile)
-            else:
-                side.profile = profile
+            side.profile.add(profile)
             if side is sides.reference:
                 sums.add(Sums.of(output, output))
             del output

@@ -57,7 +57,7 @@ class Tuner:
         self._candidates: Modules | Ops
         if arguments.over == "modules":
             self._blocks = Blocks(model, self._profile, arguments.exclude, arguments.candidates)
-            self._candidates = Modules(self._profile, region.fast_dtype, arguments.recipe, self._blocks)
+            self._candidates = Modules(self._blocks, region.fast_dtype, arguments.recipe)
             self.names, self._excluded = self._blocks.names, sorted(self._blocks.excluded)
         else:
             with isolated(region.device, self._profile.state):
