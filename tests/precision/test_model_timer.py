@@ -15,7 +15,7 @@ from polycast.precision.calls import ModelCall
 from polycast.precision.hooks import in_this_thread, watched
 from polycast.precision.minimal_set import NO_POLICY, Choice
 from polycast.precision.model_timer import PLAIN_REGION, ModelTimer, pick_fastest
-from polycast.precision.profiling_run import profile_run
+from polycast.precision.profiling_run import profile_runs
 from polycast.precision.timing import ModuleClock, Race
 
 
@@ -51,7 +51,7 @@ def proposed(model, fast, float32, monkeypatch, rule=0.5, forced=()):
 
 def chosen(model, seconds, monkeypatch, rule=0.5, needed=NO_POLICY, exclude=(), candidates=None):
     call, region = ModelCall.of(model, torch.randn(2, 4)), polycast.autocast("cpu")
-    profile, _ = profile_run(model, call, "cpu")
+    profile, _ = profile_runs(model, (call,), "cpu")
     timer = ModelTimer(model, (call,), region, profile)
     monkeypatch.setattr(ModelTimer, "_seconds_by_module", lambda self: seconds)
     monkeypatch.setattr(model_timer, "rule_overhead", lambda *_: rule)
@@ -189,7 +189,7 @@ def test_all_modules_are_in_float32_where_the_model_does_not_run_in_the_region()
 
     model = nn.Sequential(nn.Linear(4, 4), Strict())
     call, region = ModelCall.of(model, torch.randn(2, 4)), polycast.autocast("cpu")
-    profile, _ = profile_run(model, call, "cpu")
+    profile, _ = profile_runs(model, (call,), "cpu")
     timer = ModelTimer(model, (call,), region, profile)
     assert timer.fastest_modules(Blocks(model, profile).in_order_of_calls(), NO_POLICY).members == ("", "0", "1")
     tried = {"linear": [Choice(("linear",))]}

@@ -8,10 +8,11 @@ import torch
 from torch import nn
 
 import polycast
+from polycast.precision.blocks import Blocks
 from polycast.precision.calls import ModelCall
 from polycast.precision.candidates import Modules
 from polycast.precision.minimal_set import Choice
-from polycast.precision.profiling_run import profile_run
+from polycast.precision.profiling_run import profile_runs
 
 FLOAT16 = {"tolerance": 1e-2, "device_type": "cpu", "dtype": torch.float16}
 
@@ -255,14 +256,17 @@ def test_only_modules_with_parameters_have_rules_against_their_callers():
             return self.last(self.act(self.first(x)).float() @ torch.eye(4))
 
     model = Inline()
-    seen, _ = profile_run(model, ModelCall.of(model, torch.randn(2, 4)), "cpu")
-    assert Modules(seen, torch.float16).policy(Choice(("",))).modules == {
+    seen, _ = profile_runs(model, (ModelCall.of(model, torch.randn(2, 4)),), "cpu")
+    assert Modules(Blocks(model, seen), torch.float16).policy(Choice(("",))).modules == {
         "": "fp32",
         "first": "float16",
         "last": "float16",
     }
-    assert Modules(seen, torch.float16).policy(Choice(("", "act", "last"))).modules == {"": "fp32", "first": "float16"}
-    assert Modules(seen, torch.float16).policy(Choice(("act",))).modules == {"act": "fp32"}
+    assert Modules(Blocks(model, seen), torch.float16).policy(Choice(("", "act", "last"))).modules == {
+        "": "fp32",
+        "first": "float16",
+    }
+    assert Modules(Blocks(model, seen), torch.float16).policy(Choice(("act",))).modules == {"act": "fp32"}
 
 
 def test_an_output_without_floating_point_needs_a_metric():

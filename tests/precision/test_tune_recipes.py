@@ -9,11 +9,12 @@ from torch import nn
 import polycast
 from polycast import Int8, NoRecipe, Policy
 from polycast.precision import model_timer
+from polycast.precision.blocks import Blocks
 from polycast.precision.calls import ModelCall
 from polycast.precision.candidates import Modules, Ops
 from polycast.precision.minimal_set import Choice
 from polycast.precision.model_timer import PLAIN_REGION
-from polycast.precision.profiling_run import profile_run
+from polycast.precision.profiling_run import profile_runs
 
 pytestmark = pytest.mark.usefixtures("int8_in_python")
 RECIPE = Int8(min_size=0)
@@ -227,8 +228,8 @@ class Nested(nn.Module):
 )
 def test_a_module_has_a_rule_where_its_precision_is_not_that_of_its_caller(choice, rules):
     model = Nested()
-    seen, _ = profile_run(model, ModelCall.of(model, torch.randn(2, 4)), "cpu")
-    assert Modules(seen, torch.bfloat16, RECIPE).policy(choice) == Policy(modules=rules)
+    seen, _ = profile_runs(model, (ModelCall.of(model, torch.randn(2, 4)),), "cpu")
+    assert Modules(Blocks(model, seen), torch.bfloat16, RECIPE).policy(choice) == Policy(modules=rules)
 
 
 def test_only_the_ops_of_a_recipe_can_leave_it():

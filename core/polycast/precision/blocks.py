@@ -36,6 +36,7 @@ class Blocks:
     modules are in the region's own precision. Without `candidates` each module is one.
 
     Attributes:
+        called: the modules that are called, by name.
         candidate_of: by the name of a module, its candidate.
         excluded: the names of the modules that stay in float32: each match of `exclude`, and all modules in it.
         names: the candidates, in the order of their first calls.
@@ -53,13 +54,14 @@ class Blocks:
         Raises:
             ValueError: a glob matches no module, or no module that the model calls; or nothing is left to choose from.
         """
-        self._profile = profile
+        self.called = profile.by_name()
+        self._names = {module: each.name for module, each in profile.modules.items()}
         finder = ModuleFinder(model)
         self.excluded = frozenset(
             name for glob in exclude for _, inside in self._matches(finder, glob, "exclude") for name in inside
         )
         if candidates is None:
-            self.candidate_of = {name: name for name in profile.by_name() if name not in self.excluded}
+            self.candidate_of = {name: name for name in self.called if name not in self.excluded}
         else:
             found = [match for glob in candidates for match in self._matches(finder, glob, "candidates")]
             blocks = {
@@ -68,14 +70,14 @@ class Blocks:
                 for name in inside
                 if name not in self.excluded
             }
-            self.candidate_of = {name: blocks[name] for name in profile.by_name() if name in blocks}
+            self.candidate_of = {name: blocks[name] for name in self.called if name in blocks}
         self.names = list(dict.fromkeys(self.candidate_of.values()))
         if not self.names:
             raise nothing_to_choose(candidates)
 
     def _matches(self, finder: ModuleFinder, glob: str, argument: str) -> Iterator[tuple[str, list[str]]]:
         """Yield each match, and the names of the modules in it that are called."""
-        called = {module: each.name for module, each in self._profile.modules.items()}
+        called = self._names
         try:
             found = finder.find(glob)
         except ValueError as error:
@@ -91,7 +93,7 @@ class Blocks:
 
     def in_order_of_calls(self) -> list[Block]:
         """Return all blocks, each after the block that calls it; the first one has the model itself."""
-        called = self._profile.by_name()
+        called = self.called
         keys = {name: (self.candidate_of.get(name), name in self.excluded) for name in called}
         modules: dict[tuple[str | None, bool], list[str]] = {}
         for name, key in keys.items():

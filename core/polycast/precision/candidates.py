@@ -1,6 +1,6 @@
 """The candidates of ``tune``, modules or ops, and the policy of a choice of them."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -23,7 +23,6 @@ from .calls import ModelCall
 from .failures import may_come_from_policy
 from .hooks import run_eagerly
 from .minimal_set import Choice
-from .profiling_run import ModelProfile
 from .tune_arguments import nothing_to_choose
 
 FP32 = "fp32"
@@ -32,16 +31,9 @@ FP32 = "fp32"
 class Modules:
     """The modules that a model calls, each without the modules in it, or blocks of them."""
 
-    def __init__(
-        self, profile: ModelProfile, dtype: torch.dtype, recipe: Recipe | None = None, blocks: Blocks | None = None
-    ) -> None:
-        self._called = profile.by_name()
-        self._recipe = recipe
+    def __init__(self, blocks: Blocks, dtype: torch.dtype, recipe: Recipe | None = None) -> None:
+        self._blocks, self._recipe = blocks, recipe
         self._fast = dtype_name(dtype) if recipe is None else NoRecipe.kind
-        self._candidate_of: Mapping[str, str] = (
-            {name: name for name in self._called} if blocks is None else blocks.candidate_of
-        )
-        self._excluded = frozenset[str]() if blocks is None else blocks.excluded
 
     def can_leave_recipe(self, name: str) -> bool:
         """Return whether a candidate can leave the recipe for the fast dtype."""
@@ -56,11 +48,12 @@ class Modules:
         """
         rules: dict[str, str | Recipe] = {}
         states: dict[str | None, set[str | Recipe]] = {None: {self._fast} if self._recipe is None else set()}
-        for each in self._called.values():
+        blocks = self._blocks
+        for each in blocks.called.values():
             around = set[str | Recipe]().union(*(states.get(caller, set()) for caller in each.callers))
-            candidate = self._candidate_of.get(each.name)
+            candidate = blocks.candidate_of.get(each.name)
             wanted = self._wanted(each.name, candidate, choice)
-            chosen = each.name in self._excluded or candidate in choice.members or candidate in choice.kept
+            chosen = each.name in blocks.excluded or candidate in choice.members or candidate in choice.kept
             if chosen or each.has_parameters or not around:
                 states[each.name] = {wanted}
                 if around != {wanted}:
@@ -70,7 +63,7 @@ class Modules:
         return Policy(modules=rules, name=name)
 
     def _wanted(self, name: str, candidate: str | None, choice: Choice) -> str | Recipe:
-        if name in self._excluded or candidate in choice.members:
+        if name in self._blocks.excluded or candidate in choice.members:
             return FP32
         return self._fast if self._recipe is None or candidate in choice.kept else self._recipe
 

@@ -25,7 +25,7 @@ from .calls import Calls, ModelCall, calls_of
 from .comparison import Comparison
 from .hooks import set_stance
 from .in_use import in_use
-from .lockstep import Lockstep, RunResult
+from .lockstep import Lockstep
 from .numerics import Sums
 from .outcome import Loss, LossModule, check_loss
 from .parameter_gradients import LOSS
@@ -33,6 +33,7 @@ from .profiling_run import ModelProfile, check_not_scripted, profiled
 from .progress import progress
 from .record import Record
 from .reference import Reference
+from .runs import RunResult, run_both
 from .sides import Side, Sides
 from .values import tensors_in
 
@@ -131,12 +132,10 @@ def _profile(sides: Sides, calls: Calls, loss: LossModule | None) -> None:
         if side is sides.tested and sides.have_one_model:
             side.profile = sides.reference.profile
             continue
-        for number, call in enumerate(calls):
+        side.profile = ModelProfile()
+        for call in calls:
             profile, output = _profiled(side, call, loss)
-            if number:
-                side.profile.add(profile)
-            else:
-                side.profile = profile
+            side.profile.add(profile)
             if side is sides.reference:
                 sums.add(Sums.of(output, output))
             del output
@@ -206,7 +205,7 @@ def _compared(sides: Sides, calls: Calls, loss: LossModule | None) -> Comparison
         try:
             for call in calls:
                 both = Lockstep(sides, call, record, loss)
-                reference, tested = both.run()
+                reference, tested = run_both(both)
                 record.add_parameters(reference.gradients, both.own_gradients, tested.gradients, both.unknown_own)
                 _add_outputs(outputs, reference, tested)
                 del reference, tested, both

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from ..common.random_state import RandomState
 from ..engine.casts.weights import parameter_of
 from ..engine.low_bit.calibration import calibrators
 from ..engine.low_bit.equalized import activations_of, matrix_of
@@ -83,8 +82,7 @@ def equalize(model: torch.nn.Module, batches: Iterable[Any], recipe: RecipeLike)
         return count
 
     with ExitStack() as stack:
-        stack.enter_context(isolated())
-        stack.enter_context(RandomState(device_type).preserved())
+        stack.enter_context(isolated(device_type))
         stack.enter_context(run_eagerly())
         stack.enter_context(_in_eval_mode(model))
         stack.callback(calibrators.remove, products.add)
@@ -184,7 +182,7 @@ class _Products:
                 "check the batches. polycast.observe() names the op that makes the first of them."
             )
         for key, (name, view, parameter, product) in self.found.items():
-            with isolated():
+            with isolated(product.matrix.device.type):
                 chosen = product.choose() if len(product.activations.rows) else None
             if chosen is not None:
                 yield EqualizedWeight(

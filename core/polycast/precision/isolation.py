@@ -45,17 +45,6 @@ class StateSlot(NamedTuple):
             self.owner.pop(self.key, None)
 
 
-@contextmanager
-def isolated() -> Iterator[None]:
-    """Run a block outside of the caller's regions, without gradients.
-
-    It also leaves ``inference_mode``: tensors made in it have no versions, so that writes to them are not detected, and
-    other threads, which are not in it, may not write to them.
-    """
-    with torch.inference_mode(False), torch.no_grad(), outside_regions():
-        yield
-
-
 def outside_regions() -> AbstractContextManager[object]:
     """Return a context manager in which no region is open."""
     return Snapshot(()).apply()
@@ -102,6 +91,22 @@ class ModelState:
             yield
         finally:
             self.put(before)
+
+
+@contextmanager
+def isolated(device_type: str, state: ModelState | None = None) -> Iterator[None]:
+    """Run a block outside of the caller's regions, without gradients, and restore random number generators after it.
+
+    It also leaves ``inference_mode``: tensors made in it have no versions, so that writes to them are not detected, and
+    other threads, which are not in it, may not write to them.
+
+    Args:
+        device_type: the device of the generators.
+        state: the state that the block may write: it runs on clones.
+    """
+    generators, on_clones = RandomState(device_type).preserved(), (state or ModelState([])).on_clones()
+    with torch.inference_mode(False), torch.no_grad(), outside_regions(), generators, on_clones:
+        yield
 
 
 def find_writes(model: torch.nn.Module, run: Callable[[], _T]) -> tuple[_T, ModelState]:

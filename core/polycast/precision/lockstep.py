@@ -1,44 +1,39 @@
-"""Run a model in two ways in lockstep: each run hands the other one module's output, or gradients, at a time."""
+"""What the two runs of a comparison share: each hands the other one module's output, or gradients, at a time."""
 
-import threading
-from collections.abc import Callable, MutableMapping
-from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from ..common.random_state import RandomState
-from ..engine.low_bit.recipe_listeners import listeners as low_bit_listeners
 from .calls import ModelCall
-from .gradient_calls import Gradients, aligned
+from .gradient_calls import GradientCall, Gradients, aligned
 from .handoff import Handoff
-from .hooks import CallKey, Watcher, watched_modules
-from .isolation import Values, isolated
+from .hooks import CallKey
 from .outcome import LossModule
-from .record import Record
-from .runs import ModelRun, ReferenceRun, Returned, ReturnedGradients, TestedRun, matched_gradients
+from .record import MatchedCall, Record
+from .repeated import OwnGradients
 from .sides import Side, Sides
 
 
-@dataclass
-class RunResult:
-    """The result of a run.
+class Returned:
+    """A call of the reference's run that waits for the tested run: its output, or its gradients."""
 
-    Attributes:
-        output: the output of the model.
-        gradients: by name, the gradients of the parameters; empty without a loss.
-    """
+    def __init__(self, key: CallKey, arguments: Any, output: Any, own: Any, random: list[torch.Tensor]) -> None:
+        self.key, self.arguments, self.output, self.own, self.random = key, arguments, output, own, random
 
-    output: Any
-    gradients: dict[str, torch.Tensor | None]
+
+class ReturnedGradients(Returned):
+    """A call of the reference's run whose gradients are known."""
+
+    def __init__(self, call: GradientCall, own: OwnGradients | None, random: list[torch.Tensor]) -> None:
+        super().__init__(call.key, call.of_outputs, call.of_inputs, own, random)
 
 
 class Lockstep:
     """Two runs of a model, each with its own random numbers, written state of the model, and gradients.
 
     Attributes:
+        call, loss: what is run.
         waiting: a call of the reference's run that waits for the tested run.
         early: by key, the gradients that the tested run knew before the reference's run.
         own_gradients: by name, the sums of the gradients of the parameters in repeated calls.
@@ -49,88 +44,22 @@ class Lockstep:
         self.sides, self.record = sides, record
         self.generators = RandomState(sides.tested.region.device)
         self.waiting: Returned | None = None
-        self.early: MutableMapping[CallKey, tuple[Gradients, Gradients]] = {}
+        self.early: dict[CallKey, tuple[Gradients, Gradients]] = {}
         self.own_gradients: dict[str, torch.Tensor] = {}
         self.unknown_own: set[str] = set()
-        self.has_loss = loss is not None
-        self._call, self._loss = call, loss
-        self._handoff = Handoff()
-
-    def run(self) -> tuple[RunResult, RunResult]:
-        """Return the results of the reference and of the tested run.
-
-        Raises:
-            BaseException: the exception of one of the runs, after both have ended.
-        """
-        caller, sides = threading.get_ident(), self.sides
-        reference, tested = ReferenceRun(self, sides.reference), TestedRun(self, sides.tested)
-
-        def watcher() -> Watcher | None:
-            if self._handoff.in_worker():
-                self._handoff.check()
-                return tested
-            return reference if threading.get_ident() == caller else None
-
-        with ExitStack() as stack:
-            stack.enter_context(isolated())
-            stack.enter_context(self.generators.preserved())
-            stack.enter_context(sides.applied())
-            if self.has_loss:  # a call that checkpoint begins to compute again does not end in the middle
-                stack.enter_context(set_checkpoint_early_stop(False))
-            for side in (sides.reference, sides.tested):
-                if side is sides.reference or not sides.have_one_model:
-                    stack.enter_context(side.state.on_clones())
-                    if self.has_loss:
-                        stack.enter_context(side.gradients.set_aside())
-            stack.callback(low_bit_listeners.remove, self.record.low_bit.note)
-            stack.callback(tested.end)
-            stack.callback(reference.end)
-            theirs = self._tested(tested, sides.tested.state.cloned(), self.generators.get())
-            modules = dict.fromkeys((*sides.reference.names, *sides.tested.names))
-            stack.enter_context(watched_modules(modules, watcher))
-            return self._handoff.run(lambda: self._run(reference, sides.reference), theirs)
-
-    def _tested(self, run: ModelRun, state: Values, random: list[torch.Tensor]) -> Callable[[], RunResult]:
-        """Return a function that makes the tested run, on a thread of its own."""
-        default_device, side = torch.get_default_device(), self.sides.tested
-
-        def make() -> RunResult:
-            with ExitStack() as stack:
-                stack.enter_context(torch.no_grad())
-                if default_device.type != "cpu":  # it is thread-local
-                    stack.enter_context(default_device)
-                self.sides.activate(side)
-                side.state.put(state)
-                self.generators.set(random)
-                low_bit_listeners.add(self.record.low_bit.note, threading.get_ident())
-                return self._run(run, side)
-
-        return make
-
-    def _run(self, run: ModelRun, side: Side) -> RunResult:
-        region = side.region if side.is_enabled else nullcontext()
-        if self._loss is None:
-            with region:
-                return RunResult(self._call.of_model(side.model), {})
-        # On the calling thread, because one thread for each device would have to serve both runs.
-        with torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
-            with region:
-                output = self._call.of_model(side.model)
-                value = self._loss(output)
-            run.begin_backward()
-            value.backward()
-        return RunResult(output, dict(zip(side.gradients.names, side.gradients.current(), strict=True)))
+        self.call, self.loss = call, loss
+        self.handoff = Handoff()
 
     def hand_over(self, side: Side) -> None:
         """Let the other run continue, then restore this run's state of the model, generators and gradients."""
         state, random = side.state.current(), self.generators.get()
-        gradients = side.gradients.current() if self.has_loss else []
+        gradients = [] if self.loss is None else side.gradients.current()
         if gradients and self.sides.have_one_model:
             side.gradients.put(side.gradients.none())
-        self._handoff.hand_over()
+        self.handoff.hand_over()
         self.sides.activate(side)
         side.state.put(state)
-        if self.has_loss:
+        if self.loss is not None:
             side.gradients.put(gradients)
         self.generators.set(random)
 
@@ -161,3 +90,21 @@ class Lockstep:
         elif call.own is not None:
             self.record.gradients.add_own(call.key[-1][0], call.reference, call.own)
         self.record.gradients.add_matched(call)
+
+
+def matched_gradients(returned: ReturnedGradients, found: tuple[Gradients, Gradients]) -> MatchedCall | None:
+    """Return the gradients of both runs as those of a matched call; None if they cannot be matched.
+
+    In backward the gradients of the outputs are the arguments, and those of the inputs the output. The own output is
+    None if it is not known, or cannot be compared with these.
+    """
+    of_outputs, of_inputs = found
+    if len(returned.output) != len(of_inputs) or len(returned.arguments) != len(of_outputs):
+        return None
+    before, after = aligned(returned.arguments, of_outputs)
+    own = returned.own
+    if own is None or own.reference is not None or len(own.of_inputs) != len(of_inputs):
+        reference, tested = aligned(returned.output, of_inputs)
+        return MatchedCall(returned.key, before, after, reference, None, tested)
+    reference, repeated, tested = aligned(returned.output, own.of_inputs, of_inputs)
+    return MatchedCall(returned.key, before, after, reference, repeated, tested)

@@ -1,13 +1,10 @@
 """Measure the distance of a model under a policy from float32, over the batches of a search."""
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from ..common.random_state import RandomState
 from ..errors import warn_user
 from ..policy.value import Policy
 from ..region.module_rules import apply_policy
@@ -42,7 +39,6 @@ class Measured:
         self.calls = calls
         self._model, self._arguments, self._state = model, arguments, state
         self._step = Step(model, arguments.loss)
-        self._generators = RandomState(arguments.region.device)
         self._references: list[Any] | None = None
         if arguments.loss is None:
             self._references = outputs
@@ -67,13 +63,8 @@ class Measured:
             ignores = "the default metric ignores elements that are the same inf or nan in the region"
             warn_user(sums.nonfinite_warning("metric must handle them" if has_metric else ignores))
 
-    @contextmanager
-    def _without_side_effects(self) -> Iterator[None]:
-        with isolated(), self._generators.preserved(), self._state.on_clones():
-            yield
-
     def _run(self, call: ModelCall, region: Any = None) -> Any:
-        with self._without_side_effects():
+        with isolated(self._arguments.region.device, self._state):
             return self._step.run(call, region)
 
     def _reference(self, number: int) -> Any:
@@ -98,7 +89,7 @@ class Measured:
         return Trial(choice.members, self._arguments.reduced(distances), error, choice.kept, each)
 
     def _distance(self, output: Any, reference: Any) -> float:
-        with self._without_side_effects():
+        with isolated(self._arguments.region.device, self._state):
             return distance_of(self._arguments.distance(output, reference))
 
     def run_reference(self) -> None:

@@ -2,11 +2,11 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 
-from ..common.random_state import RandomState
 from .calls import Calls, ModelCall
 from .hooks import in_this_thread, run_eagerly, watched_modules
 from .isolation import ModelState, find_writes, isolated
@@ -109,26 +109,16 @@ class _Profiler:
 def profile_runs(
     model: torch.nn.Module, calls: Calls, device_type: str, gradients: bool = False
 ) -> tuple[ModelProfile, list[Any]]:
-    """Run each call of a model once, and return one profile of all, and the outputs; see :func:`profile_run`."""
-    profile, output = profile_run(model, calls[0], device_type, gradients)
-    outputs = [output]
-    for call in calls[1:]:
-        other, output = profile_run(model, call, device_type, gradients)
-        profile.add(other)
-        outputs.append(output)
-    return profile, outputs
-
-
-def profile_run(
-    model: torch.nn.Module, call: ModelCall, device_type: str, gradients: bool = False
-) -> tuple[ModelProfile, Any]:
-    """Run a model once in float32, outside all regions and without side effects; return its profile and its output.
+    """Run each call of a model once in float32, outside all regions and without side effects.
 
     Args:
         model: the model.
-        call: its arguments.
+        calls: its arguments.
         device_type: the device.
         gradients: whether autograd records.
+
+    Returns:
+        One profile of all calls, and the outputs.
 
     Raises:
         TypeError: the model is a ScriptModule.
@@ -136,13 +126,18 @@ def profile_run(
     """
     check_not_scripted(model)
 
-    def run() -> Any:
+    def run(call: ModelCall) -> Any:
         with torch.set_grad_enabled(gradients):
             return call.of_model(model)
 
     names = {module: name for name, module in model.named_modules()}
-    with run_eagerly():
-        return profiled(model, run, names, device_type)
+    profile, outputs = ModelProfile(), []
+    for call in calls:
+        with run_eagerly():
+            found, output = profiled(model, partial(run, call), names, device_type)
+        profile.add(found)
+        outputs.append(output)
+    return profile, outputs
 
 
 def check_not_scripted(model: torch.nn.Module) -> None:
@@ -171,6 +166,6 @@ def profiled(
         with watched_modules(names, in_this_thread(profiler)):
             return run()
 
-    with isolated(), RandomState(device_type).preserved():
+    with isolated(device_type):
         result, profiler.profile.state = find_writes(model, watched_run)
     return profiler.profile, result

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import torch
 
 from ..common.random_state import RandomState
-from ..region.autocast import autocast
 from ..region.cast_arguments import CastArguments
 from .failures import may_come_from_policy
 from .gradient_calls import GradientCall, Gradients, SavedCall, floating
@@ -54,7 +53,7 @@ class Repeater:
 
     def __init__(self, sides: Sides, generators: RandomState) -> None:
         self._sides, self._generators = sides, generators
-        self.current: _Repeated | _Whole | None = None
+        self.current: _Repeated | None = None
 
     def forward(self, call: RepeatableCall, counterpart: torch.nn.Module) -> Any:
         """Return the output of the tested side's module on the arguments of a call.
@@ -102,7 +101,7 @@ class Repeater:
         side: Side,
         module: torch.nn.Module,
         of_outputs: Gradients,
-        repeated: "_Repeated | _Whole",
+        repeated: "_Repeated",
     ) -> tuple[Gradients, Gradients] | None:
         args, kwargs, leaves = saved.arguments()
         with side.gradients.set_aside():
@@ -129,7 +128,7 @@ class Repeater:
     @contextmanager
     def _repeating(
         self, situation: Situation, *, in_backward: bool, wholly: Side | None = None
-    ) -> "Iterator[_Repeated | _Whole]":
+    ) -> "Iterator[_Repeated]":
         """Prepare a repetition in the tested run's way, with the modules in the call as in the reference.
 
         Args:
@@ -143,7 +142,7 @@ class Repeater:
         before = state.current()
         state.put(situation.cloned() if is_own_state else state.cloned())
         self._generators.set(situation.random)
-        repeated = self.current = _Repeated(sides, in_backward) if wholly is None else _Whole()
+        repeated = self.current = _Repeated(sides, in_backward, is_whole=wholly is not None)
         try:
             with ExitStack() as stack:
                 if sides.reference.is_enabled or in_backward:
@@ -172,27 +171,11 @@ def _without_warning_of_checkpoint() -> Iterator[None]:
         yield
 
 
-class _Whole:
-    """Watches a repeated call whose modules all run in the way of one side."""
-
-    def begin_backward(self, module: torch.nn.Module) -> None:
-        """Note the backward."""
-
-    def end(self) -> None:
-        """End the call."""
-
-    def enter(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Handle a call."""
-
-    def leave(self, module: torch.nn.Module, output: Any) -> None:
-        """Handle the return of a call."""
-
-
 class _Repeated:
-    """Watches a repeated call: the modules that it calls run as in the reference."""
+    """Watches a repeated call: the modules that it calls run as in the reference, or all in the way of one side."""
 
-    def __init__(self, sides: Sides, in_backward: bool) -> None:
-        self._sides, self._in_backward = sides, in_backward
+    def __init__(self, sides: Sides, in_backward: bool, *, is_whole: bool) -> None:
+        self._sides, self._in_backward, self._is_whole = sides, in_backward, is_whole
         self._open: list[tuple[torch.nn.Module, _Inner | None]] = []
 
     def begin_backward(self, module: torch.nn.Module) -> None:
@@ -209,7 +192,7 @@ class _Repeated:
         """Handle a call."""
         if module not in self._sides.tested.names:
             return None
-        if len(self._open) != 1:
+        if self._is_whole or len(self._open) != 1:
             self._open.append((module, None))
             return None
         inner = _Inner(self._sides, module, self._in_backward)
@@ -246,7 +229,7 @@ class _Inner:
         if sides.reference.is_enabled:
             self._stack.enter_context(outside_regions())
         self._stack.enter_context(sides.activated(sides.reference))
-        self._stack.enter_context(_region(sides))
+        self._stack.enter_context(sides.reference.region)
         counterpart = sides.reference.by_name.get(sides.tested.names[self._module], self._module)
         if self._in_backward:
             self._stack.enter_context(_without_gradients(counterpart))
@@ -273,10 +256,6 @@ class _Inner:
         self._stack.close()
         if self._casts is not None:
             self._casts.restore()
-
-
-def _region(sides: Sides) -> autocast:
-    return sides.reference.region
 
 
 def _casts(sides: Sides, module: torch.nn.Module) -> CastArguments | None:

@@ -1,70 +1,49 @@
-"""Watch the two runs of a comparison: the reference's, whose calls are repeated, and the tested one, which is matched.
+"""Make the two runs of a comparison: calls of the reference's are repeated, and those of the tested one are matched.
 
 The runs are in lockstep. When a call of the reference's run returns, or when all its gradients are known, the run
 waits until the tested run has made the same call, or knows its gradients, too.
 """
 
-from collections.abc import MutableMapping
-from typing import Any, Protocol
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch.utils.checkpoint import set_checkpoint_early_stop
 
-from ..common.random_state import RandomState
+from ..engine.low_bit.recipe_listeners import listeners as low_bit_listeners
 from ..torch_internals.private_names import are_functorch_transforms_active, has_saved_tensors_hooks
 from .gradient_calls import (
     GradientCall,
-    Gradients,
     SavedCall,
-    aligned,
     isolated_inputs,
     isolated_unwritten_inputs,
 )
-from .hooks import CallKey, OpenCall, innermost_common
-from .isolation import Situation
-from .record import MatchedCall, Record
-from .repeated import OwnGradients, RepeatableCall, Repeater
-from .sides import Side, Sides
+from .hooks import CallKey, OpenCall, Watcher, innermost_common, watched_modules
+from .isolation import Situation, isolated
+from .lockstep import Lockstep, Returned, ReturnedGradients
+from .record import MatchedCall
+from .repeated import RepeatableCall, Repeater
+from .sides import Side
 from .values import copied
 
 _EARLY = 16
 """The number of calls whose gradients the tested run may know before the reference's run."""
 
 
-class Returned:
-    """A call of the reference's run that waits for the tested run: its output, or its gradients."""
+@dataclass
+class RunResult:
+    """The result of a run.
 
-    def __init__(self, key: CallKey, arguments: Any, output: Any, own: Any, random: list[torch.Tensor]) -> None:
-        self.key, self.arguments, self.output, self.own, self.random = key, arguments, output, own, random
+    Attributes:
+        output: the output of the model.
+        gradients: by name, the gradients of the parameters; empty without a loss.
+    """
 
-
-class ReturnedGradients(Returned):
-    """A call of the reference's run whose gradients are known."""
-
-    def __init__(self, call: GradientCall, own: OwnGradients | None, random: list[torch.Tensor]) -> None:
-        super().__init__(call.key, call.of_outputs, call.of_inputs, own, random)
-
-
-class Both(Protocol):
-    """What the two runs share, and how they take turns; see ``lockstep.py``."""
-
-    sides: Sides
-    record: Record
-    generators: RandomState
-    has_loss: bool
-    waiting: Returned | None
-    early: MutableMapping[CallKey, tuple[Gradients, Gradients]]
-
-    def hand_over(self, side: Side) -> None:
-        """Let the other run continue, until it hands control back or ends."""
-
-    def add_own_gradients(self, gradients: Gradients) -> None:
-        """Add the gradients of the parameters in a repeated call."""
-
-    def own_is_unknown(self, module: torch.nn.Module) -> None:
-        """Note that a call of a module of the reference cannot be repeated."""
-
-    def record_gradients(self, returned: ReturnedGradients, found: tuple[Gradients, Gradients]) -> None:
-        """Record the gradients of a call that both runs know."""
+    output: Any
+    gradients: dict[str, torch.Tensor | None]
 
 
 class ModelRun:
@@ -74,17 +53,29 @@ class ModelRun:
         in_backward: whether the backward has begun. The calls in it are those of torch.utils.checkpoint.
     """
 
-    def __init__(self, both: Both, side: Side) -> None:
+    def __init__(self, both: Lockstep, side: Side) -> None:
         self.in_backward = False
         self._both, self._side = both, side
         self._around = OpenCall((), None)
         self._pending: dict[int, GradientCall] = {}
         self._modules = {id(module): module for module in side.model.modules()}
 
-    def begin_backward(self) -> None:
-        """Note that the backward begins."""
-        self.in_backward = True
-        self._around = OpenCall((("recomputed", 0),), None)
+    def run(self) -> RunResult:
+        """Run the model, and with a loss its backward, and return the result."""
+        side, call, loss = self._side, self._both.call, self._both.loss
+        region = side.region if side.is_enabled else nullcontext()
+        if loss is None:
+            with region:
+                return RunResult(call.of_model(side.model), {})
+        # On the calling thread, because one thread for each device would have to serve both runs.
+        with torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
+            with region:
+                output = call.of_model(side.model)
+                value = loss(output)
+            self.in_backward = True
+            self._around = OpenCall((("recomputed", 0),), None)
+            value.backward()
+        return RunResult(output, dict(zip(side.gradients.names, side.gradients.current(), strict=True)))
 
     def end(self) -> None:
         """Await no gradients any more."""
@@ -98,7 +89,7 @@ class ModelRun:
 
     def _awaits(self) -> bool:
         """Return whether gradients of the next call are to be seen."""
-        return self._both.has_loss and torch.is_grad_enabled()
+        return self._both.loss is not None and torch.is_grad_enabled()
 
     def _is_recomputed_in_place(self) -> bool:
         """Return whether torch.utils.checkpoint computes a call again whose gradients are pending already."""
@@ -131,7 +122,7 @@ class ModelRun:
 class ReferenceRun(ModelRun):
     """Watches the reference's run, and repeats each call in the tested run's way."""
 
-    def __init__(self, both: Both, side: Side) -> None:
+    def __init__(self, both: Lockstep, side: Side) -> None:
         super().__init__(both, side)
         self._open: list[RepeatableCall] = []
         self._repeater = Repeater(both.sides, both.generators)
@@ -220,9 +211,27 @@ class ReferenceRun(ModelRun):
 class TestedRun(ModelRun):
     """Watches the tested run, and matches its calls with the reference's."""
 
-    def __init__(self, both: Both, side: Side) -> None:
+    def __init__(self, both: Lockstep, side: Side) -> None:
         super().__init__(both, side)
         self._open: list[tuple[OpenCall, Any, GradientCall | None]] = []
+
+    def in_worker(self) -> Callable[[], RunResult]:
+        """Return a function that makes the run on a thread of its own, beginning with the current state."""
+        both, side = self._both, self._side
+        default_device, state, random = torch.get_default_device(), side.state.cloned(), both.generators.get()
+
+        def make() -> RunResult:
+            with ExitStack() as stack:
+                stack.enter_context(torch.no_grad())
+                if default_device.type != "cpu":  # it is thread-local
+                    stack.enter_context(default_device)
+                both.sides.activate(side)
+                side.state.put(state)
+                both.generators.set(random)
+                low_bit_listeners.add(both.record.low_bit.note, threading.get_ident())
+                return self.run()
+
+        return make
 
     def enter(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Handle a call."""
@@ -288,19 +297,35 @@ def _is_repeatable(call: GradientCall) -> bool:
     return not call.is_used_in_forward and not getattr(call.module, "_backward_pre_hooks", None)
 
 
-def matched_gradients(returned: ReturnedGradients, found: tuple[Gradients, Gradients]) -> MatchedCall | None:
-    """Return the gradients of both runs as those of a matched call; None if they cannot be matched.
+def run_both(both: Lockstep) -> tuple[RunResult, RunResult]:
+    """Return the results of the reference and of the tested run.
 
-    In backward the gradients of the outputs are the arguments, and those of the inputs the output. The own output is
-    None if it is not known, or cannot be compared with these.
+    Raises:
+        BaseException: the exception of one of the runs, after both have ended.
     """
-    of_outputs, of_inputs = found
-    if len(returned.output) != len(of_inputs) or len(returned.arguments) != len(of_outputs):
-        return None
-    before, after = aligned(returned.arguments, of_outputs)
-    own = returned.own
-    if own is None or own.reference is not None or len(own.of_inputs) != len(of_inputs):
-        reference, tested = aligned(returned.output, of_inputs)
-        return MatchedCall(returned.key, before, after, reference, None, tested)
-    reference, repeated, tested = aligned(returned.output, own.of_inputs, of_inputs)
-    return MatchedCall(returned.key, before, after, reference, repeated, tested)
+    caller, sides, handoff = threading.get_ident(), both.sides, both.handoff
+    reference, tested = ReferenceRun(both, sides.reference), TestedRun(both, sides.tested)
+
+    def watcher() -> Watcher | None:
+        if handoff.in_worker():
+            handoff.check()
+            return tested
+        return reference if threading.get_ident() == caller else None
+
+    with ExitStack() as stack:
+        stack.enter_context(isolated(sides.tested.region.device))
+        stack.enter_context(sides.applied())
+        if both.loss is not None:  # a call that checkpoint begins to compute again does not end in the middle
+            stack.enter_context(set_checkpoint_early_stop(False))
+        for side in (sides.reference, sides.tested):
+            if side is sides.reference or not sides.have_one_model:
+                stack.enter_context(side.state.on_clones())
+                if both.loss is not None:
+                    stack.enter_context(side.gradients.set_aside())
+        stack.callback(low_bit_listeners.remove, both.record.low_bit.note)
+        stack.callback(tested.end)
+        stack.callback(reference.end)
+        theirs = tested.in_worker()
+        modules = dict.fromkeys((*sides.reference.names, *sides.tested.names))
+        stack.enter_context(watched_modules(modules, watcher))
+        return handoff.run(reference.run, theirs)

@@ -1,14 +1,12 @@
 """The search of ``tune``."""
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
 
-from ..common.random_state import RandomState
 from ..errors import warn_user
 from ..region.autocast import autocast
 from .blocks import Blocks, candidates_in
@@ -49,7 +47,6 @@ class Tuner:
         self._model, self._calls, self._arguments = model, calls, arguments
         region = self._region = arguments.region
         self._fast = None if arguments.recipe is None else autocast(region.device, region.fast_dtype)
-        self._generators = RandomState(region.device)
         has_loss = arguments.loss is not None
         self._profile, outputs = profile_runs(model, (*calls, *holdout), region.device, has_loss)
         self._measured = Measured(model, calls, arguments, self._profile.state, outputs[: len(calls)])
@@ -60,19 +57,13 @@ class Tuner:
         self._candidates: Modules | Ops
         if arguments.over == "modules":
             self._blocks = Blocks(model, self._profile, arguments.exclude, arguments.candidates)
-            self._candidates = Modules(self._profile, region.fast_dtype, arguments.recipe, self._blocks)
+            self._candidates = Modules(self._blocks, region.fast_dtype, arguments.recipe)
             self.names, self._excluded = self._blocks.names, sorted(self._blocks.excluded)
         else:
-            with self._without_side_effects():
+            with isolated(region.device, self._profile.state):
                 seen = ops_seen(model, calls[0], self._fast or region)
             self.names, self._excluded = chosen_ops(seen, arguments.exclude, arguments.candidates)
             self._candidates = Ops(arguments.recipe, self._excluded)
-
-    @contextmanager
-    def _without_side_effects(self) -> Iterator[None]:
-        """Run a block that calls the model: outside the caller's regions, without gradients or side effects."""
-        with isolated(), self._generators.preserved(), self._profile.state.on_clones():
-            yield
 
     def run(self, budget: int, file: StateFile | None) -> Tuned:
         """Search, and return the policy and its evidence."""
@@ -162,7 +153,7 @@ class Tuner:
     ) -> tuple[_Found, Timings]:
         """Return the fastest of the proposed choices that keep the tolerance, and the timings."""
         has_recipe, over = self._arguments.recipe is not None, self._arguments.over
-        with self._without_side_effects():
+        with isolated(self._region.device, self._profile.state):
             timer = ModelTimer(self._model, self._calls, self._region, self._profile, self._fast)
             proposed = {PLAIN_REGION: NO_POLICY}
             by_profile = None if has_recipe or over == "ops" else self._by_profile()
