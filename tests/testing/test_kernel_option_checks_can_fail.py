@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 import polycast
+from polycast import LowBitKernel
 from polycast.testing import BackendConformance
 from polycast_cpu import CpuBackend
 
@@ -55,10 +56,10 @@ def test_a_kernel_that_equalizes(kernel, message):
         check("test_recipe_equalization", kernel)
 
 
-def check_fast(kernel, name="test_kernels_of_the_fast_dtype"):
+def check_fast(kernel, name="test_kernels_of_the_fast_dtype", op="aten::linear"):
     class Own(CpuBackend):
         def low_bit_kernels(self, recipe):
-            return {"aten::linear": kernel}
+            return {op: kernel}
 
     polycast.register_backend(Own())
     suite = type("TestOwn", (BackendConformance,), {"backend": "cpu"})()
@@ -75,3 +76,34 @@ def test_a_kernel_of_the_fast_dtype():
         check_fast(OfOtherCast())
     with pytest.raises(pytest.skip.Exception, match="has no kernels of the fast dtype"):
         check_fast(Linear())
+
+
+class Pointwise(LowBitKernel):
+    """A kernel of a function of one number that is right."""
+
+    weight = 0
+    uses_cast = True
+
+    def run(self, prepared, x):
+        return F.silu(x)
+
+
+class WrongResult(Pointwise):
+    def run(self, prepared, x):
+        return F.silu(x) * 1.01
+
+
+class WrongGradient(Pointwise):
+    def run(self, prepared, x):
+        return F.silu(x.detach()) + 0 * x
+
+
+def test_a_kernel_of_a_pointwise_op():
+    name, op = "test_kernels_of_pointwise_ops", "aten::silu"
+    check_fast(Pointwise(), name, op)
+    with pytest.raises(AssertionError, match="aten::silu by the kernel of torch.bfloat16 on cpu: the result is not"):
+        check_fast(WrongResult(), name, op)
+    with pytest.raises(AssertionError, match="aten::silu by the kernel of torch.bfloat16 on cpu: the gradient is not"):
+        check_fast(WrongGradient(), name, op)
+    with pytest.raises(pytest.skip.Exception, match="has no kernels of pointwise ops"):
+        check_fast(OfCast(), name)
