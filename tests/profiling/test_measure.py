@@ -191,7 +191,7 @@ def test_an_interruption_restores_the_state(monkeypatch, surroundings):
 def test_operands_are_normal_numbers(way):
     operands = Operands("cpu")
     dtype = getattr(torch, way)
-    for values in (operands.activation(64, 64, dtype=dtype), operands.weights(256, 256, dtype=dtype)[-1]):
+    for values in (*operands.activations((64, 64), dtype=dtype), operands.weights(256, 256, dtype=dtype)[-1]):
         assert values.dtype is dtype
         assert bool(values.isfinite().all())
         assert bool((values.abs() >= torch.finfo(dtype).tiny).all())

@@ -12,7 +12,7 @@ from torch import nn
 from .dtypes import dtype_name
 from .files import EQUALIZATION, RECIPE
 from .globs import Glob, Names
-from .names import MAX_PROBLEMS, nearest, policy_error, read_dtype
+from .names import MAX_PROBLEMS, nearest, nearest_as_text, policy_error, read_dtype
 from .op_policies import OpPolicies
 from .recipe import Recipe, is_recipe_name, read_recipe
 from .recipe_arguments import Unknown, resolve
@@ -144,10 +144,7 @@ class ModuleFinder:
             if key.startswith(CLASS)
             else set(self._named) - {""}
         )
-        alike = nearest(key, sorted(known))
-        return f"modules[{key!r}] matches no module of the model" + (
-            f"; the nearest {'is' if len(alike) == 1 else 'are'} {', '.join(map(repr, alike))}" if alike else ""
-        )
+        return f"modules[{key!r}] matches no module of the model{nearest_as_text(key, sorted(known))}"
 
 
 def _with_forward(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:

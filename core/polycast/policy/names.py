@@ -142,7 +142,7 @@ def read_policy(policy: object, what: str) -> CastPolicy:
         )
     raise ValueError(
         f"{what} must be a CastPolicy or the name of one, got {policy!r}"
-        f"{_nearest(policy, names) or ': expected one of ' + ', '.join(map(repr, names))}"
+        f"{nearest_as_text(policy, names) or ': expected one of ' + ', '.join(map(repr, names))}"
     )
 
 
@@ -156,7 +156,7 @@ def read_dtype(name: object) -> torch.dtype:
         return name
     if isinstance(name, str) and name.removeprefix("torch.") in _DTYPES:
         return _DTYPES[name.removeprefix("torch.")]
-    raise ValueError(f"{name!r} is not a dtype{_nearest(name, _DTYPES)}")
+    raise ValueError(f"{name!r} is not a dtype{nearest_as_text(name, _DTYPES)}")
 
 
 def _dtype_or_none(name: object) -> torch.dtype | None:
@@ -184,7 +184,8 @@ def policy_error(problems: list[str]) -> ValueError:
     return ValueError("; ".join(problems + stopped))
 
 
-def _nearest(word: object, among: Iterable[str]) -> str:
+def nearest_as_text(word: object, among: Iterable[str]) -> str:
+    """Return the words most similar to a word, as the end of a sentence; an empty text if there are none."""
     found = nearest(word, among)
     return f"; the nearest {'is' if len(found) == 1 else 'are'} {', '.join(map(repr, found))}" if found else ""
 
@@ -197,7 +198,7 @@ def _unknown(name: OpName) -> str:
         return f"this torch ({torch.__version__}) has no overload {overload!r} of the op {base!r}, which has {had}"
     text = f"this torch ({torch.__version__}) has no op {name.short!r}"
     known = {each.partition(".")[0].removeprefix("aten::") for each in all_op_names()}
-    alike = _nearest(OpName(name.qualified, None).short, sorted(known))
+    alike = nearest_as_text(OpName(name.qualified, None).short, sorted(known))
     if name.qualified.startswith("aten::"):
         return text + (alike or f": {_EXPECTED}")
     return f"{text} now: load the library that defines it first{alike}"

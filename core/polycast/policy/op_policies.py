@@ -33,10 +33,6 @@ class OpPolicies(Mapping[str, CastPolicy]):
         Raises:
             ValueError: a name or policy is not valid; the message has a sentence for each.
         """
-        self._entries: dict[str, _Entry] = {}
-        self._resolved: dict[str, CastPolicy] = {}
-        self._missing: list[_Entry] = []
-        self._items: frozenset[tuple[str, CastPolicy]] = frozenset()
         if isinstance(ops, OpPolicies):
             self._set(ops._entries)
             return
@@ -152,13 +148,9 @@ class OpPolicies(Mapping[str, CastPolicy]):
     def __eq__(self, other: object) -> bool:
         return self._identity == other._identity if isinstance(other, OpPolicies) else NotImplemented
 
-    @cached_property
-    def _hash(self) -> int:
-        return hash(self._identity)
-
     @override
     def __hash__(self) -> int:
-        return self._hash
+        return hash(self._identity)  # which a frozenset keeps
 
     @override
     def __repr__(self) -> str:

@@ -156,19 +156,14 @@ class Comparison:
         return [module for module in self.modules if module.own.relative or module.inherited][:_SHOWN]
 
     def _module_rows(self) -> Iterator[list[str]]:
-        for module in self._shown():
-            inherited = "-" if module.inherited is None else _number(module.inherited)
-            measures = ["-"] * len(_MEASURES) if module.total is None else _measures(module.total)
-            own = [_number(module.adds), _number(module.own.relative), inherited]
-            yield [module.name or "(model)", module.kind, str(module.calls), *own, *measures]
+        for each in self._shown():
+            numbers = map(_number, (each.adds, each.own.relative, each.inherited))
+            yield [each.name or "(model)", each.kind, str(each.calls), *numbers, *_measures(each.total)]
 
     def _gradient_rows(self) -> Iterator[list[str]]:
         for each in self._shown_gradients():
-            own = "-" if each.own is None else _number(each.own.relative)
-            inherited = "-" if each.inherited is None else _number(each.inherited)
-            measures = ["-"] * len(_MEASURES) if each.total is None else _measures(each.total)
-            of = each.parameter or "inputs"
-            yield [each.module or "(model)", of, _number(each.adds), own, inherited, *measures]
+            numbers = map(_number, (each.adds, None if each.own is None else each.own.relative, each.inherited))
+            yield [each.module or "(model)", each.parameter or "inputs", *numbers, *_measures(each.total)]
 
     def _shown_gradients(self) -> list[GradientErrors]:
         return [each for each in self.gradients if each.adds or each.inherited or each.own is None][:_SHOWN]
@@ -215,13 +210,15 @@ _GRADIENTS = ("gradient in", "of", "adds", "own", "inherited", *_MEASURES)
 _OUTPUTS = ("output", *_MEASURES)
 
 
-def _measures(error: Error) -> list[str]:
+def _measures(error: Error | None) -> list[str]:
+    if error is None:
+        return ["-"] * len(_MEASURES)
     numbers = [_number(error.relative), _number(error.max), f"{error.cosine:.6f}"]
     return [*numbers, str(error.inf), str(error.nan)]
 
 
-def _number(value: float) -> str:
-    return f"{value:.2e}" if value else "0"
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2e}" if value else "0"
 
 
 def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> "RenderableType":

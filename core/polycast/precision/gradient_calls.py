@@ -13,9 +13,9 @@ from torch.autograd.graph import get_gradient_edge
 from ..torch_internals.private_names import will_execute
 from .hooks import CallKey
 from .isolation import Situation
+from .parameter_gradients import Gradients
 from .values import replaced, tensors_in
 
-Gradients = list[torch.Tensor | None]
 Modules = Mapping[int, torch.nn.Module]
 
 

@@ -67,8 +67,7 @@ class ModelState:
 
     def cloned(self) -> Values:
         """Return the current values, tensors as clones."""
-        clones: dict[int, Any] = {}
-        return [_clone(slot.get(), clones) for slot in self._slots]
+        return _cloned(self.current())
 
     def inside(self, module: torch.nn.Module) -> "ModelState":
         """Return the part of the state that is a module's, or that of a module in it."""
@@ -119,14 +118,17 @@ def find_writes(model: torch.nn.Module, run: Callable[[], _T]) -> tuple[_T, Mode
     before = [(owner, dict(owner)) for owner in dicts if type(owner) is dict]
     parameters = [(name, parameter, version_of(parameter)) for name, parameter in model.named_parameters()]
     tensors = [StateSlot(owner, key) for owner, values in before for key, value in values.items() if _is_tensor(value)]
-    originals, clones = [slot.get() for slot in tensors], dict[int, Any]()
-    for slot in tensors:
-        slot.put(_clone(slot.get(), clones))
-    cloned = [(slot, slot.get(), original) for slot, original in zip(tensors, originals, strict=True)]
+    state = ModelState(tensors)
+    originals, clones = state.current(), state.cloned()
+    state.put(clones)
     try:
         result = run()
         # Compare values, because not every kernel that writes increments the version: batch norm's does not.
-        slots = [slot for slot, clone, value in cloned if slot.get() is not clone or not torch.equal(clone, value)]
+        slots = [
+            slot
+            for slot, clone, value in zip(tensors, clones, originals, strict=True)
+            if slot.get() is not clone or not torch.equal(clone, value)
+        ]
         tensors_at = {(id(slot.owner), slot.key) for slot in tensors}
         for owner, values in before:
             for key in {**values, **owner}:
@@ -153,12 +155,11 @@ def _is_tensor(value: object) -> bool:
     return isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter)
 
 
-def _clone(value: Any, clones: dict[int, Any]) -> Any:
-    if not _is_tensor(value):
-        return value
-    if id(value) not in clones:
-        clones[id(value)] = value.detach().clone()
-    return clones[id(value)]
+def _cloned(values: Values) -> Values:
+    """Return values with a clone in place of each tensor."""
+    tensors = {id(value): value for value in values if _is_tensor(value)}
+    clones = {key: tensor.detach().clone() for key, tensor in tensors.items()}
+    return [clones.get(id(value), value) for value in values]
 
 
 class Situation:
@@ -171,5 +172,4 @@ class Situation:
 
     def cloned(self) -> Values:
         """Return the state, tensors as clones, because the call may write to it."""
-        clones: dict[int, Any] = {}
-        return [_clone(value, clones) for value in self._values]
+        return _cloned(self._values)

@@ -6,10 +6,11 @@ import torch
 
 from ..common.random_state import RandomState
 from .calls import ModelCall
-from .gradient_calls import GradientCall, Gradients, aligned
+from .gradient_calls import GradientCall, aligned
 from .handoff import Handoff
 from .hooks import CallKey
 from .outcome import LossModule
+from .parameter_gradients import Gradients
 from .record import MatchedCall, Record
 from .repeated import OwnGradients
 from .sides import Side, Sides

@@ -13,7 +13,7 @@ from .failures import may_come_from_policy, short_text
 from .isolation import ModelState, isolated
 from .minimal_set import Choice
 from .numerics import Sums, has_floats
-from .outcome import Step, sums_of
+from .outcome import run_once, sums_of
 from .trials import Trial, distance_of
 from .tune_arguments import TuneArguments
 
@@ -38,7 +38,6 @@ class Measured:
         """
         self.calls = calls
         self._model, self._arguments, self._state = model, arguments, state
-        self._step = Step(model, arguments.loss)
         self._references: list[Any] | None = None
         if arguments.loss is None:
             self._references = outputs
@@ -65,7 +64,7 @@ class Measured:
 
     def _run(self, call: ModelCall, region: Any = None) -> Any:
         with isolated(self._arguments.region.device, self._state):
-            return self._step.run(call, region)
+            return run_once(self._model, call, self._arguments.loss, region)
 
     def _reference(self, number: int) -> Any:
         return self._run(self.calls[number]) if self._references is None else self._references[number]

@@ -32,35 +32,26 @@ class Outcome:
     gradients: Mapping[str, torch.Tensor]
 
 
-class Step:
-    """Runs a model; with a loss, forward and backward, so that gradients of parameters stay as they are.
+def run_once(
+    model: torch.nn.Module, call: ModelCall, loss: Loss | None, region: AbstractContextManager[object] | None
+) -> Any:
+    """Return the output of a model in a region; with a loss, its outcome. Gradients of parameters stay as they are.
 
-    Args:
-        model: the model.
-        loss: a function of its output; None for the forward without gradients.
+    Raises:
+        TypeError, ValueError: the result of the loss has no gradients.
     """
-
-    def __init__(self, model: torch.nn.Module, loss: Loss | None) -> None:
-        self.model, self.loss = model, loss
-
-    def run(self, call: ModelCall, region: AbstractContextManager[object] | None = None) -> Any:
-        """Return the output of the model in a region, or its outcome if there is a loss.
-
-        Raises:
-            TypeError, ValueError: the result of the loss has no gradients.
-        """
-        with run_eagerly():
-            if self.loss is None:
-                with region or nullcontext():
-                    return call.of_model(self.model)
-            gradients = ParameterGradients(self.model, self.loss)
-            with torch.enable_grad(), gradients.set_aside():
-                with region or nullcontext():
-                    output = call.of_model(self.model)
-                    value = checked_loss(self.loss(output))
-                value.backward()  # type: ignore[no-untyped-call]
-                found = gradients.with_zeros()
-            return Outcome(detached(output, self.model), value.detach(), found)
+    with run_eagerly():
+        if loss is None:
+            with region or nullcontext():
+                return call.of_model(model)
+        gradients = ParameterGradients(model, loss)
+        with torch.enable_grad(), gradients.set_aside():
+            with region or nullcontext():
+                output = call.of_model(model)
+                value = checked_loss(loss(output))
+            value.backward()  # type: ignore[no-untyped-call]
+            found = gradients.with_zeros()
+        return Outcome(detached(output, model), value.detach(), found)
 
 
 class LossModule(torch.nn.Module):

@@ -92,7 +92,7 @@ class _Profiler:
         profile.calls += 1
         called.callers.add(profile.modules[self._open[-1][0]].name if self._open else None)
         arguments = (args, kwargs)
-        contents = Contents.of(arguments)
+        contents = Contents(arguments)
         called.dtypes |= contents.dtypes()
         self._open.append((module, arguments, contents))
 

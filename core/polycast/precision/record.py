@@ -1,5 +1,6 @@
 """Record the errors of each module while ``compare`` runs, in forward and in backward."""
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
@@ -73,27 +74,23 @@ class Errors:
 
     def __init__(self) -> None:
         self.first_nonfinite: str | None = None
-        self.found: dict[str, _Found] = {}
+        self.found: dict[str, _Found] = defaultdict(_Found)
         self._nonfinite_calls: list[CallKey] = []
-
-    def of(self, name: str) -> _Found:
-        """Return the errors of a module."""
-        return self.found.setdefault(name, _Found())
 
     def expect(self, key: CallKey) -> None:
         """Note a call of the reference's run."""
-        self.of(key[-1][0]).expected += 1
+        self.found[key[-1][0]].expected += 1
 
     def add_own(self, name: str, reference: Any, own: Any) -> None:
         """Add the output of a call in the reference's run, and that of the module itself in the tested run's way."""
-        found = self.of(name)
+        found = self.found[name]
         found.repeated += 1
         found.own.add(Sums.of(reference, own))
 
     def add_matched(self, call: MatchedCall) -> None:
         """Add a call that both runs have made."""
         name = call.key[-1][0]
-        found, total = self.of(name), Sums.of(call.reference, call.output)
+        found, total = self.found[name], Sums.of(call.reference, call.output)
         found.calls += 1
         found.total.add(total)
         if call.own is None:
@@ -113,7 +110,7 @@ class Errors:
         adds: dict[str, float] = {}
         inside: dict[str | None, float] = {}
         for name, called in reversed([*modules.items()]):
-            found = self.of(name)
+            found = self.found[name]
             before, after = found.inputs.relative, found.total.relative
             growth = after - before if before < after else 0.0
             accounted = growth <= _ACCOUNTED * inside.get(name, 0.0)
@@ -128,7 +125,7 @@ class Record:
     """Adds up the errors of all calls of a comparison.
 
     Attributes:
-        gradients: the errors in backward.
+        outputs, gradients: the errors in forward and in backward.
         parted_in: the modules in which the two runs made different calls.
         low_bit: counts the ops that recipes compute, and those for which they fall back, in the tested run.
     """
@@ -140,20 +137,12 @@ class Record:
         self._modules = profile.by_name()
         self._kinds = {each.name: type(module).__name__ for module, each in profile.modules.items()}
         self._advance = advance
-        self._parameters: dict[str, _Found] = {}
+        self._parameters: dict[str, _Found] = defaultdict(_Found)
 
     def add_own(self, name: str, reference: Any, own: Any) -> None:
         """Add the output of a call in the reference's run, and that of the module itself in the tested run's way."""
         self.outputs.add_own(name, reference, own)
         self._advance(name or self._kinds[name])
-
-    def add_matched(self, call: MatchedCall) -> None:
-        """Add a call that both runs have made."""
-        self.outputs.add_matched(call)
-
-    def add_parted(self, name: str) -> None:
-        """Add a module in which the two runs make different calls."""
-        self.parted_in[name] = None
 
     def add_parameters(
         self,
@@ -169,7 +158,7 @@ class Record:
             one, two, three = aligned([expected], [own.get(name)], [tested[name]])
             if not one:  # the loss does not depend on it
                 continue
-            found = self._parameters.setdefault(name, _Found())
+            found = self._parameters[name]
             found.is_inherited_known &= name not in unknown_own
             found.own.add(Sums.of(one, two))
             found.inherited.add(Sums.of(two, three))
@@ -180,7 +169,7 @@ class Record:
         adds = self.outputs.adds(self._modules)
         errors = []
         for name, called in self._modules.items():
-            found = self.outputs.of(name)
+            found = self.outputs.found[name]
             is_known = found.calls == called.calls
             errors.append(
                 ModuleErrors(
@@ -215,7 +204,7 @@ class Record:
             else:
                 errors.append(GradientErrors(module, parameter, 0.0, None, None, total, False))
         for name in self._modules:
-            found = self.gradients.of(name)
+            found = self.gradients.found[name]
             if found.total.elements or found.own.elements:
                 errors.append(
                     GradientErrors(

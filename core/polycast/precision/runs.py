@@ -259,7 +259,7 @@ class TestedRun(ModelRun):
         both = self._both
         while both.waiting is not None and both.waiting.key != call.key:
             around = innermost_common(both.waiting.key, call.key)
-            both.record.add_parted(around[-1][0] if around else "")
+            both.record.parted_in[around[-1][0] if around else ""] = None
             if around != call.key:
                 return  # the reference's run makes this call later or never: it waits for the call around both
             both.hand_over(self._side)
@@ -269,7 +269,7 @@ class TestedRun(ModelRun):
         theirs = other.arguments
         if self._writes_arguments(module):
             theirs = arguments = None
-        both.record.add_matched(MatchedCall(call.key, theirs, arguments, other.output, other.own, output))
+        both.record.outputs.add_matched(MatchedCall(call.key, theirs, arguments, other.output, other.own, output))
         both.generators.set(other.random)
         del theirs, other
         both.waiting = None

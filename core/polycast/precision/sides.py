@@ -53,11 +53,6 @@ class Side:
         self.by_name: Mapping[str, torch.nn.Module] = {}
         self.gradients = ParameterGradients(model, loss)
 
-    def watch(self, names: Mapping[torch.nn.Module, str]) -> None:
-        """Set the modules whose calls are watched, with their names."""
-        self.names = names
-        self.by_name = {name: module for module, name in names.items()}
-
     @property
     def state(self) -> ModelState:
         """The state that the forward writes."""
@@ -92,7 +87,8 @@ class Sides:
         common = set(found[0].values()) & set(found[1].values())
         for side, names in zip((reference, tested), found, strict=True):
             watched = {module: name for module, name in names.items() if name in common or not is_compiled}
-            side.watch({**watched, **{module: name for name, module in others.items()}})
+            side.names = {**watched, **{module: name for name, module in others.items()}}
+            side.by_name = {name: module for module, name in side.names.items()}
         self._rules_differ = (
             self.have_one_model and reference.is_enabled and tested.is_enabled and reference.policy != tested.policy
         )

@@ -124,14 +124,9 @@ def _aliases(value: object) -> set[int]:
 class Contents:
     """The values in a value, and the versions of its tensors, for detecting writes."""
 
-    def __init__(self, held: list[tuple[str, Any, int]]) -> None:
-        self._held = held
-
-    @classmethod
-    def of(cls, value: object) -> "Contents":
-        """Return the current contents of a value."""
+    def __init__(self, value: object) -> None:
         held = _walk(value, "", set())
-        return cls([(path, each, version_of(each) if isinstance(each, torch.Tensor) else 0) for path, each in held])
+        self._held = [(path, each, version_of(each) if isinstance(each, torch.Tensor) else 0) for path, each in held]
 
     def dtypes(self) -> set[torch.dtype]:
         """Return the dtypes of the tensors."""
@@ -139,7 +134,7 @@ class Contents:
 
     def differ_from(self, value: object) -> bool:
         """Return whether a value has been written to since."""
-        now = Contents.of(value)._held
+        now = Contents(value)._held
         return len(now) != len(self._held) or any(
             one is not two or (path, version) != (path_before, version_before)
             for (path, one, version), (path_before, two, version_before) in zip(now, self._held, strict=True)

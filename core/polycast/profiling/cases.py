@@ -116,7 +116,7 @@ def _all_cases() -> Iterator[Case]:
 
 def _linear(rows: int, features: int) -> Case:
     def arguments(way: MeasuredWay, operands: Operands) -> tuple[Any, ...]:
-        return operands.activation(rows, features, dtype=way.dtype), None
+        return *operands.activations((rows, features), dtype=way.dtype), None
 
     size = features * features
     weight = WeightedOp("aten::linear", 1, (features, features))
@@ -125,8 +125,7 @@ def _linear(rows: int, features: int) -> Case:
 
 def _matmul(rows: int, features: int) -> Case:
     def arguments(way: MeasuredWay, operands: Operands) -> tuple[Any, ...]:
-        bias = operands.activation(features, dtype=way.dtype)
-        return bias, operands.activation(rows, features, dtype=way.dtype, after=bias)
+        return operands.activations((features,), (rows, features), dtype=way.dtype)
 
     size = features * features
     weight = WeightedOp("aten::addmm", 2, (features, features), keywords=(1, 1))
@@ -135,7 +134,7 @@ def _matmul(rows: int, features: int) -> Case:
 
 def _conv2d(op: str, images: int, channels: int, pixels: int, groups: int = 1) -> Case:
     def arguments(way: MeasuredWay, operands: Operands) -> tuple[Any, ...]:
-        x = operands.activation(images, channels, pixels, pixels, dtype=way.dtype)
+        (x,) = operands.activations((images, channels, pixels, pixels), dtype=way.dtype)
         return x, None, [1, 1], [1, 1], [1, 1], groups
 
     shape = (channels, channels // groups, 3, 3)
@@ -146,8 +145,8 @@ def _conv2d(op: str, images: int, channels: int, pixels: int, groups: int = 1) -
 
 def _bmm(rows: int) -> Case:
     def arguments(way: MeasuredWay, operands: Operands) -> tuple[Any, ...]:
-        one = operands.activation(_HEADS, rows, _HEAD_FEATURES, dtype=way.dtype)
-        return one, operands.activation(_HEADS, _HEAD_FEATURES, _KEYS, dtype=way.dtype, after=one)
+        shapes = (_HEADS, rows, _HEAD_FEATURES), (_HEADS, _HEAD_FEATURES, _KEYS)
+        return operands.activations(*shapes, dtype=way.dtype)
 
     size = _HEADS * _HEAD_FEATURES * _KEYS
     return Case("bmm", rows, size, rows * size, _ATEN.bmm.default, arguments)
@@ -155,9 +154,8 @@ def _bmm(rows: int) -> Case:
 
 def _attention(rows: int, heads: int, keys: int) -> Case:
     def arguments(way: MeasuredWay, operands: Operands) -> tuple[Any, ...]:
-        query = operands.activation(1, heads, rows, _HEAD_FEATURES, dtype=way.dtype)
-        key = operands.activation(1, heads, keys, _HEAD_FEATURES, dtype=way.dtype, after=query)
-        return query, key, operands.activation(1, heads, keys, _HEAD_FEATURES, dtype=way.dtype, after=key)
+        query, key = (1, heads, rows, _HEAD_FEATURES), (1, heads, keys, _HEAD_FEATURES)
+        return operands.activations(query, key, key, dtype=way.dtype)
 
     size = 2 * heads * _HEAD_FEATURES * keys
     return Case(ATTENTION, rows, size, rows * size, _ATEN.scaled_dot_product_attention.default, arguments)
@@ -189,12 +187,9 @@ def _attention_backward(rows: int, heads: int) -> Case:
 
 def _lstm(steps: int, batch: int, features: int) -> Case:
     def arguments(way: MeasuredWay, operands: Operands) -> tuple[Any, ...]:
-        last = x = operands.activation(steps, batch, features, dtype=way.dtype)
-        made = []
-        weight, bias = (4 * features, features), (4 * features,)
-        for shape in ((1, batch, features), (1, batch, features), weight, weight, bias, bias):
-            last = operands.activation(*shape, dtype=way.dtype, after=last)
-            made.append(last)
+        state, weight, bias = (1, batch, features), (4 * features, features), (4 * features,)
+        shapes = (steps, batch, features), state, state, weight, weight, bias, bias
+        x, *made = operands.activations(*shapes, dtype=way.dtype)
         return x, made[:2], made[2:], True, 1, 0.0, False, False, False
 
     rows, size = steps * batch, 2 * 4 * features * features
@@ -203,11 +198,7 @@ def _lstm(steps: int, batch: int, features: int) -> Case:
 
 def _encoder_layer(rows: int, features: int) -> Case:
     def arguments(way: MeasuredWay, operands: Operands) -> tuple[Any, ...]:
-        last = x = operands.activation(_SEQUENCES, rows // _SEQUENCES, features, dtype=way.dtype)
-        made = []
-        for shape in shapes:
-            last = operands.activation(*shape, dtype=way.dtype, after=last)
-            made.append(last)
+        x, *made = operands.activations((_SEQUENCES, rows // _SEQUENCES, features), *shapes, dtype=way.dtype)
         return x, features, _LAYER_HEADS, *made[:4], False, False, 1e-5, *made[4:]
 
     hidden = 4 * features
@@ -223,6 +214,6 @@ def _encoder_layer(rows: int, features: int) -> Case:
 def _cast(elements: int) -> Case:
     def arguments(way: MeasuredWay, operands: Operands) -> tuple[Any, ...]:
         source, target = (torch.float32, way.fast) if way.name.startswith("to ") else (way.fast, torch.float32)
-        return operands.activation(elements, dtype=source), target
+        return *operands.activations((elements,), dtype=source), target
 
     return Case("cast", elements, 1, elements, torch.Tensor.to, arguments)

@@ -29,14 +29,10 @@ def measure(backend: Backend) -> DeviceProfile:
             raise RuntimeError(f"{backend.device_type} cannot be measured: {type(error).__name__}: {error}") from error
         timer.run()
         return DeviceProfile(
-            conditions.device_type,
-            conditions.device,
-            conditions.threads,
-            conditions.versions,
-            conditions.details,
-            timer.measurements(),
-            timer.bandwidth(),
-            (*omissions, *timer.omissions),
+            **vars(conditions),
+            measurements=timer.measurements(),  # may add omissions
+            bandwidth=timer.bandwidth(),
+            omissions=(*omissions, *timer.omissions),
         )
 
 

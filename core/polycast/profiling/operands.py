@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Hashable, Sequence
+from itertools import accumulate
 from typing import Any, TypeVar
 
 import torch
@@ -33,11 +34,11 @@ class Operands:
         found: _T = self._kept[key]
         return found
 
-    def activation(self, *shape: int, dtype: torch.dtype, after: torch.Tensor | None = None) -> torch.Tensor:
-        """Return numbers of moderate size, behind another activation in memory."""
-        start = 0 if after is None else after.storage_offset() + after.numel()
-        count = math.prod(shape)
-        return self._buffer.view(dtype)[start : start + count].view(shape)
+    def activations(self, *shapes: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+        """Return numbers of moderate size in some shapes, one behind the other in memory."""
+        ends = list(accumulate(map(math.prod, shapes)))
+        parts = zip([0, *ends], ends, shapes, strict=False)
+        return tuple(self._buffer.view(dtype)[begin:end].view(shape) for begin, end, shape in parts)
 
     def weights(self, *shape: int, dtype: torch.dtype) -> Sequence[torch.Tensor]:
         """Return all weights of a shape and dtype that the buffer has room for; of a small shape, one."""

@@ -2,8 +2,7 @@
 
 import os
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
@@ -41,6 +40,7 @@ usable_recipes: dict[tuple[RecipeLike, Backend, bool, int, str | None], Recipe] 
 whether the region is enabled, and the rest of the key of `_found`. `forget` replaces it."""
 _lock = threading.RLock()
 _being_measured: set[str] = set()
+"""The devices that the thread with `_lock` measures."""
 _import_lock = threading.RLock()
 hold_during_fork(lambda: [_import_lock])  # in a child that is forked during an import, the import would hang
 
@@ -156,7 +156,9 @@ def _measured(backend: Backend, refresh: bool) -> DeviceProfile:
             f"the profile of {backend.device_type} was requested while it is measured, by the code that is measured"
         )
     conditions = Conditions.now(backend)
-    with profile_file.locked(conditions), _marked(backend.device_type):
+    with profile_file.locked(conditions), ExitStack() as stack:
+        _being_measured.add(backend.device_type)
+        stack.callback(_being_measured.discard, backend.device_type)
         if not refresh:
             forget()
             found = find(backend.device_type)  # another process may have measured it
@@ -182,16 +184,6 @@ def _measured(backend: Backend, refresh: bool) -> DeviceProfile:
     if _named_by_user(backend.device_type) is None:
         _found[backend.device_type, conditions.threads, env.profile()] = Lookup(backend, measured)
     return measured
-
-
-@contextmanager
-def _marked(device_type: str) -> Iterator[None]:
-    """Mark a device as being measured. The caller holds the lock."""
-    _being_measured.add(device_type)
-    try:
-        yield
-    finally:
-        _being_measured.discard(device_type)
 
 
 def _reset_lock() -> None:

@@ -1,7 +1,7 @@
 """The ways in which an op can be computed on a device: float32, the fast dtypes, kernels of the backend, recipes."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -26,7 +26,7 @@ class MeasuredWay:
     name: str
     dtype: torch.dtype
     fast: torch.dtype
-    kernels: Mapping[str, LowBitKernel] | None = field(default=None)
+    kernels: Mapping[str, LowBitKernel] | None = None
 
 
 def ways_of(backend: Backend) -> tuple[list[MeasuredWay], list[Omission]]:
