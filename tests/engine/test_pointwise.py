@@ -210,6 +210,38 @@ def test_forward_mode_and_transforms(function, x):
         assert torch.equal(change, expected[1])
 
 
+def test_negated_views_and_zeros_without_memory(function, x):
+    zeros = torch._efficientzerotensor(x.shape, dtype=x.dtype)
+    expected, of_zeros = function(-x), function(torch.zeros_like(x))
+    leaf = x.clone().requires_grad_()
+    with fastest():
+        for _ in range(2):
+            with torch.no_grad():
+                assert torch.equal(function(torch._neg_view(x)), expected)
+                assert torch.equal(function(zeros).clone(), of_zeros)
+            assert torch.equal(function(torch._neg_view(leaf)), expected)
+
+
+def test_a_parameter_in_the_fast_dtype_in_a_region_with_a_cache(function, x):
+    parameter, cache = nn.Parameter(x.clone()), polycast.WeightCache()
+    for _ in range(2):
+        with torch.no_grad(), fastest(cache=cache):
+            assert torch.equal(function(parameter), function(parameter.detach().clone()))
+            parameter.add_(1)
+    with fastest(cache=cache):
+        result = function(parameter)
+    result.sum().backward()
+    assert parameter.grad.dtype is torch.bfloat16
+
+
+def test_a_float32_dtype_that_is_set_inside_of_a_region(x):
+    with torch.no_grad(), fastest():
+        torch.set_autocast_dtype("cpu", torch.float32)
+        result = F.silu(x.float())
+        torch.set_autocast_dtype("cpu", torch.bfloat16)
+    assert torch.equal(result, F.silu(x.float()))
+
+
 def test_modes_and_subclasses_see_the_op_of_torch(function, x):
     seen = []
 

@@ -139,12 +139,10 @@ at::Tensor with_type(at::ScalarType dtype, const Call& call) {
   return dtype == at::kHalf ? call(at::Half()) : call(at::BFloat16());
 }
 
-// Return a function of each element of a dense tensor in the fast dtype.
+// Return a function of each element of a dense tensor of bfloat16 or float16 numbers.
 template <typename Function>
-at::Tensor look_up(const at::Tensor& x, at::ScalarType dtype) {
-  TORCH_CHECK((dtype == at::kBFloat16 || dtype == at::kHalf) && x.scalar_type() == dtype && x.is_non_overlapping_and_dense(),
-              "expected dense numbers in the fast dtype, bfloat16 or float16; got ", x.scalar_type(), " for ", dtype);
-  return with_type(dtype, [&]<typename T>(T) {
+at::Tensor look_up(const at::Tensor& x) {
+  return with_type(x.scalar_type(), [&]<typename T>(T) {
     const uint16_t* const results = results_of<Function, T>();
     at::Tensor out = empty_as(x);
     const auto* const from = static_cast<const uint16_t*>(x.const_data_ptr());
@@ -158,7 +156,7 @@ at::Tensor look_up(const at::Tensor& x, at::ScalarType dtype) {
   });
 }
 
-// Return the gradient of `x` for a gradient of the result, with the same strides.
+// Return the gradient of `x` for a gradient of the result, of the same dtype, sizes and strides.
 template <typename Function>
 at::Tensor look_up_gradient(const at::Tensor& gradient, const at::Tensor& x) {
   return with_type(x.scalar_type(), [&]<typename T>(T) {

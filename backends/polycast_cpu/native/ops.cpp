@@ -69,7 +69,7 @@ TORCH_LIBRARY_IMPL(polycast_cpu, CPU, library) {
   library.impl("few_rows_linear", few_rows_linear);
   library.impl("few_rows_matmul", few_rows_matmul);
   library.impl("few_rows_addmm", few_rows_addmm);
-  impl_lookups(library, /*records=*/false);
+  impl_lookups</*records=*/false>(library);
 }
 
 TORCH_LIBRARY_IMPL(polycast_cpu, Meta, library) {
@@ -96,7 +96,7 @@ TORCH_LIBRARY_IMPL(polycast_cpu, Autograd, library) {
                          "few_rows_linear", "few_rows_matmul", "few_rows_addmm"}) {
     library.impl(op, torch::CppFunction::makeFallthrough());
   }
-  impl_lookups(library, /*records=*/true);
+  impl_lookups</*records=*/true>(library);
 }
 
 }  // namespace polycast_cpu

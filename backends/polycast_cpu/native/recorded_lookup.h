@@ -3,10 +3,13 @@
 #pragma once
 
 #include <ATen/TensorOperators.h>
+#include <ATen/ops/gelu.h>
 #include <ATen/ops/gelu_backward.h>
+#include <ATen/ops/mish.h>
 #include <ATen/ops/mish_backward.h>
 #include <ATen/ops/sigmoid.h>
 #include <ATen/ops/sigmoid_backward.h>
+#include <ATen/ops/silu.h>
 #include <ATen/ops/silu_backward.h>
 #include <ATen/ops/softplus.h>
 #include <ATen/ops/tanh.h>
@@ -46,14 +49,32 @@ at::Tensor backward_of_torch(const at::Tensor& gradient, const at::Tensor& saved
 template <typename Function>
 constexpr bool saves_argument = !std::is_same_v<Function, Sigmoid> && !std::is_same_v<Function, Tanh>;
 
-// Return whether nothing but autograd and autocast would see an op on a tensor.
-inline bool needs_only_autograd(const at::Tensor& tensor) {
+// Return torch's op for any tensor.
+template <typename Function>
+at::Tensor of_torch(const at::Tensor& x) {
+  if constexpr (std::is_same_v<Function, Silu>) {
+    return at::silu(x);
+  } else if constexpr (std::is_same_v<Function, Mish>) {
+    return at::mish(x);
+  } else if constexpr (std::is_same_v<Function, Sigmoid>) {
+    return at::sigmoid(x);
+  } else if constexpr (std::is_same_v<Function, Tanh>) {
+    return at::tanh(x);
+  } else {
+    return at::gelu(x, Function::kApproximate);
+  }
+}
+
+// Return whether a table has the results of a tensor: dense bfloat16 or float16 numbers in memory, of which nothing but autograd's
+// backward and autocast would see an op.
+inline bool is_in_table(const at::Tensor& tensor) {
   using c10::DispatchKey;
   static constexpr c10::DispatchKeySet kTransparent{
       DispatchKey::BackendSelect, DispatchKey::ADInplaceOrView, DispatchKey::AutogradFunctionality, DispatchKey::AutocastCPU};
   const auto& local = c10::impl::tls_local_dispatch_key_set();
   const auto keys = ((tensor.key_set() | local.included_) - local.excluded_) - kTransparent;
-  return keys == c10::DispatchKeySet(DispatchKey::CPU);
+  return keys == c10::DispatchKeySet(DispatchKey::CPU) && (tensor.scalar_type() == at::kBFloat16 || tensor.scalar_type() == at::kHalf) &&
+      tensor.is_non_overlapping_and_dense() && !tensor._fw_grad(/*level=*/0).defined();
 }
 
 template <typename Function>
@@ -62,9 +83,9 @@ class RecordedLookup : public torch::autograd::Function<RecordedLookup<Function>
   using Tensors = torch::autograd::variable_list;
 
  public:
-  static at::Tensor forward(Context* context, const at::Tensor& x, at::ScalarType dtype) {
+  static at::Tensor forward(Context* context, const at::Tensor& x) {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    at::Tensor result = look_up<Function>(x, dtype);
+    at::Tensor result = look_up<Function>(x);
     context->save_for_backward({saves_argument<Function> ? x : result});
     return result;
   }
@@ -72,48 +93,48 @@ class RecordedLookup : public torch::autograd::Function<RecordedLookup<Function>
   static Tensors backward(Context* context, Tensors gradients) {
     const at::Tensor &gradient = gradients.front(), saved = context->get_saved_variables().front();
     if (!gradient.defined()) {
-      return {at::Tensor(), at::Tensor()};
+      return {at::Tensor()};
     }
     if constexpr (saves_argument<Function>) {
-      const bool is_alike = gradient.scalar_type() == saved.scalar_type() && gradient.strides() == saved.strides();
-      if (!at::GradMode::is_enabled() && needs_only_autograd(gradient) && needs_only_autograd(saved) && is_alike) {
-        return {look_up_gradient<Function>(gradient, saved), at::Tensor()};
+      const bool is_alike = gradient.scalar_type() == saved.scalar_type() && gradient.sizes() == saved.sizes() &&
+          gradient.strides() == saved.strides();
+      if (!at::GradMode::is_enabled() && is_alike && is_in_table(gradient) && is_in_table(saved)) {
+        return {look_up_gradient<Function>(gradient, saved)};
       }
     }
-    return {backward_of_torch<Function>(gradient, saved), at::Tensor()};
+    return {backward_of_torch<Function>(gradient, saved)};
   }
 };
 
-// The kernels for the CPU, and for autograd.
+// Compute a function, by the CPU's kernel or by that for autograd. What is in no table is left to torch.
 template <typename Function>
-struct Lookup {
-  static at::Tensor compute(const at::Tensor& x, const at::Tensor&, at::ScalarType dtype) { return look_up<Function>(x, dtype); }
-  static at::Tensor record(const at::Tensor& x, const at::Tensor&, at::ScalarType dtype) {
-    return RecordedLookup<Function>::apply(x, dtype);
+at::Tensor apply(const at::Tensor& x, bool records) {
+  if (!is_in_table(x)) {
+    return of_torch<Function>(x);
   }
-};
-
-template <>
-struct Lookup<Gelu<false>> {
-  static at::Tensor compute(const at::Tensor& x, c10::string_view approximate, const at::Tensor&, at::ScalarType dtype) {
-    return approximate == "tanh" ? look_up<Gelu<true>>(x, dtype) : look_up<Gelu<false>>(x, dtype);
-  }
-  static at::Tensor record(const at::Tensor& x, c10::string_view approximate, const at::Tensor&, at::ScalarType dtype) {
-    return approximate == "tanh" ? RecordedLookup<Gelu<true>>::apply(x, dtype) : RecordedLookup<Gelu<false>>::apply(x, dtype);
-  }
-};
-
-template <typename Function>
-void impl_lookup(torch::Library& library, const char* name, bool records) {
-  library.impl(name, records ? torch::CppFunction(&Lookup<Function>::record) : torch::CppFunction(&Lookup<Function>::compute));
+  return records ? RecordedLookup<Function>::apply(x) : look_up<Function>(x);
 }
 
-inline void impl_lookups(torch::Library& library, bool records) {
-  impl_lookup<Gelu<false>>(library, "lookup_gelu", records);
-  impl_lookup<Mish>(library, "lookup_mish", records);
-  impl_lookup<Sigmoid>(library, "lookup_sigmoid", records);
-  impl_lookup<Silu>(library, "lookup_silu", records);
-  impl_lookup<Tanh>(library, "lookup_tanh", records);
+template <typename Function, bool records>
+at::Tensor lookup(const at::Tensor& x, const at::Tensor&, at::ScalarType) {
+  return apply<Function>(x, records);
+}
+
+template <bool records>
+at::Tensor lookup_gelu(const at::Tensor& x, c10::string_view approximate, const at::Tensor&, at::ScalarType) {
+  if (approximate == "tanh") {
+    return apply<Gelu<true>>(x, records);
+  }
+  return approximate == "none" ? apply<Gelu<false>>(x, records) : at::gelu(x, approximate);
+}
+
+template <bool records>
+void impl_lookups(torch::Library& library) {
+  library.impl("lookup_gelu", lookup_gelu<records>);
+  library.impl("lookup_mish", lookup<Mish, records>);
+  library.impl("lookup_sigmoid", lookup<Sigmoid, records>);
+  library.impl("lookup_silu", lookup<Silu, records>);
+  library.impl("lookup_tanh", lookup<Tanh, records>);
 }
 
 }  // namespace polycast_cpu

@@ -277,6 +277,8 @@ def _is_recorded(args: Sequence[Any]) -> bool:
 
 def _cached_cast(weight: torch.Tensor, dtype: torch.dtype, cache: CastCache | None) -> torch.Tensor:
     """Return a weight's cast from the region's cache. For a view of the whole weight, return that view of the cast."""
+    if weight.dtype is dtype:
+        return weight
     if cache is not None and not caching_is_safe():
         traced = cast_of_traced(weight, dtype, weight.device.type)
         return weight.to(dtype) if traced is None else traced
