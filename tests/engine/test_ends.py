@@ -252,3 +252,19 @@ def test_threads_caches_weights_generators_and_forks_together(engine, seed):
         timeout=600,
     )
     assert (done.returncode, done.stdout) == (0, "1200 steps, 0 children failed\n"), done.stderr
+
+
+CAPTURES = """
+class Capturing(type(polycast.get_backend("cpu"))):
+    def is_capturing(self):
+        return False
+
+polycast.register_backend(Capturing())
+with polycast.autocast("cpu"):
+    print(torch.mm(X.float(), weight()).dtype)
+"""
+
+
+def test_a_process_may_exit_with_the_kernels_of_a_backend_that_says_whether_it_captures(engine):
+    status, output, errors = run(CAPTURES, engine)
+    assert (status, output) == (0, "torch.bfloat16\n"), errors

@@ -14,7 +14,9 @@ class IsCapturing {
   explicit IsCapturing(Object function) : function_(std::move(function)) {}
   IsCapturing(IsCapturing&&) = default;
   ~IsCapturing() {
-    if (function_) {
+    if (Py_IsInitialized() == 0) {  // torch's dispatcher destroys its kernels as the process exits
+      function_.release();
+    } else if (function_) {
       const Gil gil;
       function_ = Object();
     }
