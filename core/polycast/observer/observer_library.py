@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..common.atfork import hold_during_fork
 from ..engine.choice import build_failure, choose
+from ..plugins.backend import overrides_is_capturing
+from ..plugins.registry import registry
 from ..toolchain.cache_folder import cache_directory
 from ..toolchain.cpp_library import BuildError, CppLibrary
 from .call_sites import call_site, call_stack
@@ -69,6 +71,12 @@ def _bind(engine: "NativeEngine") -> Observer:
         raise BuildError("the C++ of polycast has changed since its engine was loaded. Restart the program.")
     loaded = load_prebuilt(OBSERVER, import_extension) or load_built(cache_directory(), OBSERVER, import_extension)
     extension: Any = loaded[0]
-    extension.bind(engine.observing(), call_stack, call_site, CHAIN_KINDS, NONFINITE)
+    extension.bind(engine.observing(), call_stack, call_site, _captures, CHAIN_KINDS, NONFINITE)
     observer: Observer = extension
     return observer
+
+
+def _captures(device_type: str) -> bool:
+    """Return the answer of a backend that overrides ``is_capturing``; False for others, whose streams know."""
+    backend = registry.ready.get(device_type)
+    return backend is not None and overrides_is_capturing(backend) and bool(backend.is_capturing())

@@ -149,6 +149,21 @@ struct Unobserved {
   at::AutoDispatchBelowADInplaceOrView below_autograd;
 };
 
+// Set by bind().
+PyObject* backend_captures = nullptr;
+
+// Return whether a tensor's device captures a graph: it has no values yet.
+bool is_captured(const Tensor& tensor) {
+  {
+    const Gil gil;
+    const std::string device = c10::DeviceTypeName(tensor.device().type(), /*lower_case=*/true);
+    if (is_true(call(backend_captures, "(s)", device.c_str()))) {
+      return true;
+    }
+  }
+  return captures(tensor, Object());
+}
+
 // Tensors that cannot be checked count as finite, such as the wrappers of torch.func.
 bool is_finite(const Tensor& tensor) {
   if (!tensor.is_floating_point() && !tensor.is_complex()) {
@@ -164,8 +179,8 @@ bool is_finite(const Tensor& tensor) {
     if (tensor.is_cpu()) {
       return is_finite_in_memory(tensor);
     }
-    if (captures(tensor, Object())) {
-      return true;  // a captured graph has no values yet
+    if (is_captured(tensor)) {
+      return true;
     }
     const Unobserved unobserved;
     return tensor.isfinite().all().item<bool>();

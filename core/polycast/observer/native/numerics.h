@@ -180,7 +180,7 @@ void count_values(ObservedOp& op, ValuesOf of, const Tensor& source, const Tenso
     return;
   }
   try {
-    if (values.is_cpu() || !captures(values, Object())) {  // a captured graph has no values yet
+    if (values.is_cpu() || !is_captured(values)) {
       op.numerics->counted.push_back({of, from, values.scalar_type(), count(op, source, values)});
     }
   } catch (const c10::Error&) {  // the device lacks an op
