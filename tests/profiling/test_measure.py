@@ -14,6 +14,7 @@ from polycast.profiling.cases import ATTENTION, ATTENTION_BACKWARD, CONVOLUTIONS
 from polycast.profiling.measure import measure
 from polycast.profiling.measurement import Omission
 from polycast.profiling.operands import Operands
+from polycast.profiling.stopwatch import Stopwatch
 from polycast.profiling.ways import MeasuredWay, ways_of
 
 
@@ -104,6 +105,16 @@ def test_kernels_of_the_backend_are_measured(with_kernels, quick):
     assert Omission("linear", "bfloat16 kernel", "it is for few rows") in found.omissions
     assert Omission("matmul", "int8", "the backend has no kernel for it") in found.omissions
     assert Doubling.calls > 0
+
+
+def test_first_calls_on_a_device_that_queues_them_are_not_timed(clock, monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cpu"))
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
+    monkeypatch.setattr(op_timer, "cases", lambda: clock.cases(lambda way, work, before: 1e-5 if before else 1.0))
+    timer = op_timer.OpTimer("cpu", (MeasuredWay("float32", torch.float32, torch.bfloat16),))
+    timer._stopwatch = Stopwatch("cpu", clock)
+    timer.run()
+    assert [(each.seconds, each.extrapolated) for each in timer.measurements()] == [(pytest.approx(1e-5), False)] * 5
 
 
 @pytest.mark.parametrize("can_wait", [True, False])

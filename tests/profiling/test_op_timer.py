@@ -67,9 +67,9 @@ def test_a_way_whose_calls_take_long_besides_the_work_is_no_hopeless_one(shortes
     assert found[128].extrapolated == (shortest > 1e-4)
 
 
-def test_a_case_of_another_device_is_left_out(clock, monkeypatch):
+def test_a_case_for_whose_op_the_device_has_no_kernel_is_left_out(clock, monkeypatch):
     (case,) = clock.cases(lambda way, work, before: 1e-3, works=(1,))
-    found = [replace(case, op="matmul", device_type="cpu"), replace(case, op="bmm", device_type="cuda")]
+    found = [replace(case, op="matmul", needs="aten::mm"), replace(case, op="bmm", needs="aten::miopen_rnn")]
     monkeypatch.setattr(op_timer, "cases", lambda: found)
     timer = op_timer.OpTimer("cpu", (FLOAT32,))
     timer._stopwatch = Stopwatch("cpu", clock)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ..policy.schemas import find_op
+from ..torch_internals.dispatcher import dispatch_key_for_device, has_kernel_for_dispatch_key
 from .operands import Operands
 from .ways import MeasuredWay
 
@@ -27,6 +28,8 @@ _ATEN = torch.ops.aten
 _LAYER = "aten::_transformer_encoder_layer_fwd"
 _ATTENTION = "aten::_scaled_dot_product_flash_attention_for_cpu"
 """Only on the CPU, some dtypes are slow enough in the backward for it to be measured."""
+_LSTM = "aten::mkldnn_rnn_layer"
+"""Only the op of oneDNN is chosen for."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,7 @@ class Case:
         function: computes the op. torch's ops are called like the operators of backends, at the same cost of a call.
         arguments: returns the arguments for a way, without the weight.
         weight: None: the op has none, so backends have no kernels for it.
-        device_type: the only device on which it is measured; None: it is measured on all.
+        needs: an op of torch; devices without a kernel for it are not measured. None: all devices are.
     """
 
     op: str
@@ -66,12 +69,16 @@ class Case:
     function: Callable[..., Any]
     arguments: Callable[[MeasuredWay, Operands], tuple[Any, ...]]
     weight: WeightedOp | None = None
-    device_type: str | None = None
+    needs: str | None = None
 
     @property
     def share(self) -> float:
         """The part of the time that it may take, relative to other cases."""
         return 1 + self.work / 2e8
+
+    def is_for(self, device_type: str) -> bool:
+        """Return whether it is measured on a device."""
+        return self.needs is None or has_kernel_for_dispatch_key(self.needs, dispatch_key_for_device(device_type))
 
     def contains(self, other: "Case") -> bool:
         """Return whether another case has no more rows and no larger size."""
@@ -181,7 +188,7 @@ def _attention_backward(rows: int, heads: int) -> Case:
         op=ATTENTION_BACKWARD,
         function=backward_op,
         arguments=arguments,
-        device_type=_ATTENTION.rpartition("_")[2],
+        needs=f"{_ATTENTION}_backward",
     )
 
 
@@ -193,7 +200,7 @@ def _lstm(steps: int, batch: int, features: int) -> Case:
         return x, made[:2], made[2:], True, 1, 0.0, False, False, False
 
     rows, size = steps * batch, 2 * 4 * features * features
-    return Case("lstm", rows, size, rows * size, _ATEN.lstm.input, arguments)
+    return Case("lstm", rows, size, rows * size, _ATEN.lstm.input, arguments, needs=_LSTM)
 
 
 def _encoder_layer(rows: int, features: int) -> Case:

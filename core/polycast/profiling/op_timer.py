@@ -24,6 +24,8 @@ from .ways import MeasuredWay
 
 _ENDS = (1.1, 1.35, 1.6, 1.85, 2.1)
 """When passes end, in seconds from the beginning. The first includes making the memory that the cases use."""
+_WARM_UP_SECONDS = 30.0
+"""The most seconds of the first calls on a device that queues them; then no further one is made."""
 _SUMS = 5
 _SUMMING_SECONDS = 0.1
 """The time for the sums that show the bandwidth, of which the first is computed in any case."""
@@ -96,7 +98,7 @@ class OpTimer:
         ]
         self._operands = Operands(device_type)
         self._stopwatch = Stopwatch(device_type)
-        self._cases = [case for case in cases() if case.device_type in (None, device_type)]
+        self._cases = [case for case in cases() if case.is_for(device_type)]
         self._entries: dict[tuple[Case, str], _Entry] = {}
         self._unsupported: set[tuple[Case, str]] = set()
         self._hopeless: dict[tuple[Case, str], float | None] = {}
@@ -106,9 +108,22 @@ class OpTimer:
 
     def run(self) -> None:
         """Time all cases in each pass."""
+        if self._stopwatch.is_queued:
+            self._warm_up()
+            self._start = time.perf_counter()
         for end in _ENDS:
             self._run(self._start + end, is_last=end == _ENDS[-1])
         self._mark_noisy()
+
+    def _warm_up(self) -> None:
+        """Compute each case in each way: in the first call, such a device loads a kernel, or compiles it."""
+        end = time.perf_counter() + _WARM_UP_SECONDS
+        for case in self._cases:
+            for way in self._ways_of(case):
+                if time.perf_counter() < end:
+                    with contextlib.suppress(Exception):  # a pass finds out, and notes it
+                        check(case, way, self._operands)
+                        _with_dtype(prepare(case, way, self._operands), self._device_type, way.fast)()
 
     def measurements(self) -> tuple[Measurement, ...]:
         """Return the times, by op, size and rows."""

@@ -31,12 +31,15 @@ class Stopwatch:
     Args:
         device_type: the device.
         clock: returns seconds.
+
+    Attributes:
+        is_queued: whether calls are queued on the device.
     """
 
     def __init__(self, device_type: str, clock: Callable[[], float] = time.perf_counter) -> None:
-        is_queued = _can_synchronize(device_type)
-        self._synchronize: Callable[[], object] = torch.accelerator.synchronize if is_queued else lambda: None
-        self._turn = _QUEUE_TURN if is_queued else _TURN
+        self.is_queued = _can_synchronize(device_type)
+        self._synchronize: Callable[[], object] = torch.accelerator.synchronize if self.is_queued else lambda: None
+        self._turn = _QUEUE_TURN if self.is_queued else _TURN
         self._clock = clock
         self._step = 1
 
