@@ -34,6 +34,7 @@ def environment() -> dict[str, str | int]:
         "cpu": models[0] if models else platform.processor() or platform.machine(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         "cpu capability": torch.backends.cpu.get_cpu_capability(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": importlib.metadata.version("transformers"),
@@ -135,7 +136,7 @@ def main(
     ] = None,
     threads: Annotated[list[int] | None, typer.Option(metavar="N", help="Run on N threads; may be repeated.")] = None,
 ) -> None:
-    """Measure polycast against torch on this machine's CPU."""
+    """Measure polycast against torch on this machine."""
     unknown = [name for name in only or [] if name not in BENCHMARKS]
     if unknown:
         raise typer.BadParameter(f"--only {unknown[0]!r}: expected one of {', '.join(BENCHMARKS)}.")

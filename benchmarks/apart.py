@@ -109,10 +109,12 @@ def _play(name: str, library: str) -> None:
     for race in pkgutil.resolve_name(name)().races():
         race, calls = race.warmed_up(name for name, side in race.sides.items() if side.kernels == library)
         print(json.dumps(asdict(race.plan())), flush=True)
+        order = list(calls)
         for request in requests:
             if request.strip() == "next":
                 break
-            print(json.dumps({name: race.sides[name].time(number) for name, number in calls.items()}), flush=True)
+            print(json.dumps({name: race.sides[name].time(calls[name]) for name in order}), flush=True)
+            order.reverse()  # a side may leave the device hot for the next one
         del race  # before the next one is made: it may be large
     print(json.dumps(None), flush=True)
 

@@ -108,6 +108,7 @@ BENCHMARKS: Mapping[str, Entry] = {
     "fastest": Entry("fastest:Fastest", each),
     "fastest-avx2": Entry("fastest:Fastest", one_and_all, environment=AVX2),
     "few-rows": Entry("few_rows:races", each),
+    "gpu": Entry("gpu:Gpu", one),
     "fastest-memory": Entry("fastest:Memory", all_of_them),
     "occupied": Entry("occupied:Occupied", all_of_them),
     "accuracy": Entry("accuracy:Accuracy", all_of_them),

@@ -66,30 +66,34 @@ def ways() -> dict[str, Way]:
     }
 
 
-def _gpt2(tokens: int, layers: int = 12) -> Made:
+def gpt2(tokens: int, layers: int = 12, batch: int = 1) -> Made:
+    """Return a GPT-2 of small layers, and a batch of tokens."""
     config = GPT2Config(n_layer=layers, use_cache=False, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0)
-    return GPT2LMHeadModel(config).eval(), torch.randint(1000, (1, tokens))
+    return GPT2LMHeadModel(config).eval(), torch.randint(1000, (batch, tokens))
 
 
 def _gpt2_to_train() -> Made:
-    return _gpt2(1, layers=6)[0], torch.randint(1000, (4, 128))
+    return gpt2(128, layers=6, batch=4)
 
 
-def _bert(layers: int = 12) -> Made:
+def bert(layers: int = 12, batch: int = 4) -> Made:
+    """Return a BERT of base layers, and a batch of 128 tokens."""
     config = BertConfig(num_hidden_layers=layers, attention_probs_dropout_prob=0.0, hidden_dropout_prob=0.0)
-    return BertModel(config).eval(), torch.randint(1000, (4, 128))
+    return BertModel(config).eval(), torch.randint(1000, (batch, 128))
 
 
-def _vit() -> Made:
-    return ViTModel(ViTConfig()).eval(), torch.randn(2, 3, 224, 224)
+def vit(batch: int = 2) -> Made:
+    """Return a ViT base, and images."""
+    return ViTModel(ViTConfig()).eval(), torch.randn(batch, 3, 224, 224)
 
 
-def _resnet(number: int) -> Made:
+def resnet(number: int, batch: int = 2) -> Made:
+    """Return a ResNet of 18 or 50 layers, and images."""
     options: dict[int, dict[str, Any]] = {
         18: {"hidden_sizes": [64, 128, 256, 512], "depths": [2, 2, 2, 2], "layer_type": "basic"},
         50: {},
     }
-    return ResNetForImageClassification(ResNetConfig(**options[number])).eval(), torch.randn(2, 3, 224, 224)
+    return ResNetForImageClassification(ResNetConfig(**options[number])).eval(), torch.randn(batch, 3, 224, 224)
 
 
 def llama(use_cache: bool = True) -> nn.Module:
@@ -104,7 +108,7 @@ def llama(use_cache: bool = True) -> nn.Module:
     )
     with torch.device("meta"):  # initializing a billion weights takes longer than the race
         model = LlamaForCausalLM(config)
-    model.to_empty(device="cpu")
+    model.to_empty(device=torch.get_default_device())
     model.model.rotary_emb = LlamaRotaryEmbedding(config)
     with torch.no_grad():
         for weight in model.parameters():
@@ -117,30 +121,32 @@ def _llama() -> Made:
     return llama(use_cache=False), torch.tensor([[464]])
 
 
-def _adamw(model: nn.Module) -> torch.optim.Optimizer:
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    """Return an optimizer that updates all weights in one kernel."""
     return torch.optim.AdamW(model.parameters(), fused=True)
 
 
-def _loss_of_logits(out: Any) -> torch.Tensor:
+def loss_of_logits(out: Any) -> torch.Tensor:
+    """Return the loss of a language model's output, for the token 0 everywhere."""
     logits = out.logits
     return nn.functional.cross_entropy(
         logits.flatten(0, -2), logits.new_zeros(logits[..., 0].numel(), dtype=torch.long)
     )
 
 
-TRAINED = Training(_TRAINED, _gpt2_to_train, _adamw, loss=_loss_of_logits)
+TRAINED = Training(_TRAINED, _gpt2_to_train, adamw, loss=loss_of_logits)
 _GPT2, _TOKEN, _LLAMA = "GPT-2 small, 128 tokens", "GPT-2 small, 1 token", "LLaMA 1.1 B, 1 token"
 _BERT, _VIT = "BERT base, 4 x 128 tokens", "ViT base, 2 images"
 MODELS: tuple[Case, ...] = (
-    Inference(_GPT2, functools.partial(_gpt2, 128)),
-    Inference(_TOKEN, functools.partial(_gpt2, 1)),
+    Inference(_GPT2, functools.partial(gpt2, 128)),
+    Inference(_TOKEN, functools.partial(gpt2, 1)),
     Inference(_LLAMA, _llama),
-    Inference(_BERT, _bert),
-    Inference(_VIT, _vit),
-    *(Inference(f"ResNet-{number}, 2 images", functools.partial(_resnet, number)) for number in (18, 50)),
+    Inference(_BERT, bert),
+    Inference(_VIT, vit),
+    *(Inference(f"ResNet-{number}, 2 images", functools.partial(resnet, number)) for number in (18, 50)),
     TRAINED,
-    Training("BERT of 4 layers, training step of 4 x 128 tokens", functools.partial(_bert, 4)),
-    Training("ResNet-18, training step of 2 images", functools.partial(_resnet, 18)),
+    Training("BERT of 4 layers, training step of 4 x 128 tokens", functools.partial(bert, 4)),
+    Training("ResNet-18, training step of 2 images", functools.partial(resnet, 18)),
 )
 
 _SLOW_COPY, _SLOW_TORCH = (COPY, FLOAT32, 1.0), (TORCH, FLOAT32, 1.0)

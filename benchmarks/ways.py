@@ -51,8 +51,8 @@ LIBRARIES = {
 
 
 def run_whole(model: nn.Module, x: torch.Tensor, autocast: Autocast) -> object:
-    """Run a model in one region."""
-    with autocast("cpu"):
+    """Run a model in one region, for the device of its input."""
+    with autocast(x.device.type):
         return model(x)
 
 
@@ -145,7 +145,7 @@ class Training:
             model, x, optimizer = made()
             optimizer.zero_grad()
             for _ in range(self.batches):
-                with way.autocast("cpu"):
+                with way.autocast(x.device.type):
                     loss = self.loss(model(x)) / self.batches
                 loss.backward()
             optimizer.step()

@@ -13,7 +13,7 @@ FIGURES = DOCS / "figures" / "bench"
 _BETWEEN = re.compile(
     r"(?<=<!-- )(?P<kind>figures|bounds|times) of (?P<names>[\w -]+) -->\n.*?(?=<!-- end -->)", re.DOTALL
 )
-_MAX_ROWS = 60
+_MAX_ROWS = 64
 """Longer tables show only the rows that missed their bounds, and means."""
 
 
@@ -32,7 +32,9 @@ def machine(run: dict[str, Any]) -> str:
     """Return a description of the machine of a run."""
     about, quick = run["environment"], ", with fewer repeats (`--quick`)" if run["quick"] else ""
     limits = "".join(f", {name}={value}" for name, value in run.get("variables", {}).items())
-    return f"{about['cpu']}, {about['cores']} cores, Python {about['python']}, torch {about['torch']}{limits}{quick}"
+    gpu = "" if about.get("gpu", "none") == "none" else f"{about['gpu']}, "
+    cpu = f"{about['cpu']}, {about['cores']} cores"
+    return f"{gpu}{cpu}, Python {about['python']}, torch {about['torch']}{limits}{quick}"
 
 
 def command(names: Sequence[str]) -> str:

@@ -1,7 +1,6 @@
 """CUDA matmuls with wider outputs: int8 into int32, bfloat16 and float16 into float32.
 
-A build of torch without CUDA has none of the kernels. Not measured on a GPU: tests check the choice and the shapes on
-fake tensors, and the int8 results with the CPU's torch._int_mm.
+A build of torch without CUDA has none of the kernels. They are not timed on a GPU.
 """
 
 from collections.abc import Callable

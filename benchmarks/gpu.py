@@ -1,0 +1,126 @@
+"""Ops, models and training steps on a GPU, in float16 and float8, against torch.autocast, a float16 copy, and float32.
+
+torch's timer waits for the device before and after each turn. Without a GPU there are no figures.
+"""
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import polycast
+
+from .apart import Apart
+from .fastest import adamw, bert, gpt2, llama, loss_of_logits, resnet, vit
+from .once import NOT_SLOWER
+from .scenarios import MODELS
+from .timing import Race, Ratio, Result, Several, Skipped
+from .ways import Case, Inference, Made, Training, Way, no_region
+
+FLOAT32, TORCH, COPY, PLAIN, CACHED = "float32", "torch.autocast", "a float16 copy", "a plain region", "WeightCache"
+FLOAT8 = "float8"
+DEVICE = "cuda"
+_AS_FAST_AS_A_COPY = 1.08
+
+
+def ways() -> dict[str, Way]:
+    """Return all ways, in the device's default dtype. float8 is one of them if the GPU has it."""
+    amp, cache, packed = polycast.autocast, polycast.WeightCache(), polycast.WeightCache()
+    float8 = Way(lambda *device: amp(*device, recipe="float8", cache=packed), "polycast", trains=False)
+    return {
+        PLAIN: Way(amp, "polycast"),
+        CACHED: Way(lambda *device: amp(*device, cache=cache), "polycast", trains=False),
+        COPY: Way(no_region, "polycast", copied=True, trains=False),
+        **({FLOAT8: float8} if polycast.get_backend(DEVICE).recipe_availability(polycast.Float8()) else {}),
+        TORCH: Way(torch.autocast, "torch"),
+        FLOAT32: Way(no_region, "torch"),
+    }
+
+
+def _on_gpu(make: Callable[[], Made]) -> Made:
+    with torch.device(DEVICE):
+        return make()
+
+
+def _inference(what: str, make: Callable[..., Made], *sizes: int, **options: Any) -> Inference:
+    return Inference(what, functools.partial(_on_gpu, functools.partial(make, *sizes, **options)), dtype=torch.float16)
+
+
+def _training(what: str, make: Callable[..., Made], *sizes: int, batch: int, **options: Any) -> Training:
+    return Training(what, functools.partial(_on_gpu, functools.partial(make, *sizes, batch=batch)), adamw, **options)
+
+
+def _llama(tokens: int) -> Made:
+    return llama(use_cache=False), torch.randint(1000, (1, tokens))
+
+
+def _op(name: str, size: int, weight: bool) -> Made:
+    """Return a module that calls an op of square matrices twenty times, since a region has a cost of its own."""
+    call = getattr(torch, name)
+    other = torch.randn(size, size)
+
+    class Calls(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.other = torch.nn.Parameter(other) if weight else torch.nn.Buffer(other)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for _ in range(20):
+                out: torch.Tensor = call(x, self.other)
+            return out
+
+    return Calls(), torch.randn(size, size)
+
+
+CASES: Sequence[Case] = (
+    _inference("20 x mm of 64 x 64", _op, name="mm", size=64, weight=False),
+    _inference("20 x mm of 64 x 64, with a weight", _op, name="mm", size=64, weight=True),
+    _inference("20 x add of 64 x 64, without a policy", _op, name="add", size=64, weight=False),
+    _inference("24 small layers", MODELS["24 small layers"]),
+    _inference("GPT-2 small, 1 token", gpt2, 1),
+    _inference("GPT-2 small, 8 x 512 tokens", gpt2, 512, batch=8),
+    _inference("LLaMA 1.1 B, 1 token", _llama, 1),
+    _inference("LLaMA 1.1 B, 2,048 tokens", _llama, 2048),
+    _inference("BERT base, 32 x 128 tokens", bert, batch=32),
+    _inference("ViT base, 32 images", vit, batch=32),
+    _inference("ResNet-50, 32 images", resnet, 50, batch=32),
+    _training("GPT-2 small, training step of 8 x 512 tokens", gpt2, 512, batch=8, loss=loss_of_logits),
+    _training("BERT base, training step of 32 x 128 tokens", bert, batch=32),
+    _training("ResNet-50, training step of 64 images", resnet, 50, batch=64),
+)
+
+
+def _ratios(case: Case, sides: Sequence[str]) -> list[Ratio]:
+    bounds = [(PLAIN, TORCH, NOT_SLOWER), (CACHED, TORCH, NOT_SLOWER), (CACHED, COPY, _AS_FAST_AS_A_COPY)]
+    others = [(FLOAT8, COPY, None), (PLAIN, FLOAT32, None)]
+    return [
+        Ratio(f"{case.what}, {ours}", theirs, ours, theirs, at_most)
+        for ours, theirs, at_most in (*bounds, *others)
+        if ours in sides and theirs in sides
+    ]
+
+
+def _all() -> Iterator[Race]:
+    for case in CASES:
+        sides = case.sides(ways())
+        yield Race(_ratios(case, list(sides)), sides=sides, rounds=24, most_seconds=3, seconds=0.03)
+        del sides
+        torch.cuda.empty_cache()
+
+
+races = functools.partial(Several, _all)
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """All races, on the first GPU."""
+
+    def run(self, quick: bool) -> list[Result]:
+        """Return the results, without figures if there is no GPU."""
+        available = polycast.get_backend(DEVICE).availability()
+        if not available:
+            bounded = [ratio for case in CASES for ratio in _ratios(case, (PLAIN, TORCH))]
+            return Skipped(bounded, available.reason).run(quick)
+        return Apart(f"{__name__}:races", least=True, processes=1).run(quick)
