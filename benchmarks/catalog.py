@@ -106,7 +106,7 @@ BENCHMARKS: Mapping[str, Entry] = {
     "low-bit-call": Entry("low_bit:Call", one),
     "low-bit-compiled": Entry("low_bit:compiled", all_of_them),
     "fastest": Entry("fastest:Fastest", each),
-    "fastest-avx2": Entry("fastest:Fastest", one_and_all, environment=AVX2),
+    "fastest-avx2": Entry("fastest:with_avx2", one_and_all, environment=AVX2),
     "few-rows": Entry("few_rows:races", each),
     "gpu": Entry("gpu:Gpu", one),
     "fastest-memory": Entry("fastest:Memory", all_of_them),

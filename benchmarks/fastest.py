@@ -196,14 +196,24 @@ races = functools.partial(Several, _all)
 
 @dataclass(frozen=True)
 class Fastest:
-    """All races, after a measurement of the profile with which the recipe chooses."""
+    """All races, after a measurement of the profile with which the recipe chooses.
+
+    Attributes:
+        processes: the number of pairs of processes.
+    """
+
+    processes: int = 2
 
     def run(self, quick: bool) -> list[Result]:
         """Return the results of all races."""
         for _ in range(_TRIES):
             if not polycast.profile("cpu", refresh=True).is_noisy:
                 break
-        return Apart(f"{__name__}:races", least=True, processes=2, keeps_memory=True).run(quick)
+        return Apart(f"{__name__}:races", least=True, processes=self.processes, keeps_memory=True).run(quick)
+
+
+with_avx2 = functools.partial(Fastest, processes=1)
+"""One pair only: some ways take minutes there."""
 
 
 @dataclass(frozen=True)
