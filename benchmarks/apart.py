@@ -26,19 +26,19 @@ from .timing import Plan, Ratio, Result
 
 @dataclass(frozen=True)
 class Apart:
-    """The races that a function makes.
+    """Runs races with the sides of each library in processes of its own, in alternation.
 
     Each library gets several processes in sequence, because times depend on the addresses that a process gets.
     """
 
     name: str
-    """The function: ``module:function``."""
+    """The function that makes the races: ``module:function``."""
     least: bool = False
-    """Whether the minimum times of all rounds count, as suits a single thread, or the median of the ratios."""
+    """Whether to use the minimum time of each side over all rounds, or the median of the ratios."""
     processes: int = 3
     keeps_memory: bool = False
-    """Whether glibc keeps the memory that a process frees. If not, it is chance whether a large tensor gets new
-    memory, whose pages the system clears: a fifth of the time of a model with a large weight."""
+    """Whether to make glibc keep freed memory. Otherwise it is chance whether a large tensor gets fresh pages, which
+    the system clears: a fifth of the time of a model with a large weight."""
 
     def run(self, quick: bool) -> list[Result]:
         """Return the results of all races."""
@@ -47,16 +47,16 @@ class Apart:
         taken: list[list[Mapping[str, float]]] = []
         for _ in range(processes):
             with ExitStack() as stack:
-                players = [stack.enter_context(_Player(self.name, library, self.keeps_memory)) for library in LIBRARIES]
+                workers = [stack.enter_context(_Worker(self.name, library, self.keeps_memory)) for library in LIBRARIES]
                 race = 0
-                while all(proposed := [player.ask("next") for player in players]):
+                while all(proposed := [worker.ask("next") for worker in workers]):
                     plan = _merged(proposed)
                     if race == len(plans):
                         plans.append(replace(plan, most_seconds=plan.most_seconds / self.processes))
                         taken.append([])
                     for _ in plans[race].turns(quick):
-                        players.reverse()
-                        answers = [player.ask("time") for player in players]
+                        workers.reverse()
+                        answers = [worker.ask("time") for worker in workers]
                         taken[race].append(answers[0] | answers[1])
                     race += 1
         both = zip(plans, taken, strict=True)
@@ -66,8 +66,8 @@ class Apart:
 _KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "-1"}
 
 
-class _Player:
-    """The process of a library."""
+class _Worker:
+    """A process that times the sides of one library."""
 
     def __init__(self, name: str, library: str, keeps_memory: bool) -> None:
         command = [sys.executable, "-m", __name__, name, library]
@@ -85,17 +85,17 @@ class _Player:
             raise RuntimeError(f"{self._process.args} ended with status {self._process.wait()}.")
         return json.loads(answer)
 
-    def __enter__(self) -> "_Player":
+    def __enter__(self) -> "_Worker":
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
-        self._process.communicate()  # ends its requests
+        self._process.communicate()  # closes its stdin, which ends it
 
 
 def _merged(plans: list[dict[str, Any]]) -> Plan:
-    """Return the plan of a race from those of all processes, each with the slow sides of its library."""
+    """Merge the plans of both processes: each has the sides that were slow, or left out, there."""
     merged = dict(plans[0])
     for each in ("once", "left_out"):
         merged[each] = {name: value for plan in plans for name, value in plan[each].items()}

@@ -50,15 +50,17 @@ def ways() -> dict[str, Way]:
     torch.autocast runs in a process without polycast's kernels, with float32 beside it, to show how much two processes
     differ. All other ways run in one process: polycast's kernels do not change ops outside of regions.
 
+    The copy is made before casts are cached: copying a weight drops its cast, since it reads the weight's ``data``.
+
     Functions make the regions: functools.partial would add a third to the time of making one.
     """
     amp, cache = polycast.autocast, polycast.WeightCache()
     return {
         FLOAT32: Way(no_region, "polycast"),
+        COPY: Way(no_region, "polycast", copied=True, trains=False, may_be_slow=True),
         FASTEST: Way(lambda *device: amp(*device, recipe="fastest"), "polycast"),
         FASTEST_CACHED: Way(lambda *device: amp(*device, recipe="fastest", cache=cache), "polycast", trains=False),
         INT8: Way(lambda *device: amp(*device, recipe="int8"), "polycast", trains=False),
-        COPY: Way(no_region, "polycast", copied=True, trains=False, may_be_slow=True),
         FLOAT32_AGAIN: Way(no_region, "torch"),
         TORCH: Way(torch.autocast, "torch", may_be_slow=True),
         PLAIN: Way(amp, "polycast", may_be_slow=True),

@@ -26,7 +26,7 @@ _AS_FAST_AS_A_COPY = 1.08
 
 
 def ways() -> dict[str, Way]:
-    """Return all ways, in the device's default dtype. float8 is one of them if the GPU has it."""
+    """Return all ways, in the device's default dtype. float8 is one of them if the GPU supports it."""
     amp, cache, packed = polycast.autocast, polycast.WeightCache(), polycast.WeightCache()
     float8 = Way(lambda *device: amp(*device, recipe="float8", cache=packed), "polycast", trains=False)
     return {
@@ -57,7 +57,7 @@ def _llama(tokens: int) -> Made:
 
 
 def _op(name: str, size: int, weight: bool) -> Made:
-    """Return a module that calls an op of square matrices twenty times, since a region has a cost of its own."""
+    """Return a module that calls an op twenty times, so that entering the region does not dominate."""
     call = getattr(torch, name)
     other = torch.randn(size, size)
 
@@ -115,7 +115,7 @@ races = functools.partial(Several, _all)
 
 @dataclass(frozen=True)
 class Gpu:
-    """All races, on the first GPU."""
+    """The benchmark ``gpu``: all races, on the first GPU."""
 
     def run(self, quick: bool) -> list[Result]:
         """Return the results, without figures if there is no GPU."""

@@ -20,9 +20,9 @@ from torch._subclasses import FakeTensorMode
 
 import polycast
 from polycast.engine import installation
-from polycast.engine.low_bit import slower
-from polycast.engine.low_bit.recipe_listeners import listeners as low_bit_listeners
-from polycast.observer.low_bit_counts import LowBitCounts
+from polycast.engine.recipes import slower
+from polycast.engine.recipes.recipe_listeners import listeners as recipe_listeners
+from polycast.observer.recipe_counts import RecipeCounts
 from polycast.plugins.registry import registry
 from polycast.precision import by_profile
 from polycast.profiling import cases, profile_file
@@ -31,8 +31,9 @@ from polycast.toolchain import load
 
 DEVICES = torch._C._autocast_supported_devices()
 
-# Programs that tests start say nothing of the processor either; see filterwarnings in pyproject.toml.
+# Programs that tests start say nothing of the processor, and do not compile polycast's source each time they import it.
 os.environ.setdefault("PYTHONWARNINGS", "ignore:bfloat16 is slow on,ignore:float16 is slow on")
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 
 def pytest_addoption(parser):
@@ -68,8 +69,7 @@ def _leaves_nothing_behind():
     """Check after each test that no region is open and autocast is off; uninstall the kernels."""
     yield
     left = [name for name in DEVICES if polycast.autocast_nesting(name) or torch.is_autocast_enabled(name)]
-    by_hand = [name for name, loader in registry.loaders().items() if loader.by_hand is not None]
-    for name in by_hand:
+    for name in [name for name, loader in registry.loaders().items() if loader.by_hand is not None]:
         polycast.unregister_backend(name)
     polycast.uninstall()
     assert left == []
@@ -303,17 +303,17 @@ def int8_kernels():
 
 
 @pytest.fixture
-def low_bit_counts():
+def recipe_counts():
     """Return a context manager that counts the ops that recipes compute or fall back for, on either engine."""
 
     @contextlib.contextmanager
     def count():
-        counts = LowBitCounts()
-        low_bit_listeners.add(counts.note)
+        counts = RecipeCounts()
+        recipe_listeners.add(counts.note)
         try:
             yield counts
         finally:
-            low_bit_listeners.remove(counts.note)
+            recipe_listeners.remove(counts.note)
 
     return count
 

@@ -67,11 +67,11 @@ def expected(call, x, weight, cast, dtype):
 
 @pytest.mark.parametrize("dtype", FAST, ids=str)
 @pytest.mark.parametrize("call", CALLS)
-def test_few_rows_are_computed_by_it(call, dtype, weight, by_kernel, low_bit_counts, engine):
+def test_few_rows_are_computed_by_it(call, dtype, weight, by_kernel, recipe_counts, engine):
     cache, name = WeightCache(), str(dtype).removeprefix("torch.")
     inputs = [torch.randn(rows, 300) for rows in ROWS]
     with autocast("cpu", dtype, recipe=by_kernel, cache=cache):
-        with low_bit_counts() as counts:
+        with recipe_counts() as counts:
             first = [CALLS[call](x, weight) for x in inputs]
         for _ in range(2):  # the native engine then knows the calls
             again = [CALLS[call](x, weight) for x in inputs]
@@ -86,10 +86,10 @@ def test_few_rows_are_computed_by_it(call, dtype, weight, by_kernel, low_bit_cou
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_few_rows_are_computed_by_it_from_the_float32_weight(call, weight, by_float32_kernel, low_bit_counts):
+def test_few_rows_are_computed_by_it_from_the_float32_weight(call, weight, by_float32_kernel, recipe_counts):
     cache, x = WeightCache(), torch.randn(4, 300)
     with autocast("cpu", recipe=by_float32_kernel, cache=cache):
-        with low_bit_counts() as counts:
+        with recipe_counts() as counts:
             first = CALLS[call](x, weight)
         again = [CALLS[call](x, weight) for _ in range(3)]
     assert {record.recipe for record in counts.records()} == {"fastest:float32 kernel"}
@@ -98,16 +98,16 @@ def test_few_rows_are_computed_by_it_from_the_float32_weight(call, weight, by_fl
     assert all(torch.equal(result, first) for result in again)
 
 
-def test_more_rows_are_computed_in_another_way(by_kernel, low_bit_counts):
+def test_more_rows_are_computed_in_another_way(by_kernel, recipe_counts):
     layer = nn.Linear(300, 200)
-    with autocast("cpu", recipe=by_kernel, cache=WeightCache()), low_bit_counts() as counts:
+    with autocast("cpu", recipe=by_kernel, cache=WeightCache()), recipe_counts() as counts:
         assert torch.equal(layer(torch.ones(9, 300)), F.linear(torch.ones(9, 300), *layer.parameters()).bfloat16())
     assert {record.recipe for record in counts.records()} == {"fastest:float32"}
 
 
-def test_it_is_not_used_where_it_is_slower(profile_of, low_bit_counts):
+def test_it_is_not_used_where_it_is_slower(profile_of, recipe_counts):
     recipe = Fastest(profile_of(overhead=1e-15, cast=1e-15, bfloat16=1.0, bfloat16_kernel=1.2))
-    with autocast("cpu", recipe=recipe, cache=WeightCache()), low_bit_counts() as counts:
+    with autocast("cpu", recipe=recipe, cache=WeightCache()), recipe_counts() as counts:
         nn.Linear(300, 200)(torch.ones(1, 300))
     assert {record.recipe for record in counts.records()} == {"fastest:bfloat16"}
 

@@ -84,9 +84,9 @@ def test_any_sizes_give_the_result_or_the_error_that_they_give_without_a_recipe(
 
 
 @pytest.mark.parametrize("padding", ["same", 1])
-def test_a_layer_is_computed_by_the_recipe_that_names_it(engine, low_bit_counts, padding):
+def test_a_layer_is_computed_by_the_recipe_that_names_it(engine, recipe_counts, padding):
     layer, recipe = torch.nn.Conv1d(8, 16, 3, padding=padding).eval(), polycast.Int8(ops=("conv1d",), min_size=0)
-    with torch.no_grad(), low_bit_counts() as counts, polycast.autocast("cpu", recipe=recipe):
+    with torch.no_grad(), recipe_counts() as counts, polycast.autocast("cpu", recipe=recipe):
         layer(torch.randn(2, 8, 20))
     assert [each.declined for each in counts.records()] == [""]
 

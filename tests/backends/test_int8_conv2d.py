@@ -107,10 +107,10 @@ def test_inf_in_a_group_leaves_the_other_groups_and_images_alone(isa):
     assert torch.equal(actual[:1], run_kernel(Conv2d(True, isa), x[:1], weight, None, [1, 1], [0, 0], [1, 1], 2))
 
 
-def test_groups_are_computed_in_regions(engine, low_bit_counts):
+def test_groups_are_computed_in_regions(engine, recipe_counts):
     layer, x = torch.nn.Conv2d(96, 96, 3, groups=2).eval(), torch.randn(1, 96, 9, 9)
     recipe = polycast.Int8(ops=("conv2d",), min_size=0)
-    with torch.no_grad(), low_bit_counts() as counts, polycast.autocast("cpu", recipe=recipe):
+    with torch.no_grad(), recipe_counts() as counts, polycast.autocast("cpu", recipe=recipe):
         assert layer(x).shape == (1, 96, 7, 7)
     assert [each.declined for each in counts.records()] == [""]
 
@@ -247,11 +247,11 @@ def test_any_sizes_give_the_result_or_the_error_that_they_give_without_a_recipe(
 
 @pytest.mark.parametrize("padding", ["same", "valid"])
 @pytest.mark.parametrize("compiled", [False, True])
-def test_a_padding_by_name_is_served(engine, low_bit_counts, padding, compiled):
+def test_a_padding_by_name_is_served(engine, recipe_counts, padding, compiled):
     layer = torch.nn.Conv2d(8, 16, 3, padding=padding).eval()
     run = torch.compile(layer, backend="aot_eager", fullgraph=True) if compiled else layer
     recipe = polycast.Int8(ops=("conv2d",), min_size=0)
-    with torch.no_grad(), low_bit_counts() as counts, polycast.autocast("cpu", recipe=recipe):
+    with torch.no_grad(), recipe_counts() as counts, polycast.autocast("cpu", recipe=recipe):
         run(X)
     assert [(each.op, each.declined) for each in counts.records()] == [("aten::conv2d.padding", "")]
 

@@ -237,9 +237,9 @@ def test_training_compiles_as_without_a_recipe(model, linear):
     assert all(torch.equal(parameter.grad, each) for parameter, each in zip(model.parameters(), gradients, strict=True))
 
 
-def test_what_compiled_code_computes_is_counted_as_it_runs(model, linear, low_bit_counts):
+def test_what_compiled_code_computes_is_counted_as_it_runs(model, linear, recipe_counts):
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    with autocast("cpu", recipe=RECIPE), low_bit_counts() as counts:
+    with autocast("cpu", recipe=RECIPE), recipe_counts() as counts:
         compiled(X)
         compiled(X)
     assert [(record.op, record.calls, record.declined) for record in counts.records()] == [("aten::linear", 4, "")]

@@ -9,7 +9,7 @@ import torch
 
 import polycast
 from polycast.drop_in.recipe_summary import RecipeSummary
-from polycast.engine.low_bit.recipe_listeners import listeners
+from polycast.engine.recipes.recipe_listeners import listeners
 
 pytestmark = pytest.mark.slow
 

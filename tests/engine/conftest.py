@@ -8,7 +8,7 @@ import torch
 
 import polycast
 from polycast.engine.installation import forget_choice
-from polycast.engine.low_bit import compute
+from polycast.engine.recipes import compute
 
 from .saved_layers import run
 
@@ -114,11 +114,11 @@ def linear(engine, either_kernels):
 
 
 @pytest.fixture
-def declined(low_bit_counts):
+def declined(recipe_counts):
     """Return a function that runs a layer with int8 and returns why it fell back; empty if it did not."""
 
     def declined(layer, **settings):
-        with low_bit_counts() as counts, polycast.autocast("cpu", recipe=polycast.Int8(min_size=1), **settings):
+        with recipe_counts() as counts, polycast.autocast("cpu", recipe=polycast.Int8(min_size=1), **settings):
             layer(torch.randn(3, 8))
         (record,) = counts.records()
         return record.declined

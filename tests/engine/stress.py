@@ -17,7 +17,7 @@ import traceback
 import torch
 
 import polycast
-from polycast.engine.low_bit.actions import forget_actions
+from polycast.engine.recipes.actions import forget_actions
 from polycast.profiling.measurement import Measurement
 
 THREADS = 4

@@ -10,7 +10,7 @@ from torch.nn.functional import linear
 
 import polycast
 from polycast import Int8, WeightCache, autocast
-from polycast.engine.low_bit.actions import forget_actions
+from polycast.engine.recipes.actions import forget_actions
 
 from .int8_linears import X, expected
 

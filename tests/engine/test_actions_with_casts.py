@@ -6,8 +6,8 @@ from torch import nn
 from torch.nn.functional import linear
 
 from polycast import Int8, WeightCache, autocast
-from polycast.engine.low_bit.actions import AS_IT_IS, FLOAT32, Action, ActionKind
-from polycast.engine.low_bit.plan import Plan
+from polycast.engine.recipes.actions import AS_IT_IS, FLOAT32, Action, ActionKind
+from polycast.engine.recipes.plan import Plan
 
 X = torch.randn(3, 8)
 pytestmark = pytest.mark.usefixtures("native", "no_grad")

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import polycast
 from polycast import Int8
-from polycast.engine.low_bit.recipe_listeners import listeners
+from polycast.engine.recipes.recipe_listeners import listeners
 
 from .int8_linears import X, run
 

@@ -93,10 +93,10 @@ def test_an_alias_of_the_former_memory_is_not_taken_for_one_of_the_weight():
     assert held[0, 0] == 1
 
 
-def test_a_recipe_reports_that_an_alias_may_write_the_weight(int8_kernels, low_bit_counts):
+def test_a_recipe_reports_that_an_alias_may_write_the_weight(int8_kernels, recipe_counts):
     weight = new_weight()
     alias = weight.data
-    with low_bit_counts() as counts:
+    with recipe_counts() as counts:
         use(weight, None, recipe=polycast.Int8(min_size=1))
     assert ["made through .data" in each.declined for each in counts.records()] == [True]
     assert alias.numel() == weight.numel()  # the alias is alive

@@ -57,21 +57,21 @@ def op(request):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("given", [torch.float32, torch.bfloat16], ids=str)
-def test_float32_rounds_the_result_of_a_float32_op(op, slow, dtype, given, low_bit_counts):
+def test_float32_rounds_the_result_of_a_float32_op(op, slow, dtype, given, recipe_counts):
     function, x, weight = op
     x = x.to(given)
     expected = function(x.float(), weight).to(dtype)
-    with autocast("cpu", dtype, recipe=slow), low_bit_counts() as counts:
+    with autocast("cpu", dtype, recipe=slow), recipe_counts() as counts:
         assert torch.equal(function(x, weight), expected)
     assert {record.recipe for record in counts.records()} == {"fastest:float32"}
     assert {record.declined for record in counts.records()} == {""}
 
 
-def test_the_fast_dtype_has_torchs_bits(op, quick, low_bit_counts):
+def test_the_fast_dtype_has_torchs_bits(op, quick, recipe_counts):
     function, x, weight = op
     with torch.autocast("cpu"):
         expected = function(x, weight)
-    with autocast("cpu", recipe=quick), low_bit_counts() as counts:
+    with autocast("cpu", recipe=quick), recipe_counts() as counts:
         assert torch.equal(function(x, weight), expected)
     assert {record.recipe for record in counts.records()} == {"fastest:bfloat16"}
 
@@ -126,10 +126,10 @@ def test_a_backend_that_is_registered_in_place_of_another_uses_its_own_kernel(ke
     assert [len(each.casts) for each in kernels] == [3, 3, 0]
 
 
-def test_a_backends_kernel_gets_the_cached_cast(kernel, profile_of, low_bit_counts):
+def test_a_backends_kernel_gets_the_cached_cast(kernel, profile_of, recipe_counts):
     recipe = Fastest(profile_of(overhead=1e-15, cast=1e-15, bfloat16=9.0, bfloat16_kernel=0.2))
     cache, weight = WeightCache(), nn.Parameter(torch.randn(64, 32))
-    with autocast("cpu", recipe=recipe, cache=cache), low_bit_counts() as counts:
+    with autocast("cpu", recipe=recipe, cache=cache), recipe_counts() as counts:
         one, other = F.linear(X[:1], weight), F.linear(X[:1], weight)
         of_view = F.linear(torch.ones(1, 64), weight.t())
         many = F.linear(X, weight)
@@ -145,10 +145,10 @@ def test_a_backends_kernel_gets_the_cached_cast(kernel, profile_of, low_bit_coun
     }
 
 
-def test_a_backends_kernel_gets_the_float32_weight_where_casts_cost_more(kernel, profile_of, low_bit_counts):
+def test_a_backends_kernel_gets_the_float32_weight_where_casts_cost_more(kernel, profile_of, recipe_counts):
     times = profile_of(overhead=1e-15, cast=1.0, bfloat16=9.0, bfloat16_kernel=0.2, float32_kernel=0.3)
     cache, weight = WeightCache(), nn.Parameter(torch.randn(64, 32))
-    with autocast("cpu", recipe=Fastest(times)), low_bit_counts() as counts:
+    with autocast("cpu", recipe=Fastest(times)), recipe_counts() as counts:
         result = F.linear(X[:1], weight)
     assert {record.recipe for record in counts.records()} == {"fastest:float32 kernel"}
     assert torch.equal(result, (F.linear(X[:1], weight) + 1).bfloat16())
@@ -171,17 +171,17 @@ def test_a_float32_weight_that_is_multiplied_as_it_is_may_change(profile_of):
 
 
 @pytest.mark.parametrize("cached", [True, False])
-def test_the_cast_of_a_weight_counts_unless_a_cache_holds_it(profile_of, cached, low_bit_counts):
+def test_the_cast_of_a_weight_counts_unless_a_cache_holds_it(profile_of, cached, recipe_counts):
     recipe = Fastest(profile_of(bfloat16=0.3, cast=1e-9))
     layer = nn.Linear(1024, 1024)
-    with autocast("cpu", recipe=recipe, cache=WeightCache() if cached else None), low_bit_counts() as counts:
+    with autocast("cpu", recipe=recipe, cache=WeightCache() if cached else None), recipe_counts() as counts:
         layer(torch.randn(64, 1024))
     (record,) = counts.records()
     assert record.recipe == ("fastest:bfloat16" if cached else "fastest:float32")
 
 
-def test_small_ops_run_in_the_fast_dtype(profile_of, low_bit_counts):
-    with autocast("cpu", recipe=Fastest(profile_of(bfloat16=1.5)), cache=WeightCache()), low_bit_counts() as counts:
+def test_small_ops_run_in_the_fast_dtype(profile_of, recipe_counts):
+    with autocast("cpu", recipe=Fastest(profile_of(bfloat16=1.5)), cache=WeightCache()), recipe_counts() as counts:
         nn.Linear(4, 4)(torch.randn(1, 4).bfloat16())
     assert [record.recipe for record in counts.records()] == ["fastest:bfloat16"]
 
@@ -200,10 +200,10 @@ def test_equal_buckets_give_equal_choices():
     ],
     ids=["an activation", "bfloat16 weight", "float64", "no rows"],
 )
-def test_what_it_does_not_choose_for_runs_as_without_it(slow, args, reason, low_bit_counts):
+def test_what_it_does_not_choose_for_runs_as_without_it(slow, args, reason, recipe_counts):
     with autocast("cpu"):
         expected = F.linear(*args)
-    with autocast("cpu", recipe=slow), low_bit_counts() as counts:
+    with autocast("cpu", recipe=slow), recipe_counts() as counts:
         result = F.linear(*args)
         explained = polycast.explain("linear", "cpu", *args)
     (record,) = counts.records()
@@ -217,9 +217,9 @@ def test_what_it_does_not_choose_for_runs_as_without_it(slow, args, reason, low_
     assert result.dtype is expected.dtype
 
 
-def test_ops_and_min_size_limit_it(profile_of, low_bit_counts):
+def test_ops_and_min_size_limit_it(profile_of, recipe_counts):
     profile = profile_of(bfloat16=3.0)
-    with low_bit_counts() as counts:
+    with recipe_counts() as counts:
         with autocast("cpu", recipe=Fastest(profile, ops=["mm"])):
             nn.Linear(32, 32)(X)
             torch.mm(X, torch.randn(32, 32))

@@ -44,10 +44,10 @@ def padding():
     [{}, {"src_key_padding_mask": padding()}, {"src_mask": torch.ones(7, 7, dtype=torch.bool).triu(1)}],
     ids=["no mask", "padding", "causal"],
 )
-def test_a_layer_is_computed_as_one_in_float32_where_that_is_faster(slow, low_bit_counts, options, masks):
+def test_a_layer_is_computed_as_one_in_float32_where_that_is_faster(slow, recipe_counts, options, masks):
     module = layer(**options)
     expected = module(X, **masks).bfloat16()
-    with autocast("cpu", recipe=slow), low_bit_counts() as counts:
+    with autocast("cpu", recipe=slow), recipe_counts() as counts:
         results = [module(X, **masks) for _ in range(3)]
     assert all(torch.equal(result, expected) for result in results)
     assert [(each.op, each.recipe, each.calls) for each in counts.records()] == [(OP, "fastest:float32", 3)]
@@ -61,11 +61,11 @@ def test_layers_of_an_encoder_pass_on_the_fast_dtype(slow):
         assert torch.equal(encoder(X), expected)
 
 
-def test_a_layer_has_torchs_bits_where_the_fast_dtype_is_faster(quick, low_bit_counts):
+def test_a_layer_has_torchs_bits_where_the_fast_dtype_is_faster(quick, recipe_counts):
     module = layer()
     with torch.autocast("cpu"):
         expected = module(X)
-    with autocast("cpu", recipe=quick), low_bit_counts() as counts:
+    with autocast("cpu", recipe=quick), recipe_counts() as counts:
         assert all(torch.equal(module(X), expected) for _ in range(3))
     (declined,) = {each.declined for each in counts.records() if each.op == OP}
     assert declined.startswith("no other way takes less than 1.0 of bfloat16's time")
@@ -80,17 +80,17 @@ def test_a_layer_has_torchs_bits_where_the_fast_dtype_is_faster(quick, low_bit_c
         (torch.bfloat16, 0.98, []),
     ],
 )
-def test_the_way_of_a_layer_depends_on_the_dtype_of_its_input(profile_of, low_bit_counts, dtype, ratio, ways):
+def test_the_way_of_a_layer_depends_on_the_dtype_of_its_input(profile_of, recipe_counts, dtype, ratio, ways):
     profile = profile_of(overhead=1e-15, cast=1e-15, bfloat16=ratio)
-    with autocast("cpu", recipe=Fastest(profile)), low_bit_counts() as counts:
+    with autocast("cpu", recipe=Fastest(profile)), recipe_counts() as counts:
         layer()(X.to(dtype))
     assert [each.recipe for each in counts.records() if each.op == OP and not each.declined] == ways
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-def test_layers_with_a_padding_mask_are_computed_as_one(slow, low_bit_counts, dtype):
+def test_layers_with_a_padding_mask_are_computed_as_one(slow, recipe_counts, dtype):
     module = layer()
-    with autocast("cpu", recipe=slow), low_bit_counts() as counts:
+    with autocast("cpu", recipe=slow), recipe_counts() as counts:
         result = module(X.to(dtype), src_key_padding_mask=padding())
     assert torch.equal(result, module(X.to(dtype).float(), src_key_padding_mask=padding()).bfloat16())
     assert [(each.op, each.declined) for each in counts.records()] == [(OP, "")]
@@ -109,9 +109,9 @@ def test_its_operations_are_counted_once(engine, profile, request):
     assert flops[0] == flops[1] > 0
 
 
-def test_a_profile_without_the_op_leaves_its_inner_ops_to_the_recipe(profile_of, low_bit_counts):
+def test_a_profile_without_the_op_leaves_its_inner_ops_to_the_recipe(profile_of, recipe_counts):
     profile = profile_of(overhead=1e-15, cast=1e-15, bfloat16={"encoder_layer": None, "other": 9.0})
-    with autocast("cpu", recipe=Fastest(profile)), low_bit_counts() as counts:
+    with autocast("cpu", recipe=Fastest(profile)), recipe_counts() as counts:
         layer()(X)
     assert {each.op: each.declined for each in counts.records()} == {
         OP: "the profile has no bfloat16 encoder_layer",
@@ -119,9 +119,9 @@ def test_a_profile_without_the_op_leaves_its_inner_ops_to_the_recipe(profile_of,
     }
 
 
-def test_the_inner_ops_of_few_rows_are_computed_one_by_one(slow, low_bit_counts):
+def test_the_inner_ops_of_few_rows_are_computed_one_by_one(slow, recipe_counts):
     module = layer()
-    with autocast("cpu", recipe=slow), low_bit_counts() as counts:
+    with autocast("cpu", recipe=slow), recipe_counts() as counts:
         result = module(X[:2])
     declined = {each.op: each.declined for each in counts.records()}
     assert declined.pop(OP) == FEW_ROWS
@@ -138,9 +138,9 @@ def arguments(module, x):
     return (x, 16, 2, *into, *out, False, False, 1e-5, *norms, *linears)
 
 
-def test_a_call_that_autograd_would_record_is_left_to_torch(slow, low_bit_counts):
+def test_a_call_that_autograd_would_record_is_left_to_torch(slow, recipe_counts):
     given = arguments(layer(), X.clone().requires_grad_())
-    with autocast("cpu", recipe=slow), low_bit_counts() as counts:
+    with autocast("cpu", recipe=slow), recipe_counts() as counts:
         torch._transformer_encoder_layer_fwd(*given)
     assert {each.declined for each in counts.records() if each.op == OP} == {NO_GRADIENTS}
 
@@ -154,7 +154,7 @@ def test_a_changed_weight_is_read_at_the_next_call(slow):
     assert torch.equal(result, module(X).bfloat16())
 
 
-def test_a_recipe_for_other_ops_and_a_region_without_one_leave_the_layer_to_torch(slow, low_bit_counts):
+def test_a_recipe_for_other_ops_and_a_region_without_one_leave_the_layer_to_torch(slow, recipe_counts):
     module = layer()
     with torch.autocast("cpu"):
         expected = module(X)
@@ -163,14 +163,14 @@ def test_a_recipe_for_other_ops_and_a_region_without_one_leave_the_layer_to_torc
     with autocast("cpu"):
         assert torch.equal(module(X), expected)
     others = Fastest(slow.profile, ops=["_native_multi_head_attention"])
-    with autocast("cpu", recipe=others), low_bit_counts() as counts:
+    with autocast("cpu", recipe=others), recipe_counts() as counts:
         module(X)
     assert {each.op for each in counts.records()} == {"aten::_native_multi_head_attention"}
 
 
-def test_a_policy_for_the_op_goes_before_the_recipe(slow, low_bit_counts):
+def test_a_policy_for_the_op_goes_before_the_recipe(slow, recipe_counts):
     module = layer()
-    with autocast("cpu", recipe=slow, policy={"_transformer_encoder_layer_fwd": "fp32"}), low_bit_counts() as counts:
+    with autocast("cpu", recipe=slow, policy={"_transformer_encoder_layer_fwd": "fp32"}), recipe_counts() as counts:
         result = module(X)
     assert torch.equal(result, module(X))
     assert result.dtype is torch.float32
@@ -190,7 +190,7 @@ def test_policies_for_inner_ops_apply(slow, inner, policy):
     assert seen[0] == seen[1]
 
 
-def test_a_registered_policy_for_an_inner_op_applies(slow, low_bit_counts):
+def test_a_registered_policy_for_an_inner_op_applies(slow, recipe_counts):
     module, region = layer(), autocast("cpu", recipe=slow)
     with region:
         assert {module(X).dtype for _ in range(3)} == {torch.bfloat16}
@@ -198,12 +198,12 @@ def test_a_registered_policy_for_an_inner_op_applies(slow, low_bit_counts):
     try:
         with region:
             assert module(X).dtype is torch.float32
-        with region, low_bit_counts() as counts:
+        with region, recipe_counts() as counts:
             module(X)
     finally:
         registration.remove()
     assert {each.declined for each in counts.records() if each.op == OP} == {REGISTERED}
-    with region, low_bit_counts() as counts:
+    with region, recipe_counts() as counts:
         module(X)
     assert [each.declined for each in counts.records()] == [""]
 

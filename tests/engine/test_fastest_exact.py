@@ -163,7 +163,7 @@ def relative_error(result, found):
 
 @pytest.mark.parametrize("fast", FAST, ids=str)
 @pytest.mark.parametrize("way", ["float32", "kernel", "float32 kernel"])
-def test_each_element_is_the_nearest_to_the_exact_one(way, fast, profile_of, low_bit_counts):
+def test_each_element_is_the_nearest_to_the_exact_one(way, fast, profile_of, recipe_counts):
     recipe = Fastest(profile_of(overhead=1e-15, cast=1e-15, **ratios(way, fast)))
     few_rows = way != "float32"
     if few_rows and not polycast.get_backend("cpu").low_bit_kernels(Fastest()):
@@ -171,7 +171,7 @@ def test_each_element_is_the_nearest_to_the_exact_one(way, fast, profile_of, low
     pick = random.Random(f"{way} {fast}")
     torch.manual_seed(0)
     calls = [random_call(pick, few_rows) for _ in range(CASES)]
-    with autocast("cpu", fast, recipe=recipe), low_bit_counts() as counts:
+    with autocast("cpu", fast, recipe=recipe), recipe_counts() as counts:
         for call in calls[:50]:
             call.function(*call.args)
     name = f"{str(fast).removeprefix('torch.')} kernel" if way == "kernel" else way

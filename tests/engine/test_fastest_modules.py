@@ -53,10 +53,10 @@ def flat(results):
 
 
 @pytest.mark.parametrize("need_weights", [True, False])
-def test_fused_attention_is_computed_in_float32_where_that_is_faster(slow, low_bit_counts, need_weights):
+def test_fused_attention_is_computed_in_float32_where_that_is_faster(slow, recipe_counts, need_weights):
     module = attention()
     expected = flat(module(X, X, X, need_weights=need_weights))
-    with autocast("cpu", recipe=Fastest(slow)), low_bit_counts() as counts:
+    with autocast("cpu", recipe=Fastest(slow)), recipe_counts() as counts:
         results = flat(module(X, X, X, need_weights=need_weights))
     assert [(each.op, each.recipe) for each in counts.records()] == [
         ("aten::_native_multi_head_attention", "fastest:float32")
@@ -65,11 +65,11 @@ def test_fused_attention_is_computed_in_float32_where_that_is_faster(slow, low_b
     assert all(torch.equal(*pair) for pair in zip(results, [each.bfloat16() for each in expected], strict=True))
 
 
-def test_fused_attention_with_a_mask_is_computed_in_float32_where_that_is_faster(slow, low_bit_counts):
+def test_fused_attention_with_a_mask_is_computed_in_float32_where_that_is_faster(slow, recipe_counts):
     module, mask = attention(), torch.zeros(X.shape[:2], dtype=torch.bool)
     mask[:, -1] = True
     expected = flat(module(X, X, X, key_padding_mask=mask))
-    with autocast("cpu", recipe=Fastest(slow)), low_bit_counts() as counts:
+    with autocast("cpu", recipe=Fastest(slow)), recipe_counts() as counts:
         results = flat(module(X, X, X, key_padding_mask=mask))
     assert {each.recipe: each.declined for each in counts.records()} == {"fastest:float32": ""}
     assert all(torch.equal(*pair) for pair in zip(results, [each.bfloat16() for each in expected], strict=True))

@@ -299,11 +299,11 @@ def test_batched_gradients(recipe):
         torch.testing.assert_close(of_vector, expected, rtol=1e-2, atol=1e-2)
 
 
-def test_transforms_and_forward_mode_use_the_fast_dtype(slow, low_bit_counts):
+def test_transforms_and_forward_mode_use_the_fast_dtype(slow, recipe_counts):
     layer, x = nn.Linear(8, 4), torch.randn(3, 8)
     with autocast("cpu"):
         expected = torch.func.vmap(torch.func.grad(lambda x: layer(x).sum()))(x)
-    with autocast("cpu", recipe=slow), low_bit_counts() as counts:
+    with autocast("cpu", recipe=slow), recipe_counts() as counts:
         assert torch.equal(torch.func.vmap(torch.func.grad(lambda x: layer(x).sum()))(x), expected)
         _, tangent = torch.func.jvp(layer, (x,), (x,))
     assert tangent.dtype is torch.bfloat16
@@ -334,9 +334,9 @@ def test_frozen_weights_and_no_grad_inside(slow):
     assert layer.weight.grad is None
 
 
-def test_what_has_no_gradients_here_runs_in_the_fast_dtype(slow, low_bit_counts):
+def test_what_has_no_gradients_here_runs_in_the_fast_dtype(slow, recipe_counts):
     x = torch.randn(1, 2, 8, 16, requires_grad=True)
-    with autocast("cpu", recipe=slow), low_bit_counts() as counts:
+    with autocast("cpu", recipe=slow), recipe_counts() as counts:
         F.scaled_dot_product_attention(x, x, x, dropout_p=0.5)
     (record,) = counts.records()
     assert record.declined == "autograd records it, and its gradients are computed in the fast dtype only"

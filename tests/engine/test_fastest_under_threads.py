@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from polycast import Fastest, WeightCache, autocast
-from polycast.engine.low_bit.actions import forget_actions
+from polycast.engine.recipes.actions import forget_actions
 
 pytestmark = pytest.mark.usefixtures("engine")
 THREADS = 4

@@ -11,8 +11,8 @@ from torch import nn
 import polycast
 from polycast import Int8, WeightCache, autocast
 from polycast.engine import state
-from polycast.engine.low_bit.plan import process_cache
-from polycast.engine.low_bit.plans import plan_for, plan_of
+from polycast.engine.recipes.plan import process_cache
+from polycast.engine.recipes.plans import plan_for, plan_of
 from polycast.plugins.registry import registry
 from polycast.region.policies import override_of
 
@@ -204,13 +204,13 @@ class Subclass(nn.Parameter):
         (nn.Parameter(torch.randn(4, 7)), "its features are odd in number"),
     ],
 )
-def test_an_unsupported_call_runs_in_the_fast_dtype_and_is_counted(linear, low_bit_counts, weight, reason):
+def test_an_unsupported_call_runs_in_the_fast_dtype_and_is_counted(linear, recipe_counts, weight, reason):
     x = torch.randn(3, weight.shape[1])
     if weight.dtype is torch.float64:
         x = x.double()
     with autocast("cpu"):
         fast = nn.functional.linear(x, weight)
-    with low_bit_counts() as counts, autocast("cpu", recipe=Int8(min_size=1)):
+    with recipe_counts() as counts, autocast("cpu", recipe=Int8(min_size=1)):
         assert torch.equal(nn.functional.linear(x, weight), fast)
     (record,) = counts.records()
     assert (record.op, record.recipe, record.device, record.calls) == ("aten::linear", "int8", "cpu", 1)

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import polycast
 from polycast import Int8, autocast
-from polycast.engine.low_bit.plan import process_cache
+from polycast.engine.recipes.plan import process_cache
 
 X = torch.randn(3, 8)
 

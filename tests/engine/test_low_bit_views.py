@@ -11,7 +11,7 @@ from torch.nn.functional import linear
 
 import polycast
 from polycast import Int8, WeightCache, autocast
-from polycast.engine.low_bit.plan import process_cache
+from polycast.engine.recipes.plan import process_cache
 
 X = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
 pytestmark = pytest.mark.usefixtures("engine", "no_grad")
@@ -123,9 +123,9 @@ def test_prepacked_views_are_freed_with_the_weight(kernels):
     assert (cache.stats().packings, cache.stats().packed_bytes) == (0, 0)
 
 
-def test_ever_new_slices_fall_back_to_the_fast_dtype_eventually(kernels, low_bit_counts):
+def test_ever_new_slices_fall_back_to_the_fast_dtype_eventually(kernels, recipe_counts):
     w, cache = new_weight(32, 8), WeightCache()
-    with low_bit_counts() as counts:
+    with recipe_counts() as counts:
         for length in range(2, 31):
             run(linear, X, w[:length], cache=cache)
     assert cache.stats().packed_bytes <= w.nbytes
@@ -167,8 +167,8 @@ def test_min_size_applies_to_the_view(kernels):
     ],
     ids=["detached", "another dtype", "negative", "computed", "view of computed", "more elements than the weight"],
 )
-def test_other_tensors_than_plain_views_run_in_the_fast_dtype(kernels, low_bit_counts, take):
-    with low_bit_counts() as counts:
+def test_other_tensors_than_plain_views_run_in_the_fast_dtype(kernels, recipe_counts, take):
+    with recipe_counts() as counts:
         run(linear, X, take(new_weight()))
     assert kernels["aten::linear"].ran == 0
     assert [record.declined for record in counts.records()] == [

@@ -10,7 +10,7 @@ from torch import nn
 import polycast
 from polycast import Int8, autocast
 from polycast.engine.casts.not_prepacked import WRITTEN_UNSEEN
-from polycast.engine.low_bit import prepacking
+from polycast.engine.recipes import prepacking
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 

@@ -9,7 +9,7 @@ from torch import nn
 
 import polycast
 from polycast import Int8, autocast
-from polycast.engine.low_bit.slower import slower_reason
+from polycast.engine.recipes.slower import slower_reason
 from polycast.profiling import profile as profiles
 
 pytestmark = pytest.mark.usefixtures("engine", "no_grad", "int8_kernels")
@@ -38,11 +38,11 @@ def use(monkeypatch, tmp_path, profile_of):
 
 
 @pytest.fixture
-def declined(low_bit_counts):
+def declined(recipe_counts):
     """Return a function that makes a call in a region with int8, and returns why it fell back; "" if not."""
 
     def declined():
-        with low_bit_counts() as counts, autocast("cpu", recipe=RECIPE):
+        with recipe_counts() as counts, autocast("cpu", recipe=RECIPE):
             F.linear(X, WEIGHT)
         return [record.declined for record in counts.records()]
 
@@ -82,10 +82,10 @@ def test_the_conversion_that_int8_saves_counts(use, declined):
     assert declined() == [""]
 
 
-def test_the_fast_dtype_of_the_region_counts(use, declined, low_bit_counts):
+def test_the_fast_dtype_of_the_region_counts(use, declined, recipe_counts):
     use(int8=1.0, bfloat16=0.5, float16=9.0)
     assert declined() == ["int8 takes 2 of bfloat16's time, by the profile"]
-    with low_bit_counts() as counts, autocast("cpu", torch.float16, recipe=RECIPE):
+    with recipe_counts() as counts, autocast("cpu", torch.float16, recipe=RECIPE):
         F.linear(X, WEIGHT)
     assert [record.declined for record in counts.records()] == [""]
 

@@ -8,7 +8,7 @@ from torch import nn
 
 import polycast
 from polycast import Int8
-from polycast.engine.low_bit.recipe_listeners import listeners
+from polycast.engine.recipes.recipe_listeners import listeners
 
 pytestmark = pytest.mark.usefixtures("int8_in_python")
 RECIPE = Int8(min_size=0)

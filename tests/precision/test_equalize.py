@@ -9,8 +9,8 @@ from torch import nn
 
 import polycast
 from polycast import Int8
-from polycast.engine.low_bit import slower
-from polycast.engine.low_bit.calibration import calibrators
+from polycast.engine.recipes import slower
+from polycast.engine.recipes.calibration import calibrators
 from polycast.precision.activations import Activations
 
 AVAILABLE = polycast.get_backend("cpu").recipe_availability(polycast.Int8())

@@ -31,9 +31,9 @@ def encoder():
 
 
 @pytest.mark.parametrize(("make", "linears"), [(attention, 2), (encoder, 8)])
-def test_the_linears_of_attention_modules_in_eval_mode_are_computed_by_the_recipe(low_bit_counts, make, linears):
+def test_the_linears_of_attention_modules_in_eval_mode_are_computed_by_the_recipe(recipe_counts, make, linears):
     model = make()
-    with low_bit_counts() as counts, polycast.autocast("cpu", recipe=RECIPE):
+    with recipe_counts() as counts, polycast.autocast("cpu", recipe=RECIPE):
         model(X)
     assert [(each.op, each.declined, each.calls) for each in counts.records()] == [("aten::linear", "", linears)]
 
@@ -76,12 +76,12 @@ def test_what_a_program_has_switched_off_stays_off():
     assert mha.get_fastpath_enabled()
 
 
-def test_compiled_code_is_as_the_region_that_it_runs_in(low_bit_counts):
+def test_compiled_code_is_as_the_region_that_it_runs_in(recipe_counts):
     model = encoder()
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     compiled(X)
     for recipe, count in ((RECIPE, 1), ("none", 0), (RECIPE, 1)):
-        with low_bit_counts() as counts, polycast.autocast("cpu", recipe=recipe):
+        with recipe_counts() as counts, polycast.autocast("cpu", recipe=recipe):
             compiled(X)
         assert len(counts.records()) == count
     with polycast.autocast("cpu", recipe=RECIPE):

@@ -62,7 +62,7 @@ def test_recipes_have_results_of_their_own(model, x, recipe):
 
 
 @pytest.mark.parametrize("call", ["linear", "mm", "addmm", "matmul"])
-def test_each_op_is_computed_by_it(recipe, call, low_bit_counts):
+def test_each_op_is_computed_by_it(recipe, call, recipe_counts):
     weight, bias, x = nn.Parameter(torch.randn(300, 256)), torch.randn(256), torch.randn(3, 300)
     linear = nn.Parameter(weight.detach().t().contiguous())
     calls = {
@@ -71,21 +71,21 @@ def test_each_op_is_computed_by_it(recipe, call, low_bit_counts):
         "addmm": lambda: torch.addmm(bias, x, weight),
         "matmul": lambda: x @ weight,
     }
-    with low_bit_counts() as counts, autocast("cpu", recipe=recipe):
+    with recipe_counts() as counts, autocast("cpu", recipe=recipe):
         result = calls[call]()
     (record,) = counts.records()
     assert (record.op, record.recipe, record.declined) == (f"aten::{call}", recipe.short, "")
     assert error(result, calls[call]()) < 0.2
 
 
-def test_small_weights_run_in_the_fast_dtype(model, x, recipe, low_bit_counts):
-    with low_bit_counts() as counts:
+def test_small_weights_run_in_the_fast_dtype(model, x, recipe, recipe_counts):
+    with recipe_counts() as counts:
         run(model, x, recipe)
     assert [(each.calls, each.declined) for each in counts.records()] == [
         (2, ""),
         (1, "the weight is smaller than the recipe's min_size"),
     ]
-    with low_bit_counts() as counts:
+    with recipe_counts() as counts:
         run(model, x, recipe.with_options(min_size=0))
     assert [(each.calls, each.declined) for each in counts.records()] == [(3, "")]
 

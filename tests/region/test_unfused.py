@@ -48,14 +48,14 @@ LAYERS = {
 
 @pytest.mark.parametrize("options", LAYERS.values(), ids=LAYERS)
 @pytest.mark.parametrize("states", [False, True], ids=["zeros", "states"])
-def test_an_lstm_is_computed_by_linears_in_the_recipe(small_pays, low_bit_counts, options, states):
+def test_an_lstm_is_computed_by_linears_in_the_recipe(small_pays, recipe_counts, options, states):
     layer = nn.LSTM(24, 16, **options).eval()
     x = torch.randn(3, 5, 24)
     count = layer.num_layers * (1 + layer.bidirectional)
     length, batch = (5, 3) if layer.batch_first else (3, 5)
     given = (torch.randn(count, batch, 16), torch.randn(count, batch, 16)) if states else None
     expected = flat(layer(x, given))
-    with low_bit_counts() as counts, polycast.autocast("cpu", recipe=RECIPE):
+    with recipe_counts() as counts, polycast.autocast("cpu", recipe=RECIPE):
         actual = flat(layer(x, given))
     assert linears(counts) == {("aten::linear", ""): count * (1 + length)}
     for ours, torchs in zip(actual, expected, strict=True):
@@ -63,18 +63,18 @@ def test_an_lstm_is_computed_by_linears_in_the_recipe(small_pays, low_bit_counts
         assert error(ours, torchs) < 0.03
 
 
-def test_an_lstm_without_batch_is_computed_by_the_recipe(small_pays, low_bit_counts):
+def test_an_lstm_without_batch_is_computed_by_the_recipe(small_pays, recipe_counts):
     layer, x = nn.LSTM(24, 16).eval(), torch.randn(3, 24)
-    with low_bit_counts() as counts, polycast.autocast("cpu", recipe=RECIPE):
+    with recipe_counts() as counts, polycast.autocast("cpu", recipe=RECIPE):
         y, (hidden, _) = layer(x)
     assert linears(counts) == {("aten::linear", ""): 4}
     assert (y.shape, hidden.shape) == ((3, 16), (1, 16))
 
 
-def test_one_step_is_computed_by_the_recipe_and_several_if_the_weights_are_large(low_bit_counts):
+def test_one_step_is_computed_by_the_recipe_and_several_if_the_weights_are_large(recipe_counts):
     layer = nn.LSTM(24, 16).eval()
     for length, count in ((1, 2), (2, 0)):
-        with low_bit_counts() as counts, polycast.autocast("cpu", recipe=RECIPE):
+        with recipe_counts() as counts, polycast.autocast("cpu", recipe=RECIPE):
             layer(torch.randn(length, 5, 24))
         assert sum(linears(counts).values()) == count
 
@@ -112,10 +112,10 @@ def test_regions_whose_recipe_does_not_compute_them_leave_them_to_torch(small_pa
         assert torch.equal(functional.grouped_mm(rows, experts, offs=ends), products)
 
 
-def test_what_autograd_records_is_left_to_torch(small_pays, low_bit_counts):
+def test_what_autograd_records_is_left_to_torch(small_pays, recipe_counts):
     layer = nn.LSTM(24, 16)
     rows, experts, ends = operands()
-    with torch.enable_grad(), low_bit_counts() as counts, polycast.autocast("cpu", recipe=RECIPE):
+    with torch.enable_grad(), recipe_counts() as counts, polycast.autocast("cpu", recipe=RECIPE):
         layer(torch.randn(3, 5, 24))[0].float().sum().backward()
         products = functional.grouped_mm(rows, experts.requires_grad_(), offs=ends)
         (products * torch.randn(11, 32)).sum().backward()
@@ -124,9 +124,9 @@ def test_what_autograd_records_is_left_to_torch(small_pays, low_bit_counts):
     assert experts.grad is not None
 
 
-def test_a_training_lstm_with_dropout_is_left_to_torch(small_pays, low_bit_counts):
+def test_a_training_lstm_with_dropout_is_left_to_torch(small_pays, recipe_counts):
     layer = nn.LSTM(24, 16, num_layers=2, dropout=0.5)
-    with low_bit_counts() as counts, polycast.autocast("cpu", recipe=RECIPE):
+    with recipe_counts() as counts, polycast.autocast("cpu", recipe=RECIPE):
         layer(torch.randn(3, 5, 24))
     assert not counts.records()
 
@@ -137,10 +137,10 @@ def operands(count=4, rows=11):
     return torch.randn(rows, 16), weights.transpose(1, 2), torch.tensor([3, 3, 10, 11][:count], dtype=torch.int32)
 
 
-def test_experts_with_rows_are_computed_by_the_recipe_one_by_one(engine, low_bit_counts):
+def test_experts_with_rows_are_computed_by_the_recipe_one_by_one(engine, recipe_counts):
     rows, experts, ends = operands()
     expected = functional.grouped_mm(rows, experts, offs=ends)
-    with low_bit_counts() as counts, polycast.autocast("cpu", recipe=RECIPE):
+    with recipe_counts() as counts, polycast.autocast("cpu", recipe=RECIPE):
         actual = functional.grouped_mm(rows, experts, offs=ends)
         alone = rows[3:10] @ experts[2]
     computed = {(op, not declined): calls for (op, declined), calls in linears(counts).items()}

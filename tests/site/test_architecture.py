@@ -39,11 +39,11 @@ def test_names_are_in_the_sources():
     assert [name for name in sorted(names) if not re.search(rf"\b{name}\b", text) and resolved(name) is None] == []
 
 
-def test_rooms_are_in_order():
-    floors = runpy.run_path(str(ROOT / "tests" / "test_rooms.py"))["FLOORS"]
-    table = PAGE.partition("| room |")[2].partition("\n\n")[0]
+def test_layers_are_in_order():
+    layers = runpy.run_path(str(ROOT / "tests" / "test_layers.py"))["LAYERS"]
+    table = PAGE.partition("| layer |")[2].partition("\n\n")[0]
     rows = [set(re.findall(r"`(\w+)`", row.split("|")[1])) for row in table.splitlines()[2:]]
-    assert rows == floors
+    assert rows == layers
 
 
 def test_table_of_modules_is_up_to_date(monkeypatch):

@@ -1,4 +1,4 @@
-"""Private names of torch: looked up in one room, and regions run without each."""
+"""Private names of torch: looked up in one folder, and regions run without each."""
 
 import ast
 import functools
@@ -207,9 +207,9 @@ def test_modules_that_assign_attributes_of_torch_are_listed(path):
 
 
 def test_names_under_which_a_module_has_objects_of_torch_are_seen(tmp_path):
-    (tmp_path / "room").mkdir()
+    (tmp_path / "folder").mkdir()
     (tmp_path / "classes.py").write_text("import torch\nOurs = torch.amp.autocast_mode.autocast\n")
-    module = tmp_path / "room" / "module.py"
+    module = tmp_path / "folder" / "module.py"
     module.write_text(
         "import torch\nfrom torch import nn\nfrom ..classes import Ours as Class\njit: object = torch.jit\n"
         "jit._state\nsetattr(Class, '__exit__', None)\nnn.Module.training = True\nOthers._state\n"

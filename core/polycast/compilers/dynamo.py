@@ -14,7 +14,7 @@ import torch
 
 from ..engine.casts.cast_cache import CastCache, cache_by_identity
 from ..engine.casts.traced import can_leave_casts
-from ..engine.fastest.profiles import with_profile
+from ..engine.fastest.recipe_profile import with_profile
 from ..engine.installation import kernels_of, support_overrides
 from ..engine.override import MODULE_RULE, Override, make_override
 from ..engine.state import Settings

@@ -5,7 +5,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 
-from ..engine.low_bit.recipe_listeners import listeners
+from ..engine.recipes.recipe_listeners import listeners
 from ..observer.matmuls import matmul_lines
 from ..observer.observation import Observation
 from ..observer.observe import observe_program

@@ -63,7 +63,7 @@ class Override:
         return next((layer.origin for layer in self.layers if op in layer.policies), None)
 
     @cached_property
-    def low_bit(self) -> frozenset[str]:
+    def recipe_ops(self) -> frozenset[str]:
         """The ops that the recipe computes, by their names in the dispatcher.
 
         Composed ops are among them only without policies, which may be for the ops that they call.
@@ -75,7 +75,7 @@ class Override:
     @cached_property
     def added(self) -> frozenset[str]:
         """The ops that need a kernel whether or not they are in the backend's table."""
-        return (self.low_bit & POINTWISE_OPS).union(self.policies)
+        return (self.recipe_ops & POINTWISE_OPS).union(self.policies)
 
     @disable_dynamo
     def over(self, parent: "Override | None") -> "Override":

@@ -120,7 +120,7 @@ class StateMachine(Protocol):
         """Return the store of a cache."""
 
     def forget_actions(self) -> None:
-        """Ask Python again how to compute each call by a recipe (see low_bit/actions.py), and for regions' settings."""
+        """Ask Python again how to compute each call by a recipe (see recipes/actions.py), and for regions' settings."""
 
     def set_recomputing(self, backward: int | None, /) -> None:
         """Set the backward that recomputes a forward on this thread, by torch's number; None: none does."""

@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable, Iterable, Iterator
 
-from ..engine.low_bit.plan import RECORDS
+from ..engine.recipes.plan import RECORDS
 from .facts import Facts
 from .numerics_findings import overflow, underflow
 from .policy_remedies import may_have, nonfinite_remedy, policy_text

@@ -13,16 +13,16 @@ from torch import nn
 
 from ..common.listeners import Listeners
 from ..common.versions import versions
-from ..engine.low_bit.recipe_listeners import listeners as low_bit_listeners
+from ..engine.recipes.recipe_listeners import listeners as recipe_listeners
 from ..profiling.measuring_listeners import listeners as profiling_listeners
 from ..region.recording_scaler import listeners as scaler_listeners
 from . import compilations, module_calls
 from .counting import facts_of
 from .facts import Facts, Run
 from .known_modules import KnownModules
-from .low_bit_counts import LowBitCounts
 from .observation import Observation
-from .observer_library import load_observer
+from .observer_library import load_backend_of_accelerator, load_observer
+from .recipe_counts import RecipeCounts
 from .recorder import NONFINITE, Reading, read
 from .step_origin import StepOrigins
 from .steps import Schedule, Steps
@@ -176,7 +176,7 @@ class _Observing:
         self._modules = KnownModules(self._recorder)
         if model is not None:
             self._modules.add(model)
-        self._low_bit = LowBitCounts()
+        self._recipe_counts = RecipeCounts()
         self._raised = False
         self._seconds = 0.0
         self._began: float | None = None
@@ -222,7 +222,9 @@ class _Observing:
                 listen(module_calls.before, self._modules.add_called)
             if self._raises:
                 listen(module_calls.after, self.raise_nonfinite)
-            listen(low_bit_listeners, self._note_low_bit)
+            listen(recipe_listeners, self._note_recipe)
+            if self._run.nonfinite != "ignore" or self._run.numerics:
+                load_backend_of_accelerator()  # which is asked whether it captures a graph
             if self._run.nonfinite != "ignore":
                 listen(scaler_listeners, StepOrigins(self.observation, self._recorder.nonfinite_count))
             self._began = time.perf_counter()
@@ -230,22 +232,22 @@ class _Observing:
             self._recorder.start()
             self._observed = started.pop_all()
 
-    def _note_low_bit(self, device_type: str, recipe: str, op: str, reason: str | None) -> None:
-        self._low_bit.note(device_type, recipe, op, reason)
-        self._observer.note_low_bit(recipe, reason or "")
+    def _note_recipe(self, device_type: str, recipe: str, op: str, reason: str | None) -> None:
+        self._recipe_counts.note(device_type, recipe, op, reason)
+        self._observer.note_recipe(recipe, reason or "")
 
     def stop(self) -> Reading:
         self._pause()
         if self._trace:
             self.observation._trace = trace_of(self._recorder, self._modules.named)
         reading = self._read()
-        find = functools.cache(functools.partial(facts_of, reading, self._run_so_far(), self._low_bit.records()))
+        find = functools.cache(functools.partial(facts_of, reading, self._run_so_far(), self._recipe_counts.records()))
         self.observation._end(find if self.is_lazy else find())
         self._modules.clear()
         return reading
 
     def _facts(self) -> Facts:
-        return facts_of(self._read(), self._run_so_far(), self._low_bit.records())
+        return facts_of(self._read(), self._run_so_far(), self._recipe_counts.records())
 
     def _read(self) -> Reading:
         return read(self._recorder, self._modules.named)

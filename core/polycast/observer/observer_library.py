@@ -3,12 +3,17 @@
 It is separate from the engine, so that programs which observe nothing need not build it.
 """
 
+import contextlib
 import threading
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from ..common.atfork import hold_during_fork
 from ..engine.choice import build_failure, choose
+from ..engine.disable_dynamo import disable_dynamo
 from ..plugins.backend import overrides_is_capturing
+from ..plugins.checks import PLUGIN_ERRORS
 from ..plugins.registry import registry
 from ..toolchain.cache_folder import cache_directory
 from ..toolchain.cpp_library import BuildError, CppLibrary
@@ -76,7 +81,19 @@ def _bind(engine: "NativeEngine") -> Observer:
     return observer
 
 
+def load_backend_of_accelerator() -> None:
+    """Load the backend of the current accelerator, if it has one that can be loaded."""
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is not None:
+        with contextlib.suppress(*PLUGIN_ERRORS):
+            registry.find(accelerator.type)
+
+
+@disable_dynamo
 def _captures(device_type: str) -> bool:
-    """Return the answer of a backend that overrides ``is_capturing``; False for others, whose streams know."""
+    """Return the answer of a backend that overrides ``is_capturing``, True if it raises; False for other backends."""
     backend = registry.ready.get(device_type)
-    return backend is not None and overrides_is_capturing(backend) and bool(backend.is_capturing())
+    try:
+        return backend is not None and overrides_is_capturing(backend) and bool(backend.is_capturing())
+    except Exception:  # the kernels ask, too, and raise it
+        return True

@@ -270,7 +270,7 @@ class Observer(Protocol):
     def leave_module(self, module: object, /) -> None:
         """Leave a module, and the modules inside it that were not left."""
 
-    def note_low_bit(self, recipe: str, declined: str, /) -> None:
+    def note_recipe(self, recipe: str, declined: str, /) -> None:
         """Note that a recipe computed the op that this thread is in, or why it declined."""
 
     def note_compiling(self, begins: bool, /) -> None:

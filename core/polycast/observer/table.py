@@ -10,8 +10,8 @@ from rich.text import Text
 from ..common import plain_text
 from .facts import Facts
 from .findings import grouped
-from .low_bit_counts import low_bit_lines
 from .matmuls import matmul_lines
+from .recipe_counts import recipe_lines
 from .records import Finding, Op
 from .units import size
 
@@ -34,9 +34,7 @@ def shown(facts: Facts, findings: Iterable[Finding]) -> Group:
     if others:
         parts.append(Text(f"... and {others:,} more, inner ops included: see seen.ops"))
     parts += [Text(_cut(line, _LONGEST_LINE)) for line in matmul_lines(facts.matmuls)]
-    parts += _bounded(
-        [_cut(line, _LONGEST_LINE) for line in low_bit_lines(facts.low_bit)], _MAX_LOW_BIT, "seen.low_bit"
-    )
+    parts += _bounded([_cut(line, _LONGEST_LINE) for line in recipe_lines(facts.low_bit)], _MAX_LOW_BIT, "seen.low_bit")
     groups = grouped(findings)
     if groups:
         lines = [_cut(_finding_line(group), 2 * _LONGEST_LINE) for group in groups]

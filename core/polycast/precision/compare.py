@@ -225,7 +225,7 @@ def _comparison(sides: Sides, record: Record, outputs: Mapping[str, Sums], *, is
         record.outputs.first_nonfinite,
         tuple(record.parted_in),
         sides.tested.recipe,
-        record.low_bit.records(),
+        record.recipe_counts.records(),
         sides.reference.text(),
         sides.tested.text(),
         record.gradient_errors(),

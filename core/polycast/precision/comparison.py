@@ -8,7 +8,7 @@ import torch
 
 from ..common.html_table import html_lines, html_table
 from ..common.plain_text import as_text, under_the_head
-from ..observer.low_bit_counts import low_bit_lines
+from ..observer.recipe_counts import recipe_lines
 from ..observer.records import LowBit
 from ..policy.dtypes import dtype_name
 from ..policy.plain_data import plain_fields
@@ -191,7 +191,7 @@ class Comparison:
         if self.parted:
             names = ", ".join(name or "(model)" for name in self.parted)
             sentences.append(f"The two runs made different calls in {names}.")
-        sentences += low_bit_lines(self.low_bit)
+        sentences += recipe_lines(self.low_bit)
         if self.recipe is not None and not any(not each.declined for each in self.low_bit):
             sentences.append(
                 f"Nothing was computed by {self.recipe!r}: these are the errors of {dtype_name(self.dtype)}."

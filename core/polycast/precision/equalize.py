@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from ..engine.casts.weights import parameter_of
-from ..engine.low_bit.calibration import calibrators
-from ..engine.low_bit.equalized import activations_of, matrix_of
-from ..engine.low_bit.plan import Plan
+from ..engine.recipes.calibration import calibrators
+from ..engine.recipes.equalized import activations_of, matrix_of
+from ..engine.recipes.plan import Plan
 from ..policy.equalization import Equalization, EqualizedWeight, fingerprint_of
 from ..policy.recipe import Recipe, RecipeLike, read_recipe
 from ..policy.weight_views import TRANSPOSED, WHOLE, parameters_by_name, view_of

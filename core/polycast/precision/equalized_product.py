@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..engine.low_bit.equalized import product_arguments
+from ..engine.recipes.equalized import product_arguments
 from ..plugins.backend import LowBitKernel
 from .activations import Activations
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
-from ..engine.low_bit.recipe_listeners import listeners as low_bit_listeners
+from ..engine.recipes.recipe_listeners import listeners as recipe_listeners
 from ..plugins.registry import get_backend
 from ..policy.dtypes import dtype_name
 from ..policy.recipe import Recipe, RecipeLike
@@ -147,8 +147,8 @@ def explain_model(
         with ExitStack() as stack:
             stack.enter_context(region)
             stack.enter_context(watched(copied, in_this_thread(calls)))
-            low_bit_listeners.add(calls.note_declined)
-            stack.callback(low_bit_listeners.remove, calls.note_declined)
+            recipe_listeners.add(calls.note_declined)
+            stack.callback(recipe_listeners.remove, calls.note_declined)
             stack.enter_context(mode)
             stack.enter_context(calls)
             _run(copied, args, kwargs)

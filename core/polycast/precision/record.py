@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..observer.low_bit_counts import LowBitCounts
+from ..observer.recipe_counts import RecipeCounts
 from .comparison import GradientErrors, ModuleErrors
 from .gradient_calls import aligned
 from .hooks import CallKey
@@ -127,13 +127,13 @@ class Record:
     Attributes:
         outputs, gradients: the errors in forward and in backward.
         parted_in: the modules in which the two runs made different calls.
-        low_bit: counts the ops that recipes compute, and those for which they fall back, in the tested run.
+        recipe_counts: counts the ops that recipes compute, and those for which they fall back, in the tested run.
     """
 
     def __init__(self, profile: ModelProfile, advance: Callable[[str], None]) -> None:
         self.outputs, self.gradients = Errors(), Errors()
         self.parted_in: dict[str, None] = {}
-        self.low_bit = LowBitCounts()
+        self.recipe_counts = RecipeCounts()
         self._modules = profile.by_name()
         self._kinds = {each.name: type(module).__name__ for module, each in profile.modules.items()}
         self._advance = advance

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
-from ..engine.low_bit.recipe_listeners import listeners as low_bit_listeners
+from ..engine.recipes.recipe_listeners import listeners as recipe_listeners
 from ..torch_internals.private_names import are_functorch_transforms_active, has_saved_tensors_hooks
 from .gradient_calls import (
     GradientCall,
@@ -228,7 +228,7 @@ class TestedRun(ModelRun):
                 both.sides.activate(side)
                 side.state.put(state)
                 both.generators.set(random)
-                low_bit_listeners.add(both.record.low_bit.note, threading.get_ident())
+                recipe_listeners.add(both.record.recipe_counts.note, threading.get_ident())
                 return self.run()
 
         return make
@@ -322,7 +322,7 @@ def run_both(both: Lockstep) -> tuple[RunResult, RunResult]:
                 stack.enter_context(side.state.on_clones())
                 if both.loss is not None:
                     stack.enter_context(side.gradients.set_aside())
-        stack.callback(low_bit_listeners.remove, both.record.low_bit.note)
+        stack.callback(recipe_listeners.remove, both.record.recipe_counts.note)
         stack.callback(tested.end)
         stack.callback(reference.end)
         theirs = tested.in_worker()

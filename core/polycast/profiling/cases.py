@@ -27,9 +27,9 @@ _SEQUENCES = _LAYER_HEADS = 4
 _ATEN = torch.ops.aten
 _LAYER = "aten::_transformer_encoder_layer_fwd"
 _ATTENTION = "aten::_scaled_dot_product_flash_attention_for_cpu"
-"""Only on the CPU, some dtypes are slow enough in the backward for it to be measured."""
+"""Its backward is measured where torch has this op, on the CPU: elsewhere no dtype is slow enough in it to matter."""
 _LSTM = "aten::mkldnn_rnn_layer"
-"""Only the op of oneDNN is chosen for."""
+"""LSTMs are measured where torch has this op of oneDNN: the recipe "fastest" chooses a way for no other."""
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _FORMAT = 1
 _WIDTH = 1000  # tables are as wide as they need
 _NOISY = 0.25
-"""The part of noisy measurements from which on a profile is noisy."""
+"""A profile is noisy if more than this fraction of its measurements is."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -3,7 +3,7 @@
 A way that is hopelessly slow must not take minutes, nor the time of the others. So cases are timed in order of their
 work, and what would take too long by the cases before it, or many times as long as float32, is extrapolated from those.
 All cases are timed in several passes, since a machine may be slower for a part of a second, for the same cases in all
-ways. What takes the least time in one pass only is noisy.
+ways. A time is noisy unless a second pass confirms it.
 """
 
 import contextlib
@@ -35,11 +35,11 @@ _SHORT_CALL = 0.02
 """A case of which the first call takes fewer seconds is timed again at once, whatever its share; one whose first call
 was disturbed, up to `_LONGEST_CALL`."""
 _HOPELESS = 3
-"""A case is extrapolated if a way takes more than this many times as long as float32 both for fewer rows and for a
-smaller size; twice as many, if only one of the two was timed."""
+"""A case is not timed but extrapolated if its two nearest smaller cases, of fewer rows and of a smaller size, both take
+more than this many times as long as in float32; twice as many, if only one of them was timed."""
 _LONG_ENOUGH = 1e-4, 5
-"""Cases count for that if a call in float32 takes more seconds than the first number, or more times as long as the
-shortest call of the op than the second. In others, the call takes much of the time, and the work little."""
+"""A smaller case counts for that if it takes more seconds in float32 than the first number, or more times as long as
+the shortest call of the op than the second: of shorter ones, much is the overhead of a call."""
 _IMPLAUSIBLE = 1.5
 """A call that takes this many times as long as one with more work was disturbed."""
 
@@ -102,7 +102,7 @@ class OpTimer:
         self._entries: dict[tuple[Case, str], _Entry] = {}
         self._unsupported: set[tuple[Case, str]] = set()
         self._hopeless: dict[tuple[Case, str], float | None] = {}
-        """The time relative to float32 of what is extrapolated from that; None for others."""
+        """The time of each case and way relative to float32, if it is extrapolated from that; None for others."""
         self._rates: dict[tuple[str, str], float] = {}
         """The least seconds by unit of work, by op and way."""
 
@@ -123,7 +123,9 @@ class OpTimer:
                 if time.perf_counter() < end:
                     with contextlib.suppress(Exception):  # a pass finds out, and notes it
                         check(case, way, self._operands)
-                        _with_dtype(prepare(case, way, self._operands), self._device_type, way.fast)()
+                        self._stopwatch.time(
+                            _with_dtype(prepare(case, way, self._operands), self._device_type, way.fast)
+                        )
 
     def measurements(self) -> tuple[Measurement, ...]:
         """Return the times, by op, size and rows."""

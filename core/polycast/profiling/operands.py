@@ -52,7 +52,7 @@ class Operands:
         return list(elements[: elements.numel() // count * count].view(-1, *shape))
 
     def is_small(self, size: int) -> bool:
-        """Return whether there is only one weight of so many elements."""
+        """Return whether there is only one weight of this many elements."""
         return size < SMALL
 
     def whole(self) -> torch.Tensor:

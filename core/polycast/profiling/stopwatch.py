@@ -15,7 +15,7 @@ _TURN = 1e-4
 _QUEUE_TURN = 1e-3
 """The same where calls are queued, and each turn waits for the device."""
 _LONG = 10
-"""A turn of so many times that length is cut off: on a busy machine a call may take a thousand times as long."""
+"""A turn ends early after this many times that length: on a busy machine a call may take a thousand times as long."""
 _MAX_ROUNDS = 40
 _MAX_ESTIMATES = 4
 _RUNNING = 0.9

@@ -18,7 +18,7 @@ class MeasuredWay:
 
     Attributes:
         name: as in a `Measurement`.
-        dtype: the dtype of the activations, and of the weights without kernels, or for those that take casts.
+        dtype: the dtype of the activations, and of the weights unless a kernel prepacks them.
         fast: the fast dtype that a kernel returns.
         kernels: the backend's kernels, by op; None: torch's are used.
     """

@@ -9,7 +9,7 @@ import torch
 
 from ..engine import state
 from ..engine.kernels import autocast_key, installed, refusal
-from ..engine.low_bit import compute as low_bit
+from ..engine.recipes import compute
 from ..engine.reference.rules import OpCall, apply_rule, is_eligible
 from ..engine.state import Settings
 from ..plugins.backend import Backend
@@ -76,10 +76,10 @@ def explain_in(
     assert region.override is not None  # it has the recipe
     assert call.arguments is not None
     arguments = flatten_arguments(_existing(chosen), (), bound)
-    reason = low_bit.why_not(region.override, chosen, backend.device_type, arguments)
+    reason = compute.why_not(region.override, chosen, backend.device_type, arguments)
     if reason is not None:
         return replace(call, declined=reason)
-    computed = low_bit.way_of(region.override, chosen, backend.device_type, arguments, region.cache, region.dtype)
+    computed = compute.way_of(region.override, chosen, backend.device_type, arguments, region.cache, region.dtype)
     call = replace(call, way=computed.way, reason=computed.reason)
     if computed.dtype is not region.dtype:
         seen = (replace(each, seen=computed.dtype or each.dtype) for each in call.arguments or ())
@@ -91,11 +91,11 @@ def _without_arguments(op: str, region: Settings, backend: Backend) -> Explanati
     policy, rule, rule_name = deciding_rule(op, region, backend)
     found = Explanation(op, region.device_type, region.enabled, region.dtype, policy, rule, rule_name, calls=op)
     override = region.override
-    if override is None or override.recipe is None or op not in override.low_bit:
+    if override is None or override.recipe is None or op not in override.recipe_ops:
         return found
     if policy is not CastPolicy.LOWER_PRECISION_FP and not (policy is None and op in WITHOUT_POLICY):
         return found
-    declined = low_bit.why_no_kernel(override, op, region.device_type)
+    declined = compute.why_no_kernel(override, op, region.device_type)
     return replace(found, recipe=override.recipe.short, declined=declined)
 
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from ..common import env
-from ..engine.fastest.profiles import with_profile
+from ..engine.fastest.recipe_profile import with_profile
 from ..engine.state import DictItem
 from ..errors import RecipeDisabledWarning, warn_user
 from ..plugins.backend import Availability, Backend

@@ -11,7 +11,7 @@ import torch
 
 from ..engine import state
 from ..engine.inference import in_function
-from ..engine.low_bit.plan import is_special
+from ..engine.recipes.plan import is_special
 from ..policy.recipe import Fastest, Recipe
 from ..torch_internals.patcher import Patch
 from ..torch_internals.private_names import is_intercepted, skip_frames
@@ -25,7 +25,7 @@ always is: oneDNN reorders the weights at each call."""
 def recipe_for(op: str, device_type: str) -> Recipe | None:
     """Return the recipe that computes an op on a device in this thread's region, if it is enabled; else None."""
     override, _ = state.machine.innermost(device_type)
-    if override is None or op not in override.low_bit:
+    if override is None or op not in override.recipe_ops:
         return None
     return override.recipe if torch.is_autocast_enabled(device_type) else None
 

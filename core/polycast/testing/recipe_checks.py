@@ -11,9 +11,9 @@ import torch
 from torch._subclasses import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
-from ..engine.low_bit.operators import operator_of
-from ..engine.low_bit.recipe_listeners import listeners
 from ..engine.persistence.weight_cache import WeightCache
+from ..engine.recipes.operators import operator_of
+from ..engine.recipes.recipe_listeners import listeners
 from ..plugins.backend import LowBitKernel
 from ..policy.cast_policy import CastPolicy
 from ..policy.recipe import Float8, Int4, Int8, Recipe

@@ -18,7 +18,7 @@ import torch
 from typing_extensions import Self
 
 Made: TypeAlias = torch.dtype | int
-"""The kind of an entry: a cast to a dtype, or a prepacked weight of a kind (see `Plan.kind` in low_bit/plan.py)."""
+"""The kind of an entry: a cast to a dtype, or a prepacked weight of a kind (see `Plan.kind` in recipes/plan.py)."""
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from ...policy.schemas import find_op
 from ...torch_internals.dispatcher import disable_autocast, dispatch_key_for_device, has_kernel_for_dispatch_key
 from ...torch_internals.private_names import size_hint
 from ..casts.weights import caching_is_safe
-from ..low_bit.actions import Action, ActionKind
-from ..low_bit.plan import FLOATS, is_special
+from ..recipes.actions import Action, ActionKind
+from ..recipes.plan import FLOATS, is_special
 from .choose_way import dtype_of
 from .in_dtype import in_dtype
 from .recorded_ways import RecordedOperands, Ways
@@ -26,7 +26,7 @@ class RecordedAttention(NamedTuple):
     Attributes:
         op: by its name in the dispatcher.
         args: its arguments.
-        is_fused: whether the backward is that of torch's fused kernel; else it computes the attention again.
+        is_fused: whether the backward is torch's fused kernel. Otherwise it computes the attention again.
     """
 
     op: str
@@ -147,9 +147,9 @@ class AttentionSettings(NamedTuple):
 
 
 class FusedAttention(torch.autograd.Function):
-    """An attention of operands in the fast dtype, by torch's fused kernels, each in the fast dtype or in float32.
+    """Attention on operands in the fast dtype, by torch's fused kernels for the forward and the backward.
 
-    What is saved is what torch's op saves in the fast dtype.
+    Each of the two computes in the fast dtype or in float32. What is saved is what torch's op saves in the fast dtype.
     """
 
     @staticmethod

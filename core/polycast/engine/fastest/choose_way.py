@@ -19,13 +19,13 @@ from .cost import seconds_of, seconds_to_cast, seconds_to_cast_weight
 from .products import ENCODER_LAYER, Product
 
 MARGIN = 0.92
-"""Another way than the fast dtype's has to take less than this part of its time: smaller gains are within the error of
-a profile, which has few sizes."""
+"""Use another way than the fast dtype's only if it takes less than this fraction of its time: smaller gains are within
+the error of a profile, which has few sizes."""
 _MARGINS = {ENCODER_LAYER: 1.0}
 """Other margins, by op. In a region, an encoder layer also looks up the casts of its weights, which the profile does
 not time, so any gain counts."""
 _OF_FLOAT32_INPUT = 1.2
-"""With a float32 input, an encoder layer in a region takes at least so many times the profile's time: autocast casts
+"""With a float32 input, an encoder layer in a region takes at least this many times the profile's time: autocast casts
 query, key and value separately, so the fused attention does not see that they are one tensor."""
 
 NO_FAST_KERNEL = "the device has no kernel for it in the fast dtype"
@@ -37,11 +37,12 @@ class Way(Enum):
     FAST = "fast"
     """torch's kernel for the fast dtype, with the weight's cached cast: the ordinary path."""
     KERNEL = "kernel"
-    """The backend's own kernel for the fast dtype, with the weight's cached cast, or of a function of one number."""
+    """The backend's own kernel for the fast dtype: of an op with a weight, with its cached cast, or of an elementwise
+    function."""
     FLOAT32_KERNEL = "float32 kernel"
     """The same kernel, with the float32 weight as it is."""
     FLOAT32 = "float32"
-    """The weight as it is, the activations converted to float32, and the result to the fast dtype."""
+    """torch's float32 kernel: the weight as it is, the activations cast to float32, the result to the fast dtype."""
 
 
 def name_of(way: Way, dtype: torch.dtype) -> str:

@@ -61,10 +61,9 @@ def _seconds_in_cache(profile: DeviceProfile, op: str, way: str, rows: int, size
 
 
 def _seconds_of_work(profile: DeviceProfile, op: str, way: str, work: int) -> float | None:
-    """Return the seconds of a number of multiplications, as convolutions and attentions of other rows and sizes take.
+    """Return the seconds of a convolution or an attention by its number of multiplications alone.
 
-    Few are measured, and the rows and sizes of a call differ from theirs by any factor. Less than the least work takes
-    as long as that, and more than the most a time in proportion.
+    Few sizes are measured. Below the least measured work the time is constant, and above the most in proportion.
     """
     known = _seconds_by_work(profile, op, way)
     if not known:

@@ -23,17 +23,17 @@ from ..casts.traced import cast_of_traced
 from ..casts.weights import caching_is_safe, is_all_of, is_dense, is_weight, parameter_of
 from ..inference import in_function
 from ..kernels import is_in_fast_dtype
-from ..low_bit.actions import AS_IT_IS, CACHED_CAST, FALL_BACK, FLOAT32, Action, ActionKind, Results
-from ..low_bit.plan import FLOATS, NO_KERNEL, SMALL, SUBCLASS, Plan, is_special
-from ..low_bit.recipe_listeners import listeners, notify
+from ..recipes.actions import AS_IT_IS, CACHED_CAST, FALL_BACK, FLOAT32, Action, ActionKind, Results
+from ..recipes.plan import FLOATS, NO_KERNEL, SMALL, SUBCLASS, Plan, is_special
+from ..recipes.recipe_listeners import listeners, notify
 from .attention import RecordedAttention
 from .choose_way import NO_FAST_KERNEL, Conversions, Way, choose, is_unsupported, name_of
-from .in_dtype import computed_in, results_in
+from .in_dtype import cast_results, results_of
 from .products import Product, product_of, weight_position
 from .recorded import NO_GRADIENTS, Recorded, recorded_call
 from .recorded_ways import Ways, choose_recorded
 
-NO_PROFILE = "its profile is not known in this process"
+NO_PROFILE = "the profile that it was compiled with is not loaded in this process"
 UNKNOWN_SIZES = "the profile does not cover it: a vector, no elements, or complex factors"
 TRACED_MASK = "its mask is boolean: inductor's code for such attention in float32 corrupts memory"
 NARROW_WEIGHT = "its weight is not float32"
@@ -56,7 +56,7 @@ _UNKEPT = (INTERCEPTED, SUBCLASS, NO_PROFILE)
 class FastestPlan(Plan):
     """The recipe on a device: chooses a way for each call, and computes it.
 
-    `perform` and `choice` take the place of `compute` and `unsupported_reason`.
+    Call `perform` and `choice`: `compute` and `unsupported_reason` do not apply.
     """
 
     recipe: Fastest
@@ -92,14 +92,14 @@ class FastestPlan(Plan):
         return found if isinstance(found, str) else None
 
     def perform(
-        self, op: str, args: Sequence[Any], cache: CastCache | None, plain: bool
+        self, op: str, args: Sequence[Any], cache: CastCache | None, checked: bool
     ) -> tuple[Results | None, Action | None]:
         """Compute an op, and notify listeners; see ``compute.perform``."""
         dtype = torch.get_autocast_dtype(self.device_type)
-        if not plain and is_intercepted():
+        if not checked and is_intercepted():
             found: PlannedCall | str = INTERCEPTED
         else:
-            found = self.choice(op, args, cache, dtype, plain)
+            found = self.choice(op, args, cache, dtype, checked)
         if isinstance(found, str):
             if op not in POINTWISE_OPS:  # which runs as without the recipe
                 notify(self.device_type, self.recipe.short, op, found)
@@ -109,7 +109,7 @@ class FastestPlan(Plan):
         return result, None if listeners else action
 
     def choice(
-        self, op: str, args: Sequence[Any], cache: CastCache | None, dtype: torch.dtype, plain: bool = False
+        self, op: str, args: Sequence[Any], cache: CastCache | None, dtype: torch.dtype, checked: bool = False
     ) -> "PlannedCall | str":
         """Return the way to compute a call, or why there is no choice and it runs in the fast dtype.
 
@@ -118,15 +118,15 @@ class FastestPlan(Plan):
             args: its arguments, which may be fake.
             cache: the region's WeightCache, or None.
             dtype: the fast dtype.
-            plain: the caller knows that the tensors need no check, that nothing intercepts the op, and that autograd
+            checked: the caller knows that the tensors need no check, that nothing intercepts the op, and that autograd
                 does not record it.
         """
         if op in POINTWISE_OPS:
-            return self._why_not_pointwise(op, args, dtype, plain) or PlannedCall(Way.KERNEL, SAME_RESULTS)
+            return self._why_not_pointwise(op, args, dtype, checked) or PlannedCall(Way.KERNEL, SAME_RESULTS)
         profile = self.profile
         if profile is None and op != _RECURRENT:
             return NO_PROFILE
-        if not plain:
+        if not checked:
             others = [arg for at, arg in enumerate(args) if not _is_mask(at, arg)]
             reason = self._unsupported_tensor(others, False)
             if reason is not None:
@@ -137,7 +137,7 @@ class FastestPlan(Plan):
             elif len(others) < len(args):
                 return TRACED_MASK
         runs_in_function = in_function()
-        records = runs_in_function or (not plain and _is_recorded(args))
+        records = runs_in_function or (not checked and _is_recorded(args))
         if op == _RECURRENT and not _has_recurrent_kernel(dtype, records):
             return PlannedCall(Way.FLOAT32, NO_FAST_KERNEL)
         if profile is None:
@@ -164,19 +164,19 @@ class FastestPlan(Plan):
         way, why = choose(profile, dtype, product, conversions, self._ways_by_kernel(op, args, position))
         return why if op in COMPOSED_OPS and way is Way.FAST else PlannedCall(way, why)
 
-    def _why_not_pointwise(self, op: str, args: Sequence[Any], dtype: torch.dtype, plain: bool) -> str | None:
+    def _why_not_pointwise(self, op: str, args: Sequence[Any], dtype: torch.dtype, checked: bool) -> str | None:
         """Return why torch's kernel computes a pointwise op; None if the backend's does."""
         kernel = self.kernels.get(op)
         if kernel is None:
             return NO_KERNEL
         if not caching_is_safe():
             return COMPILED
-        if not plain and (reason := self._unsupported_tensor(args, False)) is not None:
+        if not checked and (reason := self._unsupported_tensor(args, False)) is not None:
             return reason
         x = args[0]
         if x.dtype is not dtype:
             return OTHER_DTYPE
-        return SUBCLASS if not plain and is_special(x) else kernel.unsupported_reason(*args)
+        return SUBCLASS if not checked and is_special(x) else kernel.unsupported_reason(*args)
 
     def _why_not_as_one(self, op: str, product: Product, args: Sequence[Any]) -> str | None:
         """Return why a composed op is not computed as a whole, in any case; None if it may be."""
@@ -223,11 +223,11 @@ class FastestPlan(Plan):
         ways = found.ways if found.recorded is not None and _is_recorded(args) else None
         if found.recorded is not None and ways is not None and not ways.are_all_fast:
             action = found.recorded.native_action(ways, dtype)
-            if action is not None or not ways.is_plain:
+            if action is not None or not ways.is_recorded_by_torch:
                 result = found.recorded.compute(ways, dtype, lambda weight: _cached_cast(weight, dtype, cache))
                 return result, action
         if found.way is Way.FLOAT32:
-            return results_in(dtype, computed_in(torch.float32, op, args)), FLOAT32
+            return cast_results(results_of(op, args, torch.float32), dtype), FLOAT32
         if found.way in (Way.KERNEL, Way.FLOAT32_KERNEL):
             kernel, action = self.kernels[op], self._actions[op]
             weight = args[kernel.weight]
@@ -236,7 +236,7 @@ class FastestPlan(Plan):
             elif action is not None:
                 action = action._replace(prepack_kind=AS_IT_IS)
             result = kernel.run((weight,), *args)
-            return results_in(dtype, result), action
+            return cast_results(result, dtype), action
         return None, FALL_BACK
 
 

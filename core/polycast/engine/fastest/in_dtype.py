@@ -6,18 +6,18 @@ from typing import Any
 import torch
 
 from ...policy.schemas import find_op, unflatten_arguments
-from ..low_bit.actions import Results
-from ..low_bit.plan import FLOATS
+from ..recipes.actions import Results
+from ..recipes.plan import FLOATS
 
 
 def in_dtype(op: str, args: Sequence[Any], dtype: torch.dtype) -> torch.Tensor:
     """Return the one result of an op, given by its name, on its arguments in a dtype."""
-    result = computed_in(dtype, op, args)
+    result = results_of(op, args, dtype)
     assert isinstance(result, torch.Tensor)
     return result
 
 
-def computed_in(dtype: torch.dtype, op: str, args: Sequence[Any]) -> Results:
+def results_of(op: str, args: Sequence[Any], dtype: torch.dtype) -> Results:
     """Return what an op, given by its name, returns on its arguments in a dtype."""
     overload = find_op(op)
     assert overload is not None  # it was called
@@ -29,7 +29,7 @@ def computed_in(dtype: torch.dtype, op: str, args: Sequence[Any]) -> Results:
     return results
 
 
-def results_in(dtype: torch.dtype, results: Results) -> Results:
+def cast_results(results: Results, dtype: torch.dtype) -> Results:
     """Return what an op returned, with floating-point numbers in a dtype."""
     if isinstance(results, torch.Tensor):
         return results.to(dtype)
@@ -37,7 +37,7 @@ def results_in(dtype: torch.dtype, results: Results) -> Results:
 
 
 def copies_matrix(op: str, args: Sequence[Any]) -> bool:
-    """Return whether torch may copy a matrix for each batch of the first argument, unless that is made contiguous.
+    """Return whether the first argument should be made contiguous: otherwise torch may copy the matrix for each batch.
 
     See also native/kernel.h.
     """

@@ -15,7 +15,7 @@ from ...torch_internals.private_names import size_hint
 RECURRENT = "lstm"
 ENCODER_LAYER = "encoder_layer"
 _FEW = 20480
-"""For one image of at most so many numbers, torch may not use oneDNN; see ``use_mkldnn`` in its Convolution.cpp."""
+"""For one image of at most this many elements, torch may not use oneDNN; see ``use_mkldnn`` in its Convolution.cpp."""
 
 
 class Product(NamedTuple):
@@ -28,7 +28,7 @@ class Product(NamedTuple):
             batch.
         size: the elements of the weight, or of the second matrix; for attention, of keys and values.
         result: the elements of the result.
-        inner: the length of the sums; 0 where gradients are not products of this kind.
+        inner: the reduced dimension (K) of a matmul; 0 for others, whose gradients are not computed as matmuls.
     """
 
     op: str
@@ -73,7 +73,7 @@ def _sizes(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def layout_of(matrix: torch.Tensor) -> str:
-    """Return the op of the profile for a product by a matrix [K, N]: ``"linear"`` if it is a transposed one."""
+    """Return the profile's op for a matmul by a matrix [K, N]: ``"linear"`` if it is a contiguous one's transpose."""
     rows, columns = (size_hint(stride) for stride in matrix.stride()[-2:])
     return "linear" if rows == 1 and columns != 1 else "matmul"
 

@@ -7,9 +7,9 @@ import torch
 
 from ...profiling.cases import ATTENTION
 from ...torch_internals.private_names import size_hint
-from ..low_bit.actions import Action, ActionKind
+from ..recipes.actions import Action, ActionKind
 from .attention import RecordedAttention
-from .functions import Convolution, ConvolutionSettings, Forward, Gradients, RecordedProduct
+from .autograd_functions import Computation, Convolution, ConvolutionSettings, Gradients, RecordedProduct
 from .in_dtype import in_dtype
 from .products import weight_position
 from .recorded_ways import RecordedOperands, Ways
@@ -100,10 +100,10 @@ class Recorded(NamedTuple):
             cast_weight: returns the cast of a weight, from a cache if it is there.
         """
         first, second = self.first, self.second
-        is_saved = self.settings is not None
-        if second.requires_grad or is_saved:
+        saves_both = self.settings is not None  # a convolution
+        if second.requires_grad or saves_both:
             first = first.to(dtype)
-        if not self.is_weight and (self.first.requires_grad or is_saved):
+        if not self.is_weight and (self.first.requires_grad or saves_both):
             second = second.to(dtype)
 
         def in_fast() -> torch.Tensor:
@@ -114,7 +114,7 @@ class Recorded(NamedTuple):
         def in_float32() -> torch.Tensor:
             return in_dtype(self.op, self.args, torch.float32).to(dtype)
 
-        call = Forward(ways, dtype, in_float32, in_fast, self.gradients)
+        call = Computation(ways, dtype, in_float32, in_fast, self.gradients)
         if self.settings is None:
             result: torch.Tensor = RecordedProduct.apply(call, first, second, self.bias)  # type: ignore[no-untyped-call]
         else:

@@ -16,7 +16,7 @@ from .cost import seconds_to_cast, seconds_to_cast_weight
 from .products import Product
 
 _FUNCTION_SECONDS = 150e-6
-"""An autograd function in Python takes about so long, forward and backward."""
+"""The time of an autograd function in Python, forward and backward."""
 _RECOMPUTING_FUNCTION_SECONDS = 300e-6
 """One that computes an attention again in the backward."""
 _NATIVE_FUNCTION_SECONDS = 5e-6
@@ -29,7 +29,7 @@ class RecordedOperands(NamedTuple):
     """The operands of a recorded product, the activation and the weight or second matrix.
 
     Attributes:
-        first, second: their elements.
+        first, second: their numbers of elements.
         first_is_wide, second_is_wide: whether they are float32, and not weights.
         is_weight: whether the second is a weight, which is float32.
         is_cached: whether the cast of the weight will be found in a cache.
@@ -49,7 +49,7 @@ class RecordedOperands(NamedTuple):
 
     @property
     def may_be_saved(self) -> bool:
-        """Whether autograd may save float32 operands: no more memory than casts, since the weight exists anyway."""
+        """Whether saving float32 operands takes no more memory than saving their casts. The weight takes none."""
         return self.is_weight and (not self.second_needed or self.first <= self.second)
 
 
@@ -57,11 +57,11 @@ class Ways(NamedTuple):
     """The ways to compute the forward, and the gradients of the first and the second operand; and why.
 
     Attributes:
-        forward, first, second: the ways.
+        forward, first, second: the ways. Of an attention, `first` is that of the whole backward.
         reason: why.
         is_float32: whether the forward and the gradients that are needed are all computed in float32.
-        is_plain: whether they are, and torch may record the op and its conversions, without an autograd function: what
-            it saves takes no more memory than the casts of both operands, which the fast dtype's op saves.
+        is_recorded_by_torch: whether they are, and torch may record the op and its conversions, without polycast's
+            autograd function: what it saves takes no more memory than the casts of both operands.
     """
 
     forward: Way
@@ -69,11 +69,11 @@ class Ways(NamedTuple):
     second: Way
     reason: str
     is_float32: bool = False
-    is_plain: bool = False
+    is_recorded_by_torch: bool = False
 
     @property
     def are_all_fast(self) -> bool:
-        """Whether this is what the fast dtype computes, without an autograd function."""
+        """Whether this is what the fast dtype computes, without polycast's autograd function."""
         return {self.forward, self.first, self.second} == {Way.FAST}
 
 
@@ -93,22 +93,24 @@ def _choose(profile: DeviceProfile, dtype: torch.dtype, product: Product, operan
     costs = _Costs(profile, dtype, product, operands)
     if not costs.are_known:
         if is_unsupported(profile, product.op, dtype_name(dtype)):
-            return ALL_FLOAT32._replace(is_plain=operands.may_be_saved)
+            return ALL_FLOAT32._replace(is_recorded_by_torch=operands.may_be_saved)
         return ALL_FAST._replace(reason=f"the profile has no {dtype_name(dtype)} or float32 {product.op}")
     both = (Way.FAST, Way.FLOAT32)
-    firsts = both if operands.first_needed else (Way.FAST,)
-    seconds = both if operands.second_needed else (Way.FAST,)
+    first_choices = both if operands.first_needed else (Way.FAST,)
+    second_choices = both if operands.second_needed else (Way.FAST,)
     one_way = product.inner == 0 and operands.first_needed and operands.second_needed  # one op has both gradients
     total = {
-        ways: costs.of(*ways) for ways in itertools.product(both, firsts, seconds) if not one_way or ways[1] is ways[2]
+        ways: costs.of(*ways)
+        for ways in itertools.product(both, first_choices, second_choices)
+        if not one_way or ways[1] is ways[2]
     }
     fast = total[Way.FAST, Way.FAST, Way.FAST]
     best = min(total, key=lambda ways: total[ways])
     if total[best] >= MARGIN * fast:
         best = (Way.FAST, Way.FAST, Way.FAST)
     names = [name_of(way, dtype) for way in best]
-    of_needed = [name_of(way, dtype) for way in _of_needed(best, operands)]
-    backward = " and ".join(dict.fromkeys(of_needed)) or "none"
+    needed = [name_of(way, dtype) for way in _of_needed(best, operands)]
+    backward = " and ".join(dict.fromkeys(needed)) or "none"
     ratio = NO_FAST_KERNEL if math.isinf(fast) else f"{total[best] / fast:.2f} of {dtype_name(dtype)}'s time"
     reason = f"forward in {names[0]}, backward in {backward}: {ratio}"
     is_float32 = Way.FAST not in (best[0], *_of_needed(best, operands))

@@ -1,4 +1,4 @@
-// Actions: how calls of an op by a recipe are computed without Python.
+// Run actions: compute a call without Python as a recipe has computed an earlier one.
 //
 // No Python runs and no GIL is taken, except where casting a weight takes it (see casting.h) or a cached one is stale.
 
@@ -19,7 +19,7 @@ struct RecipeCall {
   const c10::OperatorHandle& handle;
   int64_t op;  // its number
   DeviceType device;
-  bool has_plain_keys;  // see Kernel::has_plain_keys()
+  bool has_only_autograd;  // see Kernel::has_only_autograd()
   const IsCapturing& is_capturing;
 };
 
@@ -53,7 +53,7 @@ std::optional<c10::IValue> constant_of(PyObject* object) {
   return std::nullopt;
 }
 
-// Such as the missing bias of torch's recurrent cells.
+// For example, the missing bias of a recurrent cell.
 bool is_undefined(const c10::IValue& value) { return value.isTensor() && !value.toTensor().defined(); }
 
 // Forgets what has been decided when an operator is removed, as actions hold operators.
@@ -70,7 +70,7 @@ class OperatorRemovals final : public c10::OpRegistrationListener {
   void onOperatorDeregistered(const c10::OperatorHandle&) override { Decisions::forget_all(); }
 };
 
-// Complete an action with its operator; return false if it cannot be called with the types of the arguments.
+// Look up an action's operator; return false if its schema does not fit the arguments.
 bool add_operator(Action& action, const char* name, const char* overload, c10::ArrayRef<c10::IValue> arguments) {
   OperatorRemovals::listen();
   action.op = c10::Dispatcher::singleton().findSchema({name, overload});
@@ -140,7 +140,7 @@ std::optional<Tensors> find_parts(const Action& action, const RecipeCall& call, 
     if (cacheable_weight(tensor, fast, call.is_capturing) == nullptr) {
       return std::nullopt;
     }
-    return Tensors{cast(tensor, {fast, call.device, call.has_plain_keys, region, call.is_capturing})};
+    return Tensors{cast(tensor, {fast, call.device, call.has_only_autograd, region, call.is_capturing})};
   }
   const std::shared_ptr<UserStore> store = region.store == nullptr ? action.process_store.lock() : region.store->shared_from_this();
   NotPrepacked reason;

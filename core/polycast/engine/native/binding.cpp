@@ -2,7 +2,7 @@
 //
 // One translation unit with all headers, in anonymous namespaces: parsing torch's headers is most of the build. From the bottom:
 // version_stamp.h, invalidation.h, admission.h; user_store.h and region_store.h; frames.h, regions.h, construction.h, methods.h;
-// casting.h, arguments.h, prepacked.h, decisions.h, actions.h, low_bit.h, kernel.h, unboxed.h, registrations.h.
+// casting.h, arguments.h, prepacked.h, decisions.h, actions.h, recipe_call.h, kernel.h, unboxed.h, registrations.h.
 
 #include "extension.h"
 
@@ -177,7 +177,7 @@ PyObject* forget_actions(PyObject*, PyObject*) {
 
 // set_recomputing(backward)
 PyObject* set_recomputing(PyObject*, PyObject* backward) {
-  recomputing_backward = backward == Py_None ? kNoBackward : static_cast<int>(PyLong_AsLong(backward));
+  recomputing_backward = backward == Py_None ? kNotRecomputing : static_cast<int>(PyLong_AsLong(backward));
   return Py_NewRef(Py_None);
 }
 
@@ -192,15 +192,15 @@ void check_numbers(PyObject* given, const std::array<const char*, size>& names, 
   TORCH_CHECK(are_same, "Python and C++ number ", names.front(), " and what is listed with it differently");
 }
 
-// bind(numbers, override, store, rewritten, error, text, of_traced, by_identity, low_bit, part): the numbers that Python has for names
+// bind(numbers, override, store, rewritten, error, text, of_traced, by_identity, recipe, part): the numbers that Python has for names
 // which C++ numbers too, functions that the engine calls, and a part of a storage
 PyObject* bind(PyObject*, PyObject* arguments) {
   PyObject *policies, *reasons, *kinds, *prepack_kinds, *settings;
-  PyObject *override, *store, *rewritten, *error, *of_traced, *by_identity, *low_bit, *part;
+  PyObject *override, *store, *rewritten, *error, *of_traced, *by_identity, *recipe, *part;
   const char* text;
   parse(
       arguments, "(OOOOO)OOOOsOOOO", &policies, &reasons, &kinds, &prepack_kinds, &settings, &override, &store, &rewritten, &error, &text,
-      &of_traced, &by_identity, &low_bit, &part);
+      &of_traced, &by_identity, &recipe, &part);
   check_numbers(policies, kPolicyNames, static_cast<long>(Policy::kNone));
   check_numbers(reasons, kNotPrepackedNames);
   check_numbers(kinds, Action::kKindNames);
@@ -212,7 +212,7 @@ PyObject* bind(PyObject*, PyObject* arguments) {
   set_reference(stale_weight_error, error);
   set_reference(cached_cast_of_traced, of_traced);
   set_reference(store_by_identity, by_identity);
-  set_reference(perform_low_bit, low_bit);
+  set_reference(perform_recipe, recipe);
   stale_weight_message = text;
   storage_part_deleter = torch::createStorage(part).data_ptr().get_deleter();
   AtForkLock::install(&acquire_locks);

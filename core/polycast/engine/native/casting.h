@@ -89,7 +89,7 @@ Tensor cast_of_traced(const Tensor& tensor, ScalarType dtype, DeviceType device)
 struct CastSpec {
   ScalarType dtype;  // Undefined: none is cast
   DeviceType device;
-  bool has_plain_keys;  // only autograd is between the Autocast key and the device's kernel; see Kernel::has_plain_keys()
+  bool has_only_autograd;  // only autograd is between the Autocast key and the device's kernel; see Kernel::has_only_autograd()
   const DeviceRegion& region;
   const IsCapturing& is_capturing;
 
@@ -100,7 +100,7 @@ struct CastSpec {
 
 Tensor plain_cast(const Tensor& tensor, const CastSpec& spec) {
   std::optional<at::AutoDispatchBelowADInplaceOrView> below_autograd;
-  if (spec.has_plain_keys && !Differentiation().has(tensor)) {
+  if (spec.has_only_autograd && !Differentiation().has(tensor)) {
     below_autograd.emplace();
   }
   return tensor.to(spec.dtype);

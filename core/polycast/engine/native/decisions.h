@@ -12,9 +12,9 @@
 
 namespace {
 
-// An Action of low_bit/actions.py. Immutable.
+// An Action of recipes/actions.py. Immutable.
 struct Action {
-  // The numbers of low_bit/actions.py, which bind() checks.
+  // The numbers of recipes/actions.py, which bind() checks.
   static constexpr int kCachedCast = 0, kAsItIs = -1;  // the operator takes the cached cast, or the weight itself
   static constexpr std::array<const char*, 2> kPrepackNames = {"AS_IT_IS", "CACHED_CAST"};
   enum class Kind : long { kFallBack, kFloat32, kRecorded, kOperator };
@@ -30,11 +30,11 @@ struct Action {
   std::weak_ptr<UserStore> process_store;
 };
 
-// The metadata that an action may depend on, exactly.
+// All that an action may depend on: the key of a call, of which every word is compared.
 class CallMetadata {
  public:
   bool records = false;         // whether autograd records the call
-  bool has_plain_dtypes = true;  // whether all tensors are float32, bfloat16 or float16
+  bool has_fast_or_float32 = true;  // whether all tensors are float32, bfloat16 or float16
 
   // in_function: whether an autograd.Function runs, forward or backward.
   CallMetadata(const DeviceRegion& region, DeviceType device, int64_t op, bool in_function) {
@@ -111,10 +111,11 @@ class CallMetadata {
     const bool needs_gradient = grad_enabled_ && meta != nullptr && tensor.requires_grad();
     records = records || needs_gradient;
     const ScalarType dtype = tensor.scalar_type();
-    has_plain_dtypes = has_plain_dtypes && (dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf);
+    has_fast_or_float32 = has_fast_or_float32 && (dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf);
     const Tensor* const weight = weight_of(tensor, /*to_prepack=*/true);
+    // 0: of no weight, 1: all of a weight, 2: a part of one
     const int64_t part = weight == nullptr ? 0 : weight == &tensor || covers(tensor, *weight) ? 1 : 2;
-    const int64_t index = tensor.get_device() + 1;  // -1 where devices have none
+    const int64_t index = tensor.get_device() + 1;  // 0 where devices have no index
     add(kTensor | static_cast<int64_t>(dtype) << 8 | part << 16 | static_cast<int64_t>(needs_gradient) << 18 | index << 24 |
         tensor.dim() << 40);
     words_.append(tensor.sizes().begin(), tensor.sizes().end());

@@ -21,17 +21,17 @@ from ..casts.unversioned_writes import COLLECTIVES, FUSED_OPTIMIZERS, WatchedWri
 from ..casts.weights import STALE, storages_are_rewritten
 from ..disable_dynamo import disable_dynamo
 from ..kernels import Kernels, autocast_key, refusal
-from ..low_bit import compute as low_bit
-from ..low_bit.actions import AS_IT_IS, CACHED_CAST, ActionKind, Results
-from ..low_bit.plan import process_cache
 from ..override import Override
+from ..recipes import compute
+from ..recipes.actions import AS_IT_IS, CACHED_CAST, ActionKind, Results
+from ..recipes.plan import process_cache
 from ..state import Settings
 
 # The numbers that C++ has for the same names, which bind() checks.
 _POLICIES = {
     "NONE": -1,
     **{policy.name: number for number, policy in enumerate(CastPolicy)},
-    "LOW_BIT": len(CastPolicy),
+    "RECIPE": len(CastPolicy),
 }
 _NUMBERS: tuple[dict[str, int], ...] = (
     _POLICIES,
@@ -77,7 +77,7 @@ class NativeEngine:
             STALE,
             cast_of_traced,
             self._store_by_identity,
-            self._perform_low_bit,
+            self._perform_recipe,
             torch.UntypedStorage(2)[:1],  # type: ignore[no-untyped-call]
         )
         self._extension = extension
@@ -105,10 +105,10 @@ class NativeEngine:
         return number
 
     @disable_dynamo
-    def _perform_low_bit(
-        self, op: int, device_type: str, plain: bool, *args: Any
+    def _perform_recipe(
+        self, op: int, device_type: str, checked: bool, *args: Any
     ) -> tuple[Results | None, _NativeAction | None]:
-        result, action = low_bit.perform(_names[op], device_type, args, plain)
+        result, action = compute.perform(_names[op], device_type, args, checked)
         if action is None:
             return result, None
         kind, weight, prepack_kind, operator, constants = action
@@ -138,7 +138,7 @@ class NativeEngine:
     def _native_override(self, override: Override) -> Any:
         if override.native is None:
             policies = {self.number(name): _POLICIES[policy.name] for name, policy in override.policies.items()}
-            policies |= {self.number(name): _POLICIES["LOW_BIT"] for name in override.low_bit}
+            policies |= {self.number(name): _POLICIES["RECIPE"] for name in override.recipe_ops}
             override.native = self._extension.Override(policies)
         return override.native
 

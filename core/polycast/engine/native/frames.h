@@ -13,12 +13,12 @@
 namespace {
 
 // The policies of polycast.CastPolicy, and two more. bind() checks their numbers. kNone: the op is in an override but not in
-// the table, and no region with that override is active. kLowBit: LOWER_PRECISION_FP, of which the region's recipe may run calls.
+// the table, and no region with that override is active. kRecipe: LOWER_PRECISION_FP, of which the region's recipe may run calls.
 enum class Policy : int8_t {
-  kNone = -1, kLowerPrecisionFp, kFp32, kFp32SetOptDtype, kFp32AppendDtype, kPromote, kBanned, kPassthrough, kLowBit };
+  kNone = -1, kLowerPrecisionFp, kFp32, kFp32SetOptDtype, kFp32AppendDtype, kPromote, kBanned, kPassthrough, kRecipe };
 
 constexpr std::array<const char*, 9> kPolicyNames = {
-    "NONE", "LOWER_PRECISION_FP", "FP32", "FP32_SET_OPT_DTYPE", "FP32_APPEND_DTYPE", "PROMOTE", "BANNED", "PASSTHROUGH", "LOW_BIT"};
+    "NONE", "LOWER_PRECISION_FP", "FP32", "FP32_SET_OPT_DTYPE", "FP32_APPEND_DTYPE", "PROMOTE", "BANNED", "PASSTHROUGH", "RECIPE"};
 
 // The policies by which a region overrides the table, by the op's number in this process.
 class Override {
@@ -35,7 +35,7 @@ class Override {
   Policy over(Policy of_table, int64_t number) const {
     const auto index = static_cast<size_t>(number);
     const Policy here = index < policies_.size() ? policies_[index].value_or(of_table) : of_table;
-    return here == Policy::kLowBit && of_table != Policy::kLowerPrecisionFp ? of_table : here;
+    return here == Policy::kRecipe && of_table != Policy::kLowerPrecisionFp ? of_table : here;
   }
 
  private:

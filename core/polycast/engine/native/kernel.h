@@ -1,16 +1,16 @@
-// The kernel of an op of any signature: to which dtype it casts the inputs, and how it redispatches. Immutable.
+// The kernel of an op at the Autocast key: chooses a dtype, casts the inputs to it, and redispatches. Immutable.
 
 #pragma once
 
 #include "arguments.h"
 #include "autocast.h"
-#include "low_bit.h"
+#include "recipe_call.h"
 #include "regions.h"
 
 namespace {
 
-// The keys between Autocast and a device's own that have nothing to do for a functional op whose inputs need no autograd.
-constexpr c10::DispatchKeySet kNoOpKeys{
+// The keys between Autocast and a device's own whose kernels only pass on a functional op that needs no autograd.
+constexpr c10::DispatchKeySet kSkippableKeys{
     DispatchKey::BackendSelect,
     DispatchKey::ADInplaceOrView,
     DispatchKey::AutogradFunctionality,
@@ -41,12 +41,12 @@ class Kernel final : public c10::OperatorKernel {
         keys_(key),
         below_(c10::DispatchKeySet::FULL_AFTER, key),
         device_keys_(key_below(key)),
-        skipped_(keys_ | kNoOpKeys),
+        skipped_(keys_ | kSkippableKeys),
         is_composed_(
             op_.policy == Policy::kNone && handle.operator_name() == c10::OperatorName("aten::_transformer_encoder_layer_fwd", "")),
         policy_for_recipes_(op_.has_recipes ? Policy::kLowerPrecisionFp : op_.policy),
         skips_autograd_(can_skip_autograd(op_, handle)),
-        takes_batches_(handle.operator_name() == c10::OperatorName("aten::linear", "") ||
+        multiplies_batches_(handle.operator_name() == c10::OperatorName("aten::linear", "") ||
                        handle.operator_name() == c10::OperatorName("aten::matmul", "")),
         is_capturing_(std::move(is_capturing)),
         redispatch_(redispatch) {
@@ -65,33 +65,33 @@ class Kernel final : public c10::OperatorKernel {
   // Return whether the region's recipe is for the op.
   C10_ALWAYS_INLINE bool has_recipe() const {
     const Override* const override = region_of(device_).override;
-    return C10_UNLIKELY(override != nullptr) && override->over(policy_for_recipes_, op_.number) == Policy::kLowBit;
+    return C10_UNLIKELY(override != nullptr) && override->over(policy_for_recipes_, op_.number) == Policy::kRecipe;
   }
 
-  // Return whether torch may copy a matrix for each batch of the first argument, unless that is made contiguous.
+  // Return whether the first argument should be made contiguous: otherwise torch may copy the matrix for each batch.
   bool copies_matrix(c10::DispatchKeySet keys, const Tensor& first, const Tensor& matrix) const {
-    return takes_batches_ && has_plain_keys(keys) && first.dim() > 2 && matrix.dim() <= 2 && !first.is_contiguous();
+    return multiplies_batches_ && has_only_autograd(keys) && first.dim() > 2 && matrix.dim() <= 2 && !first.is_contiguous();
   }
 
-  Tensor laid_out(const Tensor& tensor) const {
+  Tensor contiguous(const Tensor& tensor) const {
     const c10::impl::ExcludeDispatchKeyGuard no_autocast(keys_);
     return tensor.contiguous();
   }
 
   // Compute the op by the recipe; return no results if it falls back to the fast dtype.
-  Results low_bit(c10::DispatchKeySet keys, torch::jit::Stack arguments) const {
+  Results call_recipe(c10::DispatchKeySet keys, torch::jit::Stack arguments) const {
     const c10::impl::ExcludeDispatchKeyGuard no_autocast(keys_);
-    return ::low_bit({handle_, op_.number, device_, has_plain_keys(keys), is_capturing_}, std::move(arguments));
+    return ::call_recipe({handle_, op_.number, device_, has_only_autograd(keys), is_capturing_}, std::move(arguments));
   }
 
   // The same for a kernel with an unboxed entry point.
-  C10_NOINLINE Results low_bit(c10::DispatchKeySet keys, const Box* boxes, const void* const* addresses, size_t count) const {
+  C10_NOINLINE Results call_recipe(c10::DispatchKeySet keys, const Box* boxes, const void* const* addresses, size_t count) const {
     torch::jit::Stack arguments;
     arguments.reserve(count + kMaxAdded);
     for (size_t i = 0; i < count; ++i) {
       arguments.push_back(boxes[i](addresses[i]));
     }
-    return low_bit(keys, std::move(arguments));
+    return call_recipe(keys, std::move(arguments));
   }
 
   // torch's redispatch function for an op with an unboxed entry point, of the op's signature.
@@ -101,10 +101,10 @@ class Kernel final : public c10::OperatorKernel {
   void operator()(const c10::OperatorHandle& handle, c10::DispatchKeySet keys, torch::jit::Stack* stack) const {
     if (C10_UNLIKELY(has_recipe())) {
       if (c10::IValue& first = argument(stack, 0);
-          takes_batches_ && copies_matrix(keys, first.toTensor(), argument(stack, 1).toTensor())) {
-        first = laid_out(first.toTensor());
+          multiplies_batches_ && copies_matrix(keys, first.toTensor(), argument(stack, 1).toTensor())) {
+        first = contiguous(first.toTensor());
       }
-      if (Results results = low_bit(keys, torch::jit::Stack(&argument(stack, 0), &argument(stack, 0) + arity_)); !results.empty()) {
+      if (Results results = call_recipe(keys, torch::jit::Stack(&argument(stack, 0), &argument(stack, 0) + arity_)); !results.empty()) {
         stack->erase(stack->end() - static_cast<int64_t>(arity_), stack->end());
         stack->insert(stack->end(), std::make_move_iterator(results.begin()), std::make_move_iterator(results.end()));
         return;
@@ -113,14 +113,14 @@ class Kernel final : public c10::OperatorKernel {
     const DeviceRegion& region = region_of(device_);
     const Policy policy = this->policy(region);
     if (policy == Policy::kNone) {
-      // Below autograd's kernel, views of weights do not know their base, so autocast would not find their casts.
-      const bool skips_autograd = is_composed_ && has_plain_keys(keys) && !needs_autograd(stack);
+      // Above autograd's kernel otherwise: below it, views of weights do not know their base, so autocast would not find their casts.
+      const bool skips_autograd = is_composed_ && has_only_autograd(keys) && !needs_autograd(stack);
       handle.redispatchBoxed(skips_autograd ? device_keys_ : keys & below_, stack);
       return;
     }
     const c10::impl::ExcludeDispatchKeyGuard no_autocast(keys_);
     const ScalarType target = dtype_for(policy, [&](Promotion& promotion) { add_inputs(promotion, stack); });
-    const CastSpec spec{target, device_, has_plain_keys(keys), region, is_capturing_};
+    const CastSpec spec{target, device_, has_only_autograd(keys), region, is_capturing_};
     if (spec.dtype != ScalarType::Undefined) {
       cast_all(spec, stack);
     } else if (policy == Policy::kFp32SetOptDtype && first_is_eligible(stack)) {
@@ -155,14 +155,14 @@ class Kernel final : public c10::OperatorKernel {
   }
 
   // Return whether only autograd is between the Autocast key and the device's kernel.
-  C10_ALWAYS_INLINE bool has_plain_keys(c10::DispatchKeySet keys) const { return keys - skipped_ == device_keys_; }
+  C10_ALWAYS_INLINE bool has_only_autograd(c10::DispatchKeySet keys) const { return keys - skipped_ == device_keys_; }
 
   // Return the dtype to cast the inputs to, or Undefined.
   template <class AddInputs>
   C10_ALWAYS_INLINE ScalarType dtype_for(Policy policy, const AddInputs& add_inputs) const {
     switch (policy) {
       case Policy::kLowerPrecisionFp:
-      case Policy::kLowBit:
+      case Policy::kRecipe:
         return at::autocast::get_autocast_dtype(device_);
       case Policy::kFp32:
         return at::kFloat;
@@ -256,7 +256,7 @@ class Kernel final : public c10::OperatorKernel {
   const bool is_composed_;  // one of COMPOSED_OPS in recipe_arguments.py
   const Policy policy_for_recipes_;
   const bool skips_autograd_;
-  const bool takes_batches_;  // and multiplies each by one matrix
+  const bool multiplies_batches_;  // by one matrix
   const IsCapturing is_capturing_;
   void (*const redispatch_)();
   size_t arity_ = 0;

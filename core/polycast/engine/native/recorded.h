@@ -1,4 +1,4 @@
-// Autograd functions for matmuls and convolutions in float32, and for fused attention: engine/fastest/functions.py and attention.py, in
+// Autograd functions for matmuls and convolutions in float32, and for fused attention: engine/fastest/autograd_functions.py and attention.py, in
 // C++. They save activations in the fast dtype, and the weight itself.
 
 #pragma once

@@ -28,7 +28,7 @@ class RedispatchGuard {
             return false;
           });
         }),
-        kernel.device_, kernel.has_plain_keys(keys), region, kernel.is_capturing_};
+        kernel.device_, kernel.has_only_autograd(keys), region, kernel.is_capturing_};
     if (spec.dtype != ScalarType::Undefined) {
       casts_.make(arguments, spec);
     } else if (
@@ -37,7 +37,7 @@ class RedispatchGuard {
     }
     if (C10_UNLIKELY((keys_ | kernel.keys_) != keys)) {
       keys_ = keys - kernel.keys_;  // keep keys above, such as a Python dispatcher
-    } else if (spec.has_plain_keys && kernel.skips_autograd_ && has_nothing_to_record(arguments)) {
+    } else if (spec.has_only_autograd && kernel.skips_autograd_ && has_nothing_to_record(arguments)) {
       below_autograd_.emplace();  // also for the ops that a composite calls
       keys_ = kernel.device_keys_;
     }
@@ -130,12 +130,12 @@ struct c10::impl::wrap_kernel_functor_unboxed_<Unboxed<Result(Args...)>, Result(
   template <size_t... I>
   C10_ALWAYS_INLINE static Result run(
       const Kernel& kernel, c10::DispatchKeySet keys, std::index_sequence<I...>, std::remove_reference_t<Args>&... args) {
-    if constexpr (is_for_low_bit<Result(Args...)>) {
+    if constexpr (takes_recipe<Result(Args...)>) {
       if (C10_UNLIKELY(kernel.has_recipe())) {
         if constexpr (begins_with_tensors<Args...>) {
           const auto given_tensors = std::tie(args...);
           if (const Tensor& first = std::get<0>(given_tensors); kernel.copies_matrix(keys, first, std::get<1>(given_tensors))) {
-            const Tensor laid_out = kernel.laid_out(first);
+            const Tensor laid_out = kernel.contiguous(first);
             return [&](const Tensor&, auto&... others) {
               return run(kernel, keys, std::index_sequence<I...>(), laid_out, others...);
             }(args...);
@@ -143,7 +143,7 @@ struct c10::impl::wrap_kernel_functor_unboxed_<Unboxed<Result(Args...)>, Result(
         }
         static constexpr std::array<Box, sizeof...(Args)> kBoxes{&boxed<std::decay_t<Args>>...};
         const std::array<const void*, sizeof...(Args)> given{std::addressof(args)...};
-        if (Results results = kernel.low_bit(keys, kBoxes.data(), given.data(), given.size()); !results.empty()) {
+        if (Results results = kernel.call_recipe(keys, kBoxes.data(), given.data(), given.size()); !results.empty()) {
           return from_results<Result>(std::move(results));
         }
       }

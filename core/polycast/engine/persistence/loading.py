@@ -19,9 +19,9 @@ from .. import state
 from ..casts.cast_cache import CastCache, Made
 from ..casts.not_prepacked import WRITTEN_UNSEEN
 from ..installation import watch_writes
-from ..low_bit.plan import Plan
-from ..low_bit.plans import plan_for
-from ..low_bit.prepacked_format import PrepackedFormat
+from ..recipes.plan import Plan
+from ..recipes.plans import plan_for
+from ..recipes.prepacked_format import PrepackedFormat
 from .digests import digests, sample_digests
 from .manifest import Manifest, SavedEntry, SavedTensor, SavedWeight, View, current_versions
 from .saving import flat

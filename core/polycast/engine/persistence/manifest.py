@@ -9,7 +9,7 @@ import torch
 
 from ...common.versions import versions
 from ...policy.dtypes import dtype_name
-from ..low_bit.prepacked_format import PrepackedFormat
+from ..recipes.prepacked_format import PrepackedFormat
 from .digests import digest_of_text
 
 SCHEMA = 2

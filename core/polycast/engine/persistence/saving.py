@@ -14,7 +14,7 @@ from ...policy import tensor_file
 from ...policy.dtypes import dtype_name
 from ..casts.cast_cache import CastCache, StoredEntry
 from ..casts.weights import is_dense
-from ..low_bit.plan import format_of_kind
+from ..recipes.plan import format_of_kind
 from .digests import digests, sample_digests
 from .manifest import Manifest, SavedEntry, SavedTensor, SavedWeight, current_versions
 

@@ -24,7 +24,7 @@ from ..casts.weights import Source, caching_is_safe, is_weight, weight_of
 from ..disable_dynamo import disable_dynamo
 from ..fastest.in_dtype import copies_matrix
 from ..kernels import Kernels, refusal
-from ..low_bit import compute as low_bit
+from ..recipes import compute
 from .rules import OpCall, apply_rule, is_eligible
 from .state_machine import PythonStateMachine
 from .store import PythonStore
@@ -98,11 +98,11 @@ class _Kernel:
     @disable_dynamo
     def __call__(self, keys: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         policy = self._machine.policy(self._name, self._device_type, self._policy)
-        if self._may_have_recipe(policy) and self._machine.computes_low_bit(self._name, self._device_type):
+        if self._may_have_recipe(policy) and self._machine.has_recipe(self._name, self._device_type):
             with self._without_autocast():
                 if caching_is_safe() and copies_matrix(self._name, flatten_arguments(self._op, args, kwargs)):
                     args = (args[0].contiguous(), *args[1:])
-                result, _ = low_bit.perform(self._name, self._device_type, flatten_arguments(self._op, args, kwargs))
+                result, _ = compute.perform(self._name, self._device_type, flatten_arguments(self._op, args, kwargs))
                 if result is not None:
                     return result
         # As if there were no kernel here: the ops that this one is made of are autocast.

@@ -234,10 +234,10 @@ class PythonStateMachine:
         """See :class:`StateMachine`."""
         return cache.store("reference", PythonStore)
 
-    def computes_low_bit(self, name: str, device_type: str) -> bool:
+    def has_recipe(self, name: str, device_type: str) -> bool:
         """Return whether the recipe of this thread's region computes an op."""
         override, _ = self.innermost(device_type)
-        return override is not None and name in override.low_bit
+        return override is not None and name in override.recipe_ops
 
     def weight_caster(self, device_type: str) -> _CastWeight | None:
         """Return what casts a weight or a view in this thread's region, and keeps the cast; None where it is in none.

@@ -1,6 +1,6 @@
 // Counts the casts that observed ops need, and finds the chains of ops that they end.
 //
-// Locks: none.
+// Locks: none. The GIL is taken as in nonfinite.h.
 
 #pragma once
 

@@ -1,6 +1,6 @@
 // Checks tensors for inf and nan, unseen by modes and transforms. Synchronizes with the device.
 //
-// Locks: none.
+// Locks: none. The GIL is taken to ask whether an accelerator captures a graph, with no lock held.
 
 #pragma once
 
@@ -10,6 +10,7 @@
 
 #include <cmath>
 
+#include "calls_to_python.h"
 #include "python.h"
 #include "streams.h"
 #include "tensors.h"
@@ -152,12 +153,14 @@ struct Unobserved {
 // Set by bind().
 PyObject* backend_captures = nullptr;
 
-// Return whether a tensor's device captures a graph: it has no values yet.
+// Return whether a tensor's device captures a graph, or may do so: the tensor has no values yet.
 bool is_captured(const Tensor& tensor) {
   {
     const Gil gil;
     const std::string device = c10::DeviceTypeName(tensor.device().type(), /*lower_case=*/true);
-    if (is_true(call(backend_captures, "(s)", device.c_str()))) {
+    const Object arguments = Object::steal(Py_BuildValue("(s)", device.c_str()));
+    const Object answer = call_from_callback(backend_captures, arguments.get());
+    if (!answer || is_true(answer)) {
       return true;
     }
   }

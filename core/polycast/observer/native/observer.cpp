@@ -105,8 +105,8 @@ PyObject* note_compiling(PyObject*, PyObject* begins) {
   return Py_NewRef(Py_None);
 }
 
-// note_low_bit(recipe, declined): the outcome for the op that the thread is in
-PyObject* note_low_bit(PyObject*, PyObject* arguments) {
+// note_recipe(recipe, declined): the outcome for the op that the thread is in
+PyObject* note_recipe(PyObject*, PyObject* arguments) {
   static auto* const known = new std::set<Outcome>();  // guarded by the GIL
   const char *recipe, *declined;
   parse(arguments, "ss", &recipe, &declined);
@@ -150,7 +150,7 @@ PyMethodDef functions[] = {
     {"enter_module", &raising<&pass_module<true>>, METH_O, "Note that a module is called."},
     {"leave_module", &raising<&pass_module<false>>, METH_O, "Note that the call has ended."},
     {"note_compiling", &raising<&note_compiling>, METH_O, "Note that a compiler begins, or ends."},
-    {"note_low_bit", &raising<&note_low_bit>, METH_VARARGS, "Note what a recipe did with an op."},
+    {"note_recipe", &raising<&note_recipe>, METH_VARARGS, "Note what a recipe did with an op."},
     {"bind", &raising<&bind>, METH_VARARGS, "Bind to an engine."},
     {nullptr, nullptr, 0, nullptr}};
 

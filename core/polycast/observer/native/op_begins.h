@@ -1,6 +1,6 @@
 // Record the beginning of an op: its schema, its inputs, and whose autocast looks at it.
 //
-// Locks: a table's.
+// Locks: a table's. The GIL is taken as in nonfinite.h.
 
 #pragma once
 

@@ -1,9 +1,11 @@
 // Record the end of an op: its outputs, inf and nan among them, and the counts.
 //
-// Locks: a table's and a recorder's. The GIL is taken to keep a stack and to hold an override that was not seen before, with no lock held.
+// Locks: a table's and a recorder's. The GIL is taken to keep a stack, to hold an override that was not seen before, and as in nonfinite.h,
+// with no lock held.
 
 #pragma once
 
+#include "calls_to_python.h"
 #include "numerics.h"
 #include "op_events.h"
 #include "python.h"
@@ -15,30 +17,10 @@ namespace {
 // The Python function. Set by bind(); it lives as long as the process.
 PyObject* call_stack = nullptr;
 
-// Return the program's stack. Called with the GIL held. What a signal handler raises in the meantime is raised when torch has
-// returned, because torch's callbacks must not raise.
+// Return the program's stack. Called with the GIL held.
 Object python_stack() {
-  const ErrorScope of_the_op;  // which may have raised
-  if (PyObject* const stack = PyObject_CallNoArgs(call_stack)) {
-    return Object::steal(stack);
-  }
-  const auto raise_it = [](void* value) {
-    PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(static_cast<PyObject*>(value))), static_cast<PyObject*>(value));
-    Py_DECREF(static_cast<PyObject*>(value));
-    return -1;
-  };
-  PyObject *type, *raised, *traceback;
-  PyErr_Fetch(&type, &raised, &traceback);
-  PyErr_NormalizeException(&type, &raised, &traceback);
-  if (traceback != nullptr) {
-    PyException_SetTraceback(raised, traceback);
-  }
-  Py_XDECREF(type);
-  Py_XDECREF(traceback);
-  if (Py_AddPendingCall(raise_it, raised) != 0) {
-    Py_DECREF(raised);
-  }
-  return Object::borrow(Py_None);
+  Object stack = call_from_callback(call_stack, nullptr);
+  return stack ? stack : Object::borrow(Py_None);
 }
 
 // Hold an override, so that its address stays its own.

@@ -1,4 +1,4 @@
-"""`PrepackedFormat`: the maker of a prepacked weight, as text."""
+"""`PrepackedFormat`: how a weight was prepacked, as text."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +12,7 @@ from ...policy.recipe import Recipe
 
 @dataclass(frozen=True)
 class PrepackedFormat:
-    """The maker of a prepacked weight: a kernel for a recipe, in words that are the same in every process.
+    """How a weight was prepacked: by which kernel, for which recipe. The text is the same in every process.
 
     Attributes:
         device: the device type.
@@ -30,7 +30,7 @@ class PrepackedFormat:
 
 
 def format_of(backend: Backend, recipe: Recipe, op: str, kernel: LowBitKernel) -> PrepackedFormat:
-    """Return what a kernel's prepacked weights are made by."""
+    """Return the format of a kernel's prepacked weights."""
     version = registry.version(backend)
     constants = ", ".join(_constants(kernel))
     layout = "" if kernel.prepack_key is None else f" ({_text(kernel.prepack_key)})"

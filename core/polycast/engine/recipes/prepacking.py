@@ -1,7 +1,7 @@
 """Prepacking by several threads at once.
 
-A thread that prepacks a weight holds its memory for a moment. To a thread that is about to prepack the same weight this
-looks like an alias whose writes are not seen, for which a weight is not prepacked.
+While a thread prepacks a weight, it holds a second reference to the weight's storage. Another thread cannot tell this
+from an alias through which the weight may be written unseen, and would not prepack it.
 """
 
 import os
@@ -16,7 +16,7 @@ from ..casts.cast_cache import CastCache
 from ..casts.not_prepacked import WRITTEN_UNSEEN
 
 
-class _Progress:
+class _WeightsBeingPrepacked:
     """The weights that threads prepack now."""
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class _Progress:
         self._now = []
 
 
-_progress = _Progress()
+_progress = _WeightsBeingPrepacked()
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_progress.forget)  # other threads do not exist there
 
@@ -56,7 +56,7 @@ def prepacked(
 ) -> tuple[torch.Tensor, ...] | str | None:
     """Return a prepacked weight, as `StateMachine.prepacked` does, also while other threads prepack it.
 
-    Then the prepacked weight is not cached: the others cache theirs.
+    If another thread prepacks the same weight now, the result is not cached: that thread caches its own.
     """
 
     def make(weight: torch.Tensor) -> Any:

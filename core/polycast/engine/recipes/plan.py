@@ -43,7 +43,7 @@ _kinds: list[tuple[weakref.ref[Backend], dict[Hashable, int]]] = []
 """The kinds of prepacked weights by backend; another instance of its class may prepack differently."""
 _unused_kinds = itertools.count(1)
 _formats: dict[int, PrepackedFormat] = {}
-"""By kind, what the prepacked weights are made by."""
+"""By kind, the format of the prepacked weights."""
 
 
 class _ProcessCache:
@@ -79,7 +79,7 @@ process_cache = _ProcessCache()
 
 
 class Plan:
-    """The kernels of a backend for a recipe."""
+    """Computes ops by one recipe with the kernels of one backend."""
 
     def __init__(self, backend: Backend, recipe: Recipe) -> None:
         self.backend = backend
@@ -91,13 +91,13 @@ class Plan:
             accelerator is not None and accelerator.type == backend.device_type
         )
         self.kernels: Mapping[str, LowBitKernel] = {}
-        self.refusal = NO_KERNEL
+        self.unavailable_reason = NO_KERNEL
         answer = check_recipe(backend, recipe)
         if answer.available:
             with disable_current_modes(), torch.inference_mode(False):  # kernels may create tensors
                 self.kernels = backend.low_bit_kernels(recipe)
         else:
-            self.refusal = answer.reason
+            self.unavailable_reason = answer.reason
         self._kinds = {op: _kind_of(backend, recipe, op, kernel) for op, kernel in self.kernels.items()}
         self._prepack = {op: checked_prepack(kernel, recipe, op) for op, kernel in self.kernels.items()}
         for op, kernel in self.kernels.items():
@@ -105,7 +105,7 @@ class Plan:
         self._actions = {op: self._action(op, kernel) for op, kernel in self.kernels.items()}
 
     def _action(self, op: str, kernel: LowBitKernel) -> Action | None:
-        """Return the action that calls a kernel's operator; None if it has none, or Python asks whether to call it."""
+        """Return the action that calls a kernel's operator; None without one, or if Python must check for a capture."""
         if kernel.operator is None or self._may_capture:
             return None
         for constant in kernel.constants:
@@ -116,7 +116,7 @@ class Plan:
         return Action(ActionKind.OPERATOR, kernel.weight, self._kinds[op], kernel.operator, tuple(kernel.constants))
 
     def kind(self, op: str) -> tuple[int, PrepackedFormat]:
-        """Return the kind of the weights that an op's kernel prepacks, and what they are made by."""
+        """Return the kind and the format of the weights that an op's kernel prepacks."""
         return self._kinds[op], format_of(self.backend, self.recipe, op, self.kernels[op])
 
     def prepack(self, op: str, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -124,20 +124,20 @@ class Plan:
         return self._prepack[op](weight) or ()
 
     def unsupported_reason(
-        self, op: str, args: Sequence[Any], plain: bool = False, by_profile: bool = True
+        self, op: str, args: Sequence[Any], checked: bool = False, by_profile: bool = True
     ) -> str | None:
-        """Return why an op falls back to the fast dtype; None if it does not, if its weight can be prepacked.
+        """Return why an op falls back to the fast dtype, or None. It may still do so if its weight cannot be prepacked.
 
         Args:
             op: by its name in the dispatcher.
             args: its arguments, in the order of the schema.
-            plain: skip the checks of single tensors, which the caller has made.
+            checked: whether the caller has checked the tensors.
             by_profile: whether it falls back where the device's profile says that the kernel is slower.
         """
         kernel = self.kernels.get(op)
         if kernel is None:
-            return self.refusal
-        if not plain and (reason := self._unsupported_tensor(args, torch.is_grad_enabled())) is not None:
+            return self.unavailable_reason
+        if not checked and (reason := self._unsupported_tensor(args, torch.is_grad_enabled())) is not None:
             return reason
         weight = args[kernel.weight]
         if not isinstance(weight, torch.Tensor):
@@ -162,19 +162,19 @@ class Plan:
 
     def why_no_kernel(self, op: str) -> str | None:
         """Return why the recipe has no kernel for an op; None if it has one."""
-        return None if op in self.kernels else self.refusal
+        return None if op in self.kernels else self.unavailable_reason
 
     def why_not(self, op: str, args: Sequence[Any]) -> str | None:
         """Return why a call would fall back, given arguments that may be fake; None if it would not."""
         if op not in self.kernels:
-            return self.refusal
+            return self.unavailable_reason
         weight = args[self.kernels[op].weight]
         if isinstance(weight, torch.Tensor) and not weight.is_meta and parameter_of(weight) is None:
             return NO_WEIGHT
         return self.unsupported_reason(op, args)
 
     def compute(
-        self, op: str, args: Sequence[Any], cache: CastCache | None, plain: bool = False
+        self, op: str, args: Sequence[Any], cache: CastCache | None, checked: bool = False
     ) -> tuple[torch.Tensor | str, Action | None]:
         """Compute an op.
 
@@ -182,7 +182,7 @@ class Plan:
             Its result, or why it falls back (see :meth:`unsupported_reason`); and the action that does the same for
             calls with the same metadata, or None if there is none.
         """
-        reason = self.unsupported_reason(op, args, plain)
+        reason = self.unsupported_reason(op, args, checked)
         if reason is not None:
             return reason, FALL_BACK
         kernel = self.kernels[op]
@@ -190,7 +190,7 @@ class Plan:
         if self._may_capture and self.backend.is_capturing():
             return NOT_CACHED, None
         # Traced tensors are of subclasses too, but caching is not safe then.
-        if not plain and any(isinstance(arg, torch.Tensor) and is_special(arg) for arg in args) and caching_is_safe():
+        if not checked and any(isinstance(arg, torch.Tensor) and is_special(arg) for arg in args) and caching_is_safe():
             return SUBCLASS, None
         where = process_cache.cache if cache is None else cache
         prepared = prepacked(where, weight, self._kinds[op], self._prepack[op])
@@ -204,7 +204,7 @@ class Plan:
 
 
 def format_of_kind(kind: int) -> PrepackedFormat:
-    """Return what the prepacked weights of a kind are made by."""
+    """Return the format of the prepacked weights of a kind."""
     return _formats[kind]
 
 

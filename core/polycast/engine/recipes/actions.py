@@ -1,4 +1,4 @@
-"""`Action`: how the native engine computes calls like one that Python has decided, without asking Python again."""
+"""`Action`: a decision of Python about one call, which the native engine reuses for calls with the same metadata."""
 
 from enum import IntEnum
 from typing import Any, NamedTuple, TypeAlias
@@ -9,7 +9,7 @@ from ...torch_internals.dispatcher import OpOverload
 from .. import state
 
 Results: TypeAlias = torch.Tensor | tuple[torch.Tensor | None, ...]
-"""What an op returns: a tensor, or several, of which None are undefined."""
+"""What an op returns: a tensor, or a tuple of tensors, with None for each undefined tensor."""
 
 
 class ActionKind(IntEnum):
@@ -20,8 +20,8 @@ class ActionKind(IntEnum):
     FLOAT32 = 1
     """Cast tensors to float32, compute the op, and cast its results to the fast dtype. Autograd may record it."""
     RECORDED = 2
-    """Run an autograd function: a matmul or convolution in float32, or fused attention whose forward and backward
-    dtypes are the constants; see native/recorded.h."""
+    """Run an autograd function of polycast: a matmul or convolution in float32, or fused attention whose forward and
+    backward dtypes are the constants; see native/recorded.h."""
     OPERATOR = 3
     """Call an operator with the op's arguments, the prepacked weight or the weight's cast, the fast dtype and the
     constants. Ask Python if the weight is not prepacked, or if its cast may not be cached."""
@@ -36,7 +36,7 @@ class Action(NamedTuple):
     - the op, the plan and the fast dtype;
     - of each tensor: dtype, sizes, strides, device, and whether it is a weight or a view of all or a part of one;
     - the other arguments;
-    - which tensors autograd records, and whether an autograd.Function runs, forward or backward;
+    - which tensors autograd records, and whether a user's autograd.Function runs, forward or backward;
     - whether the region has a WeightCache, whether autocast caches casts, and whether torch may use fused attention;
     - the policies that are registered: a change of them forgets all actions.
 

@@ -1,5 +1,5 @@
 // Ops that a region's recipe computes: by the action that Python has decided for calls like this one, or by Python, in
-// low_bit/compute.py.
+// recipes/compute.py.
 //
 // Calling Python takes the GIL and may run anything, which may end the region.
 
@@ -16,7 +16,7 @@ int get_current_graph_task_id();  // its header takes long to parse
 namespace {
 
 // Set by bind().
-PyObject* perform_low_bit = nullptr;
+PyObject* perform_recipe = nullptr;
 
 // Convert an argument to Python; return nothing for types that no low-bit kernel takes.
 Object for_python(const c10::IValue& value) {
@@ -49,9 +49,9 @@ Object for_python(const c10::IValue& value) {
   return Object();
 }
 
-// Return whether the arguments need no check in Python: plain tensors of the device in float32, bfloat16 or float16, which
-// autograd does not record. See Plan._unsupported_tensor() in low_bit/plan.py.
-bool are_plain(c10::ArrayRef<c10::IValue> arguments, DeviceType device) {
+// Return whether the arguments need no check in Python: strided tensors of the device in float32, bfloat16 or float16, which
+// autograd does not record. See Plan._unsupported_tensor() in recipes/plan.py.
+bool need_no_check(c10::ArrayRef<c10::IValue> arguments, DeviceType device) {
   static constexpr c10::DispatchKeySet kSpecial{
       DispatchKey::Python, DispatchKey::FuncTorchGradWrapper, DispatchKey::FuncTorchBatched, DispatchKey::Functionalize};
   const Differentiation autograd;
@@ -67,10 +67,10 @@ bool are_plain(c10::ArrayRef<c10::IValue> arguments, DeviceType device) {
   });
 }
 
-// torch's number of the backward that recomputes a forward on this thread, -1 outside of any backward; kNoBackward if none does. Python
-// decides each call in it.
-constexpr int kNoBackward = -2;
-thread_local int recomputing_backward = kNoBackward;
+// torch's number of the backward in which this thread recomputes a forward, such as for a checkpoint: -1 outside of any backward,
+// kNotRecomputing if it does not recompute one. While it does, Python decides each call.
+constexpr int kNotRecomputing = -2;
+thread_local int recomputing_backward = kNotRecomputing;
 
 // Return whether an autograd.Function runs, forward or backward (see engine/inference.py); nothing if only Python knows.
 std::optional<bool> runs_in_function() {
@@ -98,17 +98,17 @@ Results results_of(PyObject* given) {
   return results;
 }
 
-// Ask Python to compute a call, and keep what it decides for calls with the same metadata, if they are given. Return no results if
-// the call falls back to the fast dtype.
+// Ask Python to compute a call. If `metadata` is not null, keep what it decides for calls with the same. Return no results if the call
+// falls back to the fast dtype.
 C10_NOINLINE Results ask_python(const RecipeCall& call, c10::ArrayRef<c10::IValue> arguments, const CallMetadata* metadata) {
   const uint64_t epoch = Decisions::epoch();
   const Gil gil;
-  constexpr size_t kBefore = 3;  // op, device, plain
+  constexpr size_t kBefore = 3;  // op, device, checked
   const Object given = Object::steal(PyTuple_New(static_cast<Py_ssize_t>(arguments.size() + kBefore)));
   PyTuple_SetItem(given.get(), 0, Object::steal(PyLong_FromLongLong(call.op)).release());
   const std::string name = c10::DeviceTypeName(call.device, /*lower_case=*/true);
   PyTuple_SetItem(given.get(), 1, Object::steal(PyUnicode_FromString(name.c_str())).release());
-  PyTuple_SetItem(given.get(), 2, Py_NewRef(are_plain(arguments, call.device) ? Py_True : Py_False));
+  PyTuple_SetItem(given.get(), 2, Py_NewRef(need_no_check(arguments, call.device) ? Py_True : Py_False));
   for (size_t i = 0; i < arguments.size(); ++i) {
     Object argument = for_python(arguments[i]);
     if (!argument) {
@@ -116,7 +116,7 @@ C10_NOINLINE Results ask_python(const RecipeCall& call, c10::ArrayRef<c10::IValu
     }
     PyTuple_SetItem(given.get(), static_cast<Py_ssize_t>(i + kBefore), argument.release());
   }
-  const Object performed = Object::steal(PyObject_CallObject(perform_low_bit, given.get()));
+  const Object performed = Object::steal(PyObject_CallObject(perform_recipe, given.get()));
   PyObject *result, *action;
   parse(performed.get(), "OO", &result, &action);
   if (metadata != nullptr && action != Py_None) {
@@ -128,14 +128,14 @@ C10_NOINLINE Results ask_python(const RecipeCall& call, c10::ArrayRef<c10::IValu
 }
 
 // Compute an op by the recipe of this thread's region; return no results if it falls back to the fast dtype.
-C10_NOINLINE Results low_bit(const RecipeCall& call, torch::jit::Stack arguments) {
+C10_NOINLINE Results call_recipe(const RecipeCall& call, torch::jit::Stack arguments) {
   const std::optional<bool> in_function = runs_in_function();
-  if (!in_function || !call.has_plain_keys || !caching_is_safe() || observed_op != nullptr) {  // recomputed, intercepted or observed: keep nothing
+  if (!in_function || !call.has_only_autograd || !caching_is_safe() || observed_op != nullptr) {  // recomputing, intercepted or observed: keep no action
     return ask_python(call, arguments, nullptr);
   }
   CallMetadata metadata(region_of(call.device), call.device, call.op, *in_function);
   if (!std::all_of(arguments.begin(), arguments.end(), [&](const auto& argument) { return metadata.add(argument); }) ||
-      ((metadata.records || !metadata.has_plain_dtypes) && torch::autograd::ForwardADLevel::try_get_by_idx(0) != nullptr)) {
+      ((metadata.records || !metadata.has_fast_or_float32) && torch::autograd::ForwardADLevel::try_get_by_idx(0) != nullptr)) {
     return ask_python(call, arguments, nullptr);
   }
   metadata.finish();
@@ -147,23 +147,23 @@ C10_NOINLINE Results low_bit(const RecipeCall& call, torch::jit::Stack arguments
   return ask_python(call, arguments, &metadata);
 }
 
-// Whether low-bit kernels take the arguments of a signature: of ops with a weight, and of functions of one number.
+// Whether low-bit kernels take the arguments of a signature: of ops with a weight, and of elementwise functions.
 template <class Signature>
-constexpr bool is_for_low_bit = false;
+constexpr bool takes_recipe = false;
 
 template <>
-constexpr bool is_for_low_bit<Tensor(const Tensor&)> = true;
+constexpr bool takes_recipe<Tensor(const Tensor&)> = true;
 
 template <>
-constexpr bool is_for_low_bit<Tensor(const Tensor&, c10::string_view)> = true;
+constexpr bool takes_recipe<Tensor(const Tensor&, c10::string_view)> = true;
 
 template <class... Args>
-constexpr bool is_for_low_bit<Tensor(const Tensor&, const Tensor&, Args...)> =
+constexpr bool takes_recipe<Tensor(const Tensor&, const Tensor&, Args...)> =
     (std::is_constructible_v<c10::IValue, const std::decay_t<Args>&> && ...);
 
 template <class... Tensors, class... Args>
-constexpr bool is_for_low_bit<std::tuple<Tensors...>(const Tensor&, const Tensor&, Args...)> =
-    is_for_low_bit<Tensor(const Tensor&, const Tensor&, Args...)> && (std::is_same_v<Tensors, Tensor> && ...);
+constexpr bool takes_recipe<std::tuple<Tensors...>(const Tensor&, const Tensor&, Args...)> =
+    takes_recipe<Tensor(const Tensor&, const Tensor&, Args...)> && (std::is_same_v<Tensors, Tensor> && ...);
 
 // Return the results of a call as its signature does.
 template <class Result>

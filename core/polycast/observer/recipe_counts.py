@@ -8,7 +8,7 @@ from .records import LowBit
 from .units import times_text
 
 
-class LowBitCounts:
+class RecipeCounts:
     """Counts of calls by thread, so that threads need no lock."""
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class LowBitCounts:
         return tuple(LowBit(*key, calls=calls) for key, calls in total.most_common())
 
 
-def low_bit_lines(records: Iterable[LowBit]) -> Iterable[str]:
+def recipe_lines(records: Iterable[LowBit]) -> Iterable[str]:
     """Yield a line of text for each record."""
     for record in records:
         op = record.op.removeprefix("aten::")

@@ -16,7 +16,7 @@ import polycast
 ROOT = Path(polycast.__file__).parent
 SOURCES = Path(__file__).parent.parent
 GENERATED = {"docs/modules.md", "docs/benchmarks.md"}
-FLOORS = [
+LAYERS = [
     {"cli", "testing"},
     {"drop_in", "integrations"},
     {"distributed", "precision"},
@@ -32,7 +32,7 @@ FLOORS = [
     {"common"},
     {"errors"},
 ]
-"""The rooms, from the top. A room imports from those below its floor; none imports from another on its own."""
+"""The layers, from the top, and the folders in each. A folder imports only from those in lower layers."""
 MODULES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
     for path in ROOT.rglob("*.py")
@@ -65,14 +65,14 @@ def imports(module):
 ARROWS = {module: imports(module) for module in MODULES}
 
 
-def floor(module):
-    room = module.partition(".")[0]
-    (number,) = (number for number, rooms in enumerate(FLOORS) if room in rooms)
+def layer(module):
+    folder = module.partition(".")[0]
+    (number,) = (number for number, folders in enumerate(LAYERS) if folder in folders)
     return number
 
 
-def test_every_room_has_its_floor():
-    assert {module.partition(".")[0] for module in MODULES} == set().union(*FLOORS)
+def test_every_folder_is_in_a_layer():
+    assert {module.partition(".")[0] for module in MODULES} == set().union(*LAYERS)
 
 
 def test_the_list_of_folders_can_be_read_at_a_glance():
@@ -81,10 +81,10 @@ def test_the_list_of_folders_can_be_read_at_a_glance():
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_a_module_imports_from_its_own_room_and_from_those_below(module):
-    room = module.partition(".")[0]
-    others = {other for other in ARROWS[module] if other.partition(".")[0] != room}
-    assert [other for other in sorted(others) if floor(other) <= floor(module)] == []
+def test_a_module_imports_from_its_own_folder_and_from_lower_layers(module):
+    folder = module.partition(".")[0]
+    others = {other for other in ARROWS[module] if other.partition(".")[0] != folder}
+    assert [other for other in sorted(others) if layer(other) <= layer(module)] == []
 
 
 def test_the_arrows_are_seen():
@@ -110,11 +110,11 @@ CALLS_UP = {
     "engine.state",  # calls the methods that region.autocast overrides
     "torch_internals.patcher",  # calls the functions that the table of changes names
 }
-"""The modules that call functions which rooms above have given them."""
+"""The modules that call functions which higher layers have given them."""
 
 
 def use_everything(model, x):
-    """Use each room, so that each way to call another room is taken."""
+    """Use each folder, so that each way to call another folder is taken."""
     compiled = torch.compile(model, backend="aot_eager")
     for settings in ({}, {"policy": {"mm": "fp32"}}, {"cache": polycast.WeightCache()}, {"recipe": "int8"}):
         with polycast.autocast("cpu", **settings):
@@ -138,7 +138,7 @@ def use_everything(model, x):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::polycast.RecipeDisabledWarning")  # of a processor without int8
-def test_rooms_call_upwards_only_through_callbacks():
+def test_layers_call_upwards_only_through_callbacks():
     upwards = set()
 
     def module_of(frame):
@@ -149,8 +149,8 @@ def test_rooms_call_upwards_only_through_callbacks():
             return
         caller, called = module_of(frame.f_back), module_of(frame)
         if caller in MODULES and called in MODULES:
-            is_other_room = caller.partition(".")[0] != called.partition(".")[0]
-            if is_other_room and floor(called) <= floor(caller):
+            is_other_folder = caller.partition(".")[0] != called.partition(".")[0]
+            if is_other_folder and layer(called) <= layer(caller):
                 upwards.add((caller, called))
 
     with contextlib.ExitStack() as stack:
@@ -166,7 +166,7 @@ def test_rooms_call_upwards_only_through_callbacks():
 
 
 @pytest.mark.parametrize("folder", sorted({path.parent for path in MODULES.values()}), ids=lambda path: path.name)
-def test_a_room_says_what_it_is_for(folder):
+def test_a_folder_says_what_it_is_for(folder):
     assert ast.get_docstring(ast.parse((folder / "__init__.py").read_text(encoding="utf-8")))
 
 

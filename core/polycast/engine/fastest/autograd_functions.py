@@ -14,14 +14,13 @@ from .choose_way import Way, dtype_of
 from .recorded_ways import Ways
 
 
-class Forward(NamedTuple):
-    """The forward of a product: how it is computed in each way, and how its gradients are.
+class Computation(NamedTuple):
+    """How a product or a convolution is computed, and its gradients are.
 
     Attributes:
         ways: the ways for the forward and the gradients.
         dtype: the fast dtype.
-        in_float32: returns the result of the op on float32 tensors.
-        in_fast: the same in the fast dtype, given the operands in it.
+        in_float32, in_fast: compute the forward in that dtype. The result has the fast dtype.
         gradients: returns the gradients of the operands.
     """
 
@@ -65,7 +64,7 @@ class RecordedProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, call: Forward, first: torch.Tensor, second: torch.Tensor, bias: torch.Tensor | None
+        ctx: Any, call: Computation, first: torch.Tensor, second: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
         """Compute the product; `first` and `second` are what is saved: casts, or a weight."""
         ctx.set_materialize_grads(False)
@@ -142,7 +141,7 @@ class Convolution(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        call: Forward,
+        call: Computation,
         settings: "ConvolutionSettings",
         first: torch.Tensor,
         second: torch.Tensor,

@@ -1,4 +1,4 @@
-"""The equalization of a recipe in use: the factors of each weight that a kernel prepacks."""
+"""Equalize weights as they are prepacked: find the factors that a recipe has for each."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,11 +11,11 @@ from ...policy.recipe_arguments import resolve
 from ...torch_internals.private_names import has_python_key
 
 _IS_TRANSPOSED = {"aten::linear": False, "aten::matmul": True, "aten::mm": True, "aten::addmm": True}
-"""By op with a matrix as its weight: whether that is [K, N]."""
+"""For each op whose weight is a matrix, whether that is stored as [K, N]."""
 
 
 def matrix_of(op: str, weight: torch.Tensor) -> torch.Tensor | None:
-    """Return the weight of an op as a matrix [N, K], a row for each output feature; None if it is none."""
+    """Return the weight of an op as a matrix [N, K], a row for each output feature; None if it is no matrix."""
     is_transposed = _IS_TRANSPOSED.get(op)
     if is_transposed is None or weight.dim() != 2:
         return None
@@ -82,11 +82,11 @@ def checked_prepack(
 
     def prepack(weight: torch.Tensor) -> tuple[torch.Tensor, ...] | None:
         with torch.inference_mode(False), torch.no_grad():
-            plain = weight.detach()
-            factors = _factors_of(recipe, op, plain) if kernel.equalizes else None
+            detached = weight.detach()
+            factors = _factors_of(recipe, op, detached) if kernel.equalizes else None
             kernel_prepack: Callable[..., Any] = kernel.prepack
-            prepacked = kernel_prepack(plain) if factors is None else kernel_prepack(plain, factors)
-            if isinstance(prepacked, torch.Tensor):  # a sequence too
+            prepacked = kernel_prepack(detached) if factors is None else kernel_prepack(detached, factors)
+            if isinstance(prepacked, torch.Tensor):  # which tuple() would split into rows
                 raise TypeError(f"{type(kernel).__name__}.prepack must return a tuple of tensors or None, got a tensor")
             return tuple(prepacked or ()) or None
 

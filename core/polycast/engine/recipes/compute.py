@@ -25,11 +25,11 @@ from .recipe_listeners import listeners, notify
 IN_FUNCTION = "an autograd.Function computes it, and low bit is for inference (what torch.inference_mode() says)"
 
 Performed: TypeAlias = tuple[Results | None, Action | None]
-"""What an op returns, None if it falls back; and how to compute like calls, None if Python decides each time."""
+"""The results, or None if the op falls back; and the action for like calls, or None if Python decides each time."""
 
 
 @disable_dynamo
-def perform(op: str, device_type: str, args: Sequence[Any], plain: bool = False) -> Performed:
+def perform(op: str, device_type: str, args: Sequence[Any], checked: bool = False) -> Performed:
     """Compute an op by the recipe of this thread's region, and notify listeners.
 
     Called with autocast off for the device.
@@ -37,25 +37,25 @@ def perform(op: str, device_type: str, args: Sequence[Any], plain: bool = False)
     Args:
         op: by its name in the dispatcher.
         args: its arguments, in the order of the schema.
-        plain: whether the caller has checked the tensors, that nothing intercepts ops, and that autograd does not
-            record them.
+        checked: whether the caller has checked that the tensors need no further check (see `Plan._unsupported_tensor`),
+            that nothing intercepts ops, and that autograd records nothing.
     """
     override, cache = state.machine.innermost(device_type)
     plan = None if override is None else plan_of(override, device_type)
     if plan is None:
         return None, None
     if isinstance(plan, FastestPlan):
-        return plan.perform(op, args, cache, plain)
+        return plan.perform(op, args, cache, checked)
     result: torch.Tensor | str
     action: Action | None = None
     if in_function():
         result, action = IN_FUNCTION, FALL_BACK
-    elif not plain and is_intercepted():
+    elif not checked and is_intercepted():
         result = INTERCEPTED
     elif (calibrated := calibrate(plan, op, args) if calibrators else None) is not None:
         result = calibrated
     else:
-        result, action = plan.compute(op, args, cache, plain)
+        result, action = plan.compute(op, args, cache, checked)
         if result is INTERCEPTED:
             result = traced(op, plan, args, cache)
             if isinstance(result, torch.Tensor):
@@ -68,10 +68,11 @@ def perform(op: str, device_type: str, args: Sequence[Any], plain: bool = False)
 
 
 class Computed(NamedTuple):
-    """How a recipe computes a call: the name of the way, why it was chosen, and the dtype that it casts tensors to.
+    """How a recipe computes a call, for `explain`.
 
-    Without a choice, `way` is empty, and `reason` says whether the weight is equalized, if the recipe has an
-    equalization; a kernel may take tensors of several dtypes, and `dtype` is None.
+    Only the recipe "fastest" chooses: the name of a way, the reason, and the dtype that it casts tensors to. For other
+    recipes `way` is empty, `dtype` is None, and `reason` says whether the weight is equalized, if the recipe has an
+    equalization.
     """
 
     way: str = ""

@@ -1,4 +1,7 @@
-"""Calibration: products that a recipe would compute run in float32, and are seen by calibrators."""
+"""Calibration, for `equalize`.
+
+While a thread has calibrators, ops that its recipe would compute run in float32, and the calibrators see the arguments.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -25,7 +28,7 @@ def calibrate(plan: Plan, op: str, args: Sequence[Any]) -> torch.Tensor | str | 
     here = list(calibrators)
     if not here:
         return None
-    reason = plan.unsupported_reason(op, args, by_profile=False)  # which has other times for other numbers of rows
+    reason = plan.unsupported_reason(op, args, by_profile=False)  # batches may have other sizes than the program's
     if reason is not None:
         return reason
     for calibrator in here:

@@ -14,13 +14,13 @@ from ..fastest.cost import seconds_to_cast
 from ..fastest.products import Product, product_of
 
 _MARGIN = 1.1
-"""A kernel that takes up to so many times the fast dtype's time is used: times in a profile are a little off."""
+"""A kernel is slower if it takes more than this many times the fast dtype's time: profiles are inexact."""
 
 
 def slower_reason(device_type: str, kind: str, op: str, args: Sequence[Any]) -> str | None:
-    """Return that a call is slower than in the fast dtype; None if it is not, or this is unknown. Measure nothing.
+    """Return how much slower than the fast dtype a call is, by the device's profile; None if it is not slower.
 
-    A noisy profile does not show it.
+    Also None if there is no profile, or a noisy one: this measures nothing.
 
     Args:
         device_type: the device.

@@ -1,0 +1,37 @@
+// Calls Python from torch's callbacks, which must not raise.
+//
+// Locks: none.
+
+#pragma once
+
+#include "python.h"
+
+namespace {
+
+// Call a function with the GIL held. What it raises, or a signal handler in the meantime, is raised when torch has returned; the
+// result is empty then.
+Object call_from_callback(PyObject* function, PyObject* arguments) {
+  const ErrorScope of_the_op;  // which may have raised
+  if (PyObject* const result = PyObject_CallObject(function, arguments)) {
+    return Object::steal(result);
+  }
+  const auto raise_it = [](void* value) {
+    PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(static_cast<PyObject*>(value))), static_cast<PyObject*>(value));
+    Py_DECREF(static_cast<PyObject*>(value));
+    return -1;
+  };
+  PyObject *type, *raised, *traceback;
+  PyErr_Fetch(&type, &raised, &traceback);
+  PyErr_NormalizeException(&type, &raised, &traceback);
+  if (traceback != nullptr) {
+    PyException_SetTraceback(raised, traceback);
+  }
+  Py_XDECREF(type);
+  Py_XDECREF(traceback);
+  if (Py_AddPendingCall(raise_it, raised) != 0) {
+    Py_DECREF(raised);
+  }
+  return Object();
+}
+
+}  // namespace
