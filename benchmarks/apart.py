@@ -103,7 +103,7 @@ def _merged(plans: list[dict[str, Any]]) -> Plan:
     return Plan(ratios, **merged)
 
 
-def _play(name: str, library: str) -> None:
+def _work(name: str, library: str) -> None:
     requests = iter(sys.stdin.readline, "")
     next(requests, None)
     for race in pkgutil.resolve_name(name)().races():
@@ -121,4 +121,4 @@ def _play(name: str, library: str) -> None:
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
-    _play(*sys.argv[1:])
+    _work(*sys.argv[1:])

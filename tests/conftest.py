@@ -31,9 +31,8 @@ from polycast.toolchain import load
 
 DEVICES = torch._C._autocast_supported_devices()
 
-# Programs that tests start say nothing of the processor, and do not compile polycast's source each time they import it.
+# Programs that tests start say nothing of the processor either; see filterwarnings in pyproject.toml.
 os.environ.setdefault("PYTHONWARNINGS", "ignore:bfloat16 is slow on,ignore:float16 is slow on")
-os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 
 def pytest_addoption(parser):

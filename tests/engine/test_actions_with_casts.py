@@ -28,7 +28,7 @@ def decide(kernel, monkeypatch):
     """Return a function that makes calls be computed by an action, and the results by Python NaN."""
 
     def decide(action):
-        def compute(plan, op, args, cache, plain=False):
+        def compute(plan, op, args, cache, checked=False):
             return torch.full((3, 8), torch.nan, dtype=torch.bfloat16), action
 
         monkeypatch.setattr(Plan, "compute", compute)

@@ -13,4 +13,4 @@ hookimpl = pluggy.HookimplMarker(PROJECT)
 
 @hookspec
 def polycast_backend() -> Backend:  # type: ignore[empty-body]
-    """Return the backend. Called once per process, when the device is first used."""
+    """Return the backend. Called once per process, when the device is first used, or observed."""

@@ -31,7 +31,7 @@ class Change(NamedTuple):
     Attributes:
         module: the module, which is changed at its import, and not imported for it.
         names: what is replaced: attributes of the module and of its classes, as dotted names; ``*`` matches any.
-        by: a function, or its name, ``room.module:function``, imported when needed. It is called with a
+        by: a function, or its name, ``folder.module:function``, imported when needed. It is called with a
             :class:`Patch`, checks that the module is the expected one, raises otherwise, and replaces the names.
     """
 
@@ -47,7 +47,7 @@ class Feature:
     Attributes:
         lost: what users lose if torch cannot be changed, for the warning; if empty, the error is raised instead.
         changes: the changes, in order.
-        otherwise: a function, or its name, ``room.module:function``, called with the reason instead of warning.
+        otherwise: a function, or its name, ``folder.module:function``, called with the reason instead of warning.
         undone: the same, called without arguments when the feature has been undone.
         by_user: whether the feature lasts as long as a block or an object of the user, so that ``uninstall()`` leaves
             it alone.

@@ -61,7 +61,7 @@ def _seconds_in_cache(profile: DeviceProfile, op: str, way: str, rows: int, size
 
 
 def _seconds_of_work(profile: DeviceProfile, op: str, way: str, work: int) -> float | None:
-    """Return the seconds of a convolution or an attention by its number of multiplications alone.
+    """Return the seconds of a convolution or an attention's backward by its number of multiplications alone.
 
     Few sizes are measured. Below the least measured work the time is constant, and above the most in proportion.
     """

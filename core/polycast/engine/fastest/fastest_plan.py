@@ -33,7 +33,7 @@ from .products import Product, product_of, weight_position
 from .recorded import NO_GRADIENTS, Recorded, recorded_call
 from .recorded_ways import Ways, choose_recorded
 
-NO_PROFILE = "the profile that it was compiled with is not loaded in this process"
+NO_PROFILE = "its profile is not loaded in this process"
 UNKNOWN_SIZES = "the profile does not cover it: a vector, no elements, or complex factors"
 TRACED_MASK = "its mask is boolean: inductor's code for such attention in float32 corrupts memory"
 NARROW_WEIGHT = "its weight is not float32"

@@ -47,7 +47,7 @@ class Kernel final : public c10::OperatorKernel {
         policy_for_recipes_(op_.has_recipes ? Policy::kLowerPrecisionFp : op_.policy),
         skips_autograd_(can_skip_autograd(op_, handle)),
         multiplies_batches_(handle.operator_name() == c10::OperatorName("aten::linear", "") ||
-                       handle.operator_name() == c10::OperatorName("aten::matmul", "")),
+                            handle.operator_name() == c10::OperatorName("aten::matmul", "")),
         is_capturing_(std::move(is_capturing)),
         redispatch_(redispatch) {
     const auto& arguments = handle.schema().arguments();
@@ -113,7 +113,7 @@ class Kernel final : public c10::OperatorKernel {
     const DeviceRegion& region = region_of(device_);
     const Policy policy = this->policy(region);
     if (policy == Policy::kNone) {
-      // Above autograd's kernel otherwise: below it, views of weights do not know their base, so autocast would not find their casts.
+      // Skip autograd's kernel: below it, views of weights do not know their base, so autocast would not find their casts.
       const bool skips_autograd = is_composed_ && has_only_autograd(keys) && !needs_autograd(stack);
       handle.redispatchBoxed(skips_autograd ? device_keys_ : keys & below_, stack);
       return;

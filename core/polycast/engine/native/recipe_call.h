@@ -18,7 +18,7 @@ namespace {
 // Set by bind().
 PyObject* perform_recipe = nullptr;
 
-// Convert an argument to Python; return nothing for types that no low-bit kernel takes.
+// Convert an argument to Python; return nothing for types that no recipe takes.
 Object for_python(const c10::IValue& value) {
   if (value.isTensor()) {
     return python_tensor(value.toTensor());
@@ -49,7 +49,7 @@ Object for_python(const c10::IValue& value) {
   return Object();
 }
 
-// Return whether the arguments need no check in Python: strided tensors of the device in float32, bfloat16 or float16, which
+// Return whether the arguments need no check in Python: strided tensors of the device in float32, bfloat16 or float16, of no subclass or transform, which
 // autograd does not record. See Plan._unsupported_tensor() in recipes/plan.py.
 bool need_no_check(c10::ArrayRef<c10::IValue> arguments, DeviceType device) {
   static constexpr c10::DispatchKeySet kSpecial{
@@ -147,7 +147,7 @@ C10_NOINLINE Results call_recipe(const RecipeCall& call, torch::jit::Stack argum
   return ask_python(call, arguments, &metadata);
 }
 
-// Whether low-bit kernels take the arguments of a signature: of ops with a weight, and of elementwise functions.
+// Whether recipes take the arguments of a signature: of ops with a weight, and of elementwise functions.
 template <class Signature>
 constexpr bool takes_recipe = false;
 

@@ -135,9 +135,9 @@ struct c10::impl::wrap_kernel_functor_unboxed_<Unboxed<Result(Args...)>, Result(
         if constexpr (begins_with_tensors<Args...>) {
           const auto given_tensors = std::tie(args...);
           if (const Tensor& first = std::get<0>(given_tensors); kernel.copies_matrix(keys, first, std::get<1>(given_tensors))) {
-            const Tensor laid_out = kernel.contiguous(first);
+            const Tensor contiguous = kernel.contiguous(first);
             return [&](const Tensor&, auto&... others) {
-              return run(kernel, keys, std::index_sequence<I...>(), laid_out, others...);
+              return run(kernel, keys, std::index_sequence<I...>(), contiguous, others...);
             }(args...);
           }
         }

@@ -36,7 +36,7 @@ class Action(NamedTuple):
     - the op, the plan and the fast dtype;
     - of each tensor: dtype, sizes, strides, device, and whether it is a weight or a view of all or a part of one;
     - the other arguments;
-    - which tensors autograd records, and whether a user's autograd.Function runs, forward or backward;
+    - which tensors autograd records, and whether an autograd.Function runs, or a backward;
     - whether the region has a WeightCache, whether autocast caches casts, and whether torch may use fused attention;
     - the policies that are registered: a change of them forgets all actions.
 

@@ -37,8 +37,8 @@ def perform(op: str, device_type: str, args: Sequence[Any], checked: bool = Fals
     Args:
         op: by its name in the dispatcher.
         args: its arguments, in the order of the schema.
-        checked: whether the caller has checked that the tensors need no further check (see `Plan._unsupported_tensor`),
-            that nothing intercepts ops, and that autograd records nothing.
+        checked: whether the caller has checked the tensors as `Plan._unsupported_tensor` does, that they are of no
+            subclass or transform, that nothing intercepts ops, and that autograd records nothing.
     """
     override, cache = state.machine.innermost(device_type)
     plan = None if override is None else plan_of(override, device_type)
@@ -70,9 +70,9 @@ def perform(op: str, device_type: str, args: Sequence[Any], checked: bool = Fals
 class Computed(NamedTuple):
     """How a recipe computes a call, for `explain`.
 
-    Only the recipe "fastest" chooses: the name of a way, the reason, and the dtype that it casts tensors to. For other
-    recipes `way` is empty, `dtype` is None, and `reason` says whether the weight is equalized, if the recipe has an
-    equalization.
+    Only the recipe "fastest" chooses: the name of a way, the reason, and the dtype that it casts tensors to, which is
+    None for a kernel of the backend. For other recipes `way` is empty, `dtype` is None, and `reason` says whether the
+    weight is equalized, if the recipe has an equalization.
     """
 
     way: str = ""

@@ -1,7 +1,7 @@
 // Counts the values that ops compute and cast. Tensors in host memory are read once, by magnitudes.h; for others torch's ops count on
 // the device, without synchronizing.
 //
-// Locks: a table's. None is held while torch's ops run or a tensor is destroyed.
+// Locks: a table's. None is held while torch's ops run or a tensor is destroyed. The GIL is taken as in nonfinite.h.
 
 #pragma once
 
