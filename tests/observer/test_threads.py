@@ -302,10 +302,15 @@ def test_each_op_is_counted_while_other_recorders_start_and_stop(engine):
             recorder.stop()
 
     other = threading.Thread(target=observe_all)
-    other.start()
-    with polycast.observe() as seen:
-        for _ in range(20_000):
-            X.relu()
-    counted.set()
-    other.join()
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)  # an op waits for the other thread's turn to end, which takes milliseconds otherwise
+    try:
+        other.start()
+        with polycast.observe() as seen:
+            for _ in range(20_000):
+                X.relu()
+    finally:
+        counted.set()
+        other.join()
+        sys.setswitchinterval(interval)
     assert [(row.op, row.calls) for row in seen.ops] == [("aten::relu", 20_000)]
