@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from polycast.engine import installation
 
@@ -193,6 +194,14 @@ def test_fastest_runs_the_scenarios_and_common_models(catalog, fastest):
     }
     assert catalog.BENCHMARKS["fastest"].threads is catalog.each
     assert catalog.BENCHMARKS["fastest-avx2"].make().processes == 1
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_gpu_has_no_figures_without_one(catalog):
+    pytest.importorskip("benchmarks.gpu")
+    results = catalog.BENCHMARKS["gpu"].make().run(quick=True)
+    assert len(results) >= 14
+    assert all(each.measured is None and "CUDA" in each.skipped for each in results)
 
 
 def test_fastest_runs_each_case_in_every_way(fastest):

@@ -1,6 +1,6 @@
 """float8 (e4m3) matmuls for recipes: activations are cast at each call, weights once.
 
-Experimental: each call takes about 0.1 ms of Python, which a GPU computes large matmuls in.
+Experimental: Python takes about 0.1 ms for each call, in which a GPU computes a large matmul.
 
 ``torch._scaled_mm`` takes a scale for each row of the activations and each output feature, or one for each of the two
 tensors. Scales ignore inf and nan. float8 has no inf, so the result for a row of activations with inf or nan is nan;

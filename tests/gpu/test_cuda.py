@@ -9,6 +9,8 @@ from torch import nn
 
 import polycast
 
+from .graphs import captured_call
+
 pytestmark = [
     pytest.mark.usefixtures("engine"),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
@@ -72,14 +74,7 @@ def test_a_captured_graph_sees_later_updates_of_the_weights(cache):
     net, x = model(), inputs()
     region = polycast.autocast("cuda", cache=polycast.WeightCache() if cache else None)
     with torch.no_grad():
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side), region:
-            net(x)
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph), region:
-            captured = net(x)
+        graph, captured = captured_call(net, x, region)
         for parameter in net.parameters():
             parameter.mul_(2)
         graph.replay()

@@ -8,6 +8,8 @@ from torch import nn
 
 import polycast
 
+from .graphs import captured_call
+
 FLOAT8 = polycast.get_backend("cuda").recipe_availability(polycast.Float8())
 pytestmark = [
     pytest.mark.usefixtures("engine"),
@@ -106,14 +108,7 @@ def test_a_graph_captured_in_a_region_with_float8_replays_new_inputs():
     net, x, cache = model(), inputs(), polycast.WeightCache()
     region = polycast.autocast("cuda", recipe=polycast.Float8(min_size=0), cache=cache)
     with torch.no_grad():
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side), region:
-            net(x)
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph), region:
-            captured = net(x)
+        graph, captured = captured_call(net, x, region)
         x.copy_(inputs() * 3)
         graph.replay()
         with region:

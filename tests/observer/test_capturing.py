@@ -42,7 +42,7 @@ except KeyboardInterrupt:
 
 
 def test_values_are_read_only_while_no_graph_is_captured():
-    """What the backend raises does not reach the program, but for what a signal handler raises in the meantime."""
+    """An error of the backend does not reach the program; one of a signal handler does."""
     pytest.importorskip("numpy")
     path = os.pathsep.join([str(NPY), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(

@@ -15,7 +15,7 @@ from .recorded_ways import Ways
 
 
 class Computation(NamedTuple):
-    """How a product or a convolution is computed, and its gradients are.
+    """Computes a matmul or convolution and its gradients, each in its way.
 
     Attributes:
         ways: the ways for the forward and the gradients.

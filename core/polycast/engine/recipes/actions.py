@@ -9,7 +9,7 @@ from ...torch_internals.dispatcher import OpOverload
 from .. import state
 
 Results: TypeAlias = torch.Tensor | tuple[torch.Tensor | None, ...]
-"""What an op returns: a tensor, or a tuple of tensors, with None for each undefined tensor."""
+"""The results of an op: a tensor, or a tuple of tensors, with None for each undefined one."""
 
 
 class ActionKind(IntEnum):

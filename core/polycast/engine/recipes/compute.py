@@ -68,7 +68,7 @@ def perform(op: str, device_type: str, args: Sequence[Any], checked: bool = Fals
 
 
 class Computed(NamedTuple):
-    """How a recipe computes a call, for `explain`.
+    """Describes how a recipe computes a call, for `explain`.
 
     Only the recipe "fastest" chooses: the name of a way, the reason, and the dtype that it casts tensors to, which is
     None for a kernel of the backend. For other recipes `way` is empty, `dtype` is None, and `reason` says whether the

@@ -1,4 +1,4 @@
-"""`PrepackedFormat`: how a weight was prepacked, as text."""
+"""`PrepackedFormat`: identifies how a weight was prepacked."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +12,7 @@ from ...policy.recipe import Recipe
 
 @dataclass(frozen=True)
 class PrepackedFormat:
-    """How a weight was prepacked: by which kernel, for which recipe. The text is the same in every process.
+    """Identifies how a weight was prepacked: by which kernel, for which recipe, in text that all processes share.
 
     Attributes:
         device: the device type.
