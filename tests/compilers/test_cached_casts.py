@@ -185,7 +185,8 @@ def test_threads_call_one_compiled_function_in_their_own_regions(backend, engine
     assert all(torch.equal(each, found[0]) for each in found)
     assert [sum(counts(each)) for each in caches] == [6] * 4
     if engine == "native":  # the reference engine takes a thread that reads the weight for an alias
-        assert all(counts(each) in ((2, 4), (3, 3)) for each in caches)  # as the native engine does now and then
+        # A view that another thread is making counts as an alias until it shares the version counter.
+        assert all(counts(each) in ((2, 4), (3, 3)) for each in caches)
 
 
 @pytest.mark.slow

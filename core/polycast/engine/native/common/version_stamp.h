@@ -96,7 +96,7 @@ class UnreliableCounters {
 };
 
 // The other holders of a weight's memory: none; only tensors that share its version counter, such as views and detach(); or
-// others, whose writes are not seen.
+// others, whose writes are not seen. A view that another thread is making is one of the others until it has the counter.
 enum class Holders : uint8_t { kNone, kVersioned, kUnversioned };
 
 // Taken before a weight is cast.
