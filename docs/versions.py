@@ -20,7 +20,7 @@ def table(tool: dict[str, list[dict[str, Any]]]) -> str:
     pythons: dict[str, list[str]] = {}
     for row in tool["matrix"]:
         version = row["torch"].removeprefix("torch").removesuffix(".*").removeprefix("==")
-        version = f"{version.removeprefix('>=')} or newer" if version.startswith(">=") else version
+        version = f"the newest, at least {version.removeprefix('>=')}" if version.startswith(">=") else version
         pythons.setdefault(version, []).append(row["python"])
     lines = ["| torch | on Python |", "| --- | --- |"]
     lines += [f"| {torch} | {', '.join(sorted(of, key=lambda each: int(each[2:])))} |" for torch, of in pythons.items()]
