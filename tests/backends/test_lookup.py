@@ -1,4 +1,4 @@
-"""The CPU's functions of one number, read from tables: the bits of torch's kernels, for every number there is."""
+"""The CPU's tables for elementwise ops: the bits of torch's kernels, for every number."""
 
 import subprocess
 import sys

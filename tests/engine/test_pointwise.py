@@ -32,7 +32,7 @@ FUNCTIONS = {
 
 @pytest.fixture(params=FUNCTIONS)
 def function(request):
-    """Return a function of one number."""
+    """Return an elementwise op of one tensor."""
     return FUNCTIONS[request.param]
 
 

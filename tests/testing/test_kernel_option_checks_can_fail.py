@@ -79,7 +79,7 @@ def test_a_kernel_of_the_fast_dtype():
 
 
 class Pointwise(LowBitKernel):
-    """A kernel of a function of one number that is right."""
+    """A kernel of an elementwise op that is right."""
 
     weight = 0
     uses_cast = True

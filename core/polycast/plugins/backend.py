@@ -97,8 +97,9 @@ class LowBitKernel:
     def run(self, prepacked: tuple[torch.Tensor, ...], *args: Any) -> torch.Tensor:
         """Return the op's result in the fast dtype: ``torch.get_autocast_dtype`` of the device.
 
-        Called outside of autocast, when autograd has nothing to record, except for functions of one number. It must not
-        read the weight itself, except in these, where the weight is the input. The default calls `operator`.
+        Called outside of autocast and, except for elementwise ops of one tensor, when autograd has nothing to record.
+        It must not read the weight itself, except in these ops, where the weight is the input. The default calls
+        `operator`.
         """
         if self.operator is None:
             raise NotImplementedError(f"{type(self).__name__} has neither an operator nor run()")

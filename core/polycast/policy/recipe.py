@@ -109,7 +109,7 @@ class Fastest(Recipe):
     - the backend's own kernel for the fast dtype, with the same cast, or with the float32 weight as it is;
     - float32: the weight as it is, neither cast nor cached, and the activations converted.
 
-    The backend's kernels, if it has any, compute functions of one number (`gelu` and others), with torch's results.
+    The backend's kernels, if it has any, compute elementwise ops of one tensor, such as `gelu`, with torch's results.
 
     Outputs have the fast dtype. In training, forward and backward are chosen separately, and activations are saved in
     the fast dtype. The choice depends on the op, on the sizes of its arguments up to a factor of two, on their dtypes,
@@ -119,9 +119,9 @@ class Fastest(Recipe):
         profile: a :class:`DeviceProfile`, or the path of a saved one, so that choices are the same on every machine.
             None: the profile of this machine, which the first region measures if there is none.
         ops: the ops to compute the fastest way, by names as in a :class:`Policy`; of these, those with the policy
-            LOWER_PRECISION_FP, and encoder layers and functions of one number without a policy.
+            LOWER_PRECISION_FP, and encoder layers and elementwise ops without a policy.
         min_size: the smallest number of elements of a weight, or of the second matrix, for which to choose. It does not
-            apply to functions of one number.
+            apply to elementwise ops.
 
     Raises:
         TypeError: `profile` is neither; `ops` are not names; or `min_size` is not an int.

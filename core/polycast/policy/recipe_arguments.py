@@ -19,7 +19,7 @@ PRODUCTS = (
 )
 """The matmuls, convolutions and layers of `Fastest`, by default."""
 POINTWISE = ("gelu", "mish", "sigmoid", "silu", "tanh")
-"""The functions of one number of `Fastest`, by default: kernels of backends compute them, with the same results."""
+"""The elementwise ops of `Fastest`, by default: kernels of backends compute them, with the same results."""
 FASTEST_OPS = tuple(sorted((*PRODUCTS, *POINTWISE)))
 """The ops of `Fastest`, by default."""
 POINTWISE_OPS = frozenset(f"aten::{name}" for name in POINTWISE)

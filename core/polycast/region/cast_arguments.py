@@ -129,7 +129,7 @@ class CastArguments:
             self._containers = ByIdentity()
         known: CastInPlace | CastCopy | None = self._containers.get(container)
         if known is not None:
-            return known.given
+            return known.passed
         entry = CastInPlace(container) if self._in_place else CastCopy(container)
         self._containers.add(container, entry)  # first, so that it ends even if the rest is interrupted
         entry.begin()
@@ -138,7 +138,7 @@ class CastArguments:
         if changes:
             self._rebuilt += [(cast, item) for _, item, cast in changes if not isinstance(item, torch.Tensor)]
             entry.put(changes)
-        return entry.given
+        return entry.passed
 
     def _write_back(self, module: torch.nn.Module, why: str) -> None:
         casts = [(argument, cast, cast.how_written(argument)) for argument, cast in self._casts.items()]

@@ -51,12 +51,12 @@ class CastInPlace:
     """A mutable container whose items are casts during a call.
 
     Attributes:
-        given: the argument for the call.
+        passed: what the call gets in place of the container.
         items: the items before the call, each with its key or position.
     """
 
     def __init__(self, container: Any) -> None:
-        self.given = self._container = container
+        self.passed = self._container = container
         self.items: list[tuple[Any, Any]] = []
         self._users: _Users | None = None
 
@@ -77,7 +77,7 @@ class CastInPlace:
                 with _lock:
                     _replace(self._container, changes)
         except Exception:  # frozen classes raise different errors
-            self.given = _copied(self._container, changes)
+            self.passed = _copied(self._container, changes)
 
     def end(self, originals: ByIdentity) -> None:
         """Remove the casts, if this is the last call that uses the container."""
@@ -115,7 +115,7 @@ class CastCopy:
     """A copy of a mutable container, if it has items to cast; with the attributes of :class:`CastInPlace`."""
 
     def __init__(self, container: Any) -> None:
-        self.given = self._container = container
+        self.passed = self._container = container
         self.items: list[tuple[Any, Any]] = []
         self._before: list[tuple[Any, Any]] = []
 
@@ -125,14 +125,14 @@ class CastCopy:
 
     def put(self, changes: list[_Change]) -> None:
         """Give the call a copy with casts."""
-        self.given = _copied(self._container, changes)
-        self._before = _items(self.given)
+        self.passed = _copied(self._container, changes)
+        self._before = _items(self.passed)
 
     def end(self, originals: ByIdentity) -> None:
         """Apply the changes of the copy to the container."""
-        if self.given is self._container:
+        if self.passed is self._container:
             return
-        now = _items(self.given)
+        now = _items(self.passed)
         if _are_same(now, self._before):
             return
         items = [(key, _original(item, originals)) for key, item in now]
@@ -142,7 +142,7 @@ class CastCopy:
             self._container.clear()
             self._container.update(item for _, item in items)
         else:
-            for key in [key for key in self._container if key not in self.given]:
+            for key in [key for key in self._container if key not in self.passed]:
                 del self._container[key]
             self._container.update(items)
 

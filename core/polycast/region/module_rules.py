@@ -19,7 +19,7 @@ from ..policy.op_policies import OpPolicies
 from ..policy.recipe import Recipe
 from ..policy.value import Policy, PolicyLike
 from ..torch_internals import changes
-from .ruled_forward import ANY_DEVICE, FORWARD, Mark, Rule, RuledForward, ruled_forward_of
+from .ruled_forward import ANY_DEVICE, FORWARD, Rule, RuledForward, RuleSetId, ruled_forward_of
 
 
 class ModuleRules:
@@ -33,23 +33,23 @@ class ModuleRules:
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
         self.rules: dict[str, str] = {}
-        self._mark = Mark()
+        self._rule_set = RuleSetId()
         self._forwards: list[RuledForward] = []
 
     def suspend(self) -> None:
         """Make the rules inactive until :meth:`resume`."""
         for forward in self._forwards:
-            forward.suspend(self._mark)
+            forward.suspend(self._rule_set)
 
     def resume(self) -> None:
         """Make suspended rules active again."""
         for forward in self._forwards:
-            forward.resume(self._mark)
+            forward.resume(self._rule_set)
 
     def remove(self) -> None:
         """Remove the rules; copies of the model keep theirs."""
         while self._forwards:
-            self._forwards.pop().drop(self._mark)
+            self._forwards.pop().drop(self._rule_set)
         self.rules = {}
 
     def __enter__(self) -> Self:
@@ -66,7 +66,7 @@ class ModuleRules:
         if forward is None:
             forward = RuledForward(module, vars(module).get(FORWARD))
             forward.put()
-        forward.add(self._mark, rules)
+        forward.add(self._rule_set, rules)
         self._forwards.append(forward)
         self.rules[name] = _as_text(rules)
 

@@ -17,13 +17,16 @@ from .slow_dtype import warn_if_slow
 _warned: set[tuple[str, str]] = set()
 
 
-def items_of_profiles() -> Sequence[DictItem]:
-    """Return what kept recipes depend on, besides the number of threads."""
+def profile_dependencies() -> Sequence[DictItem]:
+    """Return the dict items that must be unchanged for `profile.usable_recipes` to be valid.
+
+    The table itself is one, since `profile.forget` replaces it. The number of threads is part of its keys.
+    """
     return (vars(profile), "usable_recipes", profile.usable_recipes), *env.profile_items()
 
 
 def checked_recipe(given: RecipeLike | None, backend: Backend, enabled: bool, dtype: torch.dtype) -> Recipe | None:
-    """Return the recipe of a region as `usable_recipe` does, None for none; then warn if the dtype is slow."""
+    """Return what `usable_recipe` does, or None if no recipe is given; warn if the region runs in a slow dtype."""
     recipe = None if given is None else usable_recipe(given, backend, enabled)
     if enabled and (recipe is None or isinstance(recipe, NoRecipe)):
         warn_if_slow(backend, dtype)
@@ -31,7 +34,7 @@ def checked_recipe(given: RecipeLike | None, backend: Backend, enabled: bool, dt
 
 
 def usable_recipe(given: RecipeLike, backend: Backend, enabled: bool) -> Recipe:
-    """Return the recipe of a region; if its device does not support that, warn and return none.
+    """Return the recipe to use in a region. If its device does not support the given one, warn and return NoRecipe().
 
     The recipe `Fastest` gets the profile of the device, which is measured if there is none.
 
@@ -62,11 +65,11 @@ def usable_recipe(given: RecipeLike, backend: Backend, enabled: bool) -> Recipe:
     if answer.reason and (backend.device_type, answer.reason) not in _warned:
         _warned.add((backend.device_type, answer.reason))
         warn_user(f"{recipe!r} on {backend.device_type}: {answer.reason}")
-    if is_kept(asked, recipe):
+    if is_memoized(asked, recipe):
         kept[key] = recipe
     return recipe
 
 
-def is_kept(given: RecipeLike, usable: Recipe | None) -> bool:
-    """Return whether a usable recipe is kept; not if the file of its profile may change."""
+def is_memoized(given: RecipeLike, usable: Recipe | None) -> bool:
+    """Return whether `usable_recipe` memoizes a result: not if the file of its profile may change."""
     return isinstance(usable, Fastest) and not (isinstance(given, Fastest) and isinstance(given.profile, str))

@@ -17,7 +17,7 @@ from ..policy.recipe_base import kinds
 from ..policy.value import PolicyLike
 from ..torch_internals.private_names import skip_frames
 from .policies import override_of
-from .recipes import checked_recipe, is_kept, items_of_profiles
+from .recipes import checked_recipe, is_memoized, profile_dependencies
 from .slow_dtype import warn_if_slow
 
 _new_tuple = tuple.__new__
@@ -42,7 +42,7 @@ def resolve(
     except (KeyError, TypeError):
         backend = _find_backend(device_type)
     name, default = backend.device_type, backend.default_dtype
-    profiles = () if recipe is None or policy is not None else items_of_profiles()
+    profiles = () if recipe is None or policy is not None else profile_dependencies()
     is_lasting = policy is None and isinstance(enabled, bool)
     if dtype is None:
         dtype = default
@@ -88,7 +88,7 @@ def _dependencies(
         default: its default fast dtype.
         settings: the settings.
         recipe: the recipe that was given.
-        profiles: what `items_of_profiles` returned before they were made.
+        profiles: what `profile_dependencies` returned before they were made.
     """
     questions: list[tuple[str, object]] = []
     if settings.enabled:
@@ -105,7 +105,7 @@ def _dependencies(
                 questions.append(("recipe_availability", usable))
             if isinstance(recipe, str):
                 items.append((kinds, usable.kind, type(usable)))
-        elif is_kept(recipe, usable):
+        elif is_memoized(recipe, usable):
             items += profiles
         else:
             return None

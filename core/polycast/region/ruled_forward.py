@@ -46,8 +46,8 @@ _ActiveRules = tuple[tuple[str, Rule], ...]
 """The rules that apply to a call, each with its device."""
 
 
-class Mark:
-    """Identifies the rules of one call of apply_policy; a copied model has another."""
+class RuleSetId:
+    """Identifies the rules that one call of apply_policy adds. In a copied model they have another id."""
 
 
 class RuledForward:
@@ -63,15 +63,15 @@ class RuledForward:
         self.module = module
         self.inner = inner
         self._devices = _known_devices()
-        self._entries: list[tuple[Mark, Mapping[str, Rule]]] = []
-        self._suspended: set[Mark] = set()
+        self._entries: list[tuple[RuleSetId, Mapping[str, Rule]]] = []
+        self._suspended: set[RuleSetId] = set()
         self.rules: Mapping[str, Rule] = {}
-        self._usual: dict[int, _ActiveRules] = {}
+        self._rules_by_excluded_keys: dict[int, _ActiveRules] = {}
         self._regions: dict[tuple[str, torch.dtype, int], autocast] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out caches, and the devices that this process's torch knows."""
-        return {**vars(self), "_usual": {}, "_regions": {}, "_devices": ()}
+        return {**vars(self), "_rules_by_excluded_keys": {}, "_regions": {}, "_devices": ()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, _devices=_known_devices())
@@ -81,33 +81,33 @@ class RuledForward:
         self.module.forward = self
         vars(self.module).setdefault(_REPLICATE, _refuse_replicas)
 
-    def add(self, mark: Mark, rules: Mapping[str, Rule]) -> None:
+    def add(self, rule_set: RuleSetId, rules: Mapping[str, Rule]) -> None:
         """Put the module under rules; those added last decide."""
-        self._entries.append((mark, rules))
-        self._decide()
+        self._entries.append((rule_set, rules))
+        self._update()
 
-    def drop(self, mark: Mark) -> None:
+    def drop(self, rule_set: RuleSetId) -> None:
         """Remove rules. Without any left, restore the module's forward."""
-        self._suspended.discard(mark)
-        self._keep([entry for entry in self._entries if entry[0] is not mark])
+        self._suspended.discard(rule_set)
+        self._keep([entry for entry in self._entries if entry[0] is not rule_set])
 
-    def suspend(self, mark: Mark) -> None:
+    def suspend(self, rule_set: RuleSetId) -> None:
         """Make rules inactive until :meth:`resume`, also for a call that has begun before its forward."""
-        self._suspended.add(mark)
-        self._decide()
+        self._suspended.add(rule_set)
+        self._update()
 
-    def resume(self, mark: Mark) -> None:
+    def resume(self, rule_set: RuleSetId) -> None:
         """Make suspended rules active again."""
-        self._suspended.discard(mark)
-        self._decide()
+        self._suspended.discard(rule_set)
+        self._update()
 
     def drop_all(self) -> None:
         """Remove all rules, and restore the module's forward."""
         self._keep([])
 
-    def _keep(self, entries: list[tuple[Mark, Mapping[str, Rule]]]) -> None:
+    def _keep(self, entries: list[tuple[RuleSetId, Mapping[str, Rule]]]) -> None:
         self._entries = entries
-        self._decide()
+        self._update()
         attributes = vars(self.module)
         if self._entries or attributes.get(FORWARD) is not self:  # somebody has wrapped it since
             return
@@ -118,27 +118,27 @@ class RuledForward:
         if attributes.get(_REPLICATE) is _refuse_replicas:
             del attributes[_REPLICATE]
 
-    def _decide(self) -> None:
-        active = [rules for mark, rules in self._entries if mark not in self._suspended]
+    def _update(self) -> None:
+        active = [rules for rule_set, rules in self._entries if rule_set not in self._suspended]
         self.rules = active[-1] if active else {}
-        self._usual = {}
+        self._rules_by_excluded_keys = {}
         self._regions = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run forward under the rules."""
-        if is_dynamo_compiling() or switched_off.anywhere():
+        if is_dynamo_compiling() or switched_off.on_any_device():
             return self._run(self._active_rules(), args, kwargs)
         excluded = state.machine.excluded_keys()
-        rules = self._usual.get(excluded)
+        rules = self._rules_by_excluded_keys.get(excluded)
         if rules is None:
-            rules = self._usual[excluded] = self._active_rules()
+            rules = self._rules_by_excluded_keys[excluded] = self._active_rules()
         return self._run(rules, args, kwargs)
 
     def _active_rules(self) -> "_ActiveRules":
         enabled = tuple([device for device in self._devices if torch.is_autocast_enabled(device)])
         devices = enabled
-        if switched_off.anywhere():
-            devices = tuple([each for each in self._devices if each in enabled or switched_off.by_rule(each)])
+        if switched_off.on_any_device():
+            devices = tuple([each for each in self._devices if each in enabled or switched_off.is_off(each)])
         found = []
         for device in devices:
             rule = self.rules.get(device) or self.rules.get(ANY_DEVICE)

@@ -22,12 +22,12 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
-def anywhere() -> bool:
+def on_any_device() -> bool:
     """Return whether a rule may have switched autocast off for any device; cheaper than asking for each."""
     return _thread.off is not None
 
 
-def by_rule(device: str) -> bool:
+def is_off(device: str) -> bool:
     """Return whether autocast is off because of a rule, and not of a region inside the rule's module."""
     off = _thread.off
     if off is None or device not in off:
@@ -51,9 +51,7 @@ def leave(before: Mapping[str, int] | None) -> None:
 
 def devices() -> frozenset[str]:
     """Return the devices for which autocast is off because of a rule."""
-    return frozenset(
-        device for device in _thread.off or () if not torch.is_autocast_enabled(device) and by_rule(device)
-    )
+    return frozenset(device for device in _thread.off or () if not torch.is_autocast_enabled(device) and is_off(device))
 
 
 @contextmanager

@@ -60,7 +60,7 @@ class KernelOptionChecks(Subject):
             pytest.skip("the backend has no kernels of the fast dtype that take the suite's arguments")
 
     def test_kernels_of_pointwise_ops(self, device: Device) -> None:
-        """A kernel of a function of one number returns what torch's op does, and autograd records it."""
+        """A kernel of an elementwise op of one tensor returns what torch's op does, and autograd records it."""
         device.skip_if_fake("there are no values")
         torch.default_generator.manual_seed(0)
         taken = False
