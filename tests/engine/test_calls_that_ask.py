@@ -15,6 +15,7 @@ from polycast import Int8
 from polycast.engine.recipes.recipe_listeners import listeners
 
 from .int8_linears import X, run
+from .wrapped import Wrapped
 
 pytestmark = pytest.mark.usefixtures("native", "no_grad")
 
@@ -170,28 +171,10 @@ class Subclass(torch.Tensor):
     """A subclass that sees the ops of torch's functions."""
 
 
-class Dispatched(torch.Tensor):
-    """A subclass that sees the ops of the dispatcher."""
-
-    @staticmethod
-    def __new__(cls, inner):
-        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
-
-    def __init__(self, inner):
-        self.inner = inner
-
-    __torch_function__ = torch._C._disabled_torch_function_impl
-
-    @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        inner = [arg.inner if isinstance(arg, Dispatched) else arg for arg in args]
-        return func(*inner, **(kwargs or {}))
-
-
 def test_a_subclass_that_sees_ops_asks_and_falls_back(layer, kernel, asked):
     run(layer, X)
     for _ in range(2):
-        run(layer, Dispatched(X))
+        run(layer, Wrapped(X))
     assert (len(asked), kernel.ran) == (3, 1)
 
 

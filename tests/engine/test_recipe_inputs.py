@@ -9,12 +9,13 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.nn import functional
-from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 import polycast
 from polycast import Int8, autocast
 from polycast.engine.recipes.plan import process_cache
+
+from .wrapped import Wrapped
 
 X = torch.randn(3, 8)
 
@@ -34,25 +35,6 @@ def outcome(function):
         return function().device
     except RuntimeError as error:
         return str(error)
-
-
-class Wrapped(torch.Tensor):
-    """A tensor in a tensor, which knows the ops of ATen."""
-
-    @staticmethod
-    def __new__(cls, inner):
-        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
-
-    def __init__(self, inner):
-        self.inner = inner
-
-    __torch_function__ = torch._C._disabled_torch_function_impl
-
-    @classmethod
-    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
-        assert function.namespace == "aten"
-        args, kwargs = tree_map_only(Wrapped, lambda each: each.inner, (args, kwargs or {}))
-        return tree_map_only(torch.Tensor, Wrapped, function(*args, **kwargs))
 
 
 @pytest.mark.parametrize("wrapped", ["x", "bias"])
