@@ -1,4 +1,4 @@
-"""Devices whose backend says whether they capture a graph: while they do, values are not read."""
+"""Devices whose kernels and backend are in Python: what they raise, and run, while values are read."""
 
 import os
 import subprocess
@@ -10,7 +10,7 @@ import pytest
 pytestmark = pytest.mark.slow
 
 NPY = Path(__file__).parents[2] / "examples" / "polycast-npy" / "src"
-SCRIPT = """
+BEGIN = """
 import torch, polycast, polycast_npy
 
 class Capturing(polycast_npy.NpyBackend):
@@ -20,36 +20,80 @@ class Capturing(polycast_npy.NpyBackend):
 def observed():
     with polycast.observe(nonfinite="record") as seen, torch.no_grad():
         (x - x).log()
-    return seen.nonfinite and seen.nonfinite.op, "aten::log" in {op.op for op in seen.ops}
+    return seen.nonfinite and seen.nonfinite.op, sorted(op.op for op in seen.ops)
 
-def fail():
-    raise ValueError
-
-def stop():
-    raise KeyboardInterrupt
+def fail(error):
+    raise error
 
 polycast_npy.register_device()
-polycast.register_backend(Capturing())
 x = torch.ones(4).to("npy")
-for answer in (lambda: False, lambda: True, fail):
+"""
+REGISTER = "polycast.register_backend(Capturing())\n"
+ANSWERS = """
+for answer in (lambda: False, lambda: True, lambda: fail(ValueError), lambda: fail(SystemExit)):
     print(*observed())
-answer = stop
+answer = lambda: fail(KeyboardInterrupt)
 try:
     observed()
 except KeyboardInterrupt:
     print("stopped")
 """
+ASKING_RUNS_OPS = """
+def answer():
+    return bool((x + torch.ones(4).to("npy")).cpu().isnan().any())
+
+print(*observed())
+"""
+REGISTERED_LATER = """
+answer = lambda: True
+with polycast.observe(nonfinite="record") as seen, torch.no_grad():
+    polycast.register_backend(Capturing())
+    (x - x).log()
+print(seen.nonfinite)
+"""
+MISSING = """
+answer = lambda: False
+def no_abs(*args):
+    raise NotImplementedError("no abs here")
+
+library = torch.library.Library("aten", "IMPL")
+library.impl("abs", no_abs, "PrivateUse1", allow_override=True)
+library.impl("isfinite", no_abs, "PrivateUse1", allow_override=True)
+m = torch.ones(2, 2).to("npy")
+with torch.no_grad(), polycast.observe(numerics=True, nonfinite="record") as seen, polycast.autocast("npy"):
+    print(torch.mm(m, m).dtype)
+print(sorted(op.op for op in seen.ops), len(seen.numerics))
+"""
 
 
-def test_values_are_read_only_while_no_graph_is_captured():
-    """An error of the backend does not reach the program; one of a signal handler does."""
+def lines(script):
+    """Return what a script prints in a process of its own, on the native engine."""
     pytest.importorskip("numpy")
     path = os.pathsep.join([str(NPY), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", SCRIPT],
+        [sys.executable, "-W", "ignore", "-c", BEGIN + script],
         env={**os.environ, "PYTHONPATH": path, "POLYCAST_ENGINE": "native"},
         capture_output=True,
         text=True,
         timeout=300,
     )
-    assert done.stdout.splitlines() == ["aten::log True", "None True", "None True", "stopped"], done.stderr
+    assert not done.stderr
+    return done.stdout.splitlines()
+
+
+def test_values_are_read_only_while_no_graph_is_captured():
+    """An error of the backend does not reach the program, nor does an exit; an interrupt does."""
+    ops = "['aten::log', 'aten::sub.Tensor']"
+    assert lines(REGISTER + ANSWERS) == [f"aten::log {ops}", *[f"None {ops}"] * 3, "stopped"]
+
+
+def test_ops_that_a_backend_runs_to_answer_are_not_observed():
+    assert lines(REGISTER + ASKING_RUNS_OPS) == ["aten::log ['aten::log', 'aten::sub.Tensor']"]
+
+
+def test_a_backend_that_is_registered_while_observed_is_asked():
+    assert lines(REGISTERED_LATER) == ["None"]
+
+
+def test_values_are_not_read_where_a_kernel_in_python_raises():
+    assert lines(REGISTER + MISSING) == ["torch.float16", "['aten::mm'] 0"]

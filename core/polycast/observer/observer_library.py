@@ -92,8 +92,8 @@ def load_backend_of_accelerator() -> None:
 @disable_dynamo
 def _captures(device_type: str) -> bool:
     """Return the answer of a backend that overrides ``is_capturing``, True if it raises; False for other backends."""
-    backend = registry.ready.get(device_type)
+    backend = registry.loaded(device_type)
     try:
         return backend is not None and overrides_is_capturing(backend) and bool(backend.is_capturing())
-    except Exception:  # the kernels ask, too, and raise it
+    except PLUGIN_ERRORS:  # the kernels ask, too, and raise it
         return True

@@ -94,6 +94,11 @@ class Registry:
                 self.ready[name] = backend
         return backend
 
+    def loaded(self, device_type: str) -> Backend | None:
+        """Return the backend of a device if it is loaded or registered by hand; import nothing."""
+        loader = (self._discovered or {}).get(device_type)
+        return None if loader is None else loader.by_hand or loader.loaded
+
     def discovered(self) -> list[BackendLoader]:
         """Return the loaders, if discovery has run."""
         return list((self._discovered or {}).values())

@@ -1,4 +1,4 @@
-// Calls Python from torch's callbacks, which must not raise.
+// Calls Python from torch's callbacks, which must not raise, and runs torch's ops there, whose kernels may be in Python.
 //
 // Locks: none.
 
@@ -8,13 +8,8 @@
 
 namespace {
 
-// Call a function with the GIL held. What it raises, or a signal handler in the meantime, is raised when torch has returned; the
-// result is empty then.
-Object call_from_callback(PyObject* function, PyObject* arguments) {
-  const ErrorScope of_the_op;  // which may have raised
-  if (PyObject* const result = PyObject_CallObject(function, arguments)) {
-    return Object::steal(result);
-  }
+// Raise the pending Python error when torch has returned.
+void raise_later() {
   const auto raise_it = [](void* value) {
     PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(static_cast<PyObject*>(value))), static_cast<PyObject*>(value));
     Py_DECREF(static_cast<PyObject*>(value));
@@ -31,7 +26,37 @@ Object call_from_callback(PyObject* function, PyObject* arguments) {
   if (Py_AddPendingCall(raise_it, raised) != 0) {
     Py_DECREF(raised);
   }
+}
+
+// Call a function with the GIL held. What it raises, or a signal handler in the meantime, is raised when torch has returned; the
+// result is empty then.
+Object call_from_callback(PyObject* function, PyObject* arguments) {
+  const ErrorScope of_the_op;  // which may have raised
+  if (PyObject* const result = PyObject_CallObject(function, arguments)) {
+    return Object::steal(result);
+  }
+  raise_later();
   return Object();
+}
+
+// Run torch's ops; return false if the device cannot run them. What a kernel in Python raises besides an Exception, such as an
+// interrupt, is raised when torch has returned.
+template <class Ops>
+bool run_ops(const Ops& ops) {
+  try {
+    ops();
+    return true;
+  } catch (...) {
+    const Gil gil;
+    const ErrorScope of_the_op;
+    torch::translate_exception_to_python(std::current_exception());
+    if (PyErr_ExceptionMatches(PyExc_Exception) != 0) {
+      PyErr_Clear();
+    } else {
+      raise_later();
+    }
+    return false;
+  }
 }
 
 }  // namespace

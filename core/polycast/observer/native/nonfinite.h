@@ -156,6 +156,7 @@ PyObject* backend_captures = nullptr;
 // Return whether a tensor's device captures a graph, or may do so: the tensor has no values yet.
 bool is_captured(const Tensor& tensor) {
   {
+    const at::RecordFunctionGuard no_events{false};  // of ops that the backend runs
     const Gil gil;
     const std::string device = c10::DeviceTypeName(tensor.device().type(), /*lower_case=*/true);
     const Object arguments = Object::steal(Py_BuildValue("(s)", device.c_str()));
@@ -178,18 +179,16 @@ bool is_finite(const Tensor& tensor) {
   if (!is_in_memory(tensor) || tensor.numel() == 0) {
     return true;
   }
-  try {
+  bool finite = true;
+  run_ops([&] {
     if (tensor.is_cpu()) {
-      return is_finite_in_memory(tensor);
+      finite = is_finite_in_memory(tensor);
+    } else if (!is_captured(tensor)) {
+      const Unobserved unobserved;
+      finite = tensor.isfinite().all().item<bool>();
     }
-    if (is_captured(tensor)) {
-      return true;
-    }
-    const Unobserved unobserved;
-    return tensor.isfinite().all().item<bool>();
-  } catch (const c10::Error&) {  // the device lacks the op
-    return true;
-  }
+  });
+  return finite;
 }
 
 // Return whether a tensor that is not finite contains inf, and whether it contains nan.
@@ -198,12 +197,12 @@ std::pair<bool, bool> inf_and_nan(const Tensor& tensor) {
     return inf_and_nan(values_of_sparse(tensor));
   }
   const Unobserved unobserved;
-  try {
+  std::pair<bool, bool> found{true, true};
+  run_ops([&] {
     const Tensor known = c10::elementSize(tensor.scalar_type()) == 1 ? tensor.to(at::kFloat) : tensor;
-    return {known.isinf().any().item<bool>(), known.isnan().any().item<bool>()};
-  } catch (const c10::Error&) {  // the device lacks the op
-    return {true, true};
-  }
+    found = {known.isinf().any().item<bool>(), known.isnan().any().item<bool>()};
+  });
+  return found;
 }
 
 bool is_finite_number(const c10::IValue& value) {

@@ -179,12 +179,11 @@ void count_values(ObservedOp& op, ValuesOf of, const Tensor& source, const Tenso
       (source.defined() && (!is_countable(source) || is_wider(from, values.scalar_type())))) {
     return;
   }
-  try {
+  run_ops([&] {
     if (values.is_cpu() || !is_captured(values)) {
       op.numerics->counted.push_back({of, from, values.scalar_type(), count(op, source, values)});
     }
-  } catch (const c10::Error&) {  // the device lacks an op
-  }
+  });
 }
 
 // Count a cast that autocast has made for an op. The engine may have counted it while it made it.
@@ -273,7 +272,7 @@ void add_numerics(const ObservedOp& op) {
         table->totals.numerics[key].add_numbers(counted.counts);
       }
       for (const CountsOnDevice& each : counted.counts.on_devices) {
-        add_on_device(*table, key, each);
+        run_ops([&] { add_on_device(*table, key, each); });
       }
     }
   }

@@ -238,9 +238,9 @@ std::unique_ptr<at::ObserverContext> begin_op(Watch& watch, const at::RecordFunc
     if (!in_wrapper) {
       return begin_part(watch, info, event);
     }
+    check_written_inputs(*op, inputs);
     op->only_checks = watch.checks_inner_op = true;
     outer->checks = false;
-    check_written_inputs(*op, inputs);
     return op;
   }
   if (watch.numerics) {
