@@ -44,8 +44,8 @@ constexpr bool has_dotprod(Isa isa) {
 
 #if defined(__x86_64__)
 
-// Request AMX tiles from Linux, for all threads of the process.
-inline bool may_use_tiles() {
+// Ask Linux to let this process use AMX tiles; return whether the processor has them and Linux agreed.
+inline bool request_amx() {
 #if defined(__linux__)
   unsigned a, b, c, d;
   constexpr unsigned tile = 1u << 24, int8 = 1u << 25;
@@ -57,7 +57,7 @@ inline bool may_use_tiles() {
 #endif
 }
 
-// AVX2, with conversions of float16.
+// AVX2, FMA and F16C, the conversions of float16.
 inline bool supports_avx2() {
   __builtin_cpu_init();
   unsigned a, b, c = 0, d;
@@ -94,7 +94,7 @@ inline std::vector<int64_t> find_isas() {
   add(supports_avx2(), Isa::avx2);
   add(supports_avx_vnni(), Isa::avx_vnni);
   add(has_vnni, Isa::vnni);
-  add(has_vnni && may_use_tiles(), Isa::amx);
+  add(has_vnni && request_amx(), Isa::amx);
   return found;
 }
 

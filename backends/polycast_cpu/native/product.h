@@ -12,8 +12,8 @@ namespace polycast_cpu {
 
 // The rows that stay in the cache during one pass over the weight.
 constexpr int64_t kRowsAtOnce = 256;
-// Fewer rows leave AMX tiles mostly empty.
-constexpr int64_t kFewRows = 4;
+// Up to so many rows use VNNI, since they would leave AMX tiles mostly empty.
+constexpr int64_t kMaxRowsWithoutAmx = 4;
 
 inline void multiply(Isa isa, const Activations& x, int64_t row, int64_t count, const Weight& weight, int64_t number,
                      int32_t (*sums)[kBlock]) {
@@ -65,7 +65,7 @@ void multiply_blocks(Isa isa, const Activations& x, const Weight& weight, const 
 template <typename T>
 void product(Isa isa, const Activations& x, const Weight& weight, const float* bias, int64_t bias_step, T* out) {
   const int64_t turns = (x.rows + kRowsAtOnce - 1) / kRowsAtOnce;
-  if (isa == Isa::amx && x.rows <= kFewRows) {
+  if (isa == Isa::amx && x.rows <= kMaxRowsWithoutAmx) {
     isa = Isa::vnni;
   }
   for_each_part(turns * blocks(weight.columns), grain(blocks(weight.terms) * kBlock * kBlock),

@@ -27,7 +27,8 @@ constexpr int64_t kTermsAhead = 16;
 // order of memory.
 constexpr int64_t kTermsInOrder = 8;
 
-// `terms` rows of the weight, of which `ahead` are fetched for later, and the activations that scale them.
+// The rows of the weight to add, starting at `weight`; the rows to prefetch meanwhile, starting at `ahead` (`weight` itself if there
+// are none); and the activations `x` that scale the rows to add. `width`: the columns.
 template <typename T>
 struct ScaledArguments {
   const T* weight;
