@@ -39,8 +39,8 @@ struct FastWeight {
   int64_t columns, column_stride, term_stride;
 };
 
-// What is done with the sums.
-struct Finish {
+// What follows the sums of a product: the factor alpha, the bias and the rounding to the output's dtype.
+struct Epilogue {
   float alpha;
   const Bias& bias;
 
@@ -48,7 +48,7 @@ struct Finish {
   void operator()(Simd simd, const float* sums, int64_t row, int64_t column, int64_t count, int64_t columns,
                   T* out) const {
     const float* const added = bias.row(row);
-    finish(simd, sums, alpha, added == nullptr ? nullptr : added + column, count, out + row * columns + column);
+    apply_epilogue(simd, sums, alpha, added == nullptr ? nullptr : added + column, count, out + row * columns + column);
   }
 };
 
@@ -68,7 +68,7 @@ int64_t elements_ahead(const FastWeight<T>& weight, int64_t terms, bool one_row)
 // For rows [first, last) and columns [begin, end) of a weight whose columns are dense.
 template <typename T, typename Out>
 void multiply_columns(Simd simd, const FloatRows& x, int64_t first, int64_t last, const FastWeight<T>& weight,
-                      const Finish& finish, int64_t begin, int64_t end, Out* out) {
+                      const Epilogue& epilogue, int64_t begin, int64_t end, Out* out) {
   alignas(64) float sums[kRowsPerRead][kDots];
   const bool is_read = weight.columns * x.terms * static_cast<int64_t>(sizeof(T)) > kCached;
   // One row reads column by column, which is a stream. Several would read the rows again for each column. With AVX2, a column alone
@@ -92,7 +92,7 @@ void multiply_columns(Simd simd, const FloatRows& x, int64_t first, int64_t last
       }
     }
     for (int64_t row = first; row < last; ++row) {
-      finish(simd, sums[row - first], row, block, count, weight.columns, out);
+      epilogue(simd, sums[row - first], row, block, count, weight.columns, out);
     }
   }
 }
@@ -100,7 +100,7 @@ void multiply_columns(Simd simd, const FloatRows& x, int64_t first, int64_t last
 // For a weight whose terms are dense: rows of all columns.
 template <typename T, typename Out>
 void multiply_terms(Simd simd, const FloatRows& x, int64_t first, int64_t last, const FastWeight<T>& weight,
-                    const Finish& finish, int64_t begin, int64_t end, Out* out) {
+                    const Epilogue& epilogue, int64_t begin, int64_t end, Out* out) {
   float(*const sums)[kSumStride] = sums_of_thread();
   const bool in_order = follows_streams();
   const int64_t most = in_order ? kTileInOrder : last - first == 1 ? kTile : kTileOfSeveral;
@@ -127,21 +127,21 @@ void multiply_terms(Simd simd, const FloatRows& x, int64_t first, int64_t last, 
       k += now;
     }
     for (int64_t row = first; row < last; ++row) {
-      finish(simd, sums[row - first], row, tile, width, weight.columns, out);
+      epilogue(simd, sums[row - first], row, tile, width, weight.columns, out);
     }
   }
 }
 
 template <typename T, typename Out>
-void multiply_few(Simd simd, const FloatRows& x, const FastWeight<T>& weight, const Finish& finish, Out* out) {
+void multiply_few(Simd simd, const FloatRows& x, const FastWeight<T>& weight, const Epilogue& epilogue, Out* out) {
   const bool dots = weight.term_stride == 1 || x.terms == 1;
   const int64_t units = (weight.columns + kColumnUnit - 1) / kColumnUnit;
   for_each_part(units, grain(x.terms * kColumnUnit * sizeof(T)), [&](int64_t first_unit, int64_t last_unit) {
     const int64_t begin = first_unit * kColumnUnit, end = std::min(weight.columns, last_unit * kColumnUnit);
     for (int64_t row = 0; row < x.rows; row += kRowsPerRead) {
       const int64_t last = std::min(x.rows, row + kRowsPerRead);
-      dots ? multiply_columns(simd, x, row, last, weight, finish, begin, end, out)
-           : multiply_terms(simd, x, row, last, weight, finish, begin, end, out);
+      dots ? multiply_columns(simd, x, row, last, weight, epilogue, begin, end, out)
+           : multiply_terms(simd, x, row, last, weight, epilogue, begin, end, out);
     }
   });
 }
@@ -197,9 +197,9 @@ inline at::Tensor few_rows(const at::Tensor& x, const at::Tensor& cast, const st
   });
   const bool dense = terms == 1 || columns == 1 || cast.stride(0) == 1 || cast.stride(1) == 1;
   const at::Tensor weight = dense ? cast : cast.contiguous();
-  const Finish finish{static_cast<float>(alpha), added};
+  const Epilogue epilogue{static_cast<float>(alpha), added};
   const auto multiply = [&]<typename T, typename Out>(const T* values, Out* result) {
-    multiply_few<T>(simd, floats, {values, columns, weight.stride(0), weight.stride(1)}, finish, result);
+    multiply_few<T>(simd, floats, {values, columns, weight.stride(0), weight.stride(1)}, epilogue, result);
   };
   const auto multiply_into = [&]<typename Out>(Out* result) {
     is_wide ? multiply(weight.const_data_ptr<float>(), result) : multiply(weight.const_data_ptr<Out>(), result);

@@ -33,8 +33,8 @@ void int4_product(Isa isa, const ChunkedActivations& x, const Int4Weight& weight
              : multiply_unpacked(isa, x, first, last, weight, block, totals);
       for (int64_t row = first; row < last; ++row) {
         const int64_t column = block * kBlock;
-        finish(simd_of(isa), totals[row - first], 1, bias.row(row) == nullptr ? nullptr : bias.row(row) + column,
-               std::min(kBlock, weight.columns - column), out + row * weight.columns + column);
+        apply_epilogue(simd_of(isa), totals[row - first], 1, bias.row(row) == nullptr ? nullptr : bias.row(row) + column,
+                       std::min(kBlock, weight.columns - column), out + row * weight.columns + column);
       }
     }
   });

@@ -1,7 +1,7 @@
 // The product of quantized activations and a weight, on all threads.
 #pragma once
 
-#include "finish.h"
+#include "dequantize.h"
 #include "layout.h"
 #include "multiply.h"
 #include "multiply_avx2.h"
@@ -54,9 +54,9 @@ void multiply_blocks(Isa isa, const Activations& x, const Weight& weight, const 
       const int64_t count = std::min(kMaxRows, last - row);
       multiply(isa, x, row, count, weight, block, sums);
       for (int64_t i = 0; i < count; ++i) {
-        finish_row(isa, sums[i], weight.offsets + column, weight.scales + column, x.scales[row + i],
-                   bias == nullptr ? nullptr : bias + (row + i) * bias_step + column,
-                   std::min(kBlock, weight.columns - column), out + (row + i) * weight.columns + column);
+        dequantize_row(isa, sums[i], weight.offsets + column, weight.scales + column, x.scales[row + i],
+                       bias == nullptr ? nullptr : bias + (row + i) * bias_step + column,
+                       std::min(kBlock, weight.columns - column), out + (row + i) * weight.columns + column);
       }
     }
   }

@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "finish.h"
+#include "dequantize.h"
 #include "quantize.h"
 #include "vectors_avx2.h"
 
@@ -32,7 +32,7 @@ inline Simd best_simd() {
 }
 
 template <typename T>
-void finish_plain(const float* sums, float alpha, const float* bias, int64_t count, T* out) {
+void apply_epilogue_plain(const float* sums, float alpha, const float* bias, int64_t count, T* out) {
   for (int64_t n = 0; n < count; ++n) {
     const float value = sums[n] * alpha;
     out[n] = static_cast<T>(bias == nullptr ? value : value + bias[n]);
@@ -42,8 +42,8 @@ void finish_plain(const float* sums, float alpha, const float* bias, int64_t cou
 #if defined(__x86_64__)
 
 template <typename T>
-[[gnu::target("avx2,fma,f16c")]] void finish_avx2(const float* sums, float alpha, const float* bias, int64_t count,
-                                                  T* out) {
+[[gnu::target("avx2,fma,f16c")]] void apply_epilogue_avx2(const float* sums, float alpha, const float* bias,
+                                                          int64_t count, T* out) {
   const __m256 factor = _mm256_set1_ps(alpha);
   for (int64_t n = 0; n < count; n += 8) {
     const int64_t left = count - n;
@@ -63,8 +63,8 @@ template <typename T>
 }
 
 template <typename T>
-[[gnu::target("avx512f,avx512bw,avx512vl")]] void finish_avx512(const float* sums, float alpha, const float* bias,
-                                                                int64_t count, T* out) {
+[[gnu::target("avx512f,avx512bw,avx512vl")]] void apply_epilogue_avx512(const float* sums, float alpha, const float* bias,
+                                                                        int64_t count, T* out) {
   const __m512 factor = _mm512_set1_ps(alpha);
   for (int64_t n = 0; n < count; n += 16) {
     const __mmask16 mask = first16(count - n);
@@ -78,18 +78,18 @@ template <typename T>
 
 #endif
 
-// Write alpha * sums + bias.
+// Write alpha * sums + bias, rounded to T. `bias` may be nullptr.
 template <typename T>
-void finish(Simd simd, const float* sums, float alpha, const float* bias, int64_t count, T* out) {
+void apply_epilogue(Simd simd, const float* sums, float alpha, const float* bias, int64_t count, T* out) {
 #if defined(__x86_64__)
   if (simd == Simd::avx512) {
-    return finish_avx512(sums, alpha, bias, count, out);
+    return apply_epilogue_avx512(sums, alpha, bias, count, out);
   }
   if (simd == Simd::avx2) {
-    return finish_avx2(sums, alpha, bias, count, out);
+    return apply_epilogue_avx2(sums, alpha, bias, count, out);
   }
 #endif
-  finish_plain(sums, alpha, bias, count, out);
+  apply_epilogue_plain(sums, alpha, bias, count, out);
 }
 
 }  // namespace polycast_cpu

@@ -1,4 +1,4 @@
-// Turns integer sums into the output in one pass: scales, bias and dtype.
+// Dequantization of integer sums into the output, in one pass: scales, bias and dtype.
 #pragma once
 
 #include <c10/util/BFloat16.h>
@@ -14,8 +14,8 @@
 namespace polycast_cpu {
 
 template <typename T>
-void finish_row_plain(const int32_t* sums, const int32_t* offsets, const float* scales, float scale, const float* bias,
-                      int64_t columns, T* out) {
+void dequantize_row_plain(const int32_t* sums, const int32_t* offsets, const float* scales, float scale,
+                          const float* bias, int64_t columns, T* out) {
   for (int64_t n = 0; n < columns; ++n) {
     const float value = static_cast<float>(sums[n] - offsets[n]) * scales[n] * scale;
     out[n] = static_cast<T>(bias == nullptr ? value : value + bias[n]);
@@ -62,9 +62,9 @@ template <typename T>
 }
 
 template <typename T>
-[[gnu::target("avx512f,avx512bw,avx512vl")]] void finish_row_avx512(const int32_t* sums, const int32_t* offsets,
-                                                                    const float* scales, float scale,
-                                                                    const float* bias, int64_t columns, T* out) {
+[[gnu::target("avx512f,avx512bw,avx512vl")]] void dequantize_row_avx512(const int32_t* sums, const int32_t* offsets,
+                                                                        const float* scales, float scale,
+                                                                        const float* bias, int64_t columns, T* out) {
   const __m512 of_row = _mm512_set1_ps(scale);
   if (columns == kBlock) {
     __m512 values[4];
@@ -92,8 +92,8 @@ template <typename T>
 }
 
 template <typename T>
-[[gnu::target("avx2,f16c")]] void finish_row_avx2(const int32_t* sums, const int32_t* offsets, const float* scales,
-                                                  float scale, const float* bias, int64_t columns, T* out) {
+[[gnu::target("avx2,f16c")]] void dequantize_row_avx2(const int32_t* sums, const int32_t* offsets, const float* scales,
+                                                      float scale, const float* bias, int64_t columns, T* out) {
   const __m256 of_row = _mm256_set1_ps(scale);
   int64_t n = 0;
   for (; n + 8 <= columns; n += 8) {
@@ -103,23 +103,26 @@ template <typename T>
     const __m256 value = _mm256_mul_ps(_mm256_mul_ps(product, load8(scales + n)), of_row);
     store8(out + n, bias == nullptr ? value : _mm256_add_ps(value, load8(bias + n)));
   }
-  finish_row_plain(sums + n, offsets + n, scales + n, scale, bias == nullptr ? nullptr : bias + n, columns - n, out + n);
+  dequantize_row_plain(sums + n, offsets + n, scales + n, scale, bias == nullptr ? nullptr : bias + n, columns - n,
+                       out + n);
 }
 
 #endif
 
+// Write (sums - offsets) * scales * scale + bias, rounded to T. `offsets` and `scales` are of the weight's columns, `scale` is of the
+// row of activations, and `bias` may be nullptr.
 template <typename T>
-void finish_row(Isa isa, const int32_t* sums, const int32_t* offsets, const float* scales, float scale,
-                const float* bias, int64_t columns, T* out) {
+void dequantize_row(Isa isa, const int32_t* sums, const int32_t* offsets, const float* scales, float scale,
+                    const float* bias, int64_t columns, T* out) {
 #if defined(__x86_64__)
   if (has_avx512(isa)) {
-    return finish_row_avx512(sums, offsets, scales, scale, bias, columns, out);
+    return dequantize_row_avx512(sums, offsets, scales, scale, bias, columns, out);
   }
   if (has_avx2(isa)) {
-    return finish_row_avx2(sums, offsets, scales, scale, bias, columns, out);
+    return dequantize_row_avx2(sums, offsets, scales, scale, bias, columns, out);
   }
 #endif
-  finish_row_plain(sums, offsets, scales, scale, bias, columns, out);
+  dequantize_row_plain(sums, offsets, scales, scale, bias, columns, out);
 }
 
 }  // namespace polycast_cpu
