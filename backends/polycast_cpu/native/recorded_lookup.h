@@ -65,9 +65,9 @@ at::Tensor of_torch(const at::Tensor& x) {
   }
 }
 
-// Return whether a table has the results of a tensor: dense bfloat16 or float16 numbers in memory, of which nothing but autograd's
-// backward and autocast would see an op.
-inline bool is_in_table(const at::Tensor& tensor) {
+// Return whether the tables apply to a tensor: dense, bfloat16 or float16, on the CPU, without a forward-mode tangent, and nothing
+// besides autograd and autocast intercepts its ops.
+inline bool can_look_up(const at::Tensor& tensor) {
   using c10::DispatchKey;
   static constexpr c10::DispatchKeySet kTransparent{
       DispatchKey::BackendSelect, DispatchKey::ADInplaceOrView, DispatchKey::AutogradFunctionality, DispatchKey::AutocastCPU};
@@ -98,7 +98,7 @@ class RecordedLookup : public torch::autograd::Function<RecordedLookup<Function>
     if constexpr (saves_argument<Function>) {
       const bool is_alike = gradient.scalar_type() == saved.scalar_type() && gradient.sizes() == saved.sizes() &&
           gradient.strides() == saved.strides();
-      if (!at::GradMode::is_enabled() && is_alike && is_in_table(gradient) && is_in_table(saved)) {
+      if (!at::GradMode::is_enabled() && is_alike && can_look_up(gradient) && can_look_up(saved)) {
         return {look_up_gradient<Function>(gradient, saved)};
       }
     }
@@ -106,10 +106,10 @@ class RecordedLookup : public torch::autograd::Function<RecordedLookup<Function>
   }
 };
 
-// Compute a function, by the CPU's kernel or by that for autograd. What is in no table is left to torch.
+// Compute a function, by the CPU's kernel or by that for autograd. Tensors to which no table applies are left to torch.
 template <typename Function>
 at::Tensor apply(const at::Tensor& x, bool records) {
-  if (!is_in_table(x)) {
+  if (!can_look_up(x)) {
     return of_torch<Function>(x);
   }
   return records ? RecordedLookup<Function>::apply(x) : look_up<Function>(x);
