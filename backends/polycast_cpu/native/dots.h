@@ -22,10 +22,11 @@ struct DotArguments {
   int64_t stride;
   const float* x;
   int64_t x_stride, terms;
-  int64_t ahead;  // how many elements before their use those of the weight are fetched; 0: the processor does it
+  // By how many elements of a column prefetches precede reads; 0: only the processor prefetches; kNextColumns: the columns after those
+  // that are read are prefetched in the order of memory, for processors whose prefetcher crosses pages.
+  int64_t ahead;
 };
 
-// In place of how many elements: the next columns are fetched in the order of memory, for processors that follow streams.
 constexpr int64_t kNextColumns = -1;
 
 template <typename T>
@@ -50,8 +51,8 @@ void dots_plain(const DotArguments<T>& of, float (*sums)[kDots]) {
 
 #if defined(__x86_64__)
 
-// Fetch 32 elements of each column ahead: of the rest of the columns, then of the next ones. Inline, since compilers remove calls of
-// functions that only fetch.
+// Prefetch 32 elements of each column: of the rest of the columns, then of the next ones. Inline, since compilers remove calls of
+// functions that only prefetch.
 template <int Columns, typename T>
 [[gnu::always_inline]] inline void prefetch(const DotArguments<T>& of, int64_t k) {
   if (of.ahead == kNextColumns) {
@@ -185,10 +186,10 @@ struct Dots {
   int64_t rows, columns;
 };
 
-// Return the one for a number of rows and columns: the largest that is not larger than either. `in_order`: the weight is
+// Return the one for a number of rows and columns: the largest that is not larger than either. `in_memory_order`: the weight is
 // read column by column.
 template <typename T>
-Dots<T> dots_for(Simd simd, int64_t rows, int64_t columns, bool in_order) {
+Dots<T> dots_for(Simd simd, int64_t rows, int64_t columns, bool in_memory_order) {
 #if defined(__x86_64__)
   static constexpr Dots<T> avx512[2][kDotRows] = {{{dots_avx512<1, 1, T>, 1, 1},
                                                    {dots_avx512<1, 2, T>, 2, 1},
@@ -200,7 +201,7 @@ Dots<T> dots_for(Simd simd, int64_t rows, int64_t columns, bool in_order) {
                                                    {dots_avx512<4, 4, T>, 4, 4}}};
   static constexpr Dots<T> avx2[2][2] = {{{dots_avx2<1, 1, T>, 1, 1}, {dots_avx2<1, 2, T>, 2, 1}},
                                          {{dots_avx2<4, 1, T>, 1, 4}, {dots_avx2<2, 2, T>, 2, 2}}};
-  const bool several = !in_order;
+  const bool several = !in_memory_order;
   if (simd == Simd::avx512) {
     return avx512[several && columns >= 4][std::min(rows, kDotRows) - 1];
   }

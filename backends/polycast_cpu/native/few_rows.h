@@ -18,7 +18,7 @@ namespace polycast_cpu {
 // Threads get multiples of so many columns: a cache line of the weight and of the result.
 constexpr int64_t kColumnUnit = 32;
 
-// How far before their use those of a weight are fetched, in bytes.
+// How far before its use a weight is prefetched, in bytes.
 constexpr int64_t kAhead = 2048;
 // Larger weights come from memory.
 constexpr int64_t kCached = int64_t{1} << 19;
@@ -52,13 +52,13 @@ struct Epilogue {
   }
 };
 
-// The bytes of a column from which on processors that follow streams fetch four columns at once, without being told: a page.
+// The bytes of a column, a page, from which on a prefetcher that crosses pages prefetches four columns at once by itself.
 constexpr int64_t kLongColumn = 4096;
 
-// Return how many elements of each dense column of a weight in memory are fetched ahead.
+// Return DotArguments::ahead for a weight with dense columns that is read from memory.
 template <typename T>
 int64_t elements_ahead(const FastWeight<T>& weight, int64_t terms, bool one_row) {
-  if (!follows_streams()) {
+  if (!prefetcher_crosses_pages()) {
     return kAhead / static_cast<int64_t>(sizeof(T));
   }
   const bool are_long = terms * static_cast<int64_t>(sizeof(T)) >= kLongColumn;
@@ -73,16 +73,17 @@ void multiply_columns(Simd simd, const FloatRows& x, int64_t first, int64_t last
   const bool is_read = weight.columns * x.terms * static_cast<int64_t>(sizeof(T)) > kCached;
   // One row reads column by column, which is a stream. Several would read the rows again for each column. With AVX2, a column alone
   // waits for its additions.
-  const bool one_row = last - first == 1, in_order = is_read && one_row && follows_streams() && simd != Simd::avx2;
-  const int64_t ahead = is_read && !in_order ? elements_ahead(weight, x.terms, one_row) : 0;
+  const bool one_row = last - first == 1;
+  const bool in_memory_order = is_read && one_row && prefetcher_crosses_pages() && simd != Simd::avx2;
+  const int64_t ahead = is_read && !in_memory_order ? elements_ahead(weight, x.terms, one_row) : 0;
   for (int64_t block = begin; block < end; block += kDots) {
     const int64_t count = std::min(kDots, end - block);
     for (int64_t n = 0, columns; n < count; n += columns) {
       // Rows that share the columns which the first ones take.
-      columns = dots_for<T>(simd, last - first, count - n, in_order).columns;
+      columns = dots_for<T>(simd, last - first, count - n, in_memory_order).columns;
       for (int64_t row = first, rows; row < last; row += rows) {
         for (int64_t column = n; column < n + columns;) {
-          const Dots<T> dots = dots_for<T>(simd, last - row, n + columns - column, in_order);
+          const Dots<T> dots = dots_for<T>(simd, last - row, n + columns - column, in_memory_order);
           rows = dots.rows;
           const DotArguments<T> of{weight.values + (block + column) * weight.column_stride, weight.column_stride,
                                    x.row(row), x.stride, x.terms, row == first ? ahead : 0};
@@ -102,9 +103,10 @@ template <typename T, typename Out>
 void multiply_terms(Simd simd, const FloatRows& x, int64_t first, int64_t last, const FastWeight<T>& weight,
                     const Epilogue& epilogue, int64_t begin, int64_t end, Out* out) {
   float(*const sums)[kSumStride] = sums_of_thread();
-  const bool in_order = follows_streams();
-  const int64_t most = in_order ? kTileInOrder : last - first == 1 ? kTile : kTileOfSeveral;
-  const int64_t most_terms = in_order ? kTermsInOrder : kTerms, ahead = in_order ? kTermsInOrder : kTermsAhead;
+  const bool in_memory_order = prefetcher_crosses_pages();
+  const int64_t most = in_memory_order ? kTileInMemoryOrder : last - first == 1 ? kTile : kTileOfSeveral;
+  const int64_t most_terms = in_memory_order ? kTermsInMemoryOrder : kTerms;
+  const int64_t ahead = in_memory_order ? kTermsInMemoryOrder : kTermsAhead;
   for (int64_t tile = begin; tile < end; tile += most) {
     const int64_t width = std::min(most, end - tile);
     for (int64_t row = first; row < last; ++row) {
@@ -121,7 +123,7 @@ void multiply_terms(Simd simd, const FloatRows& x, int64_t first, int64_t last, 
         const int64_t rows = std::min(kScaledRows, last - row);
         const auto add = now == 1        ? add_scaled<1, T>
                          : now == kTerms ? add_scaled<kTerms, T>
-                                         : add_scaled<kTermsInOrder, T>;
+                                         : add_scaled<kTermsInMemoryOrder, T>;
         add(simd, rows, of, sums + row - first);
       }
       k += now;

@@ -21,13 +21,13 @@ using FloatSums = float (*)[kBlock];
 inline Int4Dots int4_dots_for(Isa isa, int64_t rows) {
 #if defined(__x86_64__)
   // As in multiply_vnni().
-  static constexpr Int4Dots fetched[kDirectRows] = {int4_dots_vnni<1, true>, int4_dots_vnni<2, true>,
-                                                    int4_dots_vnni<3, true>};
-  static constexpr Int4Dots followed[kDirectRows] = {int4_dots_vnni<1, false>, int4_dots_vnni<2, false>,
-                                                     int4_dots_vnni<3, false>};
+  static constexpr Int4Dots with_prefetch[kDirectRows] = {int4_dots_vnni<1, true>, int4_dots_vnni<2, true>,
+                                                          int4_dots_vnni<3, true>};
+  static constexpr Int4Dots without_prefetch[kDirectRows] = {int4_dots_vnni<1, false>, int4_dots_vnni<2, false>,
+                                                             int4_dots_vnni<3, false>};
   static constexpr Int4Dots avx2[kDirectRows] = {int4_dots_avx2<1>, int4_dots_avx2<2>, int4_dots_avx2<3>};
   if (has_avx512(isa)) {
-    return (follows_streams() ? followed : fetched)[rows - 1];
+    return (prefetcher_crosses_pages() ? without_prefetch : with_prefetch)[rows - 1];
   }
   if (has_avx2(isa)) {
     return avx2[rows - 1];

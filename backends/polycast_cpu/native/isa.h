@@ -176,9 +176,9 @@ inline Isa best_isa() {
   return best;
 }
 
-// Return whether the processor's hardware prefetching follows a stream over pages, as AMD's does and Intel's does not. It is faster
-// than prefetch instructions, and what these fetch should be in the order of memory too.
-inline bool follows_streams() {
+// Return whether the processor's prefetcher goes on into the next page, as AMD's does and Intel's does not. It is faster than
+// prefetch instructions, and what these prefetch should be in the order of memory too.
+inline bool prefetcher_crosses_pages() {
 #if defined(__x86_64__)
   static const bool is_amd = (__builtin_cpu_init(), __builtin_cpu_is("amd"));
   return is_amd;

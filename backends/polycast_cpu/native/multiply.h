@@ -81,14 +81,14 @@ inline void multiply_vnni(const uint8_t* rows, int64_t stride, int64_t count, co
   const int64_t fours = (terms + 3) / 4;
   constexpr int most = 6;
   using Function = void (*)(const uint8_t*, int64_t, const int8_t*, int64_t, int32_t (*)[kBlock]);
-  // For few rows the weight is read from memory, faster than many processors fetch it by themselves.
-  static constexpr Function fetched[most] = {multiply_rows_vnni<1, true>,  multiply_rows_vnni<2, true>,
-                                             multiply_rows_vnni<3, true>,  multiply_rows_vnni<4, true>,
-                                             multiply_rows_vnni<5, false>, multiply_rows_vnni<6, false>};
-  static constexpr Function followed[most] = {multiply_rows_vnni<1, false>, multiply_rows_vnni<2, false>,
-                                              multiply_rows_vnni<3, false>, multiply_rows_vnni<4, false>,
-                                              multiply_rows_vnni<5, false>, multiply_rows_vnni<6, false>};
-  const Function* const by_rows = follows_streams() ? followed : fetched;
+  // For few rows the weight is read from memory, faster than many processors prefetch it by themselves.
+  static constexpr Function with_prefetch[most] = {multiply_rows_vnni<1, true>,  multiply_rows_vnni<2, true>,
+                                                   multiply_rows_vnni<3, true>,  multiply_rows_vnni<4, true>,
+                                                   multiply_rows_vnni<5, false>, multiply_rows_vnni<6, false>};
+  static constexpr Function without_prefetch[most] = {multiply_rows_vnni<1, false>, multiply_rows_vnni<2, false>,
+                                                      multiply_rows_vnni<3, false>, multiply_rows_vnni<4, false>,
+                                                      multiply_rows_vnni<5, false>, multiply_rows_vnni<6, false>};
+  const Function* const by_rows = prefetcher_crosses_pages() ? without_prefetch : with_prefetch;
   for (int64_t row = 0; row < count;) {
     // Seven rows are four and three, not six and one.
     const int64_t left = count - row, turns = (left + most - 1) / most, now = (left + turns - 1) / turns;

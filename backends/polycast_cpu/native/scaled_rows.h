@@ -15,17 +15,17 @@ namespace polycast_cpu {
 constexpr int64_t kRowsPerRead = 8;
 // The most rows of activations for one load of the weight.
 constexpr int64_t kScaledRows = 4;
-// The columns whose sums stay in a cache, for one row of activations and for several. Memory is read the faster the more of a row of
-// the weight is read at once: processors that follow streams take as many for several rows.
-constexpr int64_t kTile = 4096, kTileOfSeveral = 1024, kTileInOrder = 6144;
+// The columns whose sums stay in a cache: for one row of activations, for several, and for any number where the prefetcher crosses
+// pages. Memory is read the faster the more of a row of the weight is read at once.
+constexpr int64_t kTile = 4096, kTileOfSeveral = 1024, kTileInMemoryOrder = 6144;
 // Between the sums of two rows; no multiple of 4096 bytes, which would map them to the same set of the L1 cache.
-constexpr int64_t kSumStride = kTileInOrder + 16;
-// The rows of the weight that are read at once, and how many rows before their use they are fetched.
+constexpr int64_t kSumStride = kTileInMemoryOrder + 16;
+// The rows of the weight that are read at once, and how many rows before their use they are prefetched.
 constexpr int64_t kTerms = 4;
 constexpr int64_t kTermsAhead = 16;
-// The rows for processors that follow streams: eight rows that are read at once are no stream, so the next eight are fetched in the
-// order of memory.
-constexpr int64_t kTermsInOrder = 8;
+// The same where the prefetcher crosses pages: it does not follow eight rows that are read at once, so the next eight are prefetched,
+// in the order of memory.
+constexpr int64_t kTermsInMemoryOrder = 8;
 
 // The rows of the weight to add, starting at `weight`; the rows to prefetch meanwhile, starting at `ahead` (`weight` itself if there
 // are none); and the activations `x` that scale the rows to add. `width`: the columns.
@@ -40,15 +40,15 @@ struct ScaledArguments {
 
 #if defined(__x86_64__)
 
-// Fetches rows of the weight: a cache line of each at a time into the L1 cache, or as many lines in the order of memory into the L2
-// cache.
+// Prefetches rows of the weight: a cache line of each at a time into the L1 cache, or as many lines in the order of memory into the
+// L2 cache.
 template <int Terms, typename T>
-class Fetch {
+class Prefetch {
  public:
-  static_assert(kTerms != kTermsInOrder);
-  static constexpr bool in_order = Terms == kTermsInOrder;
+  static_assert(kTerms != kTermsInMemoryOrder);
+  static constexpr bool in_memory_order = Terms == kTermsInMemoryOrder;
 
-  explicit Fetch(const ScaledArguments<T>& of)
+  explicit Prefetch(const ScaledArguments<T>& of)
       : at_(of.ahead), end_(of.ahead + of.width), gap_(of.stride - of.width), stride_(of.stride) {}
 
   // To call once for each cache line of a row.
@@ -56,7 +56,7 @@ class Fetch {
     constexpr int64_t line = 64 / sizeof(T);
 #pragma GCC unroll 8
     for (int term = 0; term < Terms; ++term) {
-      if constexpr (in_order) {
+      if constexpr (in_memory_order) {
         _mm_prefetch(reinterpret_cast<const char*>(at_), _MM_HINT_T1);
         at_ += line;
         if (at_ >= end_) {
@@ -67,7 +67,7 @@ class Fetch {
         _mm_prefetch(reinterpret_cast<const char*>(at_ + term * stride_), _MM_HINT_T0);
       }
     }
-    if constexpr (!in_order) {
+    if constexpr (!in_memory_order) {
       at_ += line;
     }
   }
@@ -106,11 +106,11 @@ template <int Terms, int Rows, typename T>
       x[row][term] = _mm512_set1_ps(of.x[row * of.x_stride + term]);
     }
   }
-  Fetch<Terms, T> fetch(of);
+  Prefetch<Terms, T> prefetch(of);
   for (int64_t n = 0; n < of.width; n += 16) {
     const __mmask16 mask = first16(of.width - n);
     if (n % (64 / sizeof(T)) == 0) {
-      fetch.next();
+      prefetch.next();
     }
     __m512 weight[Terms];
 #pragma GCC unroll 8
@@ -139,11 +139,11 @@ template <int Terms, int Rows, typename T>
       x[row][term] = _mm256_set1_ps(of.x[row * of.x_stride + term]);
     }
   }
-  Fetch<Terms, T> fetch(of);
+  Prefetch<Terms, T> prefetch(of);
   for (int64_t n = 0; n < of.width; n += 8) {
     const int64_t left = of.width - n;
     if (n % (64 / sizeof(T)) == 0) {
-      fetch.next();
+      prefetch.next();
     }
     __m256 weight[Terms];
 #pragma GCC unroll 8
