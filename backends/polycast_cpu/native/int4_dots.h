@@ -53,7 +53,7 @@ void int4_dots_plain(const Int4Arguments& of, int32_t (*sums)[kBlock]) {
 constexpr int64_t kInt4Ahead = 4096;
 
 // Repeat four terms. Read as a whole, from memory: eight terms would be split in general registers, which is slow.
-[[gnu::target("avx512f")]] inline __m512i repeated_four_avx512(const int8_t* from) {
+[[gnu::target("avx512f")]] inline __m512i repeat_four_avx512(const int8_t* from) {
   int32_t four;
   std::memcpy(&four, from, sizeof four);
   return _mm512_set1_epi32(four);
@@ -83,8 +83,8 @@ template <int Rows, bool Prefetches>
       __m512i first_four[Rows], last_four[Rows];
 #pragma GCC unroll 4
       for (int row = 0; row < Rows; ++row) {
-        first_four[row] = repeated_four_avx512(x + row * of.x_stride);
-        last_four[row] = repeated_four_avx512(x + row * of.x_stride + 4);
+        first_four[row] = repeat_four_avx512(x + row * of.x_stride);
+        last_four[row] = repeat_four_avx512(x + row * of.x_stride + 4);
       }
 #pragma GCC unroll 4
       for (int part = 0; part < 4; ++part) {

@@ -2,9 +2,9 @@
 #pragma once
 
 #include <algorithm>
-#include <cstring>
 
 #include "int4_dots.h"
+#include "vectors_avx2.h"
 
 namespace polycast_cpu {
 
@@ -15,12 +15,6 @@ constexpr int64_t kSteps16 = 4;
 
 [[gnu::target("avx2")]] inline __m256i load32(const void* from) {
   return _mm256_loadu_si256(static_cast<const __m256i*>(from));
-}
-
-[[gnu::target("avx2")]] inline __m256i repeated_four(const int8_t* from) {
-  int32_t four;
-  std::memcpy(&four, from, sizeof four);
-  return _mm256_set1_epi32(four);
 }
 
 // `Rows` rows by `Parts` times 8 columns, of which the first is `8 * part`.
@@ -55,8 +49,8 @@ template <int Rows, int Parts>
 #pragma GCC unroll 8
           for (int row = 0; row < Rows; ++row) {
             const int8_t* const eight_terms = x + row * of.x_stride;
-            const __m256i products = _mm256_add_epi16(_mm256_maddubs_epi16(low, repeated_four(eight_terms)),
-                                                      _mm256_maddubs_epi16(high, repeated_four(eight_terms + 4)));
+            const __m256i products = _mm256_add_epi16(_mm256_maddubs_epi16(low, repeat_four(eight_terms)),
+                                                      _mm256_maddubs_epi16(high, repeat_four(eight_terms + 4)));
             pairs[row][each] = _mm256_add_epi16(pairs[row][each], products);
           }
         }

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <ATen/ops/reciprocal.h>
-#include <ATen/ops/zeros.h>
 #include <c10/util/BFloat16.h>
 
 #include <array>
@@ -12,7 +11,6 @@
 #include <vector>
 
 #include "equalize.h"
-#include "huge_pages.h"
 #include "int4_layout.h"
 #include "parts.h"
 #include "quantize.h"
@@ -145,10 +143,7 @@ inline std::vector<at::Tensor> int4_pack(const at::Tensor& weight, const std::op
   const Groups groups(rows.size(1), group_size);
   const at::Tensor by = checked_factors(factors, groups.terms);
   const std::array<int64_t, 2> shape{blocks(columns), Int4Weight::block_bytes(groups)};
-  at::Tensor values = polycast::zeros_in_huge_pages(shape, at::kByte);
-  if (!values.defined()) {
-    values = at::zeros(shape, at::kByte);
-  }
+  const at::Tensor values = zeros_for_weight(shape, at::kByte);
   bool possible = false;
   with_elements(rows, [&](const auto* elements) {
     possible = pack_int4(elements, rows.stride(0), columns, groups, factors_in(by, groups.terms),

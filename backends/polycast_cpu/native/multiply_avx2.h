@@ -1,11 +1,10 @@
 // Integer products by AVX2, without and with its dot products of bytes (AVX-VNNI).
 #pragma once
 
-#include <cstring>
-
 #include "add_products.h"
 #include "isa.h"
 #include "layout.h"
+#include "vectors_avx2.h"
 
 namespace polycast_cpu {
 
@@ -13,13 +12,6 @@ namespace polycast_cpu {
 
 // Distance, in bytes, by which the weight is fetched ahead of its use.
 constexpr int64_t kBytesAhead = 2048;
-
-// Read four activations into each group of four bytes.
-[[gnu::target("avx2")]] inline __m256i four_activations(const uint8_t* from) {
-  int32_t values;
-  std::memcpy(&values, from, 4);
-  return _mm256_set1_epi32(values);
-}
 
 // Add the products of `Rows` rows by 8 * `Parts` columns to sums. The instruction that adds pairs of products of unsigned and signed
 // bytes saturates at 16 bits, which magnitudes of up to 127 do not reach. So the activations' zero point is subtracted, and the
@@ -46,7 +38,7 @@ template <int Rows, int Parts, bool Prefetches>
     __m256i x[Rows];
 #pragma GCC unroll 8
     for (int row = 0; row < Rows; ++row) {
-      x[row] = _mm256_xor_si256(four_activations(of.rows + row * of.stride + 4 * four), zero_point);
+      x[row] = _mm256_xor_si256(repeat_four(of.rows + row * of.stride + 4 * four), zero_point);
     }
 #pragma GCC unroll 8
     for (int part = 0; part < Parts; ++part) {
@@ -90,7 +82,7 @@ template <int Rows, int Parts, bool Prefetches>
     __m256i x[Rows];
 #pragma GCC unroll 8
     for (int row = 0; row < Rows; ++row) {
-      x[row] = four_activations(of.rows + row * of.stride + 4 * four);
+      x[row] = repeat_four(of.rows + row * of.stride + 4 * four);
     }
 #pragma GCC unroll 8
     for (int part = 0; part < Parts; ++part) {

@@ -3,14 +3,12 @@
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/reciprocal.h>
-#include <ATen/ops/zeros.h>
 
 #include <array>
 #include <atomic>
 #include <vector>
 
 #include "equalize.h"
-#include "huge_pages.h"
 #include "layout.h"
 #include "parts.h"
 #include "quantize.h"
@@ -67,10 +65,7 @@ inline std::vector<at::Tensor> int8_pack(const at::Tensor& weight, const std::op
   const int64_t columns = rows.size(0), terms = rows.size(1);
   const at::Tensor by = checked_factors(factors, terms);
   const std::array<int64_t, 4> shape{blocks(columns), blocks(terms) * kBlock / 4, kBlock, 4};
-  at::Tensor values = polycast::zeros_in_huge_pages(shape, at::kChar);
-  if (!values.defined()) {
-    values = at::zeros(shape, at::kChar);
-  }
+  const at::Tensor values = zeros_for_weight(shape, at::kChar);
   at::Tensor scales = at::empty({columns}, at::kFloat), offsets = at::empty({columns}, at::kInt);
   bool possible = false;
   with_elements(rows, [&](const auto* elements) {

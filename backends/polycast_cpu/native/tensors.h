@@ -3,9 +3,12 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
 #include <c10/util/SmallVector.h>
 
 #include <optional>
+
+#include "huge_pages.h"
 
 namespace polycast_cpu {
 
@@ -27,6 +30,12 @@ void with_elements(const at::Tensor& tensor, const Function& function) {
 // Return the matrix with contiguous rows.
 inline at::Tensor with_dense_rows(const at::Tensor& matrix) {
   return matrix.stride(1) == 1 || matrix.size(1) == 1 ? matrix : matrix.contiguous();
+}
+
+// Return zeros for a prepacked weight, in huge pages if possible.
+inline at::Tensor zeros_for_weight(at::IntArrayRef shape, at::ScalarType dtype) {
+  const at::Tensor zeros = polycast::zeros_in_huge_pages(shape, dtype);
+  return zeros.defined() ? zeros : at::zeros(shape, dtype);
 }
 
 // Return equalization factors of so many terms as a vector of float32, empty if there are none.

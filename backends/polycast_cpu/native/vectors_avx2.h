@@ -1,4 +1,4 @@
-// Vectors of eight float32: loads that convert, and stores that round to nearest, ties to even.
+// Vectors of 256 bits: loads of eight float32 that convert, stores that round to nearest, ties to even, and repeated bytes.
 #pragma once
 
 #include <c10/util/BFloat16.h>
@@ -50,6 +50,13 @@ template <typename T>
   const __m256i result = _mm256_srli_epi32(_mm256_blendv_epi8(rounded, _mm256_set1_epi32(0x7fc00000), is_nan), 16);
   const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(result, result), 0x08);
   _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm256_castsi256_si128(packed));
+}
+
+// Repeat four bytes. They are read as a whole, from memory: eight would be split in general registers, which is slow.
+[[gnu::target("avx2")]] inline __m256i repeat_four(const void* from) {
+  int32_t four;
+  std::memcpy(&four, from, sizeof four);
+  return _mm256_set1_epi32(four);
 }
 
 [[gnu::target("avx2,f16c")]] inline float sum8(__m256 values) {
