@@ -3,7 +3,6 @@
 PYTEST_DONT_REWRITE: pytest, which finds its options in this distribution, has no assertion to rewrite here.
 """
 
-import platform
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -12,7 +11,7 @@ from typing_extensions import override
 from polycast import Availability, Backend, Int4, Int8, LowBitKernel, Recipe, hookimpl
 
 from .few_rows import few_rows_availability, few_rows_kernels
-from .instructions import missing_instructions
+from .instructions import is_arm, is_x86, missing_instructions
 from .int4 import int4_kernels
 from .int8 import int8_availability, int8_kernels
 from .kernels import KERNELS
@@ -31,7 +30,7 @@ class CpuBackend(Backend):
     policies = op_table()
     kernels = KERNELS
     # For all x86 and Arm processors, whatever this one supports: a build may be shared.
-    ops_in_cpp = ("polycast_cpu.native",) if platform.machine() in ("x86_64", "AMD64", "aarch64", "arm64") else ()
+    ops_in_cpp = ("polycast_cpu.native",) if is_x86() or is_arm() else ()
 
     @override
     def supported_dtypes(self) -> Sequence[torch.dtype]:

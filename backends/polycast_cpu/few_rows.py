@@ -18,6 +18,8 @@ from typing_extensions import override
 
 from polycast import Availability, LowBitKernel, LowBitMatmul, load_ops
 
+from .instructions import is_x86
+
 _MAX_ROWS = 8
 """The kernels read the weight once for up to so many rows. For more, torch's are faster."""
 _MANY_ROWS = f"there are more than {_MAX_ROWS} rows"
@@ -78,7 +80,7 @@ class FewRowsMatmul(LowBitMatmul):
 @functools.cache
 def few_rows_availability() -> Availability:
     """Return whether the C++ ops are available and, if not, why."""
-    if platform.machine() not in ("x86_64", "AMD64"):
+    if not is_x86():
         return Availability(False, f"there are kernels for x86 processors only, not for {platform.machine()}")
     return load_ops("polycast_cpu.native")
 

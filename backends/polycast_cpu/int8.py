@@ -9,7 +9,6 @@ weight with inf or nan is not quantized.
 
 import functools
 import math
-import platform
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -17,6 +16,8 @@ import torch
 from typing_extensions import override
 
 from polycast import Availability, LowBitKernel, LowBitMatmul, load_ops
+
+from .instructions import is_arm, is_x86
 
 MAX_TERMS = 65536
 """Longer sums of products of unsigned and signed bytes may overflow 32 bits."""
@@ -35,11 +36,9 @@ _LONG_SUMS = f"its sums have more than {MAX_TERMS} terms, which may not fit 32 b
 @functools.cache
 def int8_availability() -> Availability:
     """Return whether the processor multiplies int8 faster than float32, and the C++ ops are available."""
-    is_x86 = platform.machine() in ("x86_64", "AMD64")
-    needed = "AVX2, or ATEN_CPU_CAPABILITY forbids it" if is_x86 else "dot products of int8"
+    needed = "AVX2, or ATEN_CPU_CAPABILITY forbids it" if is_x86() else "dot products of int8"
     too_slow = Availability(False, f"this CPU has no {needed}: int8 would be slower than float32")
-    is_arm = platform.machine() in ("aarch64", "arm64")
-    if not (is_x86 or is_arm) or (is_x86 and torch.backends.cpu.get_cpu_capability() == "DEFAULT"):
+    if not (is_x86() or is_arm()) or (is_x86() and torch.backends.cpu.get_cpu_capability() == "DEFAULT"):
         return too_slow  # without compiling
     loaded = load_ops("polycast_cpu.native")
     return loaded if not loaded or torch.ops.polycast_cpu.best_isa() > 0 else too_slow
