@@ -14,8 +14,8 @@ from .few_rows import few_rows_availability, few_rows_kernels
 from .instructions import is_arm, is_x86, missing_instructions
 from .int4 import int4_kernels
 from .int8 import int8_availability, int8_kernels
-from .kernels import KERNELS
 from .lookup import lookup_kernels
+from .out_dtype_kernels import KERNELS
 from .policies import op_table
 from .processor import processor_details
 

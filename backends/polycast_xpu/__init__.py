@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from polycast import STANDARD_REMEDIES, Availability, Backend, hookimpl
 
-from .kernels import KERNELS
+from .out_dtype_kernels import KERNELS
 from .policies import POLICIES
 
 

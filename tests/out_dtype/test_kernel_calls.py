@@ -6,7 +6,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import polycast
-import polycast_cpu.kernels
+import polycast_cpu.out_dtype_kernels
 from polycast import out_dtype
 from polycast.plugins.registry import registry
 
@@ -17,7 +17,7 @@ from .int8_matrices import ATEN, BMM, MM, OPERATOR, int8, same
 def cpu(request, monkeypatch):
     """Run a test on each code path of the CPU's kernels."""
     if request.param == "without int8 instructions":
-        monkeypatch.setattr(polycast_cpu.kernels, "_multiplies_int8", lambda: False)
+        monkeypatch.setattr(polycast_cpu.out_dtype_kernels, "_multiplies_int8", lambda: False)
     before = torch._C._get_mkldnn_enabled()
     torch._C._set_mkldnn_enabled(before and request.param != "without oneDNN")
     yield

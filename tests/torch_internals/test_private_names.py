@@ -31,8 +31,8 @@ MAY_READ = {
     "testing/recipe_checks.py": "the conformance suite runs in tests",
     "testing/subject.py": "the conformance suite runs in tests",
     "polycast_cuda/float8.py": "the recipe is available only if the op has the signature that it knows",
-    "polycast_cuda/kernels.py": "an op that it has looked for",
-    "polycast_xpu/kernels.py": "an op that it has looked for",
+    "polycast_cuda/out_dtype_kernels.py": "an op that it has looked for",
+    "polycast_xpu/out_dtype_kernels.py": "an op that it has looked for",
 }
 """The modules that use private names themselves, outside functions that take a Patch, and why."""
 MAY_ASSIGN = {"observer/module_calls.py", "testing/subject.py"}
