@@ -37,13 +37,13 @@ class WeightedOp:
     """How to give an op its weight, and which kernels of backends compute it.
 
     Attributes:
-        kernel: the name of the op in the dispatcher.
+        op_name: the name of the op in the dispatcher.
         position: the position of the weight among the arguments.
         shape: the weight's.
         keywords: arguments that kernels get, and that torch's op takes by keyword.
     """
 
-    kernel: str
+    op_name: str
     position: int
     shape: tuple[int, ...]
     keywords: tuple[Any, ...] = ()

@@ -24,7 +24,7 @@ def check(case: Case, way: MeasuredWay, operands: Operands) -> None:
     """Raise Unsupported if no kernel computes a case in a way."""
     if way.kernels is None or case.weight is None:
         return
-    kernel = way.kernels.get(case.weight.kernel)
+    kernel = way.kernels.get(case.weight.op_name)
     if kernel is None:
         raise Unsupported("the backend has no kernel for it")
     weight = _weights(kernel, case.weight, way, operands)[0]
@@ -43,7 +43,7 @@ def prepare(case: Case, way: MeasuredWay, operands: Operands) -> MeasuredCall:
     if case.weight is None:
         return lambda: function(*args)
     if way.kernels is not None:
-        return _by_kernel(way.kernels[case.weight.kernel], case, case.weight, way, operands)
+        return _by_kernel(way.kernels[case.weight.op_name], case, case.weight, way, operands)
     before, after = args[: case.weight.position], args[case.weight.position :]
     weights = operands.weights(*case.weight.shape, dtype=way.dtype)
     next_weight = operands.in_turn(weights, weights[0].nbytes)
@@ -56,7 +56,7 @@ def _by_kernel(kernel: LowBitKernel, case: Case, op: WeightedOp, way: MeasuredWa
     if kernel.uses_cast:
         prepacked = [(weight,) for weight in weights]
     else:
-        prepacked = operands.kept((kernel, op.kernel, op.shape), lambda: _prepack(kernel, weights[0]))
+        prepacked = operands.kept((kernel, op.op_name, op.shape), lambda: _prepack(kernel, weights[0]))
     next_prepacked = operands.in_turn(prepacked, sum(part.nbytes for part in prepacked[0]))
     args = _arguments(case, op, way, operands, weights[0])  # kernels read only the metadata of the weight
     operator, constants = kernel.operator, (way.fast, *kernel.constants)
