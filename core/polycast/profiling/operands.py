@@ -35,7 +35,10 @@ class Operands:
         return found
 
     def activations(self, *shapes: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-        """Return numbers of moderate size in some shapes, one behind the other in memory."""
+        """Return views of the shared buffer in these shapes, one after the other from its beginning.
+
+        Calls return overlapping views: do not write to them.
+        """
         ends = list(accumulate(map(math.prod, shapes)))
         parts = zip([0, *ends], ends, shapes, strict=False)
         return tuple(self._buffer.view(dtype)[begin:end].view(shape) for begin, end, shape in parts)

@@ -50,7 +50,7 @@ def read(conditions: Conditions) -> DeviceProfile | None:
 
 
 def write(conditions: Conditions, profile: DeviceProfile) -> Path:
-    """Write a profile to the cache at once, in place of one that is there, and return its path.
+    """Write a profile to the cache atomically, replacing any earlier one, and return its path.
 
     Raises:
         ProfileFileError: it cannot be written, or others could.
