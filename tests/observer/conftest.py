@@ -31,7 +31,7 @@ def _engine(request, monkeypatch):
 def no_profile(monkeypatch):
     """Observe without the profile of this machine, on which findings depend."""
     for module in (estimates, slow_dtypes):
-        monkeypatch.setattr(module, "find_or_none", lambda device_type: None)
+        monkeypatch.setattr(module, "find_ignoring_errors", lambda device_type: None)
 
 
 @pytest.fixture

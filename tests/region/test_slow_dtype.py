@@ -10,7 +10,7 @@ import torch
 import polycast
 from polycast.engine import state
 from polycast.profiling import slow_dtypes as profiled_dtypes
-from polycast.profiling.profile import find_or_none
+from polycast.profiling.profile import find_ignoring_errors
 from polycast.region import slow_dtype
 
 
@@ -30,7 +30,7 @@ def use_profile(monkeypatch):
 
     def use_profile(profile):
         for module in (slow_dtype, profiled_dtypes):
-            monkeypatch.setattr(module, "find_or_none", lambda device_type: profile)
+            monkeypatch.setattr(module, "find_ignoring_errors", lambda device_type: profile)
 
     use_profile(None)
     return use_profile
@@ -135,8 +135,8 @@ def test_profile_alone_is_told_without_a_warning(hand_made, profile_of, use_prof
 
 
 def test_wrong_profile_is_no_error_in_a_plain_region(slow, monkeypatch):
-    monkeypatch.setattr(slow_dtype, "find_or_none", find_or_none)
-    monkeypatch.setattr(profiled_dtypes, "find_or_none", find_or_none)
+    monkeypatch.setattr(slow_dtype, "find_ignoring_errors", find_ignoring_errors)
+    monkeypatch.setattr(profiled_dtypes, "find_ignoring_errors", find_ignoring_errors)
     monkeypatch.setenv("POLYCAST_PROFILE", "/nonexistent/profile.json")
     assert len(warned(lambda: polycast.autocast("cpu"))) == 1
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from ..profiling.profile import find_or_none
+from ..profiling.profile import find_ignoring_errors
 from .recorder import MatmulRow
 
 
@@ -14,7 +14,7 @@ class Profiles:
     """
 
     def __init__(self, devices: Iterable[str]) -> None:
-        self._found = {device: find_or_none(device) for device in devices}
+        self._found = {device: find_ignoring_errors(device) for device in devices}
 
     def seconds(self, matmuls: MatmulRow, device: str | None) -> dict[str, float]:
         """Return the seconds of matmuls in each way that the profile of their device has; empty without a profile.

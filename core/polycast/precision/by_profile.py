@@ -10,7 +10,7 @@ from ..engine.fastest.choose_way import Way, name_of, seconds_by_way
 from ..engine.fastest.products import Product, product_of
 from ..policy.schemas import flatten_arguments
 from ..profiling.device_profile import DeviceProfile
-from ..profiling.profile import find_or_none
+from ..profiling.profile import find_ignoring_errors
 from ..region.autocast import autocast
 from ..torch_internals.dispatcher import OpOverload
 from ..torch_internals.private_names import DispatchMode
@@ -25,7 +25,7 @@ def modules_faster_in_float32(model: nn.Module, call: Callable[[], object], regi
 
     A module counts without the modules in it. Nothing is measured.
     """
-    profile = find_or_none(region.device)
+    profile = find_ignoring_errors(region.device)
     if profile is None:
         return None
     clock = _ProfileClock(profile, region.fast_dtype)

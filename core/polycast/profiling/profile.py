@@ -83,7 +83,7 @@ def profile(device_type: str, *, refresh: bool = False) -> DeviceProfile:
 
 
 def find(device_type: str) -> DeviceProfile | None:
-    """Return the profile of a device if there is one; measure nothing.
+    """Return the profile of a device, or None if it has not been measured; measure nothing.
 
     The answer is kept in the process.
 
@@ -95,8 +95,8 @@ def find(device_type: str) -> DeviceProfile | None:
     return look_up(device_type).profile
 
 
-def find_or_none(device_type: str) -> DeviceProfile | None:
-    """Return the profile of a device as `find` does; None also if there is no backend or ``POLYCAST_PROFILE`` is wrong.
+def find_ignoring_errors(device_type: str) -> DeviceProfile | None:
+    """Return the profile of a device as `find` does, but None where `find` raises.
 
     What is wrong matters to those who ask for the profile, not to those who use it if there is one.
     """

@@ -7,7 +7,7 @@ from ..plugins.checks import ask_slow_reason
 from ..plugins.registry import registry
 from ..policy.dtypes import FLOAT32, dtype_name
 from .device_profile import DeviceProfile
-from .profile import find_or_none
+from .profile import find_ignoring_errors
 
 _ROWS = (128, 1024)
 """Fewer rows are limited by memory, which any dtype of 16 bits needs less of."""
@@ -39,4 +39,4 @@ def _ratios(backend: Backend, way: str) -> dict[int, float]:
 def _profile_of(backend: Backend) -> DeviceProfile | None:
     if registry.ready.get(backend.device_type) is not backend:
         return None
-    return find_or_none(backend.device_type)
+    return find_ignoring_errors(backend.device_type)

@@ -8,7 +8,7 @@ from ..plugins.backend import Backend
 from ..plugins.checks import PLUGIN_ERRORS, ask_slow_reason, check_recipe
 from ..policy.dtypes import dtype_name
 from ..policy.recipe import read_recipe
-from ..profiling.profile import find_or_none
+from ..profiling.profile import find_ignoring_errors
 from ..profiling.slow_dtypes import find_slow_reason
 from ..toolchain.load_ops import is_built
 
@@ -40,7 +40,7 @@ def warn_if_slow(backend: Backend, dtype: torch.dtype) -> bool:
             ways = [f'recipe="{kind}"{note}' for kind, note in faster_recipes(backend).items()]
             ways += [f"dtype={other}" for other in _faster_dtypes(backend)]
             ways.append("float32, without a region")
-            is_measured = find_or_none(backend.device_type) is not None
+            is_measured = find_ignoring_errors(backend.device_type) is not None
             measure = "" if is_measured else f" `polycast profile {backend.device_type}` measures how much."
             warn_user(
                 f"{text}. It saves memory but no time. Faster: {', '.join(ways)}.{measure} To silence this: "
@@ -66,7 +66,7 @@ def describe(backend: Backend, dtype: torch.dtype) -> str | None:
     reason = find_slow_reason(backend, dtype)
     if reason is None:
         return None
-    profile = None if ask_slow_reason(backend, dtype) is None else find_or_none(backend.device_type)
+    profile = None if ask_slow_reason(backend, dtype) is None else find_ignoring_errors(backend.device_type)
     name = dtype_name(dtype)
     ratios = {} if profile is None else {rows: profile.ratio("linear", rows, name) for rows in _ROWS}
     times = [f"{ratio:.2g} for {rows:,} row{'s' * (rows > 1)}" for rows, ratio in ratios.items() if ratio is not None]
