@@ -72,16 +72,16 @@ class Case:
     needs: str | None = None
 
     @property
-    def share(self) -> float:
-        """The part of the time that it may take, relative to other cases."""
+    def time_weight(self) -> float:
+        """The weight of the case when the time of a pass is divided among the cases."""
         return 1 + self.work / 2e8
 
     def is_for(self, device_type: str) -> bool:
         """Return whether it is measured on a device."""
         return self.needs is None or has_kernel_for_dispatch_key(self.needs, dispatch_key_for_device(device_type))
 
-    def contains(self, other: "Case") -> bool:
-        """Return whether another case has no more rows and no larger size."""
+    def is_at_least(self, other: "Case") -> bool:
+        """Return whether it has at least the rows and the size of another case."""
         return self.rows >= other.rows and self.size >= other.size
 
 

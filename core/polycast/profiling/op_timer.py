@@ -72,8 +72,8 @@ class _Entry:
 class _Allowance(NamedTuple):
     """The seconds that a case may take in a pass, those that are left of the pass, and whether it is the last."""
 
-    share: float
-    left: float
+    seconds: float
+    seconds_left: float
     is_last: bool
 
 
@@ -176,21 +176,23 @@ class OpTimer:
 
     def _run(self, end: float, is_last: bool) -> None:
         """Time all cases in a pass, but for those that there is no time for."""
-        shares = sum(case.share for case in self._cases)
+        weights = sum(case.time_weight for case in self._cases)
         for case in self._cases:
             left = end - time.perf_counter()
-            self._time(case, _Allowance(left * case.share / shares, left, is_last))
-            shares -= case.share
+            self._time(case, _Allowance(left * case.time_weight / weights, left, is_last))
+            weights -= case.time_weight
 
     def _time(self, case: Case, allowed: _Allowance) -> None:
         entries = [entry for way in self._ways_of(case) if (entry := self._entry(case, way, allowed)) is not None]
         raced = [
             entry
             for entry in entries
-            if entry.passes or entry.once < max(allowed.share, _LONGEST_CALL if entry.is_disturbed else _SHORT_CALL)
+            if entry.passes or entry.once < max(allowed.seconds, _LONGEST_CALL if entry.is_disturbed else _SHORT_CALL)
         ]
         rounds = self._stopwatch.race(
-            {entry.way: entry.call for entry in raced}, {entry.way: entry.seconds for entry in raced}, allowed.share / 2
+            {entry.way: entry.call for entry in raced},
+            {entry.way: entry.seconds for entry in raced},
+            allowed.seconds / 2,
         )
         for entry in entries:
             found = rounds.get(entry.way, [])
@@ -209,8 +211,10 @@ class OpTimer:
             return None
         entry = self._entries.get((case, way.name))
         if entry is not None:
-            longest = max(_LONGEST_CALL, allowed.left / 2)  # what took longer than expected may have been disturbed
-            return entry if allowed.share > 0 and entry.seconds <= longest else None
+            longest = max(
+                _LONGEST_CALL, allowed.seconds_left / 2
+            )  # what took longer than expected may have been disturbed
+            return entry if allowed.seconds > 0 and entry.seconds <= longest else None
         expected = self._rates.get((case.op, way.name), 0.0) * case.work  # 0: it is the first of the op
         start = time.perf_counter()
         try:
@@ -218,12 +222,12 @@ class OpTimer:
             self._hopeless[case, way.name] = ratio = self._hopeless_ratio(case, way)
             if ratio is not None:
                 return None
-            if expected and (allowed.is_last or expected > min(_LONGEST_CALL, allowed.share)):
+            if expected and (allowed.is_last or expected > min(_LONGEST_CALL, allowed.seconds)):
                 return None
             call = _with_dtype(prepare(case, way, self._operands), self._device_type, way.fast)
             if not expected:
                 call()  # the first call of an op may read a library from the disk, or memory back from swap
-            once, is_disturbed = self._stopwatch.estimate(call, allowed.share / 10)
+            once, is_disturbed = self._stopwatch.estimate(call, allowed.seconds / 10)
         except Unsupported as reason:
             self._omit(case, way.name, str(reason))
         except Exception as error:  # a backend's kernels may raise anything
@@ -250,7 +254,7 @@ class OpTimer:
         ratios = {
             known: entry.seconds / in_float32[known]
             for (known, name), entry in self._entries.items()
-            if name == way.name and entry.passes and in_float32.get(known, 0.0) > least and case.contains(known)
+            if name == way.name and entry.passes and in_float32.get(known, 0.0) > least and case.is_at_least(known)
         }
         near = [
             max((each for each in ratios if each.size == case.size), key=lambda each: each.rows, default=None),
@@ -275,7 +279,7 @@ class OpTimer:
         of_op = [
             entry for entry in self._entries.values() if (entry.case.op, entry.way) == (case.op, way) and entry.passes
         ]
-        timed = [entry for entry in of_op if case.contains(entry.case)] or of_op
+        timed = [entry for entry in of_op if case.is_at_least(entry.case)] or of_op
         alike = [entry for entry in timed if entry.case.size == case.size]
         if not timed:
             return None
@@ -287,7 +291,7 @@ class OpTimer:
             entry.noisy = disagree(entry.passes) or any(
                 entry.seconds > _IMPLAUSIBLE * other.seconds
                 for other in self._entries.values()
-                if (other.case.op, other.way) == (entry.case.op, entry.way) and other.case.contains(entry.case)
+                if (other.case.op, other.way) == (entry.case.op, entry.way) and other.case.is_at_least(entry.case)
             )
 
 
