@@ -103,7 +103,7 @@ class Clock:
 def clock(monkeypatch):
     found = Clock()
     monkeypatch.setattr(time, "perf_counter", found)
-    monkeypatch.setattr(stopwatch, "_stops", lambda: 0)  # the machine that runs the tests may be busy
+    monkeypatch.setattr(stopwatch, "_involuntary_switches", lambda: 0)  # the machine that runs the tests may be busy
     return found
 
 

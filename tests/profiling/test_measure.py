@@ -52,7 +52,7 @@ def with_kernels(hand_made):
 @pytest.fixture
 def quick(monkeypatch):
     """Time only small cases, for a short time, and take the machine to be idle."""
-    monkeypatch.setattr(stopwatch, "_stops", lambda: 0)
+    monkeypatch.setattr(stopwatch, "_involuntary_switches", lambda: 0)
     monkeypatch.setattr(op_timer, "cases", lambda: [case for case in cases() if case.work < 2**20])
     monkeypatch.setattr(operands, "_BYTES", 2**22)
     monkeypatch.setattr(op_timer, "_ENDS", (0.1,))
@@ -232,7 +232,7 @@ def test_weights_are_used_in_turn():
 
 @pytest.mark.slow
 def test_all_is_measured_on_a_cpu(kept, monkeypatch):
-    monkeypatch.setattr(stopwatch, "_stops", lambda: 0)  # the machine may be so busy that every time is disturbed
+    monkeypatch.setattr(stopwatch, "_involuntary_switches", lambda: 0)  # on a busy machine every block may be
     found = polycast.profile("cpu", refresh=True)
     for op in ("linear", "matmul"):
         for rows in (1, 4, 8, 16, 128, 1024):

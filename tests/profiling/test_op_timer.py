@@ -10,8 +10,8 @@ from polycast.profiling import cases as all_cases
 from polycast.profiling import op_timer
 from polycast.profiling.cases import Case, cases
 from polycast.profiling.measure import measure
-from polycast.profiling.measurement import DISTURBED, Omission
-from polycast.profiling.stopwatch import Running, Stopwatch
+from polycast.profiling.measurement import PREEMPTED, Omission
+from polycast.profiling.stopwatch import PreemptionWatch, Stopwatch
 from polycast.profiling.ways import MeasuredWay
 
 FLOAT32 = MeasuredWay("float32", torch.float32, torch.bfloat16)
@@ -220,12 +220,12 @@ def test_a_call_that_takes_longer_than_one_with_more_work_is_noisy(run, by_rows)
     assert [rows for rows, each in by_rows(timer, "float32").items() if each.noisy] == [4]
 
 
-def test_what_was_disturbed_each_time_is_neither_used_nor_extrapolated_from(clock, monkeypatch, run, by_rows):
-    monkeypatch.setattr(Running, "was_stopped", lambda self: clock.disturbed)
+def test_what_was_preempted_each_time_is_neither_used_nor_extrapolated_from(clock, monkeypatch, run, by_rows):
+    monkeypatch.setattr(PreemptionWatch, "was_preempted", lambda self: clock.is_preempted)
 
     def seconds(way, work, before):
-        clock.disturbed = way == "float32" or work > 1
-        return 0.05 if clock.disturbed else 1e-5
+        clock.is_preempted = way == "float32" or work > 1
+        return 0.05 if clock.is_preempted else 1e-5
 
     timer = run(seconds)
     assert by_rows(timer, "float32") == {}
@@ -234,32 +234,32 @@ def test_what_was_disturbed_each_time_is_neither_used_nor_extrapolated_from(cloc
     assert not found[1].noisy
     assert found[1024].seconds == pytest.approx(1024e-5)
     assert all(each.extrapolated for rows, each in found.items() if rows > 1)
-    assert set(timer.omissions) == {Omission("linear", "float32", DISTURBED)}
+    assert set(timer.omissions) == {Omission("linear", "float32", PREEMPTED)}
     assert clock.now < 3
 
 
-def test_a_case_whose_first_call_was_disturbed_is_timed_again(clock, monkeypatch, run, by_rows):
-    monkeypatch.setattr(Running, "was_stopped", lambda self: clock.disturbed)
+def test_a_case_whose_first_call_was_preempted_is_timed_again(clock, monkeypatch, run, by_rows):
+    monkeypatch.setattr(PreemptionWatch, "was_preempted", lambda self: clock.is_preempted)
 
     def seconds(way, work, before):
-        clock.disturbed = before < 2
-        return 0.04 if clock.disturbed else 1e-5
+        clock.is_preempted = before < 2
+        return 0.04 if clock.is_preempted else 1e-5
 
     found = by_rows(run(seconds, works=(1,)), "float32")[1]
     assert (found.seconds, found.noisy) == (pytest.approx(1e-5), False)
 
 
-def test_a_disturbed_round_does_not_count(clock, monkeypatch):
-    monkeypatch.setattr(Running, "was_stopped", lambda self: clock.disturbed)
+def test_a_preempted_block_does_not_count(clock, monkeypatch):
+    monkeypatch.setattr(PreemptionWatch, "was_preempted", lambda self: clock.is_preempted)
 
     def call():
         clock.calls["call"] += 1
-        clock.disturbed = clock.calls["call"] % 2 == 0
-        clock.now += 2e-3 if clock.disturbed else 1e-3
+        clock.is_preempted = clock.calls["call"] % 2 == 0
+        clock.now += 2e-3 if clock.is_preempted else 1e-3
 
     watch = Stopwatch("cpu", clock)
     assert watch.estimate(call, 1.0) == pytest.approx((1e-3, False))
-    assert watch.race({"one": call}, {"one": 1e-3}, 0.01)["one"] == pytest.approx([1e-3] * 4)
+    assert watch.time_interleaved({"one": call}, {"one": 1e-3}, 0.01)["one"] == pytest.approx([1e-3] * 4)
     clock.calls["call"] = 1
     assert watch.estimate(call, 0.0) == pytest.approx((2e-3, True))
 

@@ -8,7 +8,7 @@ from polycast.profiling import op_timer
 from polycast.profiling.cases import cases
 from polycast.profiling.measurement import Omission
 from polycast.profiling.op_timer import OpTimer
-from polycast.profiling.stopwatch import Running, Stopwatch
+from polycast.profiling.stopwatch import PreemptionWatch, Stopwatch
 from polycast.profiling.ways import MeasuredWay
 
 
@@ -78,12 +78,12 @@ def test_a_way_that_takes_long_to_fail_is_not_tried_for_other_cases(clock, run):
     assert [clock.calls["bfloat16", work] for work in (1, 4, 16, 128, 1024)] == [1, 0, 0, 0, 0]
 
 
-def test_the_first_call_counts_where_all_others_were_disturbed(clock, run, by_rows, monkeypatch):
+def test_the_first_call_counts_where_all_others_were_preempted(clock, run, by_rows, monkeypatch):
     monkeypatch.setattr(op_timer, "_ENDS", (1.1,))
-    monkeypatch.setattr(Running, "was_stopped", lambda self: clock.disturbed)
+    monkeypatch.setattr(PreemptionWatch, "was_preempted", lambda self: clock.is_preempted)
 
     def seconds(way, work, before):
-        clock.disturbed = before > 5
+        clock.is_preempted = before > 5
         return 1e-3 if before > 5 else 1e-5
 
     timer = run(seconds, works=(1,))

@@ -1,4 +1,4 @@
-"""`Stopwatch`: devices that queue calls, which it waits for if possible; and what disturbs it."""
+"""`Stopwatch`: devices that queue calls, which it waits for if possible; and whether it was preempted."""
 
 import time
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from polycast.profiling import stopwatch
-from polycast.profiling.stopwatch import Running, Stopwatch, disagree
+from polycast.profiling.stopwatch import PreemptionWatch, Stopwatch, disagree
 
 
 class Queue:
@@ -67,15 +67,15 @@ def test_a_device_that_cannot_be_waited_for_is_timed_by_its_calls(queue, error, 
     assert Stopwatch("xpu", lambda: queue.now).time(call) == pytest.approx(2e-3)
 
 
-@pytest.mark.parametrize(("stops", "ran", "stopped"), [(0, 0.0, False), (3, 0.5, True), (3, 1.0, False)])
-def test_a_thread_is_stopped_if_the_system_says_so_and_time_was_lost(monkeypatch, stops, ran, stopped):
-    times = {"stops": 5, "monotonic": 1.0, "thread_time": 1.0}
-    monkeypatch.setattr(stopwatch, "_stops", lambda: times["stops"])
+@pytest.mark.parametrize(("switches", "ran", "preempted"), [(0, 0.0, False), (3, 0.5, True), (3, 1.0, False)])
+def test_a_thread_was_preempted_if_the_system_says_so_and_time_was_lost(monkeypatch, switches, ran, preempted):
+    times = {"switches": 5, "monotonic": 1.0, "thread_time": 1.0}
+    monkeypatch.setattr(stopwatch, "_involuntary_switches", lambda: times["switches"])
     for name in ("monotonic", "thread_time"):
         monkeypatch.setattr(time, name, lambda name=name: times[name])
-    running = Running()
-    times.update(stops=5 + stops, monotonic=2.0, thread_time=1.0 + ran)
-    assert running.was_stopped() is stopped
+    watch = PreemptionWatch()
+    times.update(switches=5 + switches, monotonic=2.0, thread_time=1.0 + ran)
+    assert watch.was_preempted() is preempted
 
 
 def test_passes_disagree_if_the_least_time_was_seen_once():
@@ -84,9 +84,10 @@ def test_passes_disagree_if_the_least_time_was_seen_once():
     assert disagree([1.0])
 
 
-def test_each_function_is_called_first_in_every_second_round_also_of_other_races():
+def test_each_function_is_called_first_in_every_second_round_also_of_other_calls():
     called = []
     watch = Stopwatch("cpu")
     for _ in range(4):
-        watch.race({name: lambda name=name: called.append(name) for name in ("a", "b")}, {"a": 1.0, "b": 1.0}, 0.0)
+        functions = {name: lambda name=name: called.append(name) for name in ("a", "b")}
+        watch.time_interleaved(functions, {"a": 1.0, "b": 1.0}, 0.0)
     assert called == ["b", "a", "a", "b"] * 2

@@ -16,7 +16,7 @@ from ..common.cached_property import cached_property
 from ..common.plain_text import as_text
 from ..policy.dtypes import FLOAT32
 from . import measurement_table
-from .measurement import DISTURBED, Measurement, Omission, is_positive, is_valid
+from .measurement import PREEMPTED, Measurement, Omission, is_positive, is_valid
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -75,7 +75,7 @@ class DeviceProfile:
     def is_noisy(self) -> bool:
         """Whether many measurements are noisy or missing, because the machine was busy."""
         measured = [each.noisy for each in self.measurements if each.noisy or not each.extrapolated]
-        measured += [True for each in self.omissions if each.reason == DISTURBED]
+        measured += [True for each in self.omissions if each.reason == PREEMPTED]
         return sum(measured) > _NOISY * len(measured)
 
     def ways(self, op: str) -> tuple[str, ...]:

@@ -3,8 +3,8 @@
 import math
 from dataclasses import dataclass
 
-DISTURBED = "other processes took the processor"
-"""The reason of an omission of cases that were never measured undisturbed."""
+PREEMPTED = "other processes took the processor"
+"""The reason of an omission of cases that were preempted each time that they were measured."""
 
 
 @dataclass(frozen=True)

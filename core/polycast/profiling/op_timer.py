@@ -17,7 +17,7 @@ import torch
 from ..policy.dtypes import FLOAT32
 from .cases import OPS, Case, cases
 from .measured_calls import Unsupported, check, prepare
-from .measurement import DISTURBED, Measurement, Omission
+from .measurement import PREEMPTED, Measurement, Omission
 from .operands import Operands
 from .stopwatch import Stopwatch, disagree
 from .ways import MeasuredWay
@@ -33,7 +33,7 @@ _LONGEST_CALL = 0.06
 """Cases of which a call would take more seconds, or more than their share of the time, are extrapolated."""
 _SHORT_CALL = 0.02
 """A case of which the first call takes fewer seconds is timed again at once, whatever its share; one whose first call
-was disturbed, up to `_LONGEST_CALL`."""
+was preempted, up to `_LONGEST_CALL`."""
 _HOPELESS = 3
 """A case is not timed but extrapolated if its two nearest smaller cases, of fewer rows and of a smaller size, both take
 more than this many times as long as in float32; twice as many, if only one of them was timed."""
@@ -41,21 +41,24 @@ _LONG_ENOUGH = 1e-4, 5
 """A smaller case counts for that if it takes more seconds in float32 than the first number, or more times as long as
 the shortest call of the op than the second: of shorter ones, much is the overhead of a call."""
 _IMPLAUSIBLE = 1.5
-"""A call that takes this many times as long as one with more work was disturbed."""
+"""The time of a call that takes this many times as long as one with more work is noisy."""
 
 
 @dataclass
 class _Entry:
-    """A case in a way: a function that computes it, its approximate seconds, and the least of each undisturbed pass.
+    """A case in a way: a function that computes it, and its times.
 
-    `is_disturbed` says whether the approximate seconds are.
+    Attributes:
+        once: the approximate seconds.
+        was_preempted: whether the call was preempted each time that these were measured.
+        passes: the least seconds of each pass in which it was not preempted each time.
     """
 
     case: Case
     way: str
     call: Callable[[], object]
     once: float
-    is_disturbed: bool
+    was_preempted: bool
     passes: list[float] = field(default_factory=list)
     noisy: bool = False
 
@@ -162,7 +165,7 @@ class OpTimer:
         ratio = self._hopeless.get((case, way.name))
         found = self._rate_like(case, way.name if ratio is None else FLOAT32)
         if found is None:
-            self.omissions.append(Omission(case.op, way.name, DISTURBED))
+            self.omissions.append(Omission(case.op, way.name, PREEMPTED))
             return None
         rate, is_noisy = found
         rate *= 1.0 if ratio is None else ratio
@@ -184,14 +187,14 @@ class OpTimer:
 
     def _time(self, case: Case, allowed: _Allowance) -> None:
         entries = [entry for way in self._ways_of(case) if (entry := self._entry(case, way, allowed)) is not None]
-        raced = [
+        to_time = [
             entry
             for entry in entries
-            if entry.passes or entry.once < max(allowed.seconds, _LONGEST_CALL if entry.is_disturbed else _SHORT_CALL)
+            if entry.passes or entry.once < max(allowed.seconds, _LONGEST_CALL if entry.was_preempted else _SHORT_CALL)
         ]
-        rounds = self._stopwatch.race(
-            {entry.way: entry.call for entry in raced},
-            {entry.way: entry.seconds for entry in raced},
+        rounds = self._stopwatch.time_interleaved(
+            {entry.way: entry.call for entry in to_time},
+            {entry.way: entry.seconds for entry in to_time},
             allowed.seconds / 2,
         )
         for entry in entries:
@@ -199,7 +202,7 @@ class OpTimer:
             if isinstance(found, Exception):
                 self._omit(case, entry.way, _text_of(found))
                 continue
-            if not (found or entry.passes or entry.is_disturbed):
+            if not (found or entry.passes or entry.was_preempted):
                 found = [entry.once]
             entry.passes += [min(found)] if found else []
             key = case.op, entry.way
@@ -211,9 +214,8 @@ class OpTimer:
             return None
         entry = self._entries.get((case, way.name))
         if entry is not None:
-            longest = max(
-                _LONGEST_CALL, allowed.seconds_left / 2
-            )  # what took longer than expected may have been disturbed
+            # What took longer than expected may have been preempted.
+            longest = max(_LONGEST_CALL, allowed.seconds_left / 2)
             return entry if allowed.seconds > 0 and entry.seconds <= longest else None
         expected = self._rates.get((case.op, way.name), 0.0) * case.work  # 0: it is the first of the op
         start = time.perf_counter()
@@ -227,7 +229,7 @@ class OpTimer:
             call = _with_dtype(prepare(case, way, self._operands), self._device_type, way.fast)
             if not expected:
                 call()  # the first call of an op may read a library from the disk, or memory back from swap
-            once, is_disturbed = self._stopwatch.estimate(call, allowed.seconds / 10)
+            once, was_preempted = self._stopwatch.estimate(call, allowed.seconds / 10)
         except Unsupported as reason:
             self._omit(case, way.name, str(reason))
         except Exception as error:  # a backend's kernels may raise anything
@@ -235,7 +237,7 @@ class OpTimer:
             if not expected and time.perf_counter() - start > _LONGEST_CALL:
                 self._unsupported.update((each, way.name) for each in self._cases if each.op == case.op)
         else:
-            entry = self._entries[case, way.name] = _Entry(case, way.name, call, once, is_disturbed)
+            entry = self._entries[case, way.name] = _Entry(case, way.name, call, once, was_preempted)
         return entry
 
     def _hopeless_ratio(self, case: Case, way: MeasuredWay) -> float | None:
@@ -272,7 +274,7 @@ class OpTimer:
 
     def _rate_like(self, case: Case, way: str) -> tuple[float, bool] | None:
         """Return the seconds by unit of work of a case, if it was timed, or of the most rows of the same size, or else
-        the least of all, and whether they are noisy; None if all were disturbed.
+        the least of all, and whether they are noisy; None if all were preempted.
 
         Cases with more rows or a larger size are used only if no others were timed.
         """

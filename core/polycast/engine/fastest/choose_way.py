@@ -14,7 +14,7 @@ import torch
 from ...policy.dtypes import dtype_name
 from ...profiling.cases import CONVOLUTIONS
 from ...profiling.device_profile import DeviceProfile
-from ...profiling.measurement import DISTURBED
+from ...profiling.measurement import PREEMPTED
 from .cost import seconds_of, seconds_to_cast, seconds_to_cast_weight
 from .products import ENCODER_LAYER, Product
 
@@ -146,7 +146,7 @@ def seconds_by_way(profile: DeviceProfile, product: Product, ways: Mapping[Way, 
 
 def is_unsupported(profile: DeviceProfile, op: str, way: str) -> bool:
     """Return whether an op raised when it was measured in a way."""
-    return any((each.op, each.way) == (op, way) and each.reason != DISTURBED for each in profile.omissions)
+    return any((each.op, each.way) == (op, way) and each.reason != PREEMPTED for each in profile.omissions)
 
 
 _ALIKE = {
