@@ -9,7 +9,7 @@ from torch import nn
 
 import polycast
 from polycast import Int8, WeightCache
-from polycast.engine.persistence import manifest
+from polycast.common.versions import package_versions
 from polycast.engine.persistence.digests import digest_of_text
 from polycast.policy import recipe_arguments, tensor_file
 
@@ -83,8 +83,8 @@ def test_other_strides(saved, model):
 
 @pytest.mark.parametrize("package", ["polycast", "torch"])
 def test_another_version(saved, model, package, monkeypatch):
-    here = manifest.current_versions()
-    monkeypatch.setattr("polycast.engine.persistence.loading.current_versions", lambda: {**here, package: "9.9"})
+    here = package_versions()
+    monkeypatch.setattr("polycast.engine.persistence.loading.package_versions", lambda: {**here, package: "9.9"})
     assert refused(saved, model) == f"it was saved with {package} {here[package]}, and this is {package} 9.9"
 
 

@@ -113,9 +113,9 @@ def test_versions_belong_to_the_conditions():
 
 @pytest.mark.parametrize("name", ["polycast", "torch"])
 def test_another_version_measures_for_itself(name, measured, kept, monkeypatch):
-    first, versions = polycast.profile("cpu"), conditions.versions
+    first, versions = polycast.profile("cpu"), conditions.package_versions
     with monkeypatch.context() as patched:
-        patched.setattr(conditions, "versions", lambda: {**versions(), name: "99.0"})
+        patched.setattr(conditions, "package_versions", lambda: {**versions(), name: "99.0"})
         forget()  # as in another process
         assert look_up("cpu") == Lookup(registry.find("cpu"), None)
         assert polycast.profile("cpu").versions[name] == "99.0"

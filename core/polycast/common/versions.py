@@ -21,3 +21,8 @@ __version__ = _own_version()
 def versions() -> dict[str, str]:
     """Return the versions of polycast, torch and Python."""
     return {"polycast": __version__, "torch": str(torch.__version__), "python": platform.python_version()}
+
+
+def package_versions() -> dict[str, str]:
+    """Return the versions that saved files depend on: those of polycast and torch."""
+    return {name: version for name, version in versions().items() if name != "python"}

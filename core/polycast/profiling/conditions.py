@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from typing_extensions import Self
 
-from ..common.versions import versions
+from ..common.versions import package_versions
 from ..plugins.backend import Backend
 from ..plugins.checks import PLUGIN_ERRORS
 from ..plugins.registry import registry
@@ -34,8 +34,8 @@ class Conditions:
         except PLUGIN_ERRORS as error:
             details = {"error": f"device_details() raised {type(error).__name__}: {error}"}
         device = details.pop("name", device_type)
-        own = {name: version for name, version in versions().items() if name != "python"}
-        return cls(device_type, device, torch.get_num_threads(), {**own, "backend": _version_of(backend)}, details)
+        versions = {**package_versions(), "backend": _version_of(backend)}
+        return cls(device_type, device, torch.get_num_threads(), versions, details)
 
     @property
     def file_name(self) -> str:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ...common.atfork import hold_during_fork
+from ...common.versions import package_versions
 from ...plugins.registry import registry
 from ...policy.recipe import Recipe
 from ...policy.recipe_arguments import Unknown
@@ -23,7 +24,7 @@ from ..recipes.plan import Plan
 from ..recipes.plans import plan_for
 from ..recipes.prepacked_format import PrepackedFormat
 from .digests import digests, sample_digests
-from .manifest import Manifest, SavedEntry, SavedTensor, SavedWeight, View, current_versions
+from .manifest import Manifest, SavedEntry, SavedTensor, SavedWeight, View
 from .saving import flat
 
 Verify: TypeAlias = Literal["all", "sample"]
@@ -75,7 +76,7 @@ def _check_room(path: Path, cache: CastCache, manifest: Manifest, file: TensorFi
 
 
 def _check_versions(saved: Mapping[str, str]) -> None:
-    for name, version in current_versions().items():
+    for name, version in package_versions().items():
         if saved.get(name) != version:
             raise ValueError(f"it was saved with {name} {saved.get(name)}, and this is {name} {version}")
 

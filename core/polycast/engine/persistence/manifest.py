@@ -7,7 +7,6 @@ from typing import Any, TypeAlias
 
 import torch
 
-from ...common.versions import versions
 from ...policy.dtypes import dtype_name
 from ..recipes.prepacked_format import PrepackedFormat
 from .digests import digest_of_text
@@ -102,11 +101,6 @@ class Manifest:
         formats = [PrepackedFormat(**each) for each in content["packings"]]
         weights = {name: _weight(each) for name, each in content["weights"].items()}
         return cls(content["versions"], weights, [_entry(each, formats) for each in content["entries"]])
-
-
-def current_versions() -> dict[str, str]:
-    """Return the versions that casts and prepacked weights may depend on."""
-    return {name: version for name, version in versions().items() if name != "python"}
 
 
 def _weight(data: dict[str, Any]) -> SavedWeight:

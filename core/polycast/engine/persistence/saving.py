@@ -10,13 +10,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...common.versions import package_versions
 from ...policy import tensor_file
 from ...policy.dtypes import dtype_name
 from ..casts.cast_cache import CastCache, StoredEntry
 from ..casts.weights import is_dense
 from ..recipes.plan import format_of_kind
 from .digests import digests, sample_digests
-from .manifest import Manifest, SavedEntry, SavedTensor, SavedWeight, current_versions
+from .manifest import Manifest, SavedEntry, SavedTensor, SavedWeight
 
 _NOTHING = (
     "There is nothing to save: the cache has no casts or prepacked weights of the model's parameters. Run the model in "
@@ -48,7 +49,7 @@ def save(cache: CastCache, path: Path, model: nn.Module | None) -> None:
         )
         for each, of_entry in zip(entries, layouts, strict=True)
     ]
-    tensor_file.write(path, tensors, Manifest(current_versions(), saved_weights, saved).metadata())
+    tensor_file.write(path, tensors, Manifest(package_versions(), saved_weights, saved).metadata())
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
