@@ -18,6 +18,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
+from ..common.cpu_info import cpu_info, processor_name
 from ..common.versions import versions
 from ..engine.choice import choose
 from ..engine.persistence.weight_cache import WeightCache
@@ -93,13 +94,11 @@ def _ops() -> list[dict[str, str]]:
 
 
 def _cpu() -> dict[str, object]:
-    info = Path("/proc/cpuinfo")
-    lines = [line.partition(":") for line in info.read_text().splitlines()] if info.is_file() else []
-    about = {name.strip(): value.strip() for name, _, value in reversed(lines)}
+    about = cpu_info()
     there = set(about.get("flags", about.get("Features", "")).split())
     there |= {name for name, has in getattr(torch.cpu, "get_capabilities", dict)().items() if has is True}
     return {
-        "name": about.get("model name") or platform.processor() or platform.machine(),
+        "name": processor_name(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "capability": torch.backends.cpu.get_cpu_capability(),
         "features": {feature: sorted(there.intersection(names)) for feature, names in _CPU_FEATURES.items()},

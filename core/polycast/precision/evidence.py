@@ -1,13 +1,12 @@
 """The result of ``tune``: a policy, and the evidence for it."""
 
-import platform
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
+from ..common.cpu_info import processor_name
 from ..common.html_table import html_lines
 from ..common.plain_text import in_ascii
 from ..engine.choice import choose
@@ -191,13 +190,10 @@ class Tuned(NamedTuple):
 def machine(device_type: str) -> dict[str, Any]:
     """Return what measurements depend on besides the model and its inputs."""
     device = torch.get_device_module(device_type)
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return {
         "torch": torch.__version__,
         "engine": choose().name,
         **({"device": device.get_device_name()} if hasattr(device, "get_device_name") else {}),
-        "processor": names[0] if names else platform.processor() or platform.machine(),
+        "processor": processor_name(),
         "threads": torch.get_num_threads(),
     }
