@@ -13,8 +13,8 @@ from ..toolchain.cpp_library import BuildError
 from .conditions import Conditions
 from .device_profile import DeviceProfile
 
-_LONGEST_WAIT = 10.0
-"""Seconds to wait for another process that measures. It may hang."""
+_LONGEST_WAIT = 45.0
+"""Seconds to wait for another process that measures, which may hang. The first calls on a GPU may take 30 s of them."""
 FOLDER = "profiles"
 
 
