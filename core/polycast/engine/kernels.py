@@ -90,7 +90,9 @@ class Kernels(ABC):
         self.pending = frozenset(name for name in policies if name not in self.ops and not name.startswith("aten::"))
 
     def add(self, name: str, policy: CastPolicy | None, *, replace: bool = False) -> None:
-        """Install a kernel for an op, unless this torch lacks the op, or has a kernel from here and `replace` is False.
+        """Install a kernel for an op.
+
+        Do nothing if this torch lacks the op, or if it has a kernel of this object and not `replace`.
 
         With a policy of None, the op runs as if it had no kernel, except in regions with a policy or a recipe for it.
         A composed op then skips autograd where it has nothing to record: autograd would hide from autocast that the ops

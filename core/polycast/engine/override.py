@@ -29,11 +29,11 @@ MODULE_RULE = "module rule"
 class Override:
     """The policies and the recipe of regions for a device, with those of the regions around them merged in.
 
-    An op that has a policy here is not computed by the recipe, in whichever layer.
+    A policy for an op, in any layer, takes the op away from the recipe, in any layer.
 
     Attributes:
         policies: by op, its policy.
-        recipe: the recipe; None: the one of no region.
+        recipe: that of the innermost layer that has one; None if none has.
         origin: the origin of the innermost layer.
         layers: the overrides that this one is merged of, each of one origin, the innermost first.
         native: the native engine's copy of it.

@@ -44,7 +44,11 @@ class Settings(NamedTuple):
 
     @property
     def ready_key(self) -> object:
-        """The key in :data:`ready` while everything that the region needs is installed; None before its first entry."""
+        """The key of the region, which is in :data:`ready` while everything that the region needs is installed.
+
+        The device type or, for a region with an override or a cache, the kernels that were installed for it: None
+        before its first entry.
+        """
         if self.override is not None:
             return self.override.ready_key
         return self.device_type if self.cache is None else ready_with_cache.get(self.device_type)
@@ -55,12 +59,14 @@ DictItem: TypeAlias = tuple[dict[Any, Any], object, object]
 
 
 class Dependencies(NamedTuple):
-    """Name what must be unchanged for the settings of a region to serve equal arguments on as many threads.
+    """What the settings of a region depend on.
+
+    While it is unchanged, and torch uses the same number of threads, regions with equal arguments get equal settings.
 
     Attributes:
         backend: the backend.
         default_dtype: its default fast dtype.
-        is_inherited: whether the dtype is that of the region around, if the region is given none.
+        is_inherited: whether a region without a dtype gets this one only inside another region.
         questions: methods of the backend and their argument, or None, that answered with an ``Availability(True)``.
         items: items of dicts.
     """
@@ -105,7 +111,10 @@ class StateMachine(Protocol):
         """Return what ``torch.get_autocast_dtype`` does; every region without a dtype asks."""
 
     def excluded_keys(self) -> int:
-        """Return the dispatch keys that this thread excludes: those of autocast, for the devices that it is off for."""
+        """Return a number for the dispatch keys that this thread excludes, for use as a memo key.
+
+        It changes when autocast is switched on or off for a device.
+        """
 
     def prepacked(
         self, cache: CastCache, weight: torch.Tensor, kind: int, prepack: Callable[[torch.Tensor], Any], /
@@ -120,7 +129,10 @@ class StateMachine(Protocol):
         """Return the store of a cache."""
 
     def forget_actions(self) -> None:
-        """Ask Python again how to compute each call by a recipe (see recipes/actions.py), and for regions' settings."""
+        """Drop the actions that are kept for calls by a recipe (see recipes/actions.py), and resolved settings.
+
+        Those of all threads: Python is asked again for each call, and for each region.
+        """
 
     def set_recomputing(self, backward: int | None, /) -> None:
         """Set the backward that recomputes a forward on this thread, by torch's number; None: none does."""

@@ -74,9 +74,10 @@ class CastStore(Protocol):
         """Return the valid entries, as the fields of StoredEntry."""
 
     def adopt(self, tensor: torch.Tensor, made: Made, tensors: Sequence[torch.Tensor], /) -> bool:
-        """Add an entry for a weight or a view of one; return whether it was added.
+        """Add an entry that was made earlier, for a weight or a view of one.
 
-        It is not where the weight may be written unseen.
+        Return whether it was added: False if the tensor is not cacheable, there is no room, or its memory may be
+        written undetected.
         """
 
 

@@ -19,11 +19,11 @@ namespace {
 c10::DeleterFnPtr storage_part_deleter = nullptr;  // of a part of a storage, as files are read and mapped
 PyObject* storages_are_rewritten = nullptr;        // see casts/weights.py
 
-// The owner of a storage's memory. Without a tensor, only foreign memory (of a NumPy array, say) can be written by this
-// process, and only shared memory by other processes.
+// The owner of a storage's memory, which tells who can write it other than through a tensor: nobody if it is torch's, this process if it
+// is foreign (of a NumPy array, say), and other processes, too, if it is shared.
 enum class Memory : uint8_t { kTorch, kForeign, kShared };
 
-// torch's own memory has a deleter of torch's. May run Python for other memory.
+// Return the owner of a weight's memory. Takes the GIL, and may run Python, unless the memory is torch's or mapped by torch.
 Memory memory_of(const Tensor& weight) {
   const c10::Storage& storage = weight.unsafeGetTensorImpl()->unsafe_storage();
   const c10::DataPtr& data = storage.data_ptr();

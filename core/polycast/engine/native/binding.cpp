@@ -222,11 +222,11 @@ PyObject* bind(PyObject*, PyObject* arguments) {
 PyMethodDef functions[] = {
     {"enter", fast(&raising_fast<&enter>), METH_FASTCALL, "Enter a region on this thread."},
     {"leave", fast(&raising_fast<&leave>), METH_FASTCALL, "Leave the innermost region that an owner entered on this thread."},
-    {"excluded_keys", &raising<&excluded_keys>, METH_NOARGS, "Return the dispatch keys that this thread excludes."},
+    {"excluded_keys", &raising<&excluded_keys>, METH_NOARGS, "Return the raw bits of the dispatch keys that this thread excludes."},
     {"dtype", &raising<&dtype>, METH_O, "Return the fast dtype of a device on this thread."},
-    {"last", &raising<&last>, METH_NOARGS, "Return the region that was entered last."},
-    {"innermost", &raising<&innermost>, METH_O, "Return the innermost region for a device."},
-    {"nesting", &raising<&nesting>, METH_O, "Return the number of regions for a device on this thread."},
+    {"last", &raising<&last>, METH_NOARGS, "Return (owner, settings) of the region that this thread entered last; None if it is in none."},
+    {"innermost", &raising<&innermost>, METH_O, "Return (override, cache) of this thread's innermost region for a device, with None for each that it lacks."},
+    {"nesting", &raising<&nesting>, METH_O, "Return the number of this thread's regions for a device."},
     {"open_regions", &raising<&open_regions>, METH_O, "Return the number of regions for a device on all threads."},
     {"clear_own_casts", &raising<&clear_own_casts>, METH_O, "Drop the casts of this thread's regions, or of all threads'."},
     {"region_methods", &raising<&region_methods>, METH_VARARGS, "Return __init__, __enter__ and __exit__."},
@@ -234,18 +234,18 @@ PyMethodDef functions[] = {
     {"unwatch_writes", &raising<&unwatch_writes>, METH_NOARGS, "Remove these hooks."},
     {"note_writes", &raising<&note_writes>, METH_O, "Drop what is cached of tensors that were written."},
     {"forget", &raising<&forget>, METH_O, "Drop the entries of weights and the references to them."},
-    {"prepacked", &raising<&prepacked>, METH_VARARGS, "Return a prepacked weight."},
-    {"forget_actions", &raising<&forget_actions>, METH_NOARGS, "Ask Python again how to compute calls by recipes, and for the settings of regions."},
+    {"prepacked", &raising<&prepacked>, METH_VARARGS, "Return a prepacked weight, None if it cannot be prepacked, or the number of the reason why it cannot be cached."},
+    {"forget_actions", &raising<&forget_actions>, METH_NOARGS, "Drop the actions that are kept for calls by a recipe, and the resolved settings of regions, on all threads."},
     {"set_recomputing", &raising<&set_recomputing>, METH_O, "Set the backward that recomputes a forward on this thread."},
     {"observing", &raising<&observing>, METH_NOARGS, "Return what an observer is bound to."},
-    {"bind", &raising<&bind>, METH_VARARGS, "Set the functions that the engine calls."},
+    {"bind", &raising<&bind>, METH_VARARGS, "Check that Python numbers names as C++ does, and set the functions that the engine calls."},
     {nullptr, nullptr, 0, nullptr}};
 
 PyMethodDef store_methods[] = {
-    {"clear", &raising<&clear_store>, METH_NOARGS, "Drop every cast."},
+    {"clear", &raising<&clear_store>, METH_NOARGS, "Drop all entries: casts and prepacked weights."},
     {"statistics", &raising<&store_statistics>, METH_NOARGS, "Return its statistics."},
     {"entries", &raising<&store_entries>, METH_NOARGS, "Return its valid entries."},
-    {"adopt", &raising<&store_adopt>, METH_VARARGS, "Add an entry that was made earlier."},
+    {"adopt", &raising<&store_adopt>, METH_VARARGS, "Add an entry that was made earlier; return whether it was added."},
     {nullptr, nullptr, 0, nullptr}};
 
 PyMethodDef registrations_methods[] = {

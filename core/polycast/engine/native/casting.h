@@ -106,7 +106,8 @@ Tensor plain_cast(const Tensor& tensor, const CastSpec& spec) {
   return tensor.to(spec.dtype);
 }
 
-// Return the cast of a weight in this thread's region. `history`: with autograd history.
+// Return the cast of a weight in this thread's region, with autograd history if grad mode and the weight need one. Set seen.made if it
+// was cast now.
 Tensor cast_of_weight(const Tensor& weight, const CastSpec& spec, SeenCast& seen) {
   const Use use = Use::of_weight(weight);
   if (spec.region.store == nullptr) {

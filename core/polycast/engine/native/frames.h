@@ -12,8 +12,8 @@
 
 namespace {
 
-// The policies of polycast.CastPolicy, and two more. bind() checks their numbers. kNone: the op is in an override but not in
-// the table, and no region with that override is active. kRecipe: LOWER_PRECISION_FP, of which the region's recipe may run calls.
+// The policies of polycast.CastPolicy, and two more. bind() checks their numbers. kNone: the kernel has no cast policy of its own, so
+// the call passes through unless the region's override has one. kRecipe: LOWER_PRECISION_FP, of which the region's recipe may run calls.
 enum class Policy : int8_t {
   kNone = -1, kLowerPrecisionFp, kFp32, kFp32SetOptDtype, kFp32AppendDtype, kPromote, kBanned, kPassthrough, kRecipe };
 

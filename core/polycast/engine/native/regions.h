@@ -100,7 +100,8 @@ ThreadRegions& regions_of_thread() {
   return *this_thread.regions;
 }
 
-// Merge the override of a new frame with the one below it, or None. Memoizes the last results; may run Python otherwise.
+// Set frame.override and frame.policies to the frame's override merged over `below` (None: not in a region). Memoizes the last results;
+// may run Python otherwise.
 void merge_override(Frame& frame, PyObject* below) {
   struct Merged {
     Object override, below, result;
@@ -152,8 +153,9 @@ bool enter_region(PyObject* owner, PyObject* all_settings) {
   const bool inherits = settings[Setting::kAbsolute] == Py_False;
   if (!frame->override.is_none()) {
     const Frame* const below = inherits ? region_of(device).innermost : nullptr;
-    const Object its = below == nullptr ? Object::borrow(Py_None) : below->override;  // Python may run, and the region end
-    merge_override(*frame, its.get());
+    // Held here: Python may run, and the enclosing region end.
+    const Object enclosing_override = below == nullptr ? Object::borrow(Py_None) : below->override;
+    merge_override(*frame, enclosing_override.get());
   }
   if (!frame->cache.is_none()) {
     frame->store = store_of(frame->cache.get());

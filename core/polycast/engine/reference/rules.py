@@ -47,7 +47,10 @@ def tensors_in(values: Iterable[object]) -> Iterator[torch.Tensor]:
 
 
 def apply_rule(policy: CastPolicy, call: OpCall, fast: torch.dtype, is_eligible: _IsEligible) -> OpCall:
-    """Return what a policy makes of a call in a region with a fast dtype. No call is left of a banned op."""
+    """Return the call that is run in place of `call` under a policy, in a region with a fast dtype.
+
+    The policy must not be BANNED: such a call is not run at all.
+    """
     return _RULES[policy](call, fast, is_eligible)
 
 

@@ -57,19 +57,19 @@ class PythonStore:
 
     def cast(self, source: Source, dtype: torch.dtype) -> torch.Tensor:
         """Return a weight or a view in `dtype`, without history: the cached cast, or a new one."""
-        weight = source.tensor
+        tensor = source.tensor
         key = (id(source.weight), dtype, source.layout)
         alone = _is_alone(source)
         with self._lock:
             entry = self._find(key, source)
             if self._of_region and entry is not None and not (alone and entry.alone) and not self._as_torch(source):
-                return _make_cast(weight, dtype)
+                return _make_cast(tensor, dtype)
             if entry is None:
-                stamp, storage = version_stamp(weight), track(weight)  # before the cast is made
+                stamp, storage = version_stamp(tensor), track(tensor)  # before the cast is made
                 admitted = self._admits(source)
-                entry = Entry(stamp, storage, (_make_cast(weight, dtype),), alone=alone)
+                entry = Entry(stamp, storage, (_make_cast(tensor, dtype),), alone=alone)
                 self._insert(key, source, entry, admitted)
-            elif self._verify and not _are_equal(weight.detach().to(dtype), entry.cast):
+            elif self._verify and not _are_equal(tensor.detach().to(dtype), entry.cast):
                 raise StaleWeightError(STALE)
             return entry.cast
 
@@ -78,12 +78,12 @@ class PythonStore:
 
         If it could not be cached it is not made, since that is more work than it saves: then return the reason.
         """
-        weight, elements = source.tensor, source.tensor.numel()
+        tensor, elements = source.tensor, source.tensor.numel()
         key = (id(source.weight), kind, source.layout)
         with self._lock:
             entry = self._find(key, source)
             if entry is not None:
-                if entry.original is not None and not _are_equal(entry.original, weight):
+                if entry.original is not None and not _are_equal(entry.original, tensor):
                     raise StaleWeightError(STALE)
                 return entry.tensors
             if not self._admits(source):
@@ -95,14 +95,14 @@ class PythonStore:
             if not self._budget.has_room(key, elements, size, self._bytes, _items(self._entries)):
                 return NO_ROOM
             drops = self._drops
-        stamp, storage = version_stamp(weight), track(weight)
+        stamp, storage = version_stamp(tensor), track(tensor)
         if not self._admits(source):
             return WRITTEN_UNSEEN
-        with prepacking(weight):
-            entry = Entry(stamp, storage, prepack(weight))
+        with prepacking(tensor):
+            entry = Entry(stamp, storage, prepack(tensor))
         if self._verify:
             with torch.no_grad():
-                entry.original = weight.detach().clone()
+                entry.original = tensor.detach().clone()
         with self._lock:
             self._insert(key, source, entry, drops == self._drops)
         return entry.tensors
@@ -168,11 +168,11 @@ class PythonStore:
 
     def _admits(self, source: Source) -> bool:
         """Return whether a cast that is made now may be cached: not where its weight may be written unseen."""
-        weight = source.tensor
+        tensor = source.tensor
         # Before `storage` below becomes another holder.
-        has_others, alone = has_other_holders(weight, source.holders), _is_alone(source)
-        storage = TensorBase.untyped_storage(weight)
-        if (weight.device.type == "cpu" and storage.is_shared()) or may_be_written(storage._cdata):
+        has_others, alone = has_other_holders(tensor, source.holders), _is_alone(source)
+        storage = TensorBase.untyped_storage(tensor)
+        if (tensor.device.type == "cpu" and storage.is_shared()) or may_be_written(storage._cdata):
             return False
         if self._of_region:
             return alone or (self._as_torch(source) and not (has_others and storages_are_rewritten()))

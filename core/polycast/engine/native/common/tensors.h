@@ -50,7 +50,8 @@ size_t count_weak_references(const StorageImpl* storage) {
   return count;
 }
 
-// Subclasses that override sizes, device or layout in Python would see them read. Access to a protected member of torch.
+// Whether reading the sizes of a tensor would run Python: a subclass overrides them, or they are symbolic. Derives from TensorImpl to
+// reach a protected member.
 struct Overridden : c10::TensorImpl {
   static bool sizes_of(const c10::TensorImpl& impl) {
     return impl.has_symbolic_sizes_strides() ||
