@@ -22,7 +22,10 @@ from .plan import NO_KERNEL
 from .plans import plan_of
 from .recipe_listeners import listeners, notify
 
-IN_FUNCTION = "an autograd.Function computes it, and low bit is for inference (what torch.inference_mode() says)"
+IN_FUNCTION = (
+    "an autograd.Function computes it, so gradients may be needed, which quantized kernels do not have: use "
+    "torch.inference_mode() for inference"
+)
 
 Performed: TypeAlias = tuple[Results | None, Action | None]
 """The results, or None if the op falls back; and the action for like calls, or None if Python decides each time."""

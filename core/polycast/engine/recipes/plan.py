@@ -28,7 +28,7 @@ from .prepacking import prepacked
 from .slower import slower_reason
 
 NO_KERNEL = "the backend has no kernel for it"
-RECORDS = "autograd records it, and low bit is for inference"
+RECORDS = "autograd records it, and quantized kernels have no backward"
 SMALL = "the weight is smaller than the recipe's min_size"
 UNPACKABLE = "the weight cannot be prepacked"
 SUBCLASS = "a tensor is of a subclass that sees each op itself, or has no memory"
