@@ -19,12 +19,17 @@ C10_ALWAYS_INLINE bool is_eligible(const Tensor& tensor, DeviceType device) {
       tensor.device().type() == device;
 }
 
+// Return whether a dtype is float32, bfloat16 or float16: FLOATS of recipes/plan.py.
+C10_ALWAYS_INLINE bool is_fast_or_float32(ScalarType dtype) {
+  return dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf;
+}
+
 // Return whether a tensor is a weight: a float32 leaf that requires grad, or a Parameter that does not; for prepacking, also in
 // bfloat16 or float16. Not other subclasses, nor tensors with a forward-mode tangent, which a cached cast would lose.
 bool is_weight(const Tensor& tensor, bool to_prepack = false) {
   const TensorImpl* const impl = tensor.unsafeGetTensorImpl();
   const ScalarType dtype = tensor.scalar_type();
-  const bool may_have_dtype = dtype == at::kFloat || (to_prepack && (dtype == at::kBFloat16 || dtype == at::kHalf));
+  const bool may_have_dtype = to_prepack ? is_fast_or_float32(dtype) : dtype == at::kFloat;
   if (!may_have_dtype || tensor.layout() != at::kStrided || !impl->has_storage() || tensor.is_inference() ||
       tensor.is_nested() || impl->key_set().has_any(c10::DispatchKeySet({DispatchKey::Python, DispatchKey::Negative}))) {
     return false;

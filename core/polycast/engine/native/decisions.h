@@ -81,8 +81,7 @@ class CallMetadata {
   void finish() {
     words_[0] |= static_cast<int64_t>(records) << 62;
     for (const int64_t word : words_) {
-      hash_ = (hash_ ^ static_cast<uint64_t>(word)) * 0x9E3779B97F4A7C15ull;
-      hash_ ^= hash_ >> 29;
+      hash_ = mixed(hash_, word);
     }
   }
 
@@ -111,7 +110,7 @@ class CallMetadata {
     const bool needs_gradient = grad_enabled_ && meta != nullptr && tensor.requires_grad();
     records = records || needs_gradient;
     const ScalarType dtype = tensor.scalar_type();
-    has_fast_or_float32 = has_fast_or_float32 && (dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf);
+    has_fast_or_float32 = has_fast_or_float32 && is_fast_or_float32(dtype);
     const Tensor* const weight = weight_of(tensor, /*to_prepack=*/true);
     // 0: of no weight, 1: all of a weight, 2: a part of one
     const int64_t part = weight == nullptr ? 0 : weight == &tensor || covers(tensor, *weight) ? 1 : 2;

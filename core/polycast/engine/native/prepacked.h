@@ -34,15 +34,8 @@ const Tensor* weight_to_prepack(const Tensor& tensor, NotPrepacked& reason) {
 PyObject* python_reason(NotPrepacked reason) { return PyLong_FromLong(static_cast<long>(reason)); }
 
 // Return a prepacked weight as a tuple, or None for a weight that cannot be prepacked.
-PyObject* python_tuple(const Tensors& parts) {
-  if (parts.empty()) {
-    return Py_NewRef(Py_None);
-  }
-  Object tuple = Object::steal(PyTuple_New(static_cast<Py_ssize_t>(parts.size())));
-  for (size_t i = 0; i < parts.size(); ++i) {
-    PyTuple_SetItem(tuple.get(), static_cast<Py_ssize_t>(i), python_tensor(parts[i]).release());
-  }
-  return tuple.release();
+PyObject* python_prepacked(const Tensors& parts) {
+  return parts.empty() ? Py_NewRef(Py_None) : python_tensors(parts).release();
 }
 
 // Prepack a weight and insert the result into the store. Returns as prepacked().
@@ -100,7 +93,7 @@ PyObject* prepacked(PyObject*, PyObject* arguments) {
     const WithoutGil others_may_run;
     cached = store->find_prepacked(source, kind);
   }
-  return cached ? python_tuple(*cached) : make_prepacked(*store, source, kind, prepack, weight_object);
+  return cached ? python_prepacked(*cached) : make_prepacked(*store, source, kind, prepack, weight_object);
 }
 
 }  // namespace

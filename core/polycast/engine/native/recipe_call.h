@@ -60,9 +60,8 @@ bool need_no_check(c10::ArrayRef<c10::IValue> arguments, DeviceType device) {
       return true;
     }
     const Tensor& tensor = argument.toTensor();
-    const ScalarType dtype = tensor.scalar_type();
     return tensor.device().type() == device && tensor.layout() == at::kStrided && !tensor.is_nested() &&
-        (dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf) && !tensor.key_set().has_any(kSpecial) &&
+        is_fast_or_float32(tensor.scalar_type()) && !tensor.key_set().has_any(kSpecial) &&
         !autograd.has(tensor);
   });
 }

@@ -60,9 +60,8 @@ class KernelRegistrations {
 
  private:
   static c10::OperatorHandle find_op(const std::string& name) {
-    const auto dot = name.find('.');
-    return c10::Dispatcher::singleton().findSchemaOrThrow(
-        name.substr(0, dot).c_str(), dot == std::string::npos ? "" : name.substr(dot + 1).c_str());
+    const c10::OperatorName op = operator_name_of(name);
+    return c10::Dispatcher::singleton().findSchemaOrThrow(op.name.c_str(), op.overload_name.c_str());
   }
 
   // Without a C++ signature, against which torch would check that of other kernels.

@@ -38,11 +38,7 @@ Object python_entry(const UserStore::Stored& stored) {
   const Object view = is_view ? python_view(stamp, weight) : Object::borrow(Py_None);
   const Object made = stored.key.prepack_kind != 0 ? Object::steal(PyLong_FromLong(stored.key.prepack_kind))
                                                    : Object::borrow(python_dtype(stored.key.dtype));
-  const Tensors& tensors = stored.entry->tensors;
-  const Object parts = Object::steal(PyTuple_New(static_cast<Py_ssize_t>(tensors.size())));
-  for (size_t i = 0; i < tensors.size(); ++i) {
-    PyTuple_SetItem(parts.get(), static_cast<Py_ssize_t>(i), python_tensor(tensors[i]).release());
-  }
+  const Object parts = python_tensors(stored.entry->tensors);
   return Object::steal(PyTuple_Pack(4, object.get(), view.get(), made.get(), parts.get()));
 }
 

@@ -73,14 +73,9 @@ struct Source {
       return 0;
     }
     uint64_t hash = sizes.size();
-    const auto add = [&hash](int64_t number) {
-      hash = (hash ^ static_cast<uint64_t>(number)) * 0x9E3779B97F4A7C15ull;
-      hash ^= hash >> 29;
-    };
-    add(view.storage_offset());
+    hash = mixed(hash, view.storage_offset());
     for (size_t i = 0; i < sizes.size(); ++i) {
-      add(sizes[i]);
-      add(strides[i]);
+      hash = mixed(mixed(hash, sizes[i]), strides[i]);
     }
     return hash | 1;  // never 0
   }

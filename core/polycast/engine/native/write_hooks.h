@@ -68,9 +68,7 @@ class WriteHooks {
  private:
   void add(const std::vector<std::string>& names, bool is_collective) {
     for (const std::string& name : names) {
-      const auto dot = name.find('.');
-      const auto handle = c10::Dispatcher::singleton().findSchema(
-          {name.substr(0, dot), dot == std::string::npos ? "" : name.substr(dot + 1)});
+      const auto handle = c10::Dispatcher::singleton().findSchema(operator_name_of(name));
       if (!handle || handle->hasKernelForDispatchKey(c10::DispatchKey::ADInplaceOrView)) {
         continue;  // this torch lacks the op, or its kernel counts versions
       }

@@ -160,6 +160,15 @@ const Tensor& tensor_of(PyObject* object) {
 
 Object python_tensor(const Tensor& tensor) { return Object::steal(THPVariable_Wrap(tensor)); }
 
+// Return a tuple.
+Object python_tensors(at::ArrayRef<Tensor> tensors) {
+  Object tuple = Object::steal(PyTuple_New(static_cast<Py_ssize_t>(tensors.size())));
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    PyTuple_SetItem(tuple.get(), static_cast<Py_ssize_t>(i), python_tensor(tensors[i]).release());
+  }
+  return tuple;
+}
+
 ScalarType dtype_of(PyObject* dtype) { return reinterpret_cast<const THPDtype*>(dtype)->scalar_type; }
 
 // Return the torch.dtype, or None for Undefined. Borrowed.

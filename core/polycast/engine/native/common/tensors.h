@@ -1,4 +1,4 @@
-// The headers and names that all files use, and properties of any tensor.
+// The headers, names and small functions that many files use, and properties of any tensor.
 //
 // The engine and its observer are one translation unit each, so a header that several of their files use is included here.
 
@@ -37,6 +37,18 @@ using c10::StorageImpl;
 using c10::TensorImpl;
 using at::ScalarType;
 using at::Tensor;
+
+// Split the name of an op in the dispatcher, such as "aten::norm.Scalar".
+c10::OperatorName operator_name_of(const std::string& name) {
+  const auto dot = name.find('.');
+  return {name.substr(0, dot), dot == std::string::npos ? "" : name.substr(dot + 1)};
+}
+
+// Return a hash with one more number mixed in.
+uint64_t mixed(uint64_t hash, int64_t number) {
+  hash = (hash ^ static_cast<uint64_t>(number)) * 0x9E3779B97F4A7C15ull;
+  return hash ^ (hash >> 29);
+}
 
 const StorageImpl* storage_of(const Tensor& tensor) {
   return tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
