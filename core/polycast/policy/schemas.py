@@ -21,6 +21,13 @@ def find_op(name: str) -> OpOverload | None:
     return found
 
 
+def existing_op(name: str) -> OpOverload:
+    """Return the overload of a dispatcher name that the running torch is known to have."""
+    found = find_op(name)
+    assert found is not None, name
+    return found
+
+
 def find_overloads(qualified: str) -> list[str]:
     """Return the dispatcher names of the overloads of an op such as ``"aten::norm"``.
 

@@ -19,7 +19,7 @@ from ..policy.names import OpName, known_overloads, read_op
 from ..policy.recipe import RecipeLike, read_recipe
 from ..policy.recipe_arguments import WITHOUT_POLICY
 from ..policy.registered import registrations
-from ..policy.schemas import find_op, flatten_arguments
+from ..policy.schemas import existing_op, flatten_arguments
 from ..policy.value import PolicyLike
 from ..torch_internals.dispatcher import (
     CustomOpDef,
@@ -75,7 +75,7 @@ def explain_in(
         return call
     assert region.override is not None  # it has the recipe
     assert call.arguments is not None
-    arguments = flatten_arguments(_existing(chosen), (), bound)
+    arguments = flatten_arguments(existing_op(chosen), (), bound)
     reason = compute.why_not(region.override, chosen, backend.device_type, arguments)
     if reason is not None:
         return replace(call, declined=reason)
@@ -144,7 +144,7 @@ def _overload_for(name: OpName, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 def _with_lists(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
     """Return arguments of an op with numbers repeated into lists, where its schema has lists of fixed length."""
-    arguments = _existing(op)._schema.arguments
+    arguments = existing_op(op)._schema.arguments
 
     def as_list(argument: Any, value: Any) -> Any:
         is_one = type(value) is int or isinstance(value, torch.SymInt)
@@ -160,19 +160,13 @@ def _with_lists(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple
 
 
 def _does_not_take(name: str, overloads: Iterable[str]) -> TypeError:
-    schemas = "; ".join(str(_existing(each)._schema) for each in overloads)
+    schemas = "; ".join(str(existing_op(each)._schema) for each in overloads)
     return TypeError(f"{name!r} does not take these arguments. Its schemas: {schemas}")
-
-
-def _existing(name: str) -> OpOverload:
-    op = find_op(name)
-    assert op is not None  # known_overloads named it
-    return op
 
 
 def _bound(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of a call by their names in the op's schema."""
-    arguments = _existing(op)._schema.arguments
+    arguments = existing_op(op)._schema.arguments
     names = [argument.name for argument in arguments]
     lists, named_lists = _with_lists(op, args, kwargs)
     bound = {**dict(zip(names, lists, strict=False)), **named_lists}
@@ -183,7 +177,7 @@ def _bound(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, 
 
 
 def _with_arguments(found: Explanation, bound: dict[str, Any], backend: Backend) -> Explanation:
-    overload = _existing(found.op)
+    overload = existing_op(found.op)
     tensors = [pair for name, value in bound.items() for pair in _tensors(name, value)]
     reached = any(_is_on(tensor, found.device_type) for _, tensor in tensors)
     policy = found.policy if found.enabled and reached else None

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.attention import SDPBackend
 
-from ...policy.schemas import find_op
+from ...policy.schemas import existing_op, find_op
 from ...torch_internals.dispatcher import disable_autocast, dispatch_key_for_device, has_kernel_for_dispatch_key
 from ...torch_internals.private_names import size_hint
 from ..casts.weights import caching_is_safe
@@ -132,9 +132,7 @@ def _to_save(mask: torch.Tensor, dtype: torch.dtype, fast: torch.dtype) -> torch
 
 
 def _call(name: str, *args: Any, **named: Any) -> Any:
-    op = find_op(name)
-    assert op is not None  # see _is_fused()
-    return op(*args, **named)
+    return existing_op(name)(*args, **named)  # see _is_fused()
 
 
 class AttentionSettings(NamedTuple):

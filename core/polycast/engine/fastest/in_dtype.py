@@ -1,13 +1,16 @@
 """Compute an op on its arguments in another dtype."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from ...policy.schemas import find_op, unflatten_arguments
+from ...policy.schemas import existing_op, unflatten_arguments
 from ..recipes.actions import Results
 from ..recipes.plan import FLOATS
+
+_overload = functools.cache(existing_op)
 
 
 def in_dtype(op: str, args: Sequence[Any], dtype: torch.dtype) -> torch.Tensor:
@@ -19,8 +22,7 @@ def in_dtype(op: str, args: Sequence[Any], dtype: torch.dtype) -> torch.Tensor:
 
 def results_of(op: str, args: Sequence[Any], dtype: torch.dtype) -> Results:
     """Return what an op, given by its name, returns on its arguments in a dtype."""
-    overload = find_op(op)
-    assert overload is not None  # it was called
+    overload = _overload(op)
     if dtype is torch.float32 and copies_matrix(op, args):
         args = (args[0].to(dtype, memory_format=torch.contiguous_format).contiguous(), *args[1:])
     converted = [arg.to(dtype) if isinstance(arg, torch.Tensor) and arg.dtype in FLOATS else arg for arg in args]

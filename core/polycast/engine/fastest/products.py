@@ -11,6 +11,7 @@ import torch
 
 from ...profiling.cases import ATTENTION
 from ...torch_internals.private_names import size_hint
+from .convolution_axes import by_axis, kernel_spans
 
 RECURRENT = "lstm"
 ENCODER_LAYER = "encoder_layer"
@@ -162,12 +163,12 @@ def _convolution(
     if axes < 1 or x.dim() not in (axes + 1, axes + 2):
         return None
     sizes, kernel = _sizes(x), _sizes(weight)[2:]
-    strides, dilations = _by_axis(stride, axes), _by_axis(dilation, axes)
-    paddings = _by_axis(0 if isinstance(padding, str) else padding, axes)
+    strides, dilations = _numbers(stride, axes), _numbers(dilation, axes)
+    paddings = _numbers(0 if isinstance(padding, str) else padding, axes)
     if {len(strides), len(dilations), len(paddings)} != {axes} or min(strides) <= 0:
         return None  # torch says what is wrong
     images = sizes[0] if x.dim() == axes + 2 else 1
-    spans = [step * (size - 1) for step, size in zip(dilations, kernel, strict=True)]
+    spans = kernel_spans(dilations, kernel)
     margins = spans if padding == "same" else [2 * each for each in paddings]
     positions = images * math.prod(
         (size + margin - span - 1) // step + 1
@@ -186,9 +187,8 @@ def _convolution_op(images: int, elements: int, weight: tuple[int, ...], groups:
     return "small_conv2d" if images == 1 and elements <= _FEW and not is_large_kernel else "conv2d"
 
 
-def _by_axis(given: Any, axes: int) -> list[int]:
-    numbers = [given] if isinstance(given, (int, torch.SymInt)) else list(given)
-    return [size_hint(each) for each in (numbers * axes if len(numbers) == 1 else numbers)]
+def _numbers(given: Any, axes: int) -> list[int]:
+    return list(map(size_hint, by_axis(given, axes)))
 
 
 _READERS: Mapping[str, Callable[..., Product | None]] = {

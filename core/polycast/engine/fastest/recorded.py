@@ -10,6 +10,7 @@ from ...torch_internals.private_names import size_hint
 from ..recipes.actions import Action, ActionKind
 from .attention import RecordedAttention
 from .autograd_functions import Computation, Convolution, ConvolutionSettings, Gradients, RecordedProduct
+from .convolution_axes import by_axis, kernel_spans
 from .in_dtype import in_dtype
 from .products import weight_position
 from .recorded_ways import RecordedOperands, Ways
@@ -134,18 +135,13 @@ def _settings(
 ) -> ConvolutionSettings | None:
     """Return the settings of a convolution; None for padding that differs between the sides."""
     axes = weight.dim() - 2
-    strides, dilations = _by_axis(stride, axes), _by_axis(dilation, axes)
+    strides, dilations = by_axis(stride, axes), by_axis(dilation, axes)
     if padding == "same":
-        totals = [step * (size - 1) for step, size in zip(dilations, weight.shape[2:], strict=True)]
+        totals = kernel_spans(dilations, weight.shape[2:])
         if any(total % 2 for total in totals):
             return None
         padding = [total // 2 for total in totals]
-    return ConvolutionSettings(strides, _by_axis(0 if padding == "valid" else padding, axes), dilations, groups)
-
-
-def _by_axis(given: Any, axes: int) -> list[int]:
-    numbers = list(given) if isinstance(given, Sequence) else [given]
-    return numbers * axes if len(numbers) == 1 else numbers
+    return ConvolutionSettings(strides, by_axis(0 if padding == "valid" else padding, axes), dilations, groups)
 
 
 _NATIVE = {"aten::linear", "aten::mm", "aten::addmm", "aten::conv1d", "aten::conv2d", "aten::conv3d"}

@@ -15,15 +15,16 @@ from torch.library import Library
 from ...plugins.backend import Backend
 from ...plugins.registry import registry
 from ...policy.recipe import Recipe
-from ...policy.schemas import find_op, unflatten_arguments
-from ...torch_internals.dispatcher import OpOverload, disable_autocast, noting_views
+from ...policy.schemas import existing_op
+from ...torch_internals.dispatcher import disable_autocast, noting_views
 from .. import state
 from ..casts.cached_cast import TAGS, number_in_graph
 from ..casts.cast_cache import CastCache, cache_by_identity
 from ..casts.not_prepacked import INTERCEPTED, NO_WEIGHT
 from ..casts.weights import parameter_of
 from ..disable_dynamo import disable_dynamo
-from .plan import FLOATS, Plan
+from ..fastest.in_dtype import in_dtype
+from .plan import Plan
 from .plans import plan_for
 from .recipe_listeners import notify
 
@@ -62,7 +63,7 @@ def _with_view(args: Sequence[Any], layout: Sequence[int] = ()) -> Sequence[Any]
 @functools.cache
 def operator_of(op: str) -> Any:
     """Return the operator of an op, defining it at the first call."""
-    overload = _op(op)
+    overload = existing_op(op)
     name = "low_bit_" + op.replace("::", "_").replace(".", "_")
     arguments, _, returns = str(overload._schema).partition("(")[2].rpartition(") -> ")
     arguments = re.sub(r"=(\[[^]]*\]|[^,]*)", "", arguments.replace("*, ", ""))  # no defaults
@@ -78,7 +79,7 @@ def operator_of(op: str) -> Any:
 
     def fake(*args: Any) -> torch.Tensor:
         _, _, dtype, *layout = args[count:]
-        return _in_fast_dtype(op, _with_view(args[:count], *layout), dtype)
+        return in_dtype(op, _with_view(args[:count], *layout), dtype)
 
     _library.impl(name, run, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
     _library.impl(name, fake, "Meta")  # type: ignore[no-untyped-call]
@@ -108,21 +109,7 @@ def _run_in_compiled(op: str, args: Sequence[Any], recipe: str, cache: int, dtyp
             else:
                 result, _ = plan.compute(op, args, found)
             notify(device_type, plan.recipe.short, op, result if isinstance(result, str) else None)
-            return _in_fast_dtype(op, args, dtype) if isinstance(result, str) else result
+            return in_dtype(op, args, dtype) if isinstance(result, str) else result
     finally:
         if before is not dtype:
             torch.set_autocast_dtype(device_type, before)
-
-
-def _in_fast_dtype(op: str, args: Sequence[Any], dtype: torch.dtype) -> torch.Tensor:
-    cast = [arg.to(dtype) if isinstance(arg, torch.Tensor) and arg.dtype in FLOATS else arg for arg in args]
-    positional, named = unflatten_arguments(_op(op), cast)
-    result: torch.Tensor = _op(op)(*positional, **named)
-    return result
-
-
-@functools.cache
-def _op(name: str) -> OpOverload:
-    found = find_op(name)
-    assert found is not None  # it was called
-    return found
