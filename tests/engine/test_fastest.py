@@ -11,7 +11,7 @@ from torch import nn
 import polycast
 from polycast import Fastest, WeightCache, autocast
 from polycast.engine.fastest.choose_way import Conversions, Way, bucket, choose
-from polycast.engine.fastest.products import Product
+from polycast.engine.fastest.workloads import Workload
 from polycast.policy import recipe_arguments
 
 pytestmark = pytest.mark.usefixtures("engine", "no_grad")
@@ -280,9 +280,9 @@ def test_observe_has_the_share_of_each_way(engine, profile_of):
 
 def test_a_weight_that_is_cast_for_one_row_alone_is_read_as_it_is(profile_of):
     profile = replace(profile_of(cast=1e-15, bfloat16=1.0, bfloat16_kernel=0.4), bandwidth=1e11)
-    product = Product("linear", 1, 2**20, 2**10, 2**10)
+    workload = Workload("linear", 1, 2**20, 2**10, 2**10)
     for elements, way in ((0, Way.KERNEL), (2**20, Way.FLOAT32), (2**25, Way.FLOAT32)):
-        assert choose(profile, torch.bfloat16, product, Conversions(0, 2**10, elements), (Way.KERNEL,)).way is way
+        assert choose(profile, torch.bfloat16, workload, Conversions(0, 2**10, elements), (Way.KERNEL,)).way is way
 
 
 @pytest.mark.parametrize("rate", [0.0, 1e9, 1e15], ids=str)
@@ -290,8 +290,8 @@ def test_a_weight_is_read_from_memory_in_the_narrower_dtype(profile_of, rate):
     profile = replace(profile_of(bfloat16=1.0, bfloat16_kernel=0.5, float32_kernel=0.4), bandwidth=rate)
     ways = (Way.KERNEL, Way.FLOAT32_KERNEL)
     for elements, way in ((2**16, Way.FLOAT32_KERNEL), (2**20, Way.KERNEL if rate == 1e9 else Way.FLOAT32_KERNEL)):
-        product = Product("linear", 128, elements, 2**8, 2**8)
-        assert choose(profile, torch.bfloat16, product, Conversions(0, 0, 0), ways).way is way
+        workload = Workload("linear", 128, elements, 2**8, 2**8)
+        assert choose(profile, torch.bfloat16, workload, Conversions(0, 0, 0), ways).way is way
 
 
 def test_a_profile_that_becomes_known_is_used(profile_of, monkeypatch):

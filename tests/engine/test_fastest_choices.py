@@ -17,8 +17,8 @@ from polycast import Fastest, autocast
 from polycast.engine.fastest import choose_way, recorded_ways
 from polycast.engine.fastest.choose_way import Conversions, Way, bucket, choose
 from polycast.engine.fastest.cost import seconds_of
-from polycast.engine.fastest.products import Product
 from polycast.engine.fastest.recorded_ways import RecordedOperands, choose_recorded
+from polycast.engine.fastest.workloads import Workload
 from polycast.profiling.cases import ATTENTION_BACKWARD
 from polycast.profiling.measurement import Measurement, Omission
 
@@ -74,16 +74,16 @@ def random_calls(count):
     def size(most=20):
         return int(2 ** pick.uniform(0, most))
 
-    def product():
+    def workload():
         op = pick.choice(["linear", "matmul", "bmm", "conv2d", "small_conv2d", "scaled_dot_product_attention"])
-        return Product(op, size(11), size(22), size(20), size(11))
+        return Workload(op, size(11), size(22), size(20), size(11))
 
     inference = [
-        (choose, product(), Conversions(*(pick.choice([0, size()]) for _ in range(3))), pick.choice([(), KERNELS]))
+        (choose, workload(), Conversions(*(pick.choice([0, size()]) for _ in range(3))), pick.choice([(), KERNELS]))
         for _ in range(count)
     ]
     flags = [[pick.random() < 0.5 for _ in range(6)] for _ in range(count)]
-    recorded = [(choose_recorded, product(), RecordedOperands(size(), size(), *each)) for each in flags]
+    recorded = [(choose_recorded, workload(), RecordedOperands(size(), size(), *each)) for each in flags]
     return [*inference, *recorded]
 
 
@@ -105,24 +105,24 @@ def test_choices_depend_on_the_profile_alone(profile):
 
 
 def test_calls_of_the_same_bucket_are_computed_alike(crossing):
-    def products():
-        return [Product("linear", rows, LARGE, rows * 128, 128) for rows in range(91, 182)]
+    def workloads():
+        return [Workload("linear", rows, LARGE, rows * 128, 128) for rows in range(91, 182)]
 
     nothing = Conversions(0, 0, 0)
-    assert {bucket(product.rows) for product in products()} == {128}
+    assert {bucket(workload.rows) for workload in workloads()} == {128}
     # Without buckets their choices would differ.
-    assert {choose_way._choose(crossing, torch.bfloat16, each, nothing, ()).way for each in products()} == {
+    assert {choose_way._choose(crossing, torch.bfloat16, each, nothing, ()).way for each in workloads()} == {
         Way.FAST,
         Way.FLOAT32,
     }
-    assert len({choose(crossing, torch.bfloat16, each, nothing, ()) for each in products()}) == 1
+    assert len({choose(crossing, torch.bfloat16, each, nothing, ()) for each in workloads()}) == 1
 
 
 def test_calls_that_autograd_records_are_computed_alike_in_the_same_bucket(crossing):
     def arguments():
         for rows in range(91, 182):
             operands = RecordedOperands(rows * 128, LARGE, True, False, True, False, False, False)
-            yield Product("linear", rows, LARGE, rows * 128, 128), operands
+            yield Workload("linear", rows, LARGE, rows * 128, 128), operands
 
     assert len({recorded_ways._choose(crossing, torch.bfloat16, *each).forward for each in arguments()}) == 2
     assert len({choose_recorded(crossing, torch.bfloat16, *each) for each in arguments()}) == 1
@@ -183,35 +183,35 @@ def test_another_process_chooses_alike(profile, tmp_path):
 def test_an_attention_is_computed_in_float32_where_its_backward_is_slow_in_the_fast_dtype(profile_of):
     slow_backward = {"scaled_dot_product_attention_backward": 9, "other": 1.1}
     operands = RecordedOperands(2**15, 2**16, False, False, False, False, first_needed=True, second_needed=True)
-    product = Product("scaled_dot_product_attention", 128, 2**16, 2**15)
-    assert choose_recorded(profile_of(bfloat16=1.1), torch.bfloat16, product, operands).are_all_fast
-    found = choose_recorded(profile_of(bfloat16=slow_backward), torch.bfloat16, product, operands)
+    workload = Workload("scaled_dot_product_attention", 128, 2**16, 2**15)
+    assert choose_recorded(profile_of(bfloat16=1.1), torch.bfloat16, workload, operands).are_all_fast
+    found = choose_recorded(profile_of(bfloat16=slow_backward), torch.bfloat16, workload, operands)
     assert (found.first, found.second) == (Way.FLOAT32, Way.FLOAT32)
     assert "backward in float32" in found.reason
 
 
 def test_an_attention_that_the_backward_computes_again_is_priced_by_it(profile_of):
     operands = RecordedOperands(2**15, 2**16, False, False, False, False, first_needed=True, second_needed=True)
-    product = Product("scaled_dot_product_attention", 128, 2**16, 2**15)
+    workload = Workload("scaled_dot_product_attention", 128, 2**16, 2**15)
     profile = profile_of(bfloat16={"scaled_dot_product_attention_backward": 2, "other": 1.0})
-    assert choose_recorded(profile, torch.bfloat16, product, operands).first is Way.FLOAT32
+    assert choose_recorded(profile, torch.bfloat16, workload, operands).first is Way.FLOAT32
     again = operands._replace(is_recomputed=True)
-    assert choose_recorded(profile, torch.bfloat16, product, again).are_all_fast
+    assert choose_recorded(profile, torch.bfloat16, workload, again).are_all_fast
 
 
 def test_an_attention_whose_backward_was_measured_in_one_way_only_is_priced_by_its_forward(profile_of):
     operands = RecordedOperands(2**15, 2**16, False, False, False, False, first_needed=True, second_needed=True)
-    product = Product("scaled_dot_product_attention", 128, 2**16, 2**15)
+    workload = Workload("scaled_dot_product_attention", 128, 2**16, 2**15)
     for ratios, is_fast in (({"float32": 1, "bfloat16": 1.1}, True), ({"float32": 1, "bfloat16": 4}, False)):
         complete = profile_of(**ratios)
         for way in ratios:
             left = [each for each in complete.measurements if (each.op, each.way) != (ATTENTION_BACKWARD, way)]
-            found = choose_recorded(replace(complete, measurements=tuple(left)), torch.bfloat16, product, operands)
+            found = choose_recorded(replace(complete, measurements=tuple(left)), torch.bfloat16, workload, operands)
             assert found.are_all_fast is is_fast
         left = [each for each in complete.measurements if (each.op, each.way) != (ATTENTION_BACKWARD, "bfloat16")]
         raised = Omission(ATTENTION_BACKWARD, "bfloat16", "RuntimeError: no kernel")
         unsupported = replace(complete, measurements=tuple(left), omissions=(raised,))
-        assert choose_recorded(unsupported, torch.bfloat16, product, operands).first is Way.FLOAT32
+        assert choose_recorded(unsupported, torch.bfloat16, workload, operands).first is Way.FLOAT32
 
 
 def test_the_backward_of_an_attention_is_priced_by_its_work():
@@ -227,7 +227,7 @@ def test_a_product_without_a_kernel_in_the_fast_dtype_is_trained_in_float32(prof
     found = choose_recorded(
         replace(profile, measurements=tuple(left), omissions=(raised,)),
         torch.bfloat16,
-        Product("linear", 128, LARGE, 128 * 128, 128),
+        Workload("linear", 128, LARGE, 128 * 128, 128),
         RecordedOperands(128 * 128, LARGE, True, False, True, False, True, True),
     )
     assert found[:4] == (Way.FLOAT32, Way.FLOAT32, Way.FLOAT32, choose_way.NO_FAST_KERNEL)

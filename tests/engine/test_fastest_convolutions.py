@@ -8,7 +8,7 @@ import torch
 from polycast import DeviceProfile
 from polycast.engine.fastest.choose_way import Conversions, Way, choose
 from polycast.engine.fastest.cost import seconds_of
-from polycast.engine.fastest.products import product_of
+from polycast.engine.fastest.workloads import workload_of
 from polycast.profiling.measurement import Measurement
 
 KINDS = ("conv2d", "small_conv2d", "depthwise_conv2d")
@@ -70,8 +70,8 @@ def test_the_way_depends_on_the_multiplications(profile, channels, pixels, way):
         [1, 1],
         1,
     )
-    product = product_of("aten::conv2d", args)
-    assert choose(profile, torch.bfloat16, product, Conversions(0, 0, 0), ()).way is way
+    workload = workload_of("aten::conv2d", args)
+    assert choose(profile, torch.bfloat16, workload, Conversions(0, 0, 0), ()).way is way
 
 
 @pytest.mark.parametrize(
@@ -96,13 +96,13 @@ def test_the_way_depends_on_the_multiplications(profile, channels, pixels, way):
 def test_convolutions_with_kernels_of_their_own_are_priced_apart(x, weight, groups, op):
     axes = len(weight) - 2
     args = torch.empty(x), torch.empty(weight), None, *([each] * axes for each in (1, 0, 1)), groups
-    product = product_of(f"aten::conv{axes}d", args)
-    assert op == (None if product is None else product.op)
+    workload = workload_of(f"aten::conv{axes}d", args)
+    assert op == (None if workload is None else workload.op)
 
 
 @pytest.mark.parametrize("op", KINDS)
 def test_a_profile_without_a_kind_has_the_prices_of_others(profile, op):
-    one = product_of("aten::conv2d", (torch.empty(2, 16, 20, 20), torch.empty(16, 16, 3, 3)))._replace(op=op)
+    one = workload_of("aten::conv2d", (torch.empty(2, 16, 20, 20), torch.empty(16, 16, 3, 3)))._replace(op=op)
     expected = choose(profile, torch.bfloat16, one._replace(op="conv2d"), Conversions(0, 0, 0), ())
     assert choose(profile, torch.bfloat16, one, Conversions(0, 0, 0), ()) == expected
 
@@ -110,15 +110,15 @@ def test_a_profile_without_a_kind_has_the_prices_of_others(profile, op):
 @pytest.mark.parametrize("op", KINDS)
 def test_without_convolutions_in_the_profile_the_fast_dtype_computes_them(profile, op):
     without = replace(profile, measurements=())
-    product = product_of("aten::conv2d", (torch.empty(2, 16, 20, 20), torch.empty(16, 16, 3, 3)))._replace(op=op)
-    assert choose(without, torch.bfloat16, product, Conversions(0, 0, 0), ()).way is Way.FAST
+    workload = workload_of("aten::conv2d", (torch.empty(2, 16, 20, 20), torch.empty(16, 16, 3, 3)))._replace(op=op)
+    assert choose(without, torch.bfloat16, workload, Conversions(0, 0, 0), ()).way is Way.FAST
 
 
 def test_a_kind_has_its_own_prices():
     profile = profile_with({("conv2d", 100, 1000): (100, 50), ("small_conv2d", 36, 1152): (30, 50)})
     x = torch.empty(1, 16, 8, 8)
     ways = [
-        choose(profile, torch.bfloat16, product_of("aten::conv2d", args), Conversions(0, 0, 0), ()).way
+        choose(profile, torch.bfloat16, workload_of("aten::conv2d", args), Conversions(0, 0, 0), ()).way
         for args in ((x, torch.empty(8, 16, 3, 3)), (x.expand(2, -1, -1, -1), torch.empty(8, 16, 3, 3)))
     ]
     assert ways == [Way.FLOAT32, Way.FAST]

@@ -6,7 +6,7 @@ from tests.conftest import Int8Linear
 from torch._subclasses import FakeTensorMode
 
 import polycast
-from polycast.engine.fastest.products import product_of
+from polycast.engine.fastest.workloads import workload_of
 from polycast.plugins.registry import registry
 from polycast.profiling import measure as measuring
 from polycast.profiling import op_timer, operands, stopwatch
@@ -216,8 +216,8 @@ def test_convolutions_are_measured_as_what_calls_of_them_are_priced_by():
     assert {case.op for case in found} == {*CONVOLUTIONS}
     for case in found:
         x, *others = case.arguments(way, operands)
-        product = product_of("aten::conv2d", (x, torch.empty(case.weight.shape), *others))
-        assert product[:3] == (case.op, case.rows, case.size)
+        workload = workload_of("aten::conv2d", (x, torch.empty(case.weight.shape), *others))
+        assert workload[:3] == (case.op, case.rows, case.size)
 
 
 def test_weights_are_used_in_turn():

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from ..engine.fastest.choose_way import Way, name_of, seconds_by_way
-from ..engine.fastest.products import Product, product_of
+from ..engine.fastest.workloads import Workload, workload_of
 from ..policy.schemas import flatten_arguments
 from ..profiling.device_profile import DeviceProfile
 from ..profiling.profile import find_ignoring_errors
@@ -55,8 +55,8 @@ class _ProfileClock(DispatchMode):  # type: ignore[misc]
         result = func(*args, **(kwargs or {}))
         if self._open and isinstance(result, torch.Tensor) and result.dtype is self._dtype:
             name: Any = func.name()  # type: ignore[no-untyped-call]
-            product = _product_of(name, flatten_arguments(func, args, kwargs or {}))
-            found = {} if product is None else seconds_by_way(self._profile, product, self._ways)
+            workload = _workload_of(name, flatten_arguments(func, args, kwargs or {}))
+            found = {} if workload is None else seconds_by_way(self._profile, workload, self._ways)
             if len(found) == len(self._ways):
                 of_module = self.seconds.setdefault(self._open[-1], dict.fromkeys(self._ways, 0.0))
                 for way, seconds in found.items():
@@ -64,8 +64,8 @@ class _ProfileClock(DispatchMode):  # type: ignore[misc]
         return result
 
 
-def _product_of(op: str, args: list[Any]) -> Product | None:
+def _workload_of(op: str, args: list[Any]) -> Workload | None:
     if op != "aten::convolution":
-        return product_of(op, args)
+        return workload_of(op, args)
     is_transposed = args[6]
-    return None if is_transposed else product_of("aten::conv2d", [*args[:6], args[8]])
+    return None if is_transposed else workload_of("aten::conv2d", [*args[:6], args[8]])

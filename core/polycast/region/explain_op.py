@@ -79,7 +79,7 @@ def explain_in(
     reason = compute.why_not(region.override, chosen, backend.device_type, arguments)
     if reason is not None:
         return replace(call, declined=reason)
-    computed = compute.way_of(region.override, chosen, backend.device_type, arguments, region.cache, region.dtype)
+    computed = compute.how_computed(region.override, chosen, backend.device_type, arguments, region.cache, region.dtype)
     call = replace(call, way=computed.way, reason=computed.reason)
     if computed.dtype is not region.dtype:
         seen = (replace(each, seen=computed.dtype or each.dtype) for each in call.arguments or ())

@@ -64,17 +64,17 @@ class RecordedProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, call: Computation, first: torch.Tensor, second: torch.Tensor, bias: torch.Tensor | None
+        ctx: Any, computation: Computation, first: torch.Tensor, second: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
         """Compute the product; `first` and `second` are what is saved: casts, or a weight."""
         ctx.set_materialize_grads(False)
-        ctx.ways, ctx.dtype, ctx.gradients = call.ways, call.dtype, call.gradients
+        ctx.ways, ctx.dtype, ctx.gradients = computation.ways, computation.dtype, computation.gradients
         ctx.shapes = first.shape, second.shape, None if bias is None else bias.shape
         ctx.dtypes = first.dtype, second.dtype, None if bias is None else bias.dtype
         _, for_first, for_second, _ = ctx.needs_input_grad
         ctx.save_for_backward(first if for_second else None, second if for_first else None)
         with disable_autocast():
-            return (call.in_float32 if call.ways.forward is Way.FLOAT32 else call.in_fast)()
+            return (computation.in_float32 if computation.ways.forward is Way.FLOAT32 else computation.in_fast)()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor | None) -> Any:
@@ -141,7 +141,7 @@ class Convolution(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        call: Computation,
+        computation: Computation,
         settings: "ConvolutionSettings",
         first: torch.Tensor,
         second: torch.Tensor,
@@ -149,11 +149,11 @@ class Convolution(torch.autograd.Function):
     ) -> torch.Tensor:
         """Compute the convolution; `first` is the cast of the images, and `second` the weight, or its cast."""
         ctx.set_materialize_grads(False)
-        ctx.ways, ctx.dtype, ctx.settings = call.ways, call.dtype, settings
+        ctx.ways, ctx.dtype, ctx.settings = computation.ways, computation.dtype, settings
         ctx.dtypes = first.dtype, second.dtype, None if bias is None else bias.dtype
         ctx.save_for_backward(first, second)
         with disable_autocast():
-            return (call.in_float32 if call.ways.forward is Way.FLOAT32 else call.in_fast)()
+            return (computation.in_float32 if computation.ways.forward is Way.FLOAT32 else computation.in_fast)()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor | None) -> Any:

@@ -16,7 +16,7 @@ from ...profiling.cases import CONVOLUTIONS
 from ...profiling.device_profile import DeviceProfile
 from ...profiling.measurement import PREEMPTED
 from .cost import seconds_of, seconds_to_cast, seconds_to_cast_weight
-from .products import ENCODER_LAYER, Product
+from .workloads import ENCODER_LAYER, Workload
 
 MARGIN = 0.92
 """Use another way than the fast dtype's only if it takes less than this fraction of its time: smaller gains are within
@@ -79,19 +79,19 @@ class Conversions(NamedTuple):
 
 
 def choose(
-    profile: DeviceProfile, dtype: torch.dtype, product: Product, conversions: Conversions, kernels: tuple[Way, ...]
+    profile: DeviceProfile, dtype: torch.dtype, workload: Workload, conversions: Conversions, kernels: tuple[Way, ...]
 ) -> ChosenWay:
-    """Choose the way to compute a product that autograd does not record.
+    """Choose the way to compute a call that autograd does not record.
 
     Args:
         profile: of the device.
         dtype: the fast dtype.
-        product: the work.
+        workload: that of the call.
         conversions: the elements to convert.
         kernels: the ways by kernels of the backend that support the call.
     """
-    work = Product(product.op, *map(bucket, product[1:]))
-    return _choose(profile, dtype, work, Conversions(*map(bucket, conversions)), kernels)
+    rounded = Workload(workload.op, *map(bucket, workload[1:]))
+    return _choose(profile, dtype, rounded, Conversions(*map(bucket, conversions)), kernels)
 
 
 def bucket(size: int) -> int:
@@ -101,16 +101,16 @@ def bucket(size: int) -> int:
 
 @functools.lru_cache(maxsize=4096)
 def _choose(
-    profile: DeviceProfile, dtype: torch.dtype, product: Product, conversions: Conversions, kernels: tuple[Way, ...]
+    profile: DeviceProfile, dtype: torch.dtype, workload: Workload, conversions: Conversions, kernels: tuple[Way, ...]
 ) -> ChosenWay:
     fast = dtype_name(dtype)
     ways = {way: name_of(way, dtype) for way in (Way.FAST, *kernels, Way.FLOAT32)}
-    seconds = seconds_by_way(profile, product, ways)
+    seconds = seconds_by_way(profile, workload, ways)
     if Way.FAST not in seconds:
-        if Way.FLOAT32 in seconds and is_unsupported(profile, product.op, fast):
+        if Way.FLOAT32 in seconds and is_unsupported(profile, workload.op, fast):
             return ChosenWay(Way.FLOAT32, NO_FAST_KERNEL)
-        return ChosenWay(Way.FAST, f"the profile has no {fast} {product.op}")
-    if product.op == ENCODER_LAYER and conversions.wide >= product.result:
+        return ChosenWay(Way.FAST, f"the profile has no {fast} {workload.op}")
+    if workload.op == ENCODER_LAYER and conversions.wide >= workload.result:
         seconds[Way.FAST] *= _OF_FLOAT32_INPUT
     of_weight = seconds_to_cast_weight(profile, f"to {fast}", conversions.weight)
     converting = {
@@ -118,12 +118,12 @@ def _choose(
         Way.KERNEL: of_weight,
         Way.FLOAT32_KERNEL: 0.0,
         Way.FLOAT32: seconds_to_cast(profile, f"from {fast}", conversions.narrow)
-        + seconds_to_cast(profile, f"to {fast}", product.result),
+        + seconds_to_cast(profile, f"to {fast}", workload.result),
     }
     total = {way: each + converting[way] for way, each in seconds.items()}
     ratios = {way: each / total[Way.FAST] for way, each in total.items()}
     way = min(ratios, key=lambda each: ratios[each])
-    margin = _MARGINS.get(product.op, MARGIN)
+    margin = _MARGINS.get(workload.op, MARGIN)
     if ratios[way] < margin:
         return ChosenWay(way, f"{ways[way]} takes {ratios[way]:.2f} of {fast}'s time")
     others = ", ".join(f"{ways[each]} {ratio:.2f}" for each, ratio in ratios.items() if each is not Way.FAST)
@@ -131,13 +131,13 @@ def _choose(
     return ChosenWay(Way.FAST, slower if others else f"only {fast} was measured")
 
 
-def seconds_by_way(profile: DeviceProfile, product: Product, ways: Mapping[Way, str]) -> dict[Way, float]:
-    """Return the seconds of a product by way, without conversions; of the ways that the profile has.
+def seconds_by_way(profile: DeviceProfile, workload: Workload, ways: Mapping[Way, str]) -> dict[Way, float]:
+    """Return the seconds of a workload by way, without conversions; of the ways that the profile has.
 
-    All are of one op: the product's own, or one like it if that was not measured.
+    All are of one op: the workload's own, or one like it if that was not measured.
     """
-    for op in (product.op, *_ALIKE.get(product.op, ())):
-        of_op = {way: seconds_of(profile, op, name, product.rows, product.size) for way, name in ways.items()}
+    for op in (workload.op, *_ALIKE.get(workload.op, ())):
+        of_op = {way: seconds_of(profile, op, name, workload.rows, workload.size) for way, name in ways.items()}
         seconds = {way: each for way, each in of_op.items() if each is not None}
         if Way.FAST in seconds or is_unsupported(profile, op, ways[Way.FAST]):
             return seconds

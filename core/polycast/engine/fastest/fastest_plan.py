@@ -29,9 +29,9 @@ from ..recipes.recipe_listeners import listeners, notify
 from .attention import RecordedAttention
 from .choose_way import NO_FAST_KERNEL, Conversions, Way, choose, is_unsupported, name_of
 from .in_dtype import cast_results, results_of
-from .products import Product, product_of, weight_position
 from .recorded import NO_GRADIENTS, Recorded, recorded_call
 from .recorded_ways import Ways, choose_recorded
+from .workloads import Workload, weight_position, workload_of
 
 NO_PROFILE = "its profile is not loaded in this process"
 UNKNOWN_SIZES = "the profile does not cover it: a vector, no elements, or complex factors"
@@ -56,7 +56,7 @@ _UNKEPT = (INTERCEPTED, SUBCLASS, NO_PROFILE)
 class FastestPlan(Plan):
     """The recipe on a device: chooses a way for each call, and computes it.
 
-    Call `perform` and `choice`: `compute` and `unsupported_reason` do not apply.
+    Call `perform` and `plan_call`: `compute` and `unsupported_reason` do not apply.
     """
 
     recipe: Fastest
@@ -88,7 +88,7 @@ class FastestPlan(Plan):
 
     @override
     def why_not(self, op: str, args: Sequence[Any]) -> str | None:
-        found = self.choice(op, args, None, torch.get_autocast_dtype(self.device_type))
+        found = self.plan_call(op, args, None, torch.get_autocast_dtype(self.device_type))
         return found if isinstance(found, str) else None
 
     def perform(
@@ -99,7 +99,7 @@ class FastestPlan(Plan):
         if not checked and is_intercepted():
             found: PlannedCall | str = INTERCEPTED
         else:
-            found = self.choice(op, args, cache, dtype, checked)
+            found = self.plan_call(op, args, cache, dtype, checked)
         if isinstance(found, str):
             if op not in POINTWISE_OPS:  # which runs as without the recipe
                 notify(self.device_type, self.recipe.short, op, found)
@@ -108,7 +108,7 @@ class FastestPlan(Plan):
         result, action = self._compute(found, op, args, cache, dtype)
         return result, None if listeners else action
 
-    def choice(
+    def plan_call(
         self, op: str, args: Sequence[Any], cache: CastCache | None, dtype: torch.dtype, checked: bool = False
     ) -> "PlannedCall | str":
         """Return the way to compute a call, or why there is no choice and it runs in the fast dtype.
@@ -142,12 +142,12 @@ class FastestPlan(Plan):
             return PlannedCall(Way.FLOAT32, NO_FAST_KERNEL)
         if profile is None:
             return NO_PROFILE
-        product = product_of(op, args)
-        if product is None:
+        workload = workload_of(op, args)
+        if workload is None:
             return UNKNOWN_SIZES
-        if product.size < self.recipe.min_size:
+        if workload.size < self.recipe.min_size:
             return SMALL
-        if op in COMPOSED_OPS and (reason := self._why_not_as_one(op, product, args)) is not None:
+        if op in COMPOSED_OPS and (reason := self._why_not_as_one(op, workload, args)) is not None:
             return reason
         position = weight_position(op)
         if _weight_of(args[position]) is not None and args[position].dtype is not torch.float32:
@@ -155,13 +155,13 @@ class FastestPlan(Plan):
         if records:
             recorded = recorded_call(op, args, _weight_of(args[position]) is not None, dtype)
             if recorded is None:
-                has_none = is_unsupported(profile, product.op, dtype_name(dtype))
+                has_none = is_unsupported(profile, workload.op, dtype_name(dtype))
                 return PlannedCall(Way.FLOAT32, NO_FAST_KERNEL) if has_none else NO_GRADIENTS
             operands = recorded.operands(self._is_cached(args[position], cache), runs_in_function)
-            ways = choose_recorded(profile, dtype, product, operands)
+            ways = choose_recorded(profile, dtype, workload, operands)
             return PlannedCall(ways.forward, ways.reason, recorded, ways)
         conversions = self._conversions(args, cache)
-        way, why = choose(profile, dtype, product, conversions, self._ways_by_kernel(op, args, position))
+        way, why = choose(profile, dtype, workload, conversions, self._ways_by_kernel(op, args, position))
         return why if op in COMPOSED_OPS and way is Way.FAST else PlannedCall(way, why)
 
     def _why_not_pointwise(self, op: str, args: Sequence[Any], dtype: torch.dtype, checked: bool) -> str | None:
@@ -178,9 +178,9 @@ class FastestPlan(Plan):
             return OTHER_DTYPE
         return SUBCLASS if not checked and is_special(x) else kernel.unsupported_reason(*args)
 
-    def _why_not_as_one(self, op: str, product: Product, args: Sequence[Any]) -> str | None:
+    def _why_not_as_one(self, op: str, workload: Workload, args: Sequence[Any]) -> str | None:
         """Return why a composed op is not computed as a whole, in any case; None if it may be."""
-        if product.rows < _ROWS_OF_COMPOSED:
+        if workload.rows < _ROWS_OF_COMPOSED:
             return FEW_ROWS
         weights = args[1:_MASK]
         if any(isinstance(arg, torch.Tensor) and arg.dtype in FLOATS - {torch.float32} for arg in weights):

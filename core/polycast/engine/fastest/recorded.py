@@ -12,8 +12,8 @@ from .attention import RecordedAttention
 from .autograd_functions import Computation, Convolution, ConvolutionSettings, Gradients, RecordedProduct
 from .convolution_axes import by_axis, kernel_spans
 from .in_dtype import in_dtype
-from .products import weight_position
 from .recorded_ways import RecordedOperands, Ways
+from .workloads import weight_position
 
 NO_GRADIENTS = "autograd records it, and its gradients are computed in the fast dtype only"
 
@@ -115,11 +115,11 @@ class Recorded(NamedTuple):
         def in_float32() -> torch.Tensor:
             return in_dtype(self.op, self.args, torch.float32).to(dtype)
 
-        call = Computation(ways, dtype, in_float32, in_fast, self.gradients)
+        computation = Computation(ways, dtype, in_float32, in_fast, self.gradients)
         if self.settings is None:
-            result: torch.Tensor = RecordedProduct.apply(call, first, second, self.bias)  # type: ignore[no-untyped-call]
+            result: torch.Tensor = RecordedProduct.apply(computation, first, second, self.bias)  # type: ignore[no-untyped-call]
         else:
-            result = Convolution.apply(call, self.settings, first, second, self.bias)  # type: ignore[no-untyped-call]
+            result = Convolution.apply(computation, self.settings, first, second, self.bias)  # type: ignore[no-untyped-call]
         return result
 
 

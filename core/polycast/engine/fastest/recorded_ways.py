@@ -13,7 +13,7 @@ from ...profiling.cases import ATTENTION, ATTENTION_BACKWARD, CONVOLUTIONS
 from ...profiling.device_profile import DeviceProfile
 from .choose_way import MARGIN, NO_FAST_KERNEL, Way, bucket, is_unsupported, name_of, seconds_by_way
 from .cost import seconds_to_cast, seconds_to_cast_weight
-from .products import Product
+from .workloads import Workload
 
 _FUNCTION_SECONDS = 150e-6
 """The time of an autograd function in Python, forward and backward."""
@@ -81,24 +81,24 @@ ALL_FAST = Ways(Way.FAST, Way.FAST, Way.FAST, "")
 ALL_FLOAT32 = Ways(Way.FLOAT32, Way.FLOAT32, Way.FLOAT32, NO_FAST_KERNEL, is_float32=True)
 
 
-def choose_recorded(profile: DeviceProfile, dtype: torch.dtype, product: Product, operands: RecordedOperands) -> Ways:
-    """Choose the ways to compute a product and its gradients."""
-    work = Product(product.op, *map(bucket, product[1:]))
+def choose_recorded(profile: DeviceProfile, dtype: torch.dtype, workload: Workload, operands: RecordedOperands) -> Ways:
+    """Choose the ways to compute a recorded product and its gradients."""
+    rounded = Workload(workload.op, *map(bucket, workload[1:]))
     sizes = operands._replace(first=bucket(operands.first), second=bucket(operands.second))
-    return _choose(profile, dtype, work, sizes)
+    return _choose(profile, dtype, rounded, sizes)
 
 
 @functools.lru_cache(maxsize=4096)
-def _choose(profile: DeviceProfile, dtype: torch.dtype, product: Product, operands: RecordedOperands) -> Ways:
-    costs = _Costs(profile, dtype, product, operands)
+def _choose(profile: DeviceProfile, dtype: torch.dtype, workload: Workload, operands: RecordedOperands) -> Ways:
+    costs = _Costs(profile, dtype, workload, operands)
     if not costs.are_known:
-        if is_unsupported(profile, product.op, dtype_name(dtype)):
+        if is_unsupported(profile, workload.op, dtype_name(dtype)):
             return ALL_FLOAT32._replace(is_recorded_by_torch=operands.may_be_saved)
-        return ALL_FAST._replace(reason=f"the profile has no {dtype_name(dtype)} or float32 {product.op}")
+        return ALL_FAST._replace(reason=f"the profile has no {dtype_name(dtype)} or float32 {workload.op}")
     both = (Way.FAST, Way.FLOAT32)
     first_choices = both if operands.first_needed else (Way.FAST,)
     second_choices = both if operands.second_needed else (Way.FAST,)
-    one_way = product.inner == 0 and operands.first_needed and operands.second_needed  # one op has both gradients
+    one_way = workload.inner == 0 and operands.first_needed and operands.second_needed  # one op has both gradients
     total = {
         ways: costs.of(*ways)
         for ways in itertools.product(both, first_choices, second_choices)
@@ -127,28 +127,28 @@ class _Costs:
     """The seconds of each part of a recorded product."""
 
     def __init__(
-        self, profile: DeviceProfile, dtype: torch.dtype, product: Product, operands: RecordedOperands
+        self, profile: DeviceProfile, dtype: torch.dtype, workload: Workload, operands: RecordedOperands
     ) -> None:
         self._operands = operands
         name = dtype_name(dtype)
         ways = {way: name_of(way, dtype) for way in (Way.FAST, Way.FLOAT32)}
         by_way = functools.partial(seconds_by_way, profile, ways=ways)
-        forward = by_way(product)
-        if product.op == ATTENTION:
-            backward = by_way(product._replace(op=ATTENTION_BACKWARD))
+        forward = by_way(workload)
+        if workload.op == ATTENTION:
+            backward = by_way(workload._replace(op=ATTENTION_BACKWARD))
             if Way.FAST not in backward and is_unsupported(profile, ATTENTION_BACKWARD, name):
                 backward[Way.FAST] = math.inf
             if len(backward) < 2:  # it was not measured
                 backward = {way: 2 * each for way, each in forward.items()}
             self._seconds = [forward, backward, dict.fromkeys(backward, 0.0)]
         else:
-            self._seconds = [forward, *map(by_way, _gradients(product))]
+            self._seconds = [forward, *map(by_way, _gradients(workload))]
         self._to = functools.partial(seconds_to_cast, profile, f"to {name}")
         self._from = functools.partial(seconds_to_cast, profile, f"from {name}")
         # Weights and their gradients are read from memory.
         self._to_weight = functools.partial(seconds_to_cast_weight, profile, f"to {name}")
         self._from_weight = functools.partial(seconds_to_cast_weight, profile, f"from {name}")
-        self._product = product
+        self._workload = workload
 
     @property
     def are_known(self) -> bool:
@@ -165,12 +165,12 @@ class _Costs:
         if needed.second_needed:
             seconds += self._gradient_of_second(second, self._seconds[2])
         if Way.FLOAT32 in (first, second):
-            seconds += self._from(self._product.result)
+            seconds += self._from(self._workload.result)
         if is_fast or (needed.may_be_saved and ways == {Way.FLOAT32}):
             return seconds  # torch records it
         if needed.is_recomputed:
             return seconds + self._seconds[0][first] + _RECOMPUTING_FUNCTION_SECONDS
-        is_native = self._product.op == ATTENTION or (ways == {Way.FLOAT32} and self._product.op in _NATIVE_OPS)
+        is_native = self._workload.op == ATTENTION or (ways == {Way.FLOAT32} and self._workload.op in _NATIVE_OPS)
         return seconds + (_NATIVE_FUNCTION_SECONDS if is_native else _FUNCTION_SECONDS)
 
     def _forward(self, way: Way, of_way: Mapping[Way, float]) -> float:
@@ -187,7 +187,7 @@ class _Costs:
             seconds += self._from(has.first)
         if not has.second_is_wide and not has.is_weight:
             seconds += self._from(has.second)
-        return seconds + self._to(self._product.result)
+        return seconds + self._to(self._workload.result)
 
     def _gradient_of_first(self, way: Way, is_saved: bool, of_way: Mapping[Way, float]) -> float:
         has = self._operands
@@ -202,10 +202,10 @@ class _Costs:
         return of_way[way] + self._from(has.first) + (0.0 if has.is_weight else self._to(has.second))
 
 
-def _gradients(product: Product) -> tuple[Product, Product]:
-    """Return the products that compute the gradients of the operands."""
-    if not product.inner:
-        return product, product
-    other = {"linear": "matmul", "matmul": "linear"}.get(product.op, product.op)
-    elsewhere = "bmm" if product.op == "bmm" else "matmul"
-    return product._replace(op=other), Product(elsewhere, product.inner, product.result, product.size)
+def _gradients(workload: Workload) -> tuple[Workload, Workload]:
+    """Return the workloads of the products that compute the gradients of the operands."""
+    if not workload.inner:
+        return workload, workload
+    other = {"linear": "matmul", "matmul": "linear"}.get(workload.op, workload.op)
+    elsewhere = "bmm" if workload.op == "bmm" else "matmul"
+    return workload._replace(op=other), Workload(elsewhere, workload.inner, workload.result, workload.size)

@@ -83,7 +83,7 @@ class Computed(NamedTuple):
     dtype: torch.dtype | None = None
 
 
-def way_of(
+def how_computed(
     override: Override,
     op: str,
     device_type: str,
@@ -98,7 +98,7 @@ def way_of(
     if not isinstance(plan, FastestPlan):
         kernel = plan.kernels[op]
         return Computed(reason=describe(plan.recipe, kernel, op, args[kernel.weight]))
-    found = plan.choice(op, args, cache, dtype)
+    found = plan.plan_call(op, args, cache, dtype)
     if isinstance(found, str):
         return Computed()
     dtypes = {Way.FAST: dtype, Way.FLOAT32: torch.float32}

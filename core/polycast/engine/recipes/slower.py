@@ -11,7 +11,7 @@ from ...profiling.device_profile import DeviceProfile
 from ...profiling.profile import find
 from ..fastest.choose_way import Way, bucket, seconds_by_way
 from ..fastest.cost import seconds_to_cast
-from ..fastest.products import Product, product_of
+from ..fastest.workloads import Workload, workload_of
 
 _MARGIN = 1.1
 """A kernel is slower if it takes more than this many times the fast dtype's time: profiles are inexact."""
@@ -29,18 +29,18 @@ def slower_reason(device_type: str, kind: str, op: str, args: Sequence[Any]) -> 
         args: its arguments, which may be fake.
     """
     profile = find(device_type)
-    product = None if profile is None else product_of(op, args)
-    if profile is None or product is None:
+    workload = None if profile is None else workload_of(op, args)
+    if profile is None or workload is None:
         return None
     rows = args[1] if op == "aten::addmm" else args[0]
-    converted = 0 if rows.dtype is not torch.float32 else product.rows * product.inner
+    converted = 0 if rows.dtype is not torch.float32 else workload.rows * workload.inner
     dtype = dtype_name(torch.get_autocast_dtype(device_type))
-    return _reason(profile, kind, dtype, Product(product.op, *map(bucket, product[1:])), bucket(converted))
+    return _reason(profile, kind, dtype, Workload(workload.op, *map(bucket, workload[1:])), bucket(converted))
 
 
 @functools.lru_cache(maxsize=4096)
-def _reason(profile: DeviceProfile, kind: str, dtype: str, product: Product, converted: int) -> str | None:
-    seconds = seconds_by_way(profile, product, {Way.FAST: dtype, Way.KERNEL: kind})
+def _reason(profile: DeviceProfile, kind: str, dtype: str, workload: Workload, converted: int) -> str | None:
+    seconds = seconds_by_way(profile, workload, {Way.FAST: dtype, Way.KERNEL: kind})
     if len(seconds) < 2 or profile.is_noisy:
         return None
     own, fast = seconds[Way.KERNEL], seconds[Way.FAST] + seconds_to_cast(profile, f"to {dtype}", converted)

@@ -1,6 +1,6 @@
-"""`Product`: the amount of work of a call, read from the metadata of its arguments.
+"""`Workload`: the size of a call's work, read from the metadata of its arguments.
 
-A product is a call with a weight or a second operand: a matmul, convolution, attention, recurrent or encoder layer.
+Of calls with a weight or a second operand: matmuls, convolutions, attention, recurrent and encoder layers.
 """
 
 import math
@@ -19,8 +19,8 @@ _FEW = 20480
 """For one image of at most this many elements, torch may not use oneDNN; see ``use_mkldnn`` in its Convolution.cpp."""
 
 
-class Product(NamedTuple):
-    """The work of a product, in the terms of a device's profile.
+class Workload(NamedTuple):
+    """The size of a call's work, in the terms of a device profile.
 
     Attributes:
         op: the op of the profile: ``"linear"``, ``"matmul"``, ``"bmm"``, a convolution's, `ATTENTION`, `RECURRENT` or
@@ -39,7 +39,7 @@ class Product(NamedTuple):
     inner: int = 0
 
 
-def product_of(op: str, args: Sequence[Any]) -> Product | None:
+def workload_of(op: str, args: Sequence[Any]) -> Workload | None:
     """Return the work of a call; None if the op or the arguments are none that the profile knows.
 
     Args:
@@ -79,73 +79,73 @@ def layout_of(matrix: torch.Tensor) -> str:
     return "linear" if rows == 1 and columns != 1 else "matmul"
 
 
-def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Product | None:
+def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Workload | None:
     sizes = _sizes(x)
     if weight.dim() != 2 or not sizes:
         return None
     features, inner = _sizes(weight)
     rows = math.prod(sizes[:-1])
     op = "linear" if layout_of(weight) == "matmul" else "matmul"
-    return Product(op, rows, features * inner, rows * features, inner)
+    return Workload(op, rows, features * inner, rows * features, inner)
 
 
-def _mm(x: torch.Tensor, weight: torch.Tensor) -> Product | None:
+def _mm(x: torch.Tensor, weight: torch.Tensor) -> Workload | None:
     if weight.dim() != 2 or x.dim() < 2:
         return None
     rows = math.prod(_sizes(x)[:-1])
     inner, columns = _sizes(weight)
-    return Product(layout_of(weight), rows, inner * columns, rows * columns, inner)
+    return Workload(layout_of(weight), rows, inner * columns, rows * columns, inner)
 
 
-def _addmm(bias: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, *scalars: Any) -> Product | None:
+def _addmm(bias: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, *scalars: Any) -> Workload | None:
     return None if any(isinstance(each, complex) for each in scalars) else _mm(x, weight)
 
 
-def _bmm(x: torch.Tensor, other: torch.Tensor) -> Product | None:
+def _bmm(x: torch.Tensor, other: torch.Tensor) -> Workload | None:
     if x.dim() < 2 or other.dim() < 2:
         return None
     (*batch, rows, _), (*others, inner, columns) = _sizes(x), _sizes(other)
     if len(batch) < len(others):
         batch, others = others, batch
     count = math.prod(max(pair) for pair in zip(batch, [1] * (len(batch) - len(others)) + others, strict=True))
-    return Product("bmm", rows, count * inner * columns, count * rows * columns, inner)
+    return Workload("bmm", rows, count * inner * columns, count * rows * columns, inner)
 
 
-def _baddbmm(bias: torch.Tensor, x: torch.Tensor, other: torch.Tensor, *scalars: Any) -> Product | None:
+def _baddbmm(bias: torch.Tensor, x: torch.Tensor, other: torch.Tensor, *scalars: Any) -> Workload | None:
     return None if any(isinstance(each, complex) for each in scalars) else _bmm(x, other)
 
 
-def _matmul(x: torch.Tensor, other: torch.Tensor) -> Product | None:
+def _matmul(x: torch.Tensor, other: torch.Tensor) -> Workload | None:
     return _mm(x, other) if other.dim() == 2 else _bmm(x, other)
 
 
-def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> Product | None:
+def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> Workload | None:
     if min(query.dim(), key.dim(), value.dim()) < 3:
         return None
     rows = _sizes(query)[-2]
     count = math.prod(_sizes(query)[:-2])
     size = math.prod(_sizes(key)) + math.prod(_sizes(value))
-    return Product(ATTENTION, rows, size, count * rows * _sizes(value)[-1])
+    return Workload(ATTENTION, rows, size, count * rows * _sizes(value)[-1])
 
 
-def _fused_attention(query: torch.Tensor, *others: Any) -> Product | None:
+def _fused_attention(query: torch.Tensor, *others: Any) -> Workload | None:
     """Return the linears before and after the attention, which are most of the work where there are few keys."""
     qkv_weight, proj_weight = others[4], others[6]
     rows = math.prod(_sizes(query)[:-1])
     size = math.prod(_sizes(qkv_weight)) + math.prod(_sizes(proj_weight))
-    return Product("linear", rows, size, math.prod(_sizes(query)))
+    return Workload("linear", rows, size, math.prod(_sizes(query)))
 
 
-def _encoder_layer(x: torch.Tensor, *others: Any) -> Product | None:
+def _encoder_layer(x: torch.Tensor, *others: Any) -> Workload | None:
     """Return the four linears, which are most of the work where sequences are short."""
     rows = math.prod(_sizes(x)[:-1])
     size = sum(math.prod(_sizes(others[at])) for at in (2, 4, 13, 15))
-    return Product(ENCODER_LAYER, rows, size, math.prod(_sizes(x)))
+    return Workload(ENCODER_LAYER, rows, size, math.prod(_sizes(x)))
 
 
-def _recurrent(x: torch.Tensor, of_input: torch.Tensor, of_state: torch.Tensor, *_: Any) -> Product | None:
+def _recurrent(x: torch.Tensor, of_input: torch.Tensor, of_state: torch.Tensor, *_: Any) -> Workload | None:
     rows = math.prod(_sizes(x)[:-1])
-    return Product(
+    return Workload(
         RECURRENT, rows, math.prod(_sizes(of_input)) + math.prod(_sizes(of_state)), rows * _sizes(of_state)[-1]
     )
 
@@ -158,7 +158,7 @@ def _convolution(
     padding: Any = 0,
     dilation: Any = 1,
     groups: int = 1,
-) -> Product | None:
+) -> Workload | None:
     axes = weight.dim() - 2
     if axes < 1 or x.dim() not in (axes + 1, axes + 2):
         return None
@@ -176,7 +176,7 @@ def _convolution(
     )
     size = math.prod(_sizes(weight))
     op = _convolution_op(images, math.prod(sizes), _sizes(weight), groups)
-    return Product(op, positions, size, positions * _sizes(weight)[0])
+    return Workload(op, positions, size, positions * _sizes(weight)[0])
 
 
 def _convolution_op(images: int, elements: int, weight: tuple[int, ...], groups: int) -> str:
@@ -191,7 +191,7 @@ def _numbers(given: Any, axes: int) -> list[int]:
     return list(map(size_hint, by_axis(given, axes)))
 
 
-_READERS: Mapping[str, Callable[..., Product | None]] = {
+_READERS: Mapping[str, Callable[..., Workload | None]] = {
     "aten::linear": _linear,
     "aten::mm": _mm,
     "aten::addmm": _addmm,
