@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from polycast.engine.choice import choose
+from polycast.engine.choice import choose_engine
 
 from . import catalog
 from .catalog import BENCHMARKS
@@ -39,7 +39,7 @@ def environment() -> dict[str, str | int]:
         "torch": torch.__version__,
         "transformers": importlib.metadata.version("transformers"),
         "polycast": importlib.metadata.version("polycast"),
-        "engine": choose().name,
+        "engine": choose_engine().name,
     }
 
 

@@ -12,7 +12,7 @@ from polycast.engine import choice
 def test_a_name_with_another_number_is_refused(engine, place, change, monkeypatch):
     from polycast.engine.native import engine as native
 
-    bound = choice.choose()
+    bound = choice.choose_engine()
     numbers = dict(native._NUMBERS[place])
     first, *_, last = numbers
     if change == "other number":

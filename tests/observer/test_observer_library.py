@@ -42,7 +42,7 @@ def choose_engine(monkeypatch):
     def choose(name):
         monkeypatch.setenv("POLYCAST_ENGINE", name)
         installation.forget_choice()
-        return choice.choose()
+        return choice.choose_engine()
 
     yield choose
     installation.forget_choice()

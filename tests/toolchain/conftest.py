@@ -71,7 +71,7 @@ def wanted(monkeypatch):
     def choose(name):
         installation.forget_choice()
         monkeypatch.setenv("POLYCAST_ENGINE", name)
-        return choice.choose()
+        return choice.choose_engine()
 
     yield choose
     installation.forget_choice()

@@ -96,7 +96,7 @@ def test_threads_try_a_failing_build_once_with_one_warning(compiler, home, monke
         pytest.warns(UserWarning, match="the native engine cannot be built") as warnings_seen,
         ThreadPoolExecutor(2) as threads,
     ):
-        engines = [threads.submit(choice.choose) for _ in range(2)]
+        engines = [threads.submit(choice.choose_engine) for _ in range(2)]
     installation.forget_choice()
     assert [engine.result().name for engine in engines] == ["reference", "reference"]
     assert (len(warnings_seen), compiler.calls) == (1, 1)
@@ -112,7 +112,7 @@ def test_without_a_compiler_and_a_build_the_reference_engine_runs_with_one_warni
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.warns(UserWarning, match=r"runs on its reference engine.*no C\+\+ compiler is found, and .*\. Install"):
         assert wanted("auto").name == "reference"
-    assert choice.choose().name == "reference"  # without a second warning
+    assert choice.choose_engine().name == "reference"  # without a second warning
 
 
 def test_a_failing_build_names_its_log(compiler, home, wanted):

@@ -144,7 +144,7 @@ def test_the_reference_engine_runs_with_one_warning(reason, wanted):
         assert wanted("auto").name == "reference"
     assert len(caught) == 1
     assert str(caught[0].message).endswith(" Set POLYCAST_ENGINE=reference to silence this warning.")
-    assert choice.choose().name == "reference"  # without a second warning
+    assert choice.choose_engine().name == "reference"  # without a second warning
 
 
 def test_the_reason_is_an_error_if_the_native_engine_is_required(reason, wanted):
@@ -213,8 +213,9 @@ with warnings.catch_warnings(record=True) as caught:
     import torch, polycast
     with polycast.autocast("cpu"):
         y = torch.ones(2, 2) @ torch.ones(2, 2)
-from polycast.engine.choice import choose
-print(polycast.__file__, choose().name, y.dtype, [str(each.message) for each in caught if each.filename == "<string>"])
+from polycast.engine.choice import choose_engine
+messages = [str(each.message) for each in caught if each.filename == "<string>"]
+print(polycast.__file__, choose_engine().name, y.dtype, messages)
 """
 
 

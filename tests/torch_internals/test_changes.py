@@ -147,7 +147,7 @@ def use_everything():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # TorchScript is deprecated
         torch.jit.script(Scripted())
-    observing = polycast.observe() if choice.choose().name == "native" else contextlib.nullcontext()
+    observing = polycast.observe() if choice.choose_engine().name == "native" else contextlib.nullcontext()
     with polycast.patch_torch(), torch.autocast("cpu"), observing:
         model(X)
 

@@ -20,7 +20,7 @@ import typer
 
 from ..common.cpu_info import cpu_info, processor_name
 from ..common.versions import versions
-from ..engine.choice import choose
+from ..engine.choice import choose_engine
 from ..engine.persistence.weight_cache import WeightCache
 from ..plugins.registry import backends
 from ..profiling.device_profile import DeviceProfile
@@ -81,7 +81,7 @@ def _compiler() -> dict[str, object]:
 def _engine() -> dict[str, object]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        engine = choose()
+        engine = choose_engine()
     return {
         "name": engine.name,
         "from": engine.origin or "the package, in Python",

@@ -12,7 +12,7 @@ import typer
 from ..drop_in.observing import Wanted
 from ..drop_in.program import Program
 from ..drop_in.session import Options, start
-from ..engine.choice import choose
+from ..engine.choice import choose_engine
 from ..observer.observe import observe
 from ..observer.report.target import check_target
 from ..plugins.checks import check_availability, check_dtype
@@ -79,7 +79,7 @@ def run(
     with library_errors():
         options = _options(weight_cache, wrap, policy, _wanted(show_observed, report, quiet), recipe)
         if engine is not None:
-            choose()
+            choose_engine()
     asked = Program(program, tuple(arguments or ()), is_module)
     try:
         start_program = asked.prepare()

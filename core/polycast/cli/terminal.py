@@ -15,7 +15,7 @@ from rich.console import Console, JustifyMethod
 from rich.table import Table
 
 from ..common import env
-from ..engine.choice import build_failure, choose
+from ..engine.choice import build_failure, choose_engine
 from ..errors import SlowDtypeWarning
 
 
@@ -74,11 +74,11 @@ def print_json(value: object) -> None:
 def engine_lines() -> list[str]:
     """Return what there is to say about the engine: where it comes from or, if it is not the native one, why not.
 
-    Raises as :func:`polycast.engine.choice.choose` does.
+    Raises as :func:`polycast.engine.choice.choose_engine` does.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "polycast runs on its reference engine")  # said by the lines
-        engine = choose()
+        engine = choose_engine()
     if engine.name == "native":
         return [f"Engine: native, {engine.origin}"]
     failure = build_failure()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..engine.choice import choose
+from ..engine.choice import choose_engine
 from ..engine.persistence.weight_cache import WeightCache
 from ..plugins.registry import registry
 from ..policy.value import Policy
@@ -89,7 +89,7 @@ def _summary(overrides: RunOverrides, recipe: "RecipeSummary | None") -> str:
         return "polycast: no region was entered: the program did not use torch.autocast (see polycast run --wrap)"
     total = sum(counts.values())
     each = ", ".join(f"{name} {count}" for name, count in counts.items())
-    parts = [f"polycast: {choose().name} engine", f"{total} region{'s' * (total > 1)} ({each})"]
+    parts = [f"polycast: {choose_engine().name} engine", f"{total} region{'s' * (total > 1)} ({each})"]
     if overrides.cache is not None:
         stats = overrides.cache.stats()
         parts.append(f"weight cache: {stats.hits} hits, {stats.misses} misses, {stats.bytes / 2**20:.1f} MiB")

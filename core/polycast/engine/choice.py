@@ -44,10 +44,10 @@ class _Unchosen:
     """The state machine until an engine is chosen: no thread is in a region, and entering one chooses."""
 
     def enter(self, owner: object, settings: state.Settings) -> bool:
-        return choose().enter(owner, settings)
+        return choose_engine().enter(owner, settings)
 
     def leave(self, owner: object) -> bool | None:
-        return choose().leave(owner)
+        return choose_engine().leave(owner)
 
     def last(self) -> None:
         return None
@@ -68,10 +68,10 @@ class _Unchosen:
         return excluded_keys()
 
     def prepacked(self, *args: Any) -> Any:
-        return choose().prepacked(*args)
+        return choose_engine().prepacked(*args)
 
     def store(self, cache: CastCache) -> CastStore:
-        return choose().store(cache)
+        return choose_engine().store(cache)
 
     def forget_actions(self) -> None:
         pass
@@ -92,10 +92,10 @@ _build_failure = ""
 _lock = threading.RLock()
 hold_during_fork(lambda: [_lock])
 
-state.use(_Unchosen())
+state.set_state_machine(_Unchosen())
 
 
-def choose() -> Engine:
+def choose_engine() -> Engine:
     """Return the engine; choose it if necessary: the one that POLYCAST_ENGINE names, or the native one if it builds.
 
     Raises:
@@ -115,7 +115,7 @@ def choose() -> Engine:
     with _lock:
         if _engine is None:
             _engine = _choose(wanted, failure)
-            state.use(_engine)
+            state.set_state_machine(_engine)
             warn_of_missing()
         return _engine
 
@@ -130,12 +130,12 @@ def build_failure() -> str:
     return _build_failure
 
 
-def forget() -> None:
+def reset_engine() -> None:
     """Let the next region choose an engine; no region may be open and no kernels installed."""
     global _engine
     with _lock:
         _engine = None
-        state.use(_Unchosen())
+        state.set_state_machine(_Unchosen())
 
 
 @functools.cache

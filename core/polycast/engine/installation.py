@@ -11,7 +11,7 @@ from ..torch_internals import changes
 from ..torch_internals.dispatcher import all_op_names, has_kernel_for_dispatch_key
 from . import state
 from .casts.cast_cache import caches_alive
-from .choice import choose, chosen, forget
+from .choice import choose_engine, chosen, reset_engine
 from .kernels import Kernels, autocast_key, installed
 from .recipes.plan import process_cache
 from .snapshot import guard_on
@@ -75,12 +75,15 @@ def _undo_changes() -> None:
 
 
 def forget_choice() -> None:
-    """Uninstall all kernels, and let the next region choose an engine; no region may be open."""
+    """Uninstall all kernels, and let the next region choose an engine; no region may be open.
+
+    For tests: a program keeps its engine.
+    """
     uninstall()
     engine = chosen()
     if engine is not None:
         engine.unwatch_writes()
-    forget()
+    reset_engine()
 
 
 def run_uninstalled(device_types: Iterable[str] | None, change: Callable[[], object]) -> None:
@@ -144,7 +147,7 @@ def support_overrides(device_type: str) -> None:
 
 def watch_writes() -> None:
     """Watch for writes to weights that do not increment the version, also before the first region."""
-    engine = choose()
+    engine = choose_engine()
     with _lock:
         engine.watch_writes()
 
@@ -155,7 +158,7 @@ def kernels_of(device_type: str, also: Iterable[str] = ()) -> Kernels:
         kernels = installed.get(device_type)
         if kernels is None:
             # Without the lock: a plugin may be imported, which can run anything, and an engine compiled.
-            backend, engine = registry.find(device_type), choose()
+            backend, engine = registry.find(device_type), choose_engine()
             with _lock:
                 is_unchanged = registry.find(device_type) is backend and chosen() is engine
                 if device_type not in installed and is_unchanged:

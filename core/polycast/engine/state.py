@@ -185,10 +185,10 @@ class RegionBase:
 
     @disable_dynamo
     def __enter__(self) -> Self:
-        recorded = machine.enter(self, self._settings)
+        in_function_mode = machine.enter(self, self._settings)
         try:
-            if recorded or self._settings.ready_key not in ready:
-                self._complete_entry(recorded)
+            if in_function_mode or self._settings.ready_key not in ready:
+                self._complete_entry(in_function_mode)
         except BaseException:
             machine.leave(self)
             raise
@@ -196,16 +196,16 @@ class RegionBase:
 
     @disable_dynamo
     def __exit__(self, *exc_info: object) -> None:
-        recorded = machine.leave(self)
-        if recorded is not False:
-            self._complete_exit(recorded)
+        in_function_mode = machine.leave(self)
+        if in_function_mode is not False:
+            self._complete_exit(in_function_mode)
 
-    def _complete_entry(self, recorded: bool) -> None:
+    def _complete_entry(self, in_function_mode: bool) -> None:
         """Do what entering takes besides the state. What it raises leaves the region."""
         raise NotImplementedError
 
-    def _complete_exit(self, recorded: bool | None) -> None:
-        """Do what leaving takes besides the state; `recorded` is None if there was nothing to leave."""
+    def _complete_exit(self, in_function_mode: bool | None) -> None:
+        """Do what leaving takes besides the state; `in_function_mode` is None if there was nothing to leave."""
         raise NotImplementedError
 
 
@@ -221,7 +221,7 @@ _METHODS = ("__init__", "__enter__", "__exit__")
 _methods: _Methods | None = None
 
 
-def use(chosen: StateMachine) -> None:
+def set_state_machine(chosen: StateMachine) -> None:
     """Construct, enter and leave regions with a state machine from now on."""
     global machine
     machine = chosen
@@ -234,18 +234,18 @@ def use(chosen: StateMachine) -> None:
         _methods.in_python[0],
         _methods.resolve,
         Availability,
-        lambda region, recorded: region._complete_entry(recorded),
-        lambda region, recorded: region._complete_exit(recorded),
+        lambda region, in_function_mode: region._complete_entry(in_function_mode),
+        lambda region, in_function_mode: region._complete_exit(in_function_mode),
     )
     for name, method in zip(_METHODS, methods or _methods.in_python, strict=True):
         setattr(_methods.cls, name, method)
 
 
-def use_for(cls: type[RegionBase], resolve: Callable[..., tuple[Settings, Dependencies | None]]) -> None:
+def set_region_class(cls: type[RegionBase], resolve: Callable[..., tuple[Settings, Dependencies | None]]) -> None:
     """Set the class of regions, and what resolves the arguments of its ``__init__``; see `StateMachine`."""
     global _methods
     _methods = _Methods(cls, resolve, [getattr(cls, name) for name in _METHODS])
-    use(machine)
+    set_state_machine(machine)
 
 
 def not_entered(owner: object) -> RuntimeError:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..common.atfork import hold_during_fork
-from ..engine.choice import build_failure, choose
+from ..engine.choice import build_failure, choose_engine
 from ..engine.disable_dynamo import disable_dynamo
 from ..plugins.backend import overrides_is_capturing
 from ..plugins.checks import PLUGIN_ERRORS
@@ -41,7 +41,7 @@ def load_observer() -> Observer:
     Raises:
         RuntimeError: the process runs on the reference engine, or the observer cannot be built.
     """
-    engine: Any = choose()
+    engine: Any = choose_engine()
     if engine.name != "native":
         reason = build_failure()
         why = f"the native engine cannot be built: {reason}" if reason else "POLYCAST_ENGINE=reference. Unset it."

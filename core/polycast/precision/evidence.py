@@ -9,7 +9,7 @@ import torch
 from ..common.cpu_info import processor_name
 from ..common.html_table import html_lines
 from ..common.plain_text import in_ascii
-from ..engine.choice import choose
+from ..engine.choice import choose_engine
 from ..policy import files
 from ..policy.dtypes import dtype_name
 from ..policy.files import PolicyPath
@@ -192,7 +192,7 @@ def machine(device_type: str) -> dict[str, Any]:
     device = torch.get_device_module(device_type)
     return {
         "torch": torch.__version__,
-        "engine": choose().name,
+        "engine": choose_engine().name,
         **({"device": device.get_device_name()} if hasattr(device, "get_device_name") else {}),
         "processor": processor_name(),
         "threads": torch.get_num_threads(),

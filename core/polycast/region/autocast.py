@@ -132,14 +132,14 @@ class autocast(RegionBase, TorchAutocast):
         self._settings, _ = resolve(device_type, dtype, now.enabled, now.cache_enabled, cache, None, None)
 
     @disable_dynamo
-    def _complete_entry(self, recorded: bool) -> None:
+    def _complete_entry(self, in_function_mode: bool) -> None:
         prepare(self._settings)
-        if recorded:
+        if in_function_mode:
             record_entry(self._settings)
 
     @disable_dynamo
-    def _complete_exit(self, recorded: bool | None) -> None:
-        if recorded is None:
+    def _complete_exit(self, in_function_mode: bool | None) -> None:
+        if in_function_mode is None:
             raise state.not_entered(self)
         record_exit()
 
@@ -187,7 +187,7 @@ class autocast(RegionBase, TorchAutocast):
 
 # inspect.signature and the reference find the arguments in __init__: __new__ takes any.
 setattr(autocast.__new__, "__wrapped__", autocast.__init__)
-state.use_for(autocast, resolve)
+state.set_region_class(autocast, resolve)
 
 
 def autocast_decorator(autocast_instance: autocast, func: _F) -> _F:

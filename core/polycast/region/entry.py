@@ -9,14 +9,14 @@ from ..torch_internals import changes
 
 def enter(owner: object, settings: Settings) -> bool:
     """Enter a region on this thread, with its kernels installed; return what the state machine does."""
-    recorded = state.machine.enter(owner, settings)
+    in_function_mode = state.machine.enter(owner, settings)
     try:
         if settings.ready_key not in state.ready:
             prepare(settings)
     except BaseException:
         state.machine.leave(owner)
         raise
-    return recorded
+    return in_function_mode
 
 
 def prepare(settings: Settings) -> None:

@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from ...engine.choice import choose
+from ...engine.choice import choose_engine
 from ...engine.installation import uninstall
 from ...observer.headline import headline
 from ...observer.observation import Observation
@@ -93,7 +93,7 @@ def run(
     with library_errors(), _loading("the engine"):
         if report is not None:
             check_target(report)
-        statuses, engine = backends(), choose().name
+        statuses, engine = backends(), choose_engine().name
         unobserved = _why_unobserved()
         if report is not None and unobserved is not None:
             raise RuntimeError(unobserved)

@@ -40,11 +40,11 @@ PyObject* enter_block(PyObject* self, PyObject*) {
   static PyObject* const settings_name = PyUnicode_InternFromString("_settings");
   const Object settings = Object::steal(PyObject_GetAttr(self, settings_name));
   const Object key = ready_key(settings.get());
-  PyObject* const recorded = enter_region(self, settings.get()) ? Py_True : Py_False;
+  PyObject* const in_function_mode = enter_region(self, settings.get()) ? Py_True : Py_False;
   const int is_ready = PySet_Contains(ready, key.get());
-  if (recorded == Py_True || is_ready != 1) {
+  if (in_function_mode == Py_True || is_ready != 1) {
     PyObject* const completed =
-        is_ready < 0 ? nullptr : PyObject_CallFunctionObjArgs(complete_entry, self, recorded, nullptr);
+        is_ready < 0 ? nullptr : PyObject_CallFunctionObjArgs(complete_entry, self, in_function_mode, nullptr);
     if (completed == nullptr) {
       const ErrorScope raised;
       leave_region(self);
@@ -57,9 +57,9 @@ PyObject* enter_block(PyObject* self, PyObject*) {
 
 // __exit__(self, *exc_info)
 PyObject* exit_block(PyObject* self, PyObject* const*, Py_ssize_t) {
-  const std::optional<bool> recorded = leave_region(self);
-  if (recorded != false) {
-    Object::steal(PyObject_CallFunctionObjArgs(complete_exit, self, recorded ? Py_True : Py_None, nullptr));
+  const std::optional<bool> in_function_mode = leave_region(self);
+  if (in_function_mode != false) {
+    Object::steal(PyObject_CallFunctionObjArgs(complete_exit, self, in_function_mode ? Py_True : Py_None, nullptr));
   }
   return Py_NewRef(Py_None);
 }
