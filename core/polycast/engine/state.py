@@ -117,7 +117,7 @@ class StateMachine(Protocol):
         """
 
     def prepacked(
-        self, cache: CastCache, weight: torch.Tensor, kind: int, prepack: Callable[[torch.Tensor], Any], /
+        self, cache: CastCache, weight: torch.Tensor, prepack_id: int, prepack: Callable[[torch.Tensor], Any], /
     ) -> tuple[torch.Tensor, ...] | str | None:
         """Return a prepacked weight, from a cache or made by `prepack` and cached.
 

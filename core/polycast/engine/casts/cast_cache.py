@@ -17,8 +17,8 @@ from typing import Any, NamedTuple, NoReturn, Protocol, TypeAlias, TypeVar, cast
 import torch
 from typing_extensions import Self
 
-Made: TypeAlias = torch.dtype | int
-"""The kind of an entry: a cast to a dtype, or a prepacked weight of a kind (see `Plan.kind` in recipes/plan.py)."""
+EntryKind: TypeAlias = torch.dtype | int
+"""The kind of an entry: the dtype of a cast, or the id of a prepacked weight (`Plan.prepack_id`, recipes/plan.py)."""
 
 
 @dataclass(frozen=True)
@@ -51,13 +51,13 @@ class StoredEntry(NamedTuple):
         weight: the weight that it belongs to.
         view: sizes, strides and offset of the view that it was made of, the offset from the weight's; None for the
             weight itself.
-        made: what it is.
+        kind: what it is.
         tensors: the cast alone, or the parts of the prepacked weight; none if it cannot be prepacked.
     """
 
     weight: torch.Tensor
     view: tuple[tuple[int, ...], tuple[int, ...], int] | None
-    made: Made
+    kind: EntryKind
     tensors: tuple[torch.Tensor, ...]
 
 
@@ -73,7 +73,7 @@ class CastStore(Protocol):
     def entries(self) -> Sequence[tuple[Any, ...]]:
         """Return the valid entries, as the fields of StoredEntry."""
 
-    def adopt(self, tensor: torch.Tensor, made: Made, tensors: Sequence[torch.Tensor], /) -> bool:
+    def adopt(self, tensor: torch.Tensor, kind: EntryKind, tensors: Sequence[torch.Tensor], /) -> bool:
         """Add an entry that was made earlier, for a weight or a view of one.
 
         Return whether it was added: False if the tensor is not cacheable, there is no room, or its memory may be

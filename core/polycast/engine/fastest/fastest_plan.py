@@ -234,7 +234,7 @@ class FastestPlan(Plan):
             if found.way is Way.KERNEL:
                 weight = _cached_cast(weight, dtype, cache)
             elif action is not None:
-                action = action._replace(prepack_kind=AS_IT_IS)
+                action = action._replace(prepack_id=AS_IT_IS)
             result = kernel.run((weight,), *args)
             return cast_results(result, dtype), action
         return None, FALL_BACK

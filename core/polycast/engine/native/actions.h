@@ -108,7 +108,7 @@ std::shared_ptr<const Action> action_of(PyObject* given, c10::ArrayRef<c10::IVal
   Py_ssize_t weight;
   const char *name, *overload;
   PyObject *constants, *store;
-  parse(given, "inissOO", &kind, &weight, &action->prepack_kind, &name, &overload, &constants, &store);
+  parse(given, "inissOO", &kind, &weight, &action->prepack_id, &name, &overload, &constants, &store);
   action->kind = static_cast<Action::Kind>(kind);
   action->weight = static_cast<size_t>(weight);
   for (std::optional<c10::IValue>& constant : convert_items(constants, &constant_of)) {
@@ -129,10 +129,10 @@ std::shared_ptr<const Action> action_of(PyObject* given, c10::ArrayRef<c10::IVal
 // Return the prepacked weight or the cached cast that an operator takes; nothing if it is not cached.
 std::optional<Tensors> find_parts(const Action& action, const RecipeCall& call, const Tensor& tensor) {
   const DeviceRegion& region = region_of(call.device);
-  if (action.prepack_kind == Action::kAsItIs) {
+  if (action.prepack_id == Action::kAsItIs) {
     return Tensors{tensor};
   }
-  if (action.prepack_kind == Action::kCachedCast) {
+  if (action.prepack_id == Action::kCachedCast) {
     const ScalarType fast = at::autocast::get_autocast_dtype(call.device);
     if (tensor.scalar_type() == fast) {
       return Tensors{tensor};
@@ -148,7 +148,7 @@ std::optional<Tensors> find_parts(const Action& action, const RecipeCall& call, 
   if (weight == nullptr) {
     return std::nullopt;
   }
-  return store->find_prepacked(weight == &tensor ? Source(tensor) : Source(tensor, *weight), action.prepack_kind);
+  return store->find_prepacked(weight == &tensor ? Source(tensor) : Source(tensor, *weight), action.prepack_id);
 }
 
 // Compute a call, which autograd records or not, as Python has decided. Return nothing if Python has to be asked; no results if the

@@ -24,26 +24,26 @@ struct Promotion {
 };
 
 // The arguments that a kernel reads: those with tensors, and the dtype of the result.
-enum class Kind : uint8_t { kTensor, kOptional, kTensors, kTensorRefs, kOptionals, kDtype, kOther };
+enum class ArgumentKind : uint8_t { kTensor, kOptional, kTensors, kTensorRefs, kOptionals, kDtype, kOther };
 
 template <class Arg>
-constexpr Kind kind_of = Kind::kOther;
+constexpr ArgumentKind kind_of = ArgumentKind::kOther;
 template <>
-constexpr Kind kind_of<const Tensor&> = Kind::kTensor;
+constexpr ArgumentKind kind_of<const Tensor&> = ArgumentKind::kTensor;
 template <>
-constexpr Kind kind_of<const std::optional<Tensor>&> = Kind::kOptional;
+constexpr ArgumentKind kind_of<const std::optional<Tensor>&> = ArgumentKind::kOptional;
 template <>
-constexpr Kind kind_of<at::TensorList> = Kind::kTensors;
+constexpr ArgumentKind kind_of<at::TensorList> = ArgumentKind::kTensors;
 template <>
-constexpr Kind kind_of<const at::ITensorListRef&> = Kind::kTensorRefs;
+constexpr ArgumentKind kind_of<const at::ITensorListRef&> = ArgumentKind::kTensorRefs;
 template <>
-constexpr Kind kind_of<const c10::List<std::optional<Tensor>>&> = Kind::kOptionals;
+constexpr ArgumentKind kind_of<const c10::List<std::optional<Tensor>>&> = ArgumentKind::kOptionals;
 template <>
-constexpr Kind kind_of<std::optional<ScalarType>> = Kind::kDtype;
+constexpr ArgumentKind kind_of<std::optional<ScalarType>> = ArgumentKind::kDtype;
 
 // The addresses of these arguments. That of a cast one is replaced by the address of the cast.
 struct Arguments {
-  const Kind* kinds;
+  const ArgumentKind* kinds;
   const void** addresses;
   size_t count;
   bool begin_with_tensor;
@@ -59,16 +59,16 @@ struct Arguments {
     for (size_t i = 0; i < count; ++i) {
       bool found = false;
       switch (kinds[i]) {
-        case Kind::kTensor:
+        case ArgumentKind::kTensor:
           found = function(at<Tensor>(i));
           break;
-        case Kind::kOptional:
+        case ArgumentKind::kOptional:
           found = at<std::optional<Tensor>>(i) && function(*at<std::optional<Tensor>>(i));
           break;
-        case Kind::kTensors:
+        case ArgumentKind::kTensors:
           found = std::any_of(at<at::TensorList>(i).begin(), at<at::TensorList>(i).end(), function);
           break;
-        case Kind::kTensorRefs:
+        case ArgumentKind::kTensorRefs:
           found = std::any_of(at<at::ITensorListRef>(i).begin(), at<at::ITensorListRef>(i).end(), function);
           break;
         default:
@@ -101,20 +101,20 @@ class Casts {
     for (size_t i = arguments.count; i-- > 0;) {
       const void*& address = arguments.addresses[i];
       switch (arguments.kinds[i]) {
-        case Kind::kTensor:
+        case ArgumentKind::kTensor:
           if (const auto& tensor = arguments.at<Tensor>(i); spec.applies_to(tensor)) {
             address = &*add(cast(tensor, spec));
           }
           break;
-        case Kind::kOptional:
+        case ArgumentKind::kOptional:
           if (const auto& tensor = arguments.at<std::optional<Tensor>>(i); tensor && spec.applies_to(*tensor)) {
             address = &add(cast(*tensor, spec));
           }
           break;
-        case Kind::kTensors:
+        case ArgumentKind::kTensors:
           address = &add(arguments.at<at::TensorList>(i), spec).list;
           break;
-        case Kind::kTensorRefs:
+        case ArgumentKind::kTensorRefs:
           address = &add(arguments.at<at::ITensorListRef>(i), spec).refs;
           break;
         default:

@@ -195,16 +195,16 @@ void check_numbers(PyObject* given, const std::array<const char*, size>& names, 
 // bind(numbers, override, store, rewritten, error, text, of_traced, by_identity, recipe, part): the numbers that Python has for names
 // which C++ numbers too, functions that the engine calls, and a part of a storage
 PyObject* bind(PyObject*, PyObject* arguments) {
-  PyObject *policies, *reasons, *kinds, *prepack_kinds, *settings;
+  PyObject *policies, *reasons, *kinds, *prepack_ids, *settings;
   PyObject *override, *store, *rewritten, *error, *of_traced, *by_identity, *recipe, *part;
   const char* text;
   parse(
-      arguments, "(OOOOO)OOOOsOOOO", &policies, &reasons, &kinds, &prepack_kinds, &settings, &override, &store, &rewritten, &error, &text,
+      arguments, "(OOOOO)OOOOsOOOO", &policies, &reasons, &kinds, &prepack_ids, &settings, &override, &store, &rewritten, &error, &text,
       &of_traced, &by_identity, &recipe, &part);
   check_numbers(policies, kPolicyNames, static_cast<long>(Policy::kNone));
   check_numbers(reasons, kNotPrepackedNames);
   check_numbers(kinds, Action::kKindNames);
-  check_numbers(prepack_kinds, Action::kPrepackNames, Action::kAsItIs);
+  check_numbers(prepack_ids, Action::kPrepackNames, Action::kAsItIs);
   check_numbers(settings, kSettingNames);
   set_reference(native_override, override);
   set_reference(native_store, store);

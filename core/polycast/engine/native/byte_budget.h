@@ -71,7 +71,7 @@ class ByteBudget {
         refused.count = 0;
         refused.since = ++clock_;
       }
-      if (refused.count < (key.prepack_kind != 0 || oldest->key.prepack_kind != 0 ? kUsesToRepack : oldest->uses)) {
+      if (refused.count < (key.prepack_id != 0 || oldest->key.prepack_id != 0 ? kUsesToRepack : oldest->uses)) {
         ++refused.count;
         return false;
       }

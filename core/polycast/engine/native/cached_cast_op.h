@@ -35,8 +35,8 @@ class CachedCastKernel final : public c10::OperatorKernel {
     if (store == nullptr || !is_eligible(weight, device_) || cacheable_weight(weight, dtype, is_capturing_) != &weight) {
       return weight.to(dtype);
     }
-    bool made = false;
-    return alias_of(store->cast(weight, dtype, made));
+    bool is_new = false;
+    return alias_of(store->cast(weight, dtype, is_new));
   }
 
  private:

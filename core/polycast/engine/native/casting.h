@@ -111,7 +111,7 @@ Tensor plain_cast(const Tensor& tensor, const CastSpec& spec) {
   return tensor.to(spec.dtype);
 }
 
-// Return the cast of a weight in this thread's region, with autograd history if grad mode and the weight need one. Set seen.made if it
+// Return the cast of a weight in this thread's region, with autograd history if grad mode and the weight need one. Set seen.is_new if it
 // was cast now.
 Tensor cast_of_weight(const Tensor& weight, const CastSpec& spec, SeenCast& seen) {
   const Use use = Use::of_weight(weight);
@@ -124,10 +124,10 @@ Tensor cast_of_weight(const Tensor& weight, const CastSpec& spec, SeenCast& seen
   const std::shared_ptr<UserStore> store = spec.region.store == nullptr ? nullptr : spec.region.store->shared_from_this();
   const std::shared_ptr<ThreadRegions> regions = this_thread.regions;
   if (store == nullptr) {
-    return regions->casts.cast(weight, spec.dtype, use, seen.made);
+    return regions->casts.cast(weight, spec.dtype, use, seen.is_new);
   }
-  return use.history ? regions->casts.cast_with_history(weight, spec.dtype, *store, seen.made)
-                     : store->cast(weight, spec.dtype, seen.made);
+  return use.history ? regions->casts.cast_with_history(weight, spec.dtype, *store, seen.is_new)
+                     : store->cast(weight, spec.dtype, seen.is_new);
 }
 
 // Return the cast of a view in this thread's region: of the whole weight through the weight's cast, of a part from a user store.
@@ -143,10 +143,10 @@ C10_NOINLINE Tensor cast_of_view(const Tensor& view, const Tensor& viewed, const
     const Tensor weight = viewed;
     if (spec.region.store != nullptr) {
       const std::shared_ptr<UserStore> store = spec.region.store->shared_from_this();
-      cast = store->cast(is_whole ? Source(weight) : Source(view, weight), spec.dtype, seen.made);
+      cast = store->cast(is_whole ? Source(weight) : Source(view, weight), spec.dtype, seen.is_new);
     } else {
       const std::shared_ptr<ThreadRegions> regions = this_thread.regions;
-      cast = regions->casts.cast(weight, spec.dtype, use, seen.made);
+      cast = regions->casts.cast(weight, spec.dtype, use, seen.is_new);
     }
   }
   if (is_whole) {
@@ -169,7 +169,7 @@ Tensor find_or_cast(const Tensor& tensor, const CastSpec& spec, SeenCast& seen) 
   if (spec.region.innermost != nullptr &&  // asking whether the device captures may have ended the region
       weight != nullptr && (weight == &tensor || spec.region.store != nullptr || covers(tensor, *weight))) {
     seen.looked_for = true;
-    seen.made = false;
+    seen.is_new = false;
     return weight == &tensor ? cast_of_weight(tensor, spec, seen) : cast_of_view(tensor, *weight, spec, seen);
   }
   if (C10_UNLIKELY(spec.dtype != at::kFloat && !caching_is_safe())) {

@@ -22,7 +22,7 @@ struct Action {
 
   Kind kind;
   size_t weight = 0;
-  int prepack_kind = kCachedCast;
+  int prepack_id = kCachedCast;
   std::optional<c10::OperatorHandle> op;
   size_t parts = 0;  // the number of prepacked tensors that it takes
   std::vector<c10::IValue> constants;

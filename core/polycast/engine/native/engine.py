@@ -49,11 +49,11 @@ _NOT_PREPACKED = tuple(NOT_PREPACKED.values())
 
 
 class _NativeAction(NamedTuple):
-    """An `Action` as C++ takes it, with its operator by name, and the store of the process's cache if it is made."""
+    """An `Action` as C++ takes it, with its operator by name, and the store of the process's cache if it exists."""
 
     kind: ActionKind
     weight: int
-    prepack_kind: int
+    prepack_id: int
     operator: str
     overload: str
     constants: tuple[Any, ...]
@@ -111,18 +111,18 @@ class NativeEngine:
         result, action = compute.perform(_names[op], device_type, args, checked)
         if action is None:
             return result, None
-        kind, weight, prepack_kind, operator, constants = action
+        kind, weight, prepack_id, operator, constants = action
         name, overload = ("", "") if operator is None else (operator._schema.name, operator._schema.overload_name)
-        made = process_cache.made
-        store = None if made is None else self.store(made)
-        return result, _NativeAction(kind, weight, prepack_kind, name, overload, constants, store)
+        cache = process_cache.existing
+        store = None if cache is None else self.store(cache)
+        return result, _NativeAction(kind, weight, prepack_id, name, overload, constants, store)
 
     def prepacked(
-        self, cache: CastCache, weight: torch.Tensor, kind: int, prepack: Callable[[torch.Tensor], Any]
+        self, cache: CastCache, weight: torch.Tensor, prepack_id: int, prepack: Callable[[torch.Tensor], Any]
     ) -> tuple[torch.Tensor, ...] | str | None:
         """See :class:`StateMachine`."""
         found: tuple[torch.Tensor, ...] | int | None
-        found = self._extension.prepacked(self.store(cache), weight, kind, prepack)
+        found = self._extension.prepacked(self.store(cache), weight, prepack_id, prepack)
         return _NOT_PREPACKED[found] if isinstance(found, int) else found
 
     @disable_dynamo

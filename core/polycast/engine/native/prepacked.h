@@ -39,7 +39,7 @@ PyObject* python_prepacked(const Tensors& parts) {
 }
 
 // Prepack a weight and insert the result into the store. Returns as prepacked().
-PyObject* make_prepacked(UserStore& store, const Source& source, int kind, PyObject* prepack, PyObject* weight) {
+PyObject* make_prepacked(UserStore& store, const Source& source, int prepack_id, PyObject* prepack, PyObject* weight) {
   PendingCollectives::instance().drop_finished();  // a finished one holds the memory of its weights until then
   const uint64_t position = InvalidationLog::instance().length();
   VersionStamp stamp(source.tensor);
@@ -49,8 +49,8 @@ PyObject* make_prepacked(UserStore& store, const Source& source, int kind, PyObj
   bool views_fit, has_room;
   {
     const WithoutGil others_may_run;
-    views_fit = store.views_fit_prepacked(source, kind);
-    has_room = views_fit && store.has_room_for_prepacked(source, kind);
+    views_fit = store.views_fit_prepacked(source, prepack_id);
+    has_room = views_fit && store.has_room_for_prepacked(source, prepack_id);
   }
   if (!has_room) {
     return python_reason(views_fit ? NotPrepacked::kNoRoom : NotPrepacked::kViewsAreFull);
@@ -68,17 +68,17 @@ PyObject* make_prepacked(UserStore& store, const Source& source, int kind, PyObj
   }
   {
     const WithoutGil others_may_run;
-    store.insert_prepacked(source, kind, std::move(stamp), std::move(parts), position);
+    store.insert_prepacked(source, prepack_id, std::move(stamp), std::move(parts), position);
   }
   return made.release();
 }
 
-// prepacked(store, weight, kind, prepack) -> the prepacked weight, from a store or new; a NotPrepacked if it could not be cached,
+// prepacked(store, weight, prepack_id, prepack) -> the prepacked weight, from a store or new; a NotPrepacked if it could not be cached,
 // in which case it is not made. See StateMachine in engine/state.py.
 PyObject* prepacked(PyObject*, PyObject* arguments) {
   PyObject *store_object, *weight_object, *prepack;
-  int kind;
-  parse(arguments, "OOiO", &store_object, &weight_object, &kind, &prepack);
+  int prepack_id;
+  parse(arguments, "OOiO", &store_object, &weight_object, &prepack_id, &prepack);
   const std::shared_ptr<UserStore> store = Holder<UserStore>::unwrap(store_object);
   const Tensor tensor = tensor_of(weight_object);
   NotPrepacked reason;
@@ -91,9 +91,9 @@ PyObject* prepacked(PyObject*, PyObject* arguments) {
   std::optional<Tensors> cached;
   {
     const WithoutGil others_may_run;
-    cached = store->find_prepacked(source, kind);
+    cached = store->find_prepacked(source, prepack_id);
   }
-  return cached ? python_prepacked(*cached) : make_prepacked(*store, source, kind, prepack, weight_object);
+  return cached ? python_prepacked(*cached) : make_prepacked(*store, source, prepack_id, prepack, weight_object);
 }
 
 }  // namespace

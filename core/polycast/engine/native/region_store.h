@@ -59,15 +59,15 @@ class RegionStore {
     return &cast;
   }
 
-  // Return a weight in another dtype; set `made` if it was cast now.
-  Tensor cast(const Tensor& weight, ScalarType dtype, const Use& use, bool& made) {
+  // Return a weight in another dtype; set `is_new` if it was cast now.
+  Tensor cast(const Tensor& weight, ScalarType dtype, const Use& use, bool& is_new) {
     const Key key{weight.unsafeGetTensorImpl(), dtype};
     drop_written();
     if (const auto found = cached_.find(key); found != cached_.end() && found->second->matches(weight) &&
         (use.is_view || found->second->rule.allows(weight, false))) {
       CachedCast& entry = *found->second;
       if (use.is_view && !entry.rule.allows(weight, true)) {
-        made = true;
+        is_new = true;
         return make_cast(weight, dtype);  // the entry stays, for uses of the weight itself
       }
       if (use.history) {
@@ -84,12 +84,12 @@ class RegionStore {
       insert(key, std::move(entry));
       return use.history ? add_history(key, weight, cast) : cast;
     }
-    return make(key, weight, dtype, use, made);
+    return make(key, weight, dtype, use, is_new);
   }
 
   // Return the cast that a user store caches, with the history that all its uses in this thread's regions share.
   template <class Store>
-  Tensor cast_with_history(const Tensor& weight, ScalarType dtype, Store& store, bool& made) {
+  Tensor cast_with_history(const Tensor& weight, ScalarType dtype, Store& store, bool& is_new) {
     const Key key{weight.unsafeGetTensorImpl(), dtype};
     drop_written();
     Tensor result;
@@ -101,7 +101,7 @@ class RegionStore {
     } else {
       entry = std::make_unique<CachedCast>(weight, false);  // the stamp is taken before the store casts
     }
-    const Tensor cast = store.cast(weight, dtype, made);
+    const Tensor cast = store.cast(weight, dtype, is_new);
     if (result.defined()) {
       return result;
     }
@@ -195,7 +195,7 @@ class RegionStore {
     const Dying dying = take([&](const CachedCast& entry) { return written->count(entry.stamp.storage()) != 0; });
   }
 
-  Tensor make(const Key& key, const Tensor& weight, ScalarType dtype, const Use& use, bool& made) {
+  Tensor make(const Key& key, const Tensor& weight, ScalarType dtype, const Use& use, bool& is_new) {
     const bool caches = uses_.note_miss(key) || use.held_by_graph;
     PendingCollectives::instance().drop_finished();  // a finished one holds the memory of its weights until then
     const uint64_t position = position_;
@@ -214,7 +214,7 @@ class RegionStore {
         reservation = probation_.make_room(weight.numel() * c10::elementSize(dtype), reusable);
       }
       cast = make_cast(weight, dtype, std::move(reusable));
-      made = true;
+      is_new = true;
     }
     Tensor recorded;
     if (use.history && shares) {

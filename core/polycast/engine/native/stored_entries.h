@@ -36,10 +36,10 @@ Object python_entry(const UserStore::Stored& stored) {
     return {};
   }
   const Object view = is_view ? python_view(stamp, weight) : Object::borrow(Py_None);
-  const Object made = stored.key.prepack_kind != 0 ? Object::steal(PyLong_FromLong(stored.key.prepack_kind))
+  const Object kind = stored.key.prepack_id != 0 ? Object::steal(PyLong_FromLong(stored.key.prepack_id))
                                                    : Object::borrow(python_dtype(stored.key.dtype));
   const Object parts = python_tensors(stored.entry->tensors);
-  return Object::steal(PyTuple_Pack(4, object.get(), view.get(), made.get(), parts.get()));
+  return Object::steal(PyTuple_Pack(4, object.get(), view.get(), kind.get(), parts.get()));
 }
 
 // entries() -> the fields of each StoredEntry
@@ -54,20 +54,20 @@ PyObject* store_entries(PyObject* self, PyObject*) {
   return list.release();
 }
 
-// adopt(tensor, made, tensors) -> whether the entry was added
+// adopt(tensor, kind, tensors) -> whether the entry was added
 PyObject* store_adopt(PyObject* self, PyObject* arguments) {
-  PyObject *tensor_object, *made, *parts;
-  parse(arguments, "OOO", &tensor_object, &made, &parts);
+  PyObject *tensor_object, *kind, *parts;
+  parse(arguments, "OOO", &tensor_object, &kind, &parts);
   const std::shared_ptr<UserStore> store = Holder<UserStore>::unwrap(self);
   const Tensor tensor = tensor_of(tensor_object);
-  const int kind = PyLong_Check(made) ? static_cast<int>(PyLong_AsLong(made)) : 0;
-  const Tensor* const found_weight = weight_of(tensor, /*to_prepack=*/kind != 0);
+  const int prepack_id = PyLong_Check(kind) ? static_cast<int>(PyLong_AsLong(kind)) : 0;
+  const Tensor* const found_weight = weight_of(tensor, /*to_prepack=*/prepack_id != 0);
   if (found_weight == nullptr) {
     return Py_NewRef(Py_False);
   }
   const Tensor weight = *found_weight;
   const Source source = found_weight == &tensor ? Source(weight) : Source(tensor, weight);
-  const Key key = source.key(kind != 0 ? ScalarType::Undefined : dtype_of(made), kind);
+  const Key key = source.key(prepack_id != 0 ? ScalarType::Undefined : dtype_of(kind), prepack_id);
   Tensors tensors;
   for (const Tensor& part : convert_items(parts, &tensor_of)) {
     tensors.push_back(part);

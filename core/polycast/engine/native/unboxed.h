@@ -51,14 +51,15 @@ class RedispatchGuard {
  private:
   static bool has_nothing_to_record(const Arguments& arguments) {
     const Differentiation differentiation;
-    return std::find(arguments.kinds, arguments.kinds + arguments.count, Kind::kOptionals) == arguments.kinds + arguments.count &&
+    const ArgumentKind* const end = arguments.kinds + arguments.count;
+    return std::find(arguments.kinds, end, ArgumentKind::kOptionals) == end &&
         !arguments.any_tensor([&](const Tensor& tensor) { return differentiation.has(tensor); });
   }
 
   // Set the dtype where the caller left it out.
   static void set_dtype(const Arguments& arguments) {
     for (size_t i = 0; i < arguments.count; ++i) {
-      if (arguments.kinds[i] == Kind::kDtype && !arguments.at<std::optional<ScalarType>>(i)) {
+      if (arguments.kinds[i] == ArgumentKind::kDtype && !arguments.at<std::optional<ScalarType>>(i)) {
         static constexpr std::optional<ScalarType> kFloat = at::kFloat;
         arguments.addresses[i] = &kFloat;
       }
@@ -83,18 +84,18 @@ struct Unboxed<Result(Args...)> : c10::OperatorKernel {
 // For a signature, where in Arguments the address of each argument lies.
 template <class... Args>
 struct ArgumentLayout {
-  static constexpr size_t count = (size_t{0} + ... + (kind_of<Args> != Kind::kOther));
+  static constexpr size_t count = (size_t{0} + ... + (kind_of<Args> != ArgumentKind::kOther));
   static_assert(count <= Casts::kMax);
 
-  std::array<Kind, sizeof...(Args)> kinds{kind_of<Args>...};  // the first `count` are those of the addresses
+  std::array<ArgumentKind, sizeof...(Args)> kinds{kind_of<Args>...};  // the first `count` are those of the addresses
   std::array<uint8_t, sizeof...(Args)> of_argument{};
-  bool begin_with_tensor = kinds[0] == Kind::kTensor;
+  bool begin_with_tensor = kinds[0] == ArgumentKind::kTensor;
 
   constexpr ArgumentLayout() {
     uint8_t found = 0;
     for (size_t i = 0; i < kinds.size(); ++i) {
       of_argument[i] = found;
-      if (kinds[i] != Kind::kOther) {
+      if (kinds[i] != ArgumentKind::kOther) {
         kinds[found++] = kinds[i];
       }
     }
@@ -110,7 +111,7 @@ constexpr bool begins_with_tensors<const Tensor&, const Tensor&, Args...> = true
 // Return an argument or its cast.
 template <class Arg>
 C10_ALWAYS_INLINE decltype(auto) used(std::remove_reference_t<Arg>& arg, const void* address) {
-  if constexpr (kind_of<Arg> == Kind::kOther) {
+  if constexpr (kind_of<Arg> == ArgumentKind::kOther) {
     return std::forward<Arg>(arg);
   } else {
     return *static_cast<const std::remove_cvref_t<Arg>*>(address);
@@ -150,7 +151,7 @@ struct c10::impl::wrap_kernel_functor_unboxed_<Unboxed<Result(Args...)>, Result(
     }
     static constexpr ArgumentLayout<Args...> kLayout;
     std::array<const void*, kLayout.count + 1> addresses;
-    ((kind_of<Args> != Kind::kOther ? void(addresses[kLayout.of_argument[I]] = std::addressof(args)) : void()), ...);
+    ((kind_of<Args> != ArgumentKind::kOther ? void(addresses[kLayout.of_argument[I]] = std::addressof(args)) : void()), ...);
     const RedispatchGuard guard(
         kernel, keys, {kLayout.kinds.data(), addresses.data(), kLayout.count, kLayout.begin_with_tensor});
     const auto redispatch = reinterpret_cast<Result (*)(c10::DispatchKeySet, Args...)>(kernel.redispatch());

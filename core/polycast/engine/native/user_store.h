@@ -56,8 +56,8 @@ class UserStore : public std::enable_shared_from_this<UserStore> {
     defer_destruction(table_.weights());  // a store may be destroyed where the GIL must not be waited for
   }
 
-  // Return a weight or a view of one in another dtype, without history; set `made` if it was cast now.
-  Tensor cast(const Source& source, ScalarType dtype, bool& made) {
+  // Return a weight or a view of one in another dtype, without history; set `is_new` if it was cast now.
+  Tensor cast(const Source& source, ScalarType dtype, bool& is_new) {
     const Key key = source.key(dtype);
     if (std::optional<Tensor> found = find<Tensor>(source.tensor, key)) {
       return *std::move(found);
@@ -66,24 +66,24 @@ class UserStore : public std::enable_shared_from_this<UserStore> {
     const uint64_t position = InvalidationLog::instance().length();
     VersionStamp stamp(source.tensor);
     const Tensor cast = make_cast(source.tensor, dtype, /*reusable=*/{}, /*lasts=*/true);
-    made = true;
+    is_new = true;
     insert(source, key, std::make_shared<Entry>(std::move(stamp), Tensors{cast}), position);
     return cast;
   }
 
   // Return the prepacked weight, empty if the kernel cannot prepack it, or nothing if none is cached.
-  std::optional<Tensors> find_prepacked(const Source& source, int kind) {
-    return find<Tensors>(source.tensor, source.key(ScalarType::Undefined, kind));
+  std::optional<Tensors> find_prepacked(const Source& source, int prepack_id) {
+    return find<Tensors>(source.tensor, source.key(ScalarType::Undefined, prepack_id));
   }
 
   // Cache a prepacked weight if it is admitted. The stamp and the position in the log are from before it was made.
-  void insert_prepacked(const Source& source, int kind, VersionStamp stamp, Tensors prepacked, uint64_t position) {
+  void insert_prepacked(const Source& source, int prepack_id, VersionStamp stamp, Tensors prepacked, uint64_t position) {
     auto entry = std::make_shared<Entry>(std::move(stamp), std::move(prepacked));
     if (verify_) {
       const at::NoGradGuard no_grad;
       entry->original = source.tensor.detach().clone();
     }
-    insert(source, source.key(ScalarType::Undefined, kind), std::move(entry), position);
+    insert(source, source.key(ScalarType::Undefined, prepack_id), std::move(entry), position);
   }
 
   // Add a cast or a prepacked weight that was made earlier, of the same values; return whether it was admitted.
@@ -113,19 +113,19 @@ class UserStore : public std::enable_shared_from_this<UserStore> {
   }
 
   // Return whether a prepacked view would fit beside the other views of its weight; see views_fit().
-  bool views_fit_prepacked(const Source& source, int kind) {
+  bool views_fit_prepacked(const Source& source, int prepack_id) {
     if (source.view == 0) {
       return true;
     }
-    const Key key = source.key(ScalarType::Undefined, kind);
+    const Key key = source.key(ScalarType::Undefined, prepack_id);
     Dying dying;
     std::lock_guard<std::mutex> lock(mutex_);
     return table_.views_fit(source.weight, table_.budget.prepacked_size(key, source.tensor.numel()), dying);
   }
 
   // Return whether there is room for a prepacked weight: to make one that is not cached is more work than it saves.
-  bool has_room_for_prepacked(const Source& source, int kind) {
-    const Key key = source.key(ScalarType::Undefined, kind);
+  bool has_room_for_prepacked(const Source& source, int prepack_id) {
+    const Key key = source.key(ScalarType::Undefined, prepack_id);
     const auto elements = static_cast<size_t>(source.tensor.numel());
     Dying dying;
     std::lock_guard<std::mutex> lock(mutex_);
@@ -151,7 +151,7 @@ class UserStore : public std::enable_shared_from_this<UserStore> {
     std::lock_guard<std::mutex> lock(mutex_);
     Statistics now{.hits = hits_, .misses = misses_, .evictions = evictions_};
     for (const auto& [key, entry] : table_.entries()) {
-      const bool is_prepacked = key.prepack_kind != 0;
+      const bool is_prepacked = key.prepack_id != 0;
       ++(is_prepacked ? now.prepacked : now.casts);
       (is_prepacked ? now.prepacked_bytes : now.cast_bytes) += entry->usage->bytes;
     }
@@ -267,7 +267,7 @@ class UserStore : public std::enable_shared_from_this<UserStore> {
       table_.erase(key, dying);
       const bool has_room =
           table_.budget.has_room(key, elements, bytes) && (key.view == 0 || table_.views_fit(weight, bytes, dying));
-      if (!has_room && key.prepack_kind != 0) {
+      if (!has_room && key.prepack_id != 0) {
         table_.budget.note_refused_size(key, elements, bytes);
       }
       // An invalidation since may be of this weight.

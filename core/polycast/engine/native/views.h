@@ -62,8 +62,8 @@ struct Source {
 
   Source(const Tensor& view, const Tensor& weight) : tensor(view), weight(weight), view(layout_of(view, weight)) {}
 
-  Key key(ScalarType dtype, int prepack_kind = 0) const {
-    return {weight.unsafeGetTensorImpl(), dtype, prepack_kind, view};
+  Key key(ScalarType dtype, int prepack_id = 0) const {
+    return {weight.unsafeGetTensorImpl(), dtype, prepack_id, view};
   }
 
  private:

@@ -17,7 +17,7 @@ from ...policy.recipe_arguments import Unknown
 from ...policy.tensor_file import TensorFile
 from ...torch_internals.dispatcher import disable_autocast
 from .. import state
-from ..casts.cast_cache import CastCache, Made
+from ..casts.cast_cache import CastCache, EntryKind
 from ..casts.not_prepacked import WRITTEN_UNSEEN
 from ..installation import watch_writes
 from ..recipes.plan import Plan
@@ -112,7 +112,7 @@ def _plan(wanted: PrepackedFormat) -> Plan:
         raise ValueError(
             f"it has weights for {wanted.op} with the recipe {recipe!r}, and here {plan.why_no_kernel(wanted.op)}"
         )
-    here = plan.kind(wanted.op)[1]
+    here = plan.prepacked_format(wanted.op)
     for name in ("backend", "kernel"):
         was, now = getattr(wanted, name), getattr(here, name)
         if was != now:
@@ -123,7 +123,7 @@ def _plan(wanted: PrepackedFormat) -> Plan:
 def _are_prepacked_alike(
     entries: Sequence[SavedEntry], plans: Mapping[PrepackedFormat, Plan], parameters: Mapping[str, nn.Parameter]
 ) -> dict[str, bool]:
-    """Prepack one weight of each kind, the smallest; return by description whether it has the bytes of the file.
+    """Prepack one weight of each format, the smallest; return by description whether it has the bytes of the file.
 
     A kernel may have changed without another version.
     """
@@ -161,10 +161,10 @@ def _adopt(
             for part in entry.tensors
         ]
         if isinstance(entry.made, PrepackedFormat):
-            made: Made = plans[entry.made].kind(entry.made.op)[0]
+            kind: EntryKind = plans[entry.made].prepack_id(entry.made.op)
         else:
-            made = getattr(torch, entry.made)
-        if not store.adopt(source, made, tensors):
+            kind = getattr(torch, entry.made)
+        if not store.adopt(source, kind, tensors):
             raise ValueError(f"what was made of {entry.weight!r} cannot be cached: {WRITTEN_UNSEEN}")
 
 

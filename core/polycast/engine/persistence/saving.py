@@ -15,7 +15,7 @@ from ...policy import tensor_file
 from ...policy.dtypes import dtype_name
 from ..casts.cast_cache import CastCache, StoredEntry
 from ..casts.weights import is_dense
-from ..recipes.plan import format_of_kind
+from ..recipes.plan import format_of_id
 from .digests import digests, sample_digests
 from .manifest import Manifest, SavedEntry, SavedTensor, SavedWeight
 
@@ -44,7 +44,7 @@ def save(cache: CastCache, path: Path, model: nn.Module | None) -> None:
         SavedEntry(
             names[id(each.weight)],
             each.view,
-            dtype_name(each.made) if isinstance(each.made, torch.dtype) else format_of_kind(each.made),
+            dtype_name(each.kind) if isinstance(each.kind, torch.dtype) else format_of_id(each.kind),
             tuple(SavedTensor(name, sizes, strides, *by_tensor[name]) for name, sizes, strides in of_entry),
         )
         for each, of_entry in zip(entries, layouts, strict=True)
@@ -60,7 +60,7 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
 def _order(names: Iterable[int]) -> Callable[[StoredEntry], tuple[object, ...]]:
     """Return a key that sorts entries as the parameters of the model, so that a file is the same each time."""
     positions = {identity: position for position, identity in enumerate(names)}
-    return lambda entry: (positions[id(entry.weight)], str(entry.made), entry.view or ())
+    return lambda entry: (positions[id(entry.weight)], str(entry.kind), entry.view or ())
 
 
 def _names(model: nn.Module) -> dict[int, str]:
@@ -74,7 +74,7 @@ def _layouts(
     found = []
     for position, tensor in enumerate(entry.tensors):
         if not tensor_file.can_be_written(tensor) or not is_dense(tensor):
-            maker = format_of_kind(entry.made).kernel if isinstance(entry.made, int) else "a cast"
+            maker = format_of_id(entry.kind).kernel if isinstance(entry.kind, int) else "a cast"
             raise ValueError(
                 f"{weight!r} cannot be saved: {maker} made a tensor of {dtype_name(tensor.dtype)}, {tensor.layout}, "
                 f"with sizes {list(tensor.shape)} and strides {list(tensor.stride())}. Only dense tensors of dtypes "
@@ -98,7 +98,7 @@ def _check_unchanged(entries: Iterable[StoredEntry], cache: CastCache, names: Ma
 
 
 def _identity(entry: StoredEntry) -> tuple[object, ...]:
-    return id(entry.weight), entry.view, entry.made, tuple(map(id, entry.tensors))
+    return id(entry.weight), entry.view, entry.kind, tuple(map(id, entry.tensors))
 
 
 def _only_model(stored: Sequence[StoredEntry]) -> nn.Module:

@@ -43,7 +43,7 @@ class Action(NamedTuple):
     Attributes:
         kind: what to do.
         weight: for OPERATOR and RECORDED, the position of the weight among the op's arguments.
-        prepack_kind: for OPERATOR, the kind of the prepacked weight; CACHED_CAST: the operator takes the weight's cast;
+        prepack_id: for OPERATOR, the id of the prepacked weight; CACHED_CAST: the operator takes the weight's cast;
             AS_IT_IS: the weight itself.
         operator: for OPERATOR, the operator.
         constants: for OPERATOR, its last arguments; for RECORDED, of an attention, the dtypes to compute its forward
@@ -52,7 +52,7 @@ class Action(NamedTuple):
 
     kind: ActionKind
     weight: int = 0
-    prepack_kind: int = 0
+    prepack_id: int = 0
     operator: OpOverload | None = None
     constants: tuple[Any, ...] = ()
 
@@ -60,7 +60,7 @@ class Action(NamedTuple):
 FALL_BACK = Action(ActionKind.FALL_BACK)
 FLOAT32 = Action(ActionKind.FLOAT32)
 CACHED_CAST, AS_IT_IS = 0, -1
-"""Values of `prepack_kind` for a weight's cast and for the weight itself. Kinds of prepacked weights are positive."""
+"""Values of `prepack_id` for a weight's cast and for the weight itself. Ids of prepacked weights are positive."""
 
 
 def forget_actions() -> None:

@@ -39,11 +39,11 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 _lock = threading.RLock()  # reentrant: the garbage collector may run ops
 hold_during_fork(lambda: [_lock])
-_kinds: list[tuple[weakref.ref[Backend], dict[Hashable, int]]] = []
-"""The kinds of prepacked weights by backend; another instance of its class may prepack differently."""
-_unused_kinds = itertools.count(1)
+_ids_by_backend: list[tuple[weakref.ref[Backend], dict[Hashable, int]]] = []
+"""The ids of prepacked weights by backend; another instance of its class may prepack differently."""
+_unused_ids = itertools.count(1)
 _formats: dict[int, PrepackedFormat] = {}
-"""By kind, the format of the prepacked weights."""
+"""By their id, the format of prepacked weights."""
 
 
 class _ProcessCache:
@@ -60,8 +60,8 @@ class _ProcessCache:
         return found
 
     @property
-    def made(self) -> CastCache | None:
-        """The cache, if it is used already."""
+    def existing(self) -> CastCache | None:
+        """The cache, if it exists."""
         return self._cache
 
     def clear(self) -> None:
@@ -98,10 +98,10 @@ class Plan:
                 self.kernels = backend.low_bit_kernels(recipe)
         else:
             self.unavailable_reason = answer.reason
-        self._kinds = {op: _kind_of(backend, recipe, op, kernel) for op, kernel in self.kernels.items()}
+        self._prepack_ids = {op: _prepack_id(backend, recipe, op, kernel) for op, kernel in self.kernels.items()}
         self._prepack = {op: checked_prepack(kernel, recipe, op) for op, kernel in self.kernels.items()}
         for op, kernel in self.kernels.items():
-            _formats.setdefault(self._kinds[op], format_of(backend, recipe, op, kernel))
+            _formats.setdefault(self._prepack_ids[op], format_of(backend, recipe, op, kernel))
         self._actions = {op: self._action(op, kernel) for op, kernel in self.kernels.items()}
 
     def _action(self, op: str, kernel: LowBitKernel) -> Action | None:
@@ -113,11 +113,17 @@ class Plan:
                 raise TypeError(
                     f"{type(kernel).__name__}.constants must be numbers, strings, dtypes or None, got {constant!r}"
                 )
-        return Action(ActionKind.OPERATOR, kernel.weight, self._kinds[op], kernel.operator, tuple(kernel.constants))
+        return Action(
+            ActionKind.OPERATOR, kernel.weight, self._prepack_ids[op], kernel.operator, tuple(kernel.constants)
+        )
 
-    def kind(self, op: str) -> tuple[int, PrepackedFormat]:
-        """Return the kind and the format of the weights that an op's kernel prepacks."""
-        return self._kinds[op], format_of(self.backend, self.recipe, op, self.kernels[op])
+    def prepack_id(self, op: str) -> int:
+        """Return the id of the weights that an op's kernel prepacks: the same for those that are interchangeable."""
+        return self._prepack_ids[op]
+
+    def prepacked_format(self, op: str) -> PrepackedFormat:
+        """Return the format of the weights that an op's kernel prepacks."""
+        return format_of(self.backend, self.recipe, op, self.kernels[op])
 
     def prepack(self, op: str, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return a weight as an op's kernel prepacks it; empty if it cannot."""
@@ -193,7 +199,7 @@ class Plan:
         if not checked and any(isinstance(arg, torch.Tensor) and is_special(arg) for arg in args) and caching_is_safe():
             return SUBCLASS, None
         where = process_cache.cache if cache is None else cache
-        prepared = prepacked(where, weight, self._kinds[op], self._prepack[op])
+        prepared = prepacked(where, weight, self._prepack_ids[op], self._prepack[op])
         if prepared is None:
             return UNPACKABLE, None
         if isinstance(prepared, str):
@@ -203,21 +209,21 @@ class Plan:
         return result if result.dtype is dtype else result.to(dtype), self._actions[op]
 
 
-def format_of_kind(kind: int) -> PrepackedFormat:
-    """Return the format of the prepacked weights of a kind."""
-    return _formats[kind]
+def format_of_id(prepack_id: int) -> PrepackedFormat:
+    """Return the format of the prepacked weights that have an id."""
+    return _formats[prepack_id]
 
 
-def _kind_of(backend: Backend, recipe: Recipe, op: str, kernel: LowBitKernel) -> int:
+def _prepack_id(backend: Backend, recipe: Recipe, op: str, kernel: LowBitKernel) -> int:
     # Not by kernel: equal recipes share prepacked weights, and may have kernels of their own.
     key = recipe.format, kernel.prepack_key, op if kernel.prepack_key is None else None
     with _lock:
-        _kinds[:] = [known for known in _kinds if known[0]() is not None]
-        kinds = next((kinds for of, kinds in _kinds if of() is backend), None)
-        if kinds is None:
-            kinds = {}
-            _kinds.append((weakref.ref(backend), kinds))
-        return kinds.setdefault(key, next(_unused_kinds))
+        _ids_by_backend[:] = [known for known in _ids_by_backend if known[0]() is not None]
+        ids = next((ids for of, ids in _ids_by_backend if of() is backend), None)
+        if ids is None:
+            ids = {}
+            _ids_by_backend.append((weakref.ref(backend), ids))
+        return ids.setdefault(key, next(_unused_ids))
 
 
 def is_special(tensor: torch.Tensor) -> bool:

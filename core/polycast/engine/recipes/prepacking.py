@@ -52,7 +52,7 @@ def _identity(weight: torch.Tensor) -> int:
 
 
 def prepacked(
-    cache: CastCache, weight: torch.Tensor, kind: int, prepack: Callable[[torch.Tensor], Any]
+    cache: CastCache, weight: torch.Tensor, prepack_id: int, prepack: Callable[[torch.Tensor], Any]
 ) -> tuple[torch.Tensor, ...] | str | None:
     """Return a prepacked weight, as `StateMachine.prepacked` does, also while other threads prepack it.
 
@@ -65,7 +65,7 @@ def prepacked(
 
     while True:
         last_end = _progress.last_end
-        found = state.machine.prepacked(cache, weight, kind, make)
+        found = state.machine.prepacked(cache, weight, prepack_id, make)
         if found is not WRITTEN_UNSEEN:
             return found
         if _progress.has(weight):

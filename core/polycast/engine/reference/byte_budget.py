@@ -4,10 +4,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
-from ..casts.cast_cache import Made
+from ..casts.cast_cache import EntryKind
 
-Key: TypeAlias = tuple[int, Made, tuple[Any, ...]]
-"""The identity of a weight, what was made of it, and the layout of a view."""
+Key: TypeAlias = tuple[int, EntryKind, tuple[Any, ...]]
+"""The identity of a weight, the kind of the entry, and the layout of a view."""
 
 _MAX_USES = 3
 _USES_TO_REPACK = 16

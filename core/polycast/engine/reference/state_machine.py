@@ -217,7 +217,7 @@ class PythonStateMachine:
         return default if override is None else override.policies.get(name, default)
 
     def prepacked(
-        self, cache: CastCache, weight: torch.Tensor, kind: int, prepack: Callable[[torch.Tensor], Any]
+        self, cache: CastCache, weight: torch.Tensor, prepack_id: int, prepack: Callable[[torch.Tensor], Any]
     ) -> tuple[torch.Tensor, ...] | str | None:
         """See :class:`StateMachine`."""
         if not caching_is_safe():
@@ -228,7 +228,7 @@ class PythonStateMachine:
         if not torch.is_autocast_cache_enabled():
             return NOT_CACHED
         source = Source(weight, source_weight, holders=1 if weight is source_weight else 2)
-        return self.store(cache).prepacked(source, kind, prepack)
+        return self.store(cache).prepacked(source, prepack_id, prepack)
 
     def store(self, cache: CastCache) -> PythonStore:
         """See :class:`StateMachine`."""

@@ -11,7 +11,7 @@ import torch
 from ...common.atfork import Lock
 from ...errors import StaleWeightError
 from ..casts.cached_cast import with_history
-from ..casts.cast_cache import Made, StoredEntry
+from ..casts.cast_cache import EntryKind, StoredEntry
 from ..casts.not_prepacked import NO_ROOM, VIEWS_ARE_FULL, WRITTEN_UNSEEN
 from ..casts.weights import STALE, Source, TensorBase, has_other_holders, storages_are_rewritten, weight_of
 from .byte_budget import ByteBudget, Key
@@ -73,13 +73,15 @@ class PythonStore:
                 raise StaleWeightError(STALE)
             return entry.cast
 
-    def prepacked(self, source: Source, kind: int, prepack: Callable[[torch.Tensor], Prepacked]) -> Prepacked | str:
+    def prepacked(
+        self, source: Source, prepack_id: int, prepack: Callable[[torch.Tensor], Prepacked]
+    ) -> Prepacked | str:
         """Return the cached prepacked weight, or a new one by `prepack`.
 
         If it could not be cached it is not made, since that is more work than it saves: then return the reason.
         """
         tensor, elements = source.tensor, source.tensor.numel()
-        key = (id(source.weight), kind, source.layout)
+        key = (id(source.weight), prepack_id, source.layout)
         with self._lock:
             entry = self._find(key, source)
             if entry is not None:
@@ -107,13 +109,13 @@ class PythonStore:
             self._insert(key, source, entry, drops == self._drops)
         return entry.tensors
 
-    def adopt(self, tensor: torch.Tensor, made: Made, tensors: Sequence[torch.Tensor]) -> bool:
+    def adopt(self, tensor: torch.Tensor, kind: EntryKind, tensors: Sequence[torch.Tensor]) -> bool:
         """See :class:`CastStore`."""
-        weight = weight_of(tensor, to_pack=isinstance(made, int))
+        weight = weight_of(tensor, to_pack=isinstance(kind, int))
         if weight is None:
             return False
         source = Source(tensor, weight, holders=1 if tensor is weight else 2)
-        key = (id(weight), made, source.layout)
+        key = (id(weight), kind, source.layout)
         with self._lock:
             stamp, storage = version_stamp(tensor), track(tensor)
             self._insert(key, source, Entry(stamp, storage, tuple(tensors) or None), self._admits(source), is_new=False)

@@ -39,9 +39,9 @@ void note_cast(ObservedCall& call, const Tensor& tensor, const Tensor& cast, con
   auto& op = static_cast<ObservedOp&>(call);
   CastCounts counts{tensor.scalar_type(), cast.scalar_type(), seen.of_weight};
   counts.seconds = op.is_timed ? seen.seconds : 0;
-  const bool may_repeat = seen.of_weight && counts.target != at::kFloat && seen.made;
+  const bool may_repeat = seen.of_weight && counts.target != at::kFloat && seen.is_new;
   const Repeats repeats = may_repeat ? op.watch->weights.note(tensor, cast) : Repeats::kNothing;
-  if (!seen.made || (seen.in_torchs_region && repeats == Repeats::kCast)) {
+  if (!seen.is_new || (seen.in_torchs_region && repeats == Repeats::kCast)) {
     counts.hits = 1;
   } else {
     counts.count = 1;

@@ -21,7 +21,7 @@ struct ObservedCall {
 struct SeenCast {
   bool of_weight;
   bool looked_for = false;        // in a cache
-  bool made = true;               // and not found there
+  bool is_new = true;             // and not found there
   bool in_torchs_region = false;  // whose cache does not show whether the cast was found
   double seconds = 0;
 };

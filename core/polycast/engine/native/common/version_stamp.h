@@ -12,19 +12,19 @@
 
 namespace {
 
-// The key of a cached cast, or of a prepacked weight, which has a kind in place of a dtype. `view` is a hash that tells the
+// The key of a cached cast, or of a prepacked weight, which has an id in place of a dtype. `view` is a hash that tells the
 // views of a weight apart (their stamps hold the exact sizes and strides); 0 is the weight itself.
 struct Key {
   TensorImpl* weight;
   ScalarType dtype;
-  int prepack_kind = 0;
+  int prepack_id = 0;
   uint64_t view = 0;
   bool operator==(const Key& other) const = default;
 };
 
 struct KeyHash {
   size_t operator()(const Key& key) const {
-    return std::hash<void*>()(key.weight) * 31 + static_cast<size_t>(key.dtype) + static_cast<size_t>(key.prepack_kind) * 1021 +
+    return std::hash<void*>()(key.weight) * 31 + static_cast<size_t>(key.dtype) + static_cast<size_t>(key.prepack_id) * 1021 +
         key.view;
   }
 };
