@@ -127,8 +127,8 @@ class AliasHooks {
       add<MethodHook<2, false>>("data_ptr");
       add<MethodHook<3, true>>("set_");
       const Object module = Object::steal(PyImport_ImportModule("torch._C._autograd"));
-      if (Object original = find(module.get(), GraphDataHook::name)) {
-        install(module, GraphDataHook::name, GraphDataHook::make(module.get()), std::move(original));
+      if (Object former = find(module.get(), GraphDataHook::name)) {
+        install(module, GraphDataHook::name, GraphDataHook::make(module.get()), std::move(former));
       }
     } catch (...) {
       remove();
@@ -142,18 +142,18 @@ class AliasHooks {
  private:
   // A hook that others have replaced stays.
   void remove() {
-    const ErrorScope former;
-    for (const auto& [owner, name, hook, original] : hooks_) {
+    const ErrorScope pending;
+    for (const auto& [owner, name, hook, former] : hooks_) {
       if (find(owner.get(), name).get() != hook.get()) {
         continue;
       }
-      if ((original ? PyObject_SetAttrString(owner.get(), name, original.get()) : PyObject_DelAttrString(owner.get(), name)) != 0) {
+      if ((former ? PyObject_SetAttrString(owner.get(), name, former.get()) : PyObject_DelAttrString(owner.get(), name)) != 0) {
         PyErr_WriteUnraisable(owner.get());
       }
     }
   }
 
-  struct Hook {
+  struct InstalledHook {
     Object owner;
     const char* name;
     Object hook;
@@ -194,7 +194,7 @@ class AliasHooks {
     }
   }
 
-  std::vector<Hook> hooks_;
+  std::vector<InstalledHook> hooks_;
 };
 
 }  // namespace
