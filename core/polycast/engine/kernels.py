@@ -41,8 +41,8 @@ def refusal(backend: Backend, name: str) -> str:
     return f"{name} is unsafe to autocast on {backend.device_type}. {remedy}"
 
 
-def is_in_fast_dtype(op: str, backend: Backend) -> bool:
-    """Return whether autocast computes all in the fast dtype that a composed op calls.
+def runs_in_fast_dtype_only(op: str, backend: Backend) -> bool:
+    """Return whether autocast computes every op that a composed op calls in the fast dtype.
 
     It does not where the backend's table has another policy for an op, or another library a kernel.
     """

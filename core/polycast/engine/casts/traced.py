@@ -10,7 +10,7 @@ from ...torch_internals import changes
 from ...torch_internals.private_names import behind_functional_tensor, replayed_view, tracing_context
 from .. import state
 from .cached_cast import number_in_graph
-from .weights import is_all_of, is_dense, parameter_of
+from .weights import covers, is_dense, parameter_of
 
 MIN_ELEMENTS = 1024
 """Of a weight that is worth an operator: a compiler fuses the cast of a smaller one into what uses it."""
@@ -35,7 +35,7 @@ def cast_of_traced(tensor: torch.Tensor, dtype: torch.dtype, device_type: str) -
     if weight is None or weight.numel() < MIN_ELEMENTS or not is_dense(weight):
         return None
     # A cast of a part would be one of all of the weight, which may be far more than the code uses.
-    if tensor is not weight and not is_all_of(tensor, weight):
+    if tensor is not weight and not covers(tensor, weight):
         return None
     cast: torch.Tensor = torch.ops.polycast.cached_cast(weight, dtype, number_in_graph(cache))
     if tensor is weight:

@@ -25,18 +25,18 @@ STALE = (
 )
 
 
-_PACKED = (torch.float32, torch.bfloat16, torch.float16)
+_PREPACK_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def is_weight(tensor: torch.Tensor, *, to_pack: bool = False) -> bool:
-    """Return whether a tensor is a weight, whose casts may be cached; with `to_pack`, which may be prepacked.
+def is_weight(tensor: torch.Tensor, *, for_prepacking: bool = False) -> bool:
+    """Return whether a tensor is a weight, whose casts may be cached; with `for_prepacking`, which may be prepacked.
 
     Weights are float32 leaves that require grad, and frozen parameters. Other subclasses than Parameter are cast at
     each use, so that their own dispatch sees it, and so are weights that FSDP gathers.
     """
     kind = type(tensor)
     return (
-        (tensor.dtype in _PACKED if to_pack else tensor.dtype is torch.float32)
+        (tensor.dtype in _PREPACK_DTYPES if for_prepacking else tensor.dtype is torch.float32)
         and (kind is torch.nn.Parameter or (kind is torch.Tensor and tensor.requires_grad))
         and not tensor._is_view()  # before is_leaf, which torch refuses to say of some views
         and tensor.is_leaf
@@ -47,16 +47,16 @@ def is_weight(tensor: torch.Tensor, *, to_pack: bool = False) -> bool:
     )
 
 
-def weight_of(tensor: torch.Tensor, *, to_pack: bool = False) -> torch.Tensor | None:
+def weight_of(tensor: torch.Tensor, *, for_prepacking: bool = False) -> torch.Tensor | None:
     """Return the weight that a tensor is or is a plain view of, or None; see :func:`is_weight`.
 
     autograd tracks views in each grad mode, except detached ones and those with another dtype. The view or the weight
     may have been moved to other memory since.
     """
-    if is_weight(tensor, to_pack=to_pack):
+    if is_weight(tensor, for_prepacking=for_prepacking):
         return tensor
     base = tensor._base
-    if base is None or not is_weight(base, to_pack=to_pack):
+    if base is None or not is_weight(base, for_prepacking=for_prepacking):
         return None
     is_plain = (
         type(tensor) is torch.Tensor
@@ -71,7 +71,7 @@ def weight_of(tensor: torch.Tensor, *, to_pack: bool = False) -> torch.Tensor | 
     return base if is_plain else None
 
 
-def is_all_of(view: torch.Tensor, weight: torch.Tensor) -> bool:
+def covers(view: torch.Tensor, weight: torch.Tensor) -> bool:
     """Return whether a view has each element of a weight exactly once."""
     return (
         view.numel() == weight.numel()

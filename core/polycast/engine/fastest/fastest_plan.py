@@ -20,9 +20,9 @@ from ...torch_internals.private_names import (
 from ..casts.cast_cache import CastCache
 from ..casts.not_prepacked import INTERCEPTED
 from ..casts.traced import cast_of_traced
-from ..casts.weights import caching_is_safe, is_all_of, is_dense, is_weight, parameter_of
+from ..casts.weights import caching_is_safe, covers, is_dense, is_weight, parameter_of
 from ..inference import in_function
-from ..kernels import is_in_fast_dtype
+from ..kernels import runs_in_fast_dtype_only
 from ..recipes.actions import AS_IT_IS, CACHED_CAST, FALL_BACK, FLOAT32, Action, ActionKind, Results
 from ..recipes.plan import FLOATS, NO_KERNEL, SMALL, SUBCLASS, Plan, is_special
 from ..recipes.recipe_listeners import listeners, notify
@@ -80,7 +80,7 @@ class FastestPlan(Plan):
 
     @override
     def why_no_kernel(self, op: str) -> str | None:
-        if op in COMPOSED_OPS and not is_in_fast_dtype(op, self.backend):
+        if op in COMPOSED_OPS and not runs_in_fast_dtype_only(op, self.backend):
             return OTHER_OPS
         if op in POINTWISE_OPS:
             return None if op in self.kernels else NO_KERNEL
@@ -187,7 +187,7 @@ class FastestPlan(Plan):
             return NARROW_WEIGHT
         if any(name.startswith("aten::") for name in policies_for(self.device_type)):
             return REGISTERED
-        return None if is_in_fast_dtype(op, self.backend) else OTHER_OPS
+        return None if runs_in_fast_dtype_only(op, self.backend) else OTHER_OPS
 
     def _ways_by_kernel(self, op: str, args: Sequence[Any], position: int) -> tuple[Way, ...]:
         """Return the ways by the kernel of an op, if it supports a call."""
@@ -215,7 +215,7 @@ class FastestPlan(Plan):
         if cache is None or not torch.is_autocast_cache_enabled() or (tensor.requires_grad and torch.is_grad_enabled()):
             return False
         parameter = parameter_of(tensor)
-        return parameter is not None and is_all_of(tensor, parameter)
+        return parameter is not None and covers(tensor, parameter)
 
     def _compute(
         self, found: "PlannedCall", op: str, args: Sequence[Any], cache: CastCache | None, dtype: torch.dtype
@@ -283,7 +283,7 @@ def _cached_cast(weight: torch.Tensor, dtype: torch.dtype, cache: CastCache | No
         traced = cast_of_traced(weight, dtype, weight.device.type)
         return weight.to(dtype) if traced is None else traced
     parameter = parameter_of(weight)
-    if parameter is None or cache is None or not is_all_of(weight, parameter) or not is_dense(parameter):
+    if parameter is None or cache is None or not covers(weight, parameter) or not is_dense(parameter):
         return weight.to(dtype)
     cast: torch.Tensor = torch.ops.polycast.cached_cast(parameter, dtype)
     return cast if weight is parameter else cast.as_strided(weight.shape, weight.stride(), 0)

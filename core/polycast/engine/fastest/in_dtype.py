@@ -23,7 +23,7 @@ def in_dtype(op: str, args: Sequence[Any], dtype: torch.dtype) -> torch.Tensor:
 def results_of(op: str, args: Sequence[Any], dtype: torch.dtype) -> Results:
     """Return what an op, given by its name, returns on its arguments in a dtype."""
     overload = _overload(op)
-    if dtype is torch.float32 and copies_matrix(op, args):
+    if dtype is torch.float32 and should_make_contiguous(op, args):
         args = (args[0].to(dtype, memory_format=torch.contiguous_format).contiguous(), *args[1:])
     converted = [arg.to(dtype) if isinstance(arg, torch.Tensor) and arg.dtype in FLOATS else arg for arg in args]
     positional, named = unflatten_arguments(overload, converted)
@@ -38,7 +38,7 @@ def cast_results(results: Results, dtype: torch.dtype) -> Results:
     return tuple(each if each is None or not each.is_floating_point() else each.to(dtype) for each in results)
 
 
-def copies_matrix(op: str, args: Sequence[Any]) -> bool:
+def should_make_contiguous(op: str, args: Sequence[Any]) -> bool:
     """Return whether the first argument should be made contiguous: otherwise torch may copy the matrix for each batch.
 
     See also native/kernel.h.

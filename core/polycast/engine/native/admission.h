@@ -60,11 +60,11 @@ bool user_store_allows(const Tensor& weight, const VersionStamp& stamp) {
   return stamp.holders() != Holders::kUnversioned && !is_written_elsewhere(weight, stamp);
 }
 
-// A region's rule for one cast.
-struct RegionRule {
+// Whether a region admits one cast: to its cache, and to be used from there.
+struct RegionAdmission {
   bool sees_all_writes;  // at admission, nothing else held the memory
 
-  RegionRule(const Tensor& weight, const VersionStamp& stamp, bool for_view) {
+  RegionAdmission(const Tensor& weight, const VersionStamp& stamp, bool for_view) {
     const bool is_sole_holder = for_view ? stamp.holders() == Holders::kVersioned && count_holders(weight) == 2
                                          : stamp.holders() == Holders::kNone;
     sees_all_writes = is_sole_holder && memory_of(weight) == Memory::kTorch;

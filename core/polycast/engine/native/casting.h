@@ -26,10 +26,10 @@ C10_ALWAYS_INLINE bool is_fast_or_float32(ScalarType dtype) {
 
 // Return whether a tensor is a weight: a float32 leaf that requires grad, or a Parameter that does not; for prepacking, also in
 // bfloat16 or float16. Not other subclasses, nor tensors with a forward-mode tangent, which a cached cast would lose.
-bool is_weight(const Tensor& tensor, bool to_prepack = false) {
+bool is_weight(const Tensor& tensor, bool for_prepacking = false) {
   const TensorImpl* const impl = tensor.unsafeGetTensorImpl();
   const ScalarType dtype = tensor.scalar_type();
-  const bool may_have_dtype = to_prepack ? is_fast_or_float32(dtype) : dtype == at::kFloat;
+  const bool may_have_dtype = for_prepacking ? is_fast_or_float32(dtype) : dtype == at::kFloat;
   if (!may_have_dtype || tensor.layout() != at::kStrided || !impl->has_storage() || tensor.is_inference() ||
       tensor.is_nested() || impl->key_set().has_any(c10::DispatchKeySet({DispatchKey::Python, DispatchKey::Negative}))) {
     return false;
@@ -46,8 +46,8 @@ bool is_weight(const Tensor& tensor, bool to_prepack = false) {
 }
 
 // Return the weight that a tensor is, or is a view of, or null.
-C10_ALWAYS_INLINE const Tensor* weight_of(const Tensor& tensor, bool to_prepack = false) {
-  return is_weight(tensor, to_prepack) ? &tensor : viewed_weight(tensor, to_prepack);
+C10_ALWAYS_INLINE const Tensor* weight_of(const Tensor& tensor, bool for_prepacking = false) {
+  return is_weight(tensor, for_prepacking) ? &tensor : viewed_weight(tensor, for_prepacking);
 }
 
 // Return whether no dispatch mode, tracer or functorch transform intercepts the ops.

@@ -42,7 +42,7 @@ Tensor converted(const Tensor& tensor, ScalarType dtype) {
     return tensor;
   }
   const bool widens = from == at::kBFloat16 && dtype == at::kFloat, narrows = from == at::kFloat && dtype == at::kBFloat16;
-  if (!(widens || narrows) || !is_only_on_cpu(tensor) || !tensor.is_non_overlapping_and_dense() || !has_instructions()) {
+  if (!(widens || narrows) || !is_only_on_cpu(tensor) || !tensor.is_non_overlapping_and_dense() || !has_avx2_and_f16c()) {
     return tensor.to(dtype);
   }
   const int64_t count = tensor.numel();
@@ -52,7 +52,7 @@ Tensor converted(const Tensor& tensor, ScalarType dtype) {
   RECORD_FUNCTION("aten::to", (std::array<c10::IValue, 1>{tensor}));
   Tensor result(at::detail::empty_strided_cpu(tensor.sizes(), tensor.strides(), dtype));
   if (narrows) {
-    cast_all<at::kBFloat16>(
+    cast_floats<at::kBFloat16>(
         static_cast<const float*>(tensor.const_data_ptr()), static_cast<uint16_t*>(result.mutable_data_ptr()), count, nullptr);
     return result;
   }

@@ -117,7 +117,7 @@ template <ScalarType dtype, bool is_counted>
   }
 }
 
-bool has_instructions() {
+bool has_avx2_and_f16c() {
   static const bool there = [] {
     __builtin_cpu_init();
     unsigned features[4] = {};  // __builtin_cpu_supports("f16c") is unknown to Clang 17 and GCC 10
@@ -136,11 +136,11 @@ bool can_cast_on_cpu(const Tensor& weight, ScalarType dtype) {
   const size_t bytes = (weight.storage_offset() + weight.numel()) * sizeof(float);
   return keys == c10::DispatchKeySet(DispatchKey::CPU) && weight.scalar_type() == at::kFloat &&
       (dtype == at::kBFloat16 || dtype == at::kHalf) && weight.is_non_overlapping_and_dense() &&
-      weight.storage().nbytes() >= bytes && has_instructions() && polycast::has_threads();
+      weight.storage().nbytes() >= bytes && has_avx2_and_f16c() && polycast::has_threads();
 }
 
 template <ScalarType dtype>
-void cast_all(const float* from, uint16_t* to, int64_t count, CountedCast* counted) {
+void cast_floats(const float* from, uint16_t* to, int64_t count, CountedCast* counted) {
   if (counted == nullptr) {
     polycast::for_each_part(
         count, kGrain, [&](int64_t begin, int64_t end) { cast_part<dtype, false>(from + begin, to + begin, end - begin, nullptr); });
@@ -162,7 +162,7 @@ void cast_on_cpu(const Tensor& weight, const Tensor& cast) {
   const auto* const from = static_cast<const float*>(weight.const_data_ptr());
   auto* const to = static_cast<uint16_t*>(cast.mutable_data_ptr());
   CountedCast* const counted = observed_op == nullptr ? nullptr : observed_op->cast;
-  (cast.scalar_type() == at::kHalf ? &cast_all<at::kHalf> : &cast_all<at::kBFloat16>)(from, to, weight.numel(), counted);
+  (cast.scalar_type() == at::kHalf ? &cast_floats<at::kHalf> : &cast_floats<at::kBFloat16>)(from, to, weight.numel(), counted);
 }
 
 #else

@@ -111,7 +111,7 @@ class CallMetadata {
     records = records || needs_gradient;
     const ScalarType dtype = tensor.scalar_type();
     has_fast_or_float32 = has_fast_or_float32 && is_fast_or_float32(dtype);
-    const Tensor* const weight = weight_of(tensor, /*to_prepack=*/true);
+    const Tensor* const weight = weight_of(tensor, /*for_prepacking=*/true);
     // 0: of no weight, 1: all of a weight, 2: a part of one
     const int64_t part = weight == nullptr ? 0 : weight == &tensor || covers(tensor, *weight) ? 1 : 2;
     const int64_t index = tensor.get_device() + 1;  // 0 where devices have no index

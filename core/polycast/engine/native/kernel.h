@@ -69,7 +69,7 @@ class Kernel final : public c10::OperatorKernel {
   }
 
   // Return whether the first argument should be made contiguous: otherwise torch may copy the matrix for each batch.
-  bool copies_matrix(c10::DispatchKeySet keys, const Tensor& first, const Tensor& matrix) const {
+  bool should_make_contiguous(c10::DispatchKeySet keys, const Tensor& first, const Tensor& matrix) const {
     return multiplies_batches_ && has_only_autograd(keys) && first.dim() > 2 && matrix.dim() <= 2 && !first.is_contiguous();
   }
 
@@ -101,7 +101,7 @@ class Kernel final : public c10::OperatorKernel {
   void operator()(const c10::OperatorHandle& handle, c10::DispatchKeySet keys, torch::jit::Stack* stack) const {
     if (C10_UNLIKELY(has_recipe())) {
       if (c10::IValue& first = argument(stack, 0);
-          multiplies_batches_ && copies_matrix(keys, first.toTensor(), argument(stack, 1).toTensor())) {
+          multiplies_batches_ && should_make_contiguous(keys, first.toTensor(), argument(stack, 1).toTensor())) {
         first = contiguous(first.toTensor());
       }
       if (Results results = call_recipe(keys, torch::jit::Stack(&argument(stack, 0), &argument(stack, 0) + arity_)); !results.empty()) {
@@ -122,7 +122,7 @@ class Kernel final : public c10::OperatorKernel {
     const ScalarType target = dtype_for(policy, [&](Promotion& promotion) { add_inputs(promotion, stack); });
     const CastSpec spec{target, device_, has_only_autograd(keys), region, is_capturing_};
     if (spec.dtype != ScalarType::Undefined) {
-      cast_all(spec, stack);
+      cast_stack(spec, stack);
     } else if (policy == Policy::kFp32SetOptDtype && first_is_eligible(stack)) {
       c10::IValue& dtype = argument(stack, *optional_dtype_);
       if (dtype.isNone()) {
@@ -138,7 +138,7 @@ class Kernel final : public c10::OperatorKernel {
   }
 
  private:
-  friend class RedispatchGuard;
+  friend class PreparedCall;
 
   // Return whether autograd can be skipped where it has nothing to record. Not for ops that may return views of their inputs,
   // which autograd marks as such: by their schemas, or because they are composite (of these, those with LOWER_PRECISION_FP and no lists return none).
@@ -202,7 +202,7 @@ class Kernel final : public c10::OperatorKernel {
     return first.isTensor() && is_eligible(first.toTensor(), device_);
   }
 
-  void cast_all(const CastSpec& spec, torch::jit::Stack* stack) const {
+  void cast_stack(const CastSpec& spec, torch::jit::Stack* stack) const {
     for (auto position = tensors_.rbegin(); position != tensors_.rend(); ++position) {  // in reverse: see Casts::make()
       c10::IValue& value = argument(stack, *position);
       if (value.isTensor()) {

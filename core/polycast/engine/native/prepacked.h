@@ -19,7 +19,7 @@ const Tensor* weight_to_prepack(const Tensor& tensor, NotPrepacked& reason) {
     reason = NotPrepacked::kIntercepted;
     return nullptr;
   }
-  const Tensor* const weight = weight_of(tensor, /*to_prepack=*/true);
+  const Tensor* const weight = weight_of(tensor, /*for_prepacking=*/true);
   if (weight == nullptr) {
     reason = NotPrepacked::kNoWeight;
     return nullptr;

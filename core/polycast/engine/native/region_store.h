@@ -46,7 +46,7 @@ class RegionStore {
     }
     const Key key{weight.unsafeGetTensorImpl(), dtype};
     const auto found = cached_.find(key);
-    if (found == cached_.end() || !found->second->matches(weight) || !found->second->rule.allows(weight, use.is_view)) {
+    if (found == cached_.end() || !found->second->matches(weight) || !found->second->admission.allows(weight, use.is_view)) {
       return nullptr;
     }
     const Tensor& cast = use.history ? found->second->with_history : found->second->cast;
@@ -64,9 +64,9 @@ class RegionStore {
     const Key key{weight.unsafeGetTensorImpl(), dtype};
     drop_written();
     if (const auto found = cached_.find(key); found != cached_.end() && found->second->matches(weight) &&
-        (use.is_view || found->second->rule.allows(weight, false))) {
+        (use.is_view || found->second->admission.allows(weight, false))) {
       CachedCast& entry = *found->second;
-      if (use.is_view && !entry.rule.allows(weight, true)) {
+      if (use.is_view && !entry.admission.allows(weight, true)) {
         is_new = true;
         return make_cast(weight, dtype);  // the entry stays, for uses of the weight itself
       }
@@ -77,7 +77,7 @@ class RegionStore {
       return entry.cast.defined() ? entry.cast : alias_of(entry.with_history);
     }
     if (auto entry = probation_.take(key, [&](const CachedCast& entry) {
-          return entry.matches(weight) && entry.rule.allows(weight, use.is_view);
+          return entry.matches(weight) && entry.admission.allows(weight, use.is_view);
         })) {
       uses_.note_hit(key);
       const Tensor cast = entry->cast;
@@ -200,8 +200,8 @@ class RegionStore {
     PendingCollectives::instance().drop_finished();  // a finished one holds the memory of its weights until then
     const uint64_t position = position_;
     auto entry = std::make_unique<CachedCast>(weight, use.is_view);
-    const bool is_admitted = entry->rule.allows(weight, use.is_view) && !is_written_elsewhere(weight, entry->stamp);
-    const bool shares = caches && is_admitted && entry->rule.sees_all_writes &&
+    const bool is_admitted = entry->admission.allows(weight, use.is_view) && !is_written_elsewhere(weight, entry->stamp);
+    const bool shares = caches && is_admitted && entry->admission.sees_all_writes &&
         threads_with_regions.load(std::memory_order_relaxed) > 1;
     ProbationQueue::Reservation reservation;
     Tensor cast, reusable;

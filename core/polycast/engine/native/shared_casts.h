@@ -12,13 +12,13 @@ namespace {
 
 struct CachedCast {
   VersionStamp stamp;
-  RegionRule rule;
+  RegionAdmission admission;
   Tensor cast;                        // without history, or undefined
   Tensor with_history;                // the same memory with history, or undefined
   std::optional<c10::Stream> stream;  // on which it was made; others do not use it
 
   CachedCast(const Tensor& weight, bool for_view)
-      : stamp(weight), rule(weight, stamp, for_view), stream(current_stream(weight)) {}
+      : stamp(weight), admission(weight, stamp, for_view), stream(current_stream(weight)) {}
 
   bool matches(const Tensor& weight) const {
     return stamp.matches(weight) && stream == current_stream(weight) && is_unwritten(cast.defined() ? cast : with_history);

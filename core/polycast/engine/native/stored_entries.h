@@ -61,7 +61,7 @@ PyObject* store_adopt(PyObject* self, PyObject* arguments) {
   const std::shared_ptr<UserStore> store = Holder<UserStore>::unwrap(self);
   const Tensor tensor = tensor_of(tensor_object);
   const int prepack_id = PyLong_Check(kind) ? static_cast<int>(PyLong_AsLong(kind)) : 0;
-  const Tensor* const found_weight = weight_of(tensor, /*to_prepack=*/prepack_id != 0);
+  const Tensor* const found_weight = weight_of(tensor, /*for_prepacking=*/prepack_id != 0);
   if (found_weight == nullptr) {
     return Py_NewRef(Py_False);
   }

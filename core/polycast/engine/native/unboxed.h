@@ -11,10 +11,11 @@
 
 namespace {
 
-// While it lives, autocast is off, the casts are alive, and autograd is skipped if it has nothing to record. Casts the arguments.
-class RedispatchGuard {
+// A call whose arguments are cast, and the keys to redispatch it with. While it lives, autocast is off, the casts are alive, and
+// autograd is skipped if it has nothing to record.
+class PreparedCall {
  public:
-  C10_NOINLINE RedispatchGuard(const Kernel& kernel, c10::DispatchKeySet keys, const Arguments& arguments) : keys_(keys & kernel.below_) {
+  C10_NOINLINE PreparedCall(const Kernel& kernel, c10::DispatchKeySet keys, const Arguments& arguments) : keys_(keys & kernel.below_) {
     const DeviceRegion& region = region_of(kernel.device_);
     const Policy policy = kernel.policy(region);
     if (policy == Policy::kNone) {
@@ -42,8 +43,8 @@ class RedispatchGuard {
       keys_ = kernel.device_keys_;
     }
   }
-  RedispatchGuard(const RedispatchGuard&) = delete;
-  C10_NOINLINE ~RedispatchGuard() {}
+  PreparedCall(const PreparedCall&) = delete;
+  C10_NOINLINE ~PreparedCall() {}
 
   // The keys to redispatch with.
   c10::DispatchKeySet keys() const { return keys_; }
@@ -135,7 +136,7 @@ struct c10::impl::wrap_kernel_functor_unboxed_<Unboxed<Result(Args...)>, Result(
       if (C10_UNLIKELY(kernel.has_recipe())) {
         if constexpr (begins_with_tensors<Args...>) {
           const auto given_tensors = std::tie(args...);
-          if (const Tensor& first = std::get<0>(given_tensors); kernel.copies_matrix(keys, first, std::get<1>(given_tensors))) {
+          if (const Tensor& first = std::get<0>(given_tensors); kernel.should_make_contiguous(keys, first, std::get<1>(given_tensors))) {
             const Tensor contiguous = kernel.contiguous(first);
             return [&](const Tensor&, auto&... others) {
               return run(kernel, keys, std::index_sequence<I...>(), contiguous, others...);
@@ -152,10 +153,10 @@ struct c10::impl::wrap_kernel_functor_unboxed_<Unboxed<Result(Args...)>, Result(
     static constexpr ArgumentLayout<Args...> kLayout;
     std::array<const void*, kLayout.count + 1> addresses;
     ((kind_of<Args> != ArgumentKind::kOther ? void(addresses[kLayout.of_argument[I]] = std::addressof(args)) : void()), ...);
-    const RedispatchGuard guard(
+    const PreparedCall prepared(
         kernel, keys, {kLayout.kinds.data(), addresses.data(), kLayout.count, kLayout.begin_with_tensor});
     const auto redispatch = reinterpret_cast<Result (*)(c10::DispatchKeySet, Args...)>(kernel.redispatch());
-    return redispatch(guard.keys(), used<Args>(args, addresses[kLayout.of_argument[I]])...);
+    return redispatch(prepared.keys(), used<Args>(args, addresses[kLayout.of_argument[I]])...);
   }
 };
 

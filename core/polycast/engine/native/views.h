@@ -14,10 +14,10 @@
 
 namespace {
 
-bool is_weight(const Tensor& tensor, bool to_prepack);
+bool is_weight(const Tensor& tensor, bool for_prepacking);
 
 // Return the weight that a tensor is a plain view of, or null. The most selective checks come first.
-C10_NOINLINE const Tensor* viewed_weight(const Tensor& view, bool to_prepack) {
+C10_NOINLINE const Tensor* viewed_weight(const Tensor& view, bool for_prepacking) {
   const auto* const meta = torch::autograd::impl::get_autograd_meta(view);
   if (meta == nullptr || !meta->is_view_) {
     return nullptr;
@@ -28,7 +28,7 @@ C10_NOINLINE const Tensor* viewed_weight(const Tensor& view, bool to_prepack) {
   }
   const Tensor& base = views->get_backward_view().base_;
   const TensorImpl* const impl = view.unsafeGetTensorImpl();
-  if (!is_weight(base, to_prepack) || view.scalar_type() != base.scalar_type() || view.layout() != at::kStrided || view.is_inference() ||
+  if (!is_weight(base, for_prepacking) || view.scalar_type() != base.scalar_type() || view.layout() != at::kStrided || view.is_inference() ||
       impl->key_set().has_any(c10::DispatchKeySet({DispatchKey::Python, DispatchKey::Negative}))) {
     return nullptr;
   }

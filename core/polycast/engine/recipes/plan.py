@@ -30,7 +30,7 @@ from .slower import slower_reason
 NO_KERNEL = "the backend has no kernel for it"
 RECORDS = "autograd records it, and quantized kernels have no backward"
 SMALL = "the weight is smaller than the recipe's min_size"
-UNPACKABLE = "the weight cannot be prepacked"
+CANNOT_PREPACK = "the weight cannot be prepacked"
 SUBCLASS = "a tensor is of a subclass that sees each op itself, or has no memory"
 
 FLOATS = frozenset((torch.float32, torch.bfloat16, torch.float16))
@@ -201,7 +201,7 @@ class Plan:
         where = process_cache.cache if cache is None else cache
         prepared = prepacked(where, weight, self._prepack_ids[op], self._prepack[op])
         if prepared is None:
-            return UNPACKABLE, None
+            return CANNOT_PREPACK, None
         if isinstance(prepared, str):
             return prepared, None
         result = kernel.run(prepared, *args)

@@ -41,7 +41,7 @@ class ByteBudget:
         self._refused: dict[Key, _Refused] = {}
         self._clock = 0
 
-    def note_use(self, entry: Usage) -> None:
+    def note_hit(self, entry: Usage) -> None:
         """Note that an entry is used."""
         entry.uses = min(entry.uses + 1, _MAX_USES)
         entry.last_use = self._tick()

@@ -72,7 +72,7 @@ def may_be_written(storage: int) -> bool:
 
 
 @contextmanager
-def prepacking(weight: torch.Tensor) -> Iterator[None]:
+def prepack_guard(weight: torch.Tensor) -> Iterator[None]:
     """Read a weight: aliases of its memory that this thread makes drop no casts."""
     outer = _thread.prepacked
     _thread.prepacked = outer | {TensorBase.untyped_storage(weight)._cdata}

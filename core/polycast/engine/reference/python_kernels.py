@@ -22,7 +22,7 @@ from ..casts.cast_cache import cache_by_identity
 from ..casts.traced import cast_of_traced
 from ..casts.weights import Source, caching_is_safe, is_weight, weight_of
 from ..disable_dynamo import disable_dynamo
-from ..fastest.in_dtype import copies_matrix
+from ..fastest.in_dtype import should_make_contiguous
 from ..kernels import Kernels, refusal
 from ..recipes import compute
 from .rules import OpCall, apply_rule, is_eligible
@@ -100,7 +100,7 @@ class _Kernel:
         policy = self._machine.policy(self._name, self._device_type, self._policy)
         if self._may_have_recipe(policy) and self._machine.has_recipe(self._name, self._device_type):
             with self._without_autocast():
-                if caching_is_safe() and copies_matrix(self._name, flatten_arguments(self._op, args, kwargs)):
+                if caching_is_safe() and should_make_contiguous(self._name, flatten_arguments(self._op, args, kwargs)):
                     args = (args[0].contiguous(), *args[1:])
                 result, _ = compute.perform(self._name, self._device_type, flatten_arguments(self._op, args, kwargs))
                 if result is not None:

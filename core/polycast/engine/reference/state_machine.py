@@ -14,7 +14,7 @@ from ...torch_internals.private_names import is_function_mode_enabled
 from ..casts.cached_cast import with_history
 from ..casts.cast_cache import CastCache
 from ..casts.not_prepacked import INTERCEPTED, NO_WEIGHT, NOT_CACHED
-from ..casts.weights import Source, caching_is_safe, is_all_of, weight_of
+from ..casts.weights import Source, caching_is_safe, covers, weight_of
 from ..override import Override
 from ..state import Settings
 from .store import PythonStore
@@ -52,7 +52,7 @@ class _ThreadRegions:
     """The regions of one thread.
 
     Any call may raise, even of a builtin: RecursionError, or what a signal handler raises. So all calls come before
-    the first change, and :meth:`push` makes the calls that :meth:`take_out` does: a region that could be entered can be
+    the first change, and :meth:`push` makes the calls that :meth:`remove` does: a region that could be entered can be
     left.
     """
 
@@ -78,7 +78,7 @@ class _ThreadRegions:
         self.depth[frame.device_type] = depth + 1
         self._by_owner[key] = frame
 
-    def take_out(self, owner: object) -> Frame | None:
+    def remove(self, owner: object) -> Frame | None:
         """Remove the innermost frame of an owner, and return it; None if there is none."""
         key = id(owner)
         frame = self._by_owner.get(key)
@@ -149,7 +149,7 @@ class PythonStateMachine:
     def leave(self, owner: object) -> bool | None:
         """Remove a frame, and restore the state before it; if a frame is above it, that one restores it instead."""
         regions = self._regions
-        frame = regions.take_out(owner)
+        frame = regions.remove(owner)
         if frame is None:
             return None
         if frame.newer is not None:
@@ -222,7 +222,7 @@ class PythonStateMachine:
         """See :class:`StateMachine`."""
         if not caching_is_safe():
             return INTERCEPTED
-        source_weight = weight_of(weight, to_pack=True)
+        source_weight = weight_of(weight, for_prepacking=True)
         if source_weight is None:
             return NO_WEIGHT
         if not torch.is_autocast_cache_enabled():
@@ -257,7 +257,7 @@ class PythonStateMachine:
                 if link:
                     return own.cast_with_history(weight, dtype, store)
                 return store.cast(Source(weight, weight), dtype)
-            if is_all_of(tensor, weight):
+            if covers(tensor, weight):
                 of_weight = store.cast(Source(weight, weight, holders=2), dtype)
                 with torch.no_grad():
                     cached = of_weight.as_strided(tensor.shape, tensor.stride())

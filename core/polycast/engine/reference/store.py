@@ -15,7 +15,7 @@ from ..casts.cast_cache import EntryKind, StoredEntry
 from ..casts.not_prepacked import NO_ROOM, VIEWS_ARE_FULL, WRITTEN_UNSEEN
 from ..casts.weights import STALE, Source, TensorBase, has_other_holders, storages_are_rewritten, weight_of
 from .byte_budget import ByteBudget, Key
-from .invalidation import add_store, all_stores, may_be_written, prepacking, track
+from .invalidation import add_store, all_stores, may_be_written, prepack_guard, track
 from .store_entry import Entry, Prepacked, version_stamp
 
 
@@ -59,15 +59,20 @@ class PythonStore:
         """Return a weight or a view in `dtype`, without history: the cached cast, or a new one."""
         tensor = source.tensor
         key = (id(source.weight), dtype, source.layout)
-        alone = _is_alone(source)
+        sees_all_writes = _sees_all_writes(source)
         with self._lock:
             entry = self._find(key, source)
-            if self._of_region and entry is not None and not (alone and entry.alone) and not self._as_torch(source):
+            if (
+                self._of_region
+                and entry is not None
+                and not (sees_all_writes and entry.sees_all_writes)
+                and not self._as_torch(source)
+            ):
                 return _make_cast(tensor, dtype)
             if entry is None:
                 stamp, storage = version_stamp(tensor), track(tensor)  # before the cast is made
                 admitted = self._admits(source)
-                entry = Entry(stamp, storage, (_make_cast(tensor, dtype),), alone=alone)
+                entry = Entry(stamp, storage, (_make_cast(tensor, dtype),), sees_all_writes=sees_all_writes)
                 self._insert(key, source, entry, admitted)
             elif self._verify and not _are_equal(tensor.detach().to(dtype), entry.cast):
                 raise StaleWeightError(STALE)
@@ -100,7 +105,7 @@ class PythonStore:
         stamp, storage = version_stamp(tensor), track(tensor)
         if not self._admits(source):
             return WRITTEN_UNSEEN
-        with prepacking(tensor):
+        with prepack_guard(tensor):
             entry = Entry(stamp, storage, prepack(tensor))
         if self._verify:
             with torch.no_grad():
@@ -111,7 +116,7 @@ class PythonStore:
 
     def adopt(self, tensor: torch.Tensor, kind: EntryKind, tensors: Sequence[torch.Tensor]) -> bool:
         """See :class:`CastStore`."""
-        weight = weight_of(tensor, to_pack=isinstance(kind, int))
+        weight = weight_of(tensor, for_prepacking=isinstance(kind, int))
         if weight is None:
             return False
         source = Source(tensor, weight, holders=1 if tensor is weight else 2)
@@ -146,16 +151,16 @@ class PythonStore:
         key = (id(weight), dtype, ())
         with self._lock:
             entry = self._with_history.get(key)
-            fits = entry is not None and (entry.alone or store._of_region) and entry.matches(weight)
+            fits = entry is not None and (entry.sees_all_writes or store._of_region) and entry.matches(weight)
             recorded = entry.cast if entry is not None and fits else None
             drops = self._drops
         stamp, storage = version_stamp(weight), track(weight)  # before the store casts
         source = Source(weight, weight)
-        admitted, alone = store._admits(source), not has_other_holders(weight)
+        admitted, sees_all_writes = store._admits(source), not has_other_holders(weight)
         cast = store.cast(source, dtype)
         if recorded is not None:
             return recorded
-        entry = Entry(stamp, storage, (with_history(weight, cast),), alone=alone)
+        entry = Entry(stamp, storage, (with_history(weight, cast),), sees_all_writes=sees_all_writes)
         with self._lock:
             if drops == self._drops and admitted:
                 self._with_history[key] = entry
@@ -172,12 +177,12 @@ class PythonStore:
         """Return whether a cast that is made now may be cached: not where its weight may be written unseen."""
         tensor = source.tensor
         # Before `storage` below becomes another holder.
-        has_others, alone = has_other_holders(tensor, source.holders), _is_alone(source)
+        has_others, sees_all_writes = has_other_holders(tensor, source.holders), _sees_all_writes(source)
         storage = TensorBase.untyped_storage(tensor)
         if (tensor.device.type == "cpu" and storage.is_shared()) or may_be_written(storage._cdata):
             return False
         if self._of_region:
-            return alone or (self._as_torch(source) and not (has_others and storages_are_rewritten()))
+            return sees_all_writes or (self._as_torch(source) and not (has_others and storages_are_rewritten()))
         return not has_others
 
     def _find(self, key: Key, source: Source) -> Entry | None:
@@ -185,7 +190,7 @@ class PythonStore:
         if entry is None or not entry.matches(source.tensor):
             return None
         self._hits += 1
-        self._budget.note_use(entry)
+        self._budget.note_hit(entry)
         self._entries.move_to_end(key)
         return entry
 
@@ -297,7 +302,7 @@ def _make_cast(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return weight.detach().to(dtype)
 
 
-def _is_alone(source: Source) -> bool:
+def _sees_all_writes(source: Source) -> bool:
     """Return whether nothing else holds a weight's memory, and it is not that of an array."""
     if has_other_holders(source.tensor, source.holders):
         return False

@@ -23,7 +23,7 @@ class Entry:
     versions: tuple[int, ...] = ()
     nbytes: int = 0
     original: torch.Tensor | None = None  # if a prepacked weight is to be verified, a copy of the weight
-    alone: bool = True  # nothing else held the weight's memory
+    sees_all_writes: bool = True  # nothing else held the weight's memory
 
     def __post_init__(self) -> None:
         self.versions = _versions(self.tensors)
