@@ -88,7 +88,9 @@ def test_where_gradients_are_recorded_the_op_runs_in_float16(engine):
     with observed(engine) as seen, polycast.autocast("npy", recipe=RECIPE):
         layer(x).sum().backward()
     if seen is not None:
-        assert [each.declined for each in seen.low_bit] == ["autograd records it, and quantized kernels have no backward"]
+        assert [each.declined for each in seen.low_bit] == [
+            "autograd records it, and quantized kernels have no backward"
+        ]
     assert layer.weight.grad.dtype is torch.float32
 
 

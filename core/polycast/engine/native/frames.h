@@ -47,16 +47,19 @@ class Override {
   std::vector<std::optional<Policy>> policies_;
 };
 
+class NoAutocast;
+
 // A region that the thread is in; see Frame in state_machine.py.
 struct Frame {
   Object owner, settings, override, cache;
   std::shared_ptr<const Override> policies;
   std::shared_ptr<UserStore> store;  // of the WeightCache; null: the thread's own store
   DeviceType device;
-  bool enabled_before, cache_enabled_before;
+  bool enabled, enabled_before, cache_enabled_before;
   ScalarType dtype_before;
   Frame *older = nullptr, *newer = nullptr;  // in the thread
   Frame *below = nullptr, *above = nullptr;  // for the device
+  NoAutocast* kernel;  // the innermost kernel of the device that runs on the thread, at entry
 };
 
 // The number of regions of all threads, by device.
@@ -71,6 +74,7 @@ struct DeviceRegion {
   UserStore* store = nullptr;
   RegionStore* casts = nullptr;
   int depth = 0;
+  NoAutocast* kernel = nullptr;
 };
 
 using DeviceRegions = std::array<DeviceRegion, c10::COMPILE_TIME_MAX_DEVICE_TYPES>;
@@ -78,6 +82,63 @@ using DeviceRegions = std::array<DeviceRegion, c10::COMPILE_TIME_MAX_DEVICE_TYPE
 constinit thread_local DeviceRegions device_regions{};
 
 DeviceRegion& region_of(DeviceType device) { return device_regions[static_cast<size_t>(device)]; }
+
+// Keeps autocast off for a device while a kernel runs, and restores it afterwards. A kernel may run Python: a backend's, a dispatch
+// mode's or that of the garbage collector, which may leave regions around the kernel or leave one open. So like a frame, the kernel
+// holds the state to restore, and passes it to a frame above it.
+class NoAutocast {
+ public:
+  NoAutocast(DeviceType device, c10::DispatchKeySet keys)
+      : device_(device), region_(region_of(device)), innermost_(region_.innermost), outer_(std::exchange(region_.kernel, this)) {
+    excluded_.emplace(keys);
+  }
+  NoAutocast(const NoAutocast&) = delete;
+
+  ~NoAutocast() {
+    region_.kernel = outer_;
+    if (C10_UNLIKELY(enabled_after_.has_value() || region_.innermost != innermost_)) {
+      restore_after_change();
+    }
+  }
+
+  // Return the kernel directly above a frame, or null.
+  static NoAutocast* above(const Frame& frame) {
+    NoAutocast* kernel = region_of(frame.device).kernel;
+    if (kernel == frame.kernel || (frame.above != nullptr && frame.above->kernel == frame.kernel)) {
+      return nullptr;
+    }
+    while (kernel->outer_ != frame.kernel) {
+      kernel = kernel->outer_;
+    }
+    return kernel;
+  }
+
+  // Set whether autocast is on after the kernel.
+  void set_enabled_after(bool enabled) { enabled_after_ = enabled; }
+
+ private:
+  C10_NOINLINE void restore_after_change() {
+    const bool enabled_after = enabled_after_.value_or(true);
+    Frame* const innermost = region_.innermost;
+    const bool is_left_open = innermost != nullptr && innermost->kernel == this;
+    for (Frame* frame = innermost; frame != nullptr && frame->kernel == this; frame = frame->below) {
+      frame->kernel = outer_;
+      if (frame->below == nullptr || frame->below->kernel != this) {
+        frame->enabled_before = enabled_after;
+      }
+    }
+    excluded_.reset();
+    // torch restores the dispatch keys after a dispatch mode, so autocast may be off in a region that was entered there.
+    at::autocast::set_autocast_enabled(device_, is_left_open ? innermost->enabled : enabled_after);
+  }
+
+  const DeviceType device_;
+  DeviceRegion& region_;
+  Frame* const innermost_;  // at the beginning
+  NoAutocast* const outer_;
+  std::optional<bool> enabled_after_;  // if other than on
+  std::optional<c10::impl::ExcludeDispatchKeyGuard> excluded_;
+};
 
 // The frames of one thread.
 class Frames {

@@ -174,6 +174,8 @@ bool enter_region(PyObject* owner, PyObject* all_settings) {
       frame->cache = below->cache;
     }
   }
+  frame->kernel = region_of(device).kernel;
+  frame->enabled = settings[Setting::kEnabled] == Py_True;
   frame->enabled_before = at::autocast::is_autocast_enabled(device);
   frame->dtype_before = at::autocast::get_autocast_dtype(device);
   frame->cache_enabled_before = at::autocast::is_autocast_cache_enabled();
@@ -200,11 +202,16 @@ std::optional<bool> leave_region(PyObject* owner) {
   } else {
     at::autocast::set_autocast_cache_enabled(found->cache_enabled_before);
   }
-  if (found->above != nullptr) {
+  if (NoAutocast* const kernel = NoAutocast::above(*found)) {
+    kernel->set_enabled_after(found->enabled_before);
+  } else if (found->above != nullptr) {
     found->above->enabled_before = found->enabled_before;
-    found->above->dtype_before = found->dtype_before;
   } else {
     at::autocast::set_autocast_enabled(found->device, found->enabled_before);
+  }
+  if (found->above != nullptr) {
+    found->above->dtype_before = found->dtype_before;
+  } else {
     at::autocast::set_autocast_dtype(found->device, found->dtype_before);
   }
   if (const Observer* const current = observer.load(std::memory_order_relaxed)) {

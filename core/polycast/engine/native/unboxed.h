@@ -21,7 +21,7 @@ class PreparedCall {
     if (policy == Policy::kNone) {
       return;
     }
-    no_autocast_.emplace(kernel.keys_);
+    no_autocast_.emplace(kernel.device_, kernel.keys_);
     const CastSpec spec{
         kernel.dtype_for(policy, [&](Promotion& promotion) {
           arguments.any_tensor([&](const Tensor& tensor) {
@@ -68,7 +68,7 @@ class PreparedCall {
   }
 
   c10::DispatchKeySet keys_;
-  std::optional<c10::impl::ExcludeDispatchKeyGuard> no_autocast_;
+  std::optional<NoAutocast> no_autocast_;
   Casts casts_;
   std::optional<at::AutoDispatchBelowADInplaceOrView> below_autograd_;
 };

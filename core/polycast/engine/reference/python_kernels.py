@@ -91,7 +91,7 @@ class _Kernel:
         self._machine = machine
         self._device_type = backend.device_type
         self._is_eligible = functools.partial(is_eligible, device_type=backend.device_type)
-        self._without_autocast = excluding(key, backend.device_type)
+        self._exclude = excluding(key, backend.device_type)
         self._below = keys_below(key)
         self._device_keys = keys_of(key.removeprefix("Autocast")) if name in COMPOSED_OPS else None
 
@@ -99,7 +99,7 @@ class _Kernel:
     def __call__(self, keys: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         policy = self._machine.policy(self._name, self._device_type, self._policy)
         if self._may_have_recipe(policy) and self._machine.has_recipe(self._name, self._device_type):
-            with self._without_autocast():
+            with self._machine.without_autocast(self._device_type, self._exclude()):
                 if caching_is_safe() and should_make_contiguous(self._name, flatten_arguments(self._op, args, kwargs)):
                     args = (args[0].contiguous(), *args[1:])
                 result, _ = compute.perform(self._name, self._device_type, flatten_arguments(self._op, args, kwargs))
@@ -110,7 +110,7 @@ class _Kernel:
             skips_autograd = self._device_keys is not None and self._is_plain(args, kwargs)
             below = self._device_keys if skips_autograd else keys & self._below
             return redispatch(self._op, below, args, kwargs)
-        with self._without_autocast():
+        with self._machine.without_autocast(self._device_type, self._exclude()):
             if policy is CastPolicy.BANNED:
                 raise RuntimeError(refusal(self._backend, self._name))
             fast = torch.get_autocast_dtype(self._device_type)

@@ -4,6 +4,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, TypeAlias
 
 import torch
@@ -26,10 +27,10 @@ class Frame:
     """An open region of a thread: its owner, the state before it, and its neighbours.
 
     `older` and `newer` are its neighbours among the thread's regions, `below` and `above` among those for the device;
-    `earlier` is the owner's previous open region.
+    `earlier` is the owner's previous open region, and `kernel` the innermost kernel of the device at entry.
     """
 
-    def __init__(self, owner: object, settings: Settings, below: "Frame | None") -> None:
+    def __init__(self, owner: object, settings: Settings, below: "Frame | None", kernel: "NoAutocast | None") -> None:
         self.owner = owner
         self.settings = settings
         self.device_type = settings.device_type
@@ -43,6 +44,7 @@ class Frame:
         self.earlier: Frame | None = None
         self.below = below
         self.above: Frame | None = None
+        self.kernel = kernel
         if below is not None and not settings.absolute:
             self.override = below.override if self.override is None else self.override.over(below.override)
             self.cache = below.cache if self.cache is None else self.cache
@@ -60,6 +62,7 @@ class _ThreadRegions:
         self.newest: Frame | None = None
         self.innermost: dict[str, Frame] = {}
         self.depth: dict[str, int] = {}
+        self.kernel: dict[str, NoAutocast | None] = {}
         self.store = PythonStore(of_region=True)
         self._by_owner: dict[int, Frame] = {}
 
@@ -106,6 +109,59 @@ class _ThreadRegions:
         self.depth[frame.device_type] -= 1
         return frame
 
+    def kernel_above(self, frame: Frame) -> "NoAutocast | None":
+        """Return the kernel directly above a frame; None if there is none, or another frame is."""
+        kernel = self.kernel.get(frame.device_type)
+        if kernel is frame.kernel or (frame.above is not None and frame.above.kernel is frame.kernel):
+            return None
+        while kernel is not None and kernel.outer is not frame.kernel:
+            kernel = kernel.outer
+        return kernel
+
+
+class NoAutocast:
+    """Keeps autocast off for a device while a kernel runs, and restores it afterwards.
+
+    A kernel may run Python: a backend's, a dispatch mode's or that of the garbage collector, which may leave regions
+    around the kernel or leave one open. So like a frame, it holds the state to restore, and passes it to a frame above.
+
+    Args:
+        regions: those of the thread.
+        device_type: the device.
+        exclusion: a context manager that keeps autocast off.
+    """
+
+    def __init__(self, regions: _ThreadRegions, device_type: str, exclusion: AbstractContextManager[Any]) -> None:
+        self._regions = regions
+        self._device_type = device_type
+        self._exclusion = exclusion
+        self._innermost = regions.innermost.get(device_type)
+        self.outer = regions.kernel.get(device_type)
+        self.enabled_after: bool | None = None
+        """Whether autocast is on after the kernel; None: as before it."""
+
+    def __enter__(self) -> None:
+        self._exclusion.__enter__()
+        self._regions.kernel[self._device_type] = self
+
+    def __exit__(self, *error: Any) -> None:
+        device_type = self._device_type
+        frame = self._regions.innermost.get(device_type)
+        has_changed = self.enabled_after is not None or frame is not self._innermost
+        enabled = enabled_after = self.enabled_after is not False
+        if frame is not None and frame.kernel is self:
+            # torch restores the dispatch keys after a dispatch mode, so autocast may be off in a region entered there.
+            enabled = frame.settings.enabled
+        while frame is not None and frame.kernel is self:
+            frame.kernel = self.outer
+            if frame.below is None or frame.below.kernel is not self:
+                frame.enabled_before = enabled_after
+            frame = frame.below
+        self._regions.kernel[device_type] = self.outer
+        self._exclusion.__exit__(*error)
+        if has_changed:
+            torch.set_autocast_enabled(device_type, enabled)
+
 
 class _Regions(threading.local):
     def __init__(self, threads: "set[weakref.ref[_ThreadRegions]]") -> None:
@@ -137,7 +193,7 @@ class PythonStateMachine:
         """See :class:`StateMachine`, as for the other methods."""
         regions = self._regions
         device_type = settings.device_type
-        frame = Frame(owner, settings, regions.innermost.get(device_type))
+        frame = Frame(owner, settings, regions.innermost.get(device_type), regions.kernel.get(device_type))
         regions.push(frame)
         torch.set_autocast_enabled(device_type, settings.enabled)
         torch.set_autocast_dtype(device_type, settings.dtype)
@@ -156,11 +212,16 @@ class PythonStateMachine:
             frame.newer.cache_enabled_before = frame.cache_enabled_before
         else:
             torch.set_autocast_cache_enabled(frame.cache_enabled_before)
-        if frame.above is not None:
+        kernel = regions.kernel_above(frame)
+        if kernel is not None:
+            kernel.enabled_after = frame.enabled_before
+        elif frame.above is not None:
             frame.above.enabled_before = frame.enabled_before
-            frame.above.dtype_before = frame.dtype_before
         else:
             torch.set_autocast_enabled(frame.device_type, frame.enabled_before)
+        if frame.above is not None:
+            frame.above.dtype_before = frame.dtype_before
+        else:
             torch.set_autocast_dtype(frame.device_type, frame.dtype_before)
         if torch.autocast_decrement_nesting() == 0:
             torch.clear_autocast_cache()
@@ -172,6 +233,10 @@ class PythonStateMachine:
         """Return owner and settings of the last region."""
         frame = self._regions.newest
         return None if frame is None else (frame.owner, frame.settings)
+
+    def without_autocast(self, device_type: str, exclusion: AbstractContextManager[Any]) -> NoAutocast:
+        """Return a context manager in which a kernel of a device runs; see :class:`NoAutocast`."""
+        return NoAutocast(self._regions, device_type, exclusion)
 
     def open_regions(self, device_type: str) -> int:
         """Return the number of regions for a device, over all threads."""

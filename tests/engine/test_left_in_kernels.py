@@ -1,0 +1,187 @@
+"""Regions that are entered and left while a kernel runs: by modes, backends and the garbage collector."""
+
+import gc
+import sys
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import polycast
+from polycast import autocast
+
+pytestmark = pytest.mark.usefixtures("engine")
+X = torch.ones(4, 4)
+
+
+class InKernel(TorchDispatchMode):
+    """Calls a function in the kernel of `mm`."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        if op is torch.ops.aten.mm.default:
+            self.function()
+        return op(*args, **kwargs or {})
+
+
+def run(function):
+    """Call a function while a kernel runs."""
+    with InKernel(function):
+        torch.mm(X, X)
+
+
+def entered(*args, **settings):
+    region = autocast("cpu", *args, **settings)
+    region.__enter__()
+    return region
+
+
+def leave(region):
+    region.__exit__(None, None, None)
+
+
+def state():
+    return torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), polycast.autocast_nesting("cpu")
+
+
+BEFORE = (False, torch.bfloat16, 0)
+
+
+def test_a_region_that_is_left_in_a_kernel_is_off_afterwards():
+    region = entered()
+    run(lambda: leave(region))
+    assert state() == BEFORE
+    assert torch.mm(X, X).dtype is torch.float32
+
+
+def test_autocast_is_off_in_the_kernel_whichever_region_is_left():
+    region, found = entered(), []
+    run(lambda: (leave(region), found.append(torch.is_autocast_enabled("cpu"))))
+    assert found == [False]
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_nested_regions_are_left_in_any_order(order):
+    regions = entered(), entered(torch.float16)
+    run(lambda: leave(regions[order[0]]))
+    assert state() == (True, (torch.float16, torch.bfloat16)[order[0] == 1], 1)
+    leave(regions[order[1]])
+    assert state() == BEFORE
+
+
+def test_all_regions_are_left_in_a_kernel():
+    regions = entered(), entered(torch.float16)
+    run(lambda: [leave(each) for each in regions])
+    assert state() == BEFORE
+
+
+def test_a_region_in_a_disabled_one_is_left_in_a_kernel():
+    outer = entered(enabled=False)
+    inner = entered()
+    run(lambda: leave(inner))
+    assert state() == (False, torch.bfloat16, 1)
+    leave(outer)
+    assert state() == BEFORE
+
+
+def test_a_region_that_a_kernel_leaves_open_restores_the_state_before_the_kernel():
+    outer, opened = entered(), []
+    run(lambda: opened.append(entered(torch.float16)))
+    assert state() == (True, torch.float16, 2)
+    leave(opened[0])
+    assert state() == (True, torch.bfloat16, 1)
+    leave(outer)
+    assert state() == BEFORE
+
+
+@pytest.mark.parametrize("first", ["outer", "opened"])
+def test_a_kernel_may_leave_one_region_and_leave_another_open(first):
+    outer, opened = entered(), []
+    other = autocast("cpu", torch.float16, enabled=False)
+    run(lambda: (opened.append(entered(torch.float16)), leave(outer), other.__enter__()))
+    assert state() == (False, torch.float16, 2)
+    if first == "opened":
+        leave(opened[0])
+        leave(other)
+    else:
+        leave(other)
+        assert state() == (True, torch.float16, 1)
+        leave(opened[0])
+    assert state() == BEFORE
+
+
+def test_a_region_is_left_in_a_kernel_within_a_kernel():
+    outer, inner = entered(), []
+
+    def nested():
+        inner.append(entered())
+        run(lambda: leave(outer))
+        assert state() == (True, torch.bfloat16, 1)
+
+    run(nested)
+    assert state() == (True, torch.bfloat16, 1)
+    leave(inner[0])
+    assert state() == BEFORE
+
+
+def test_regions_of_a_kernel_within_a_kernel_are_left_open():
+    outer, opened = entered(), []
+
+    def nested():
+        with autocast("cpu"):
+            run(lambda: opened.append(entered(torch.float16)))
+            assert state() == (True, torch.float16, 3)
+
+    run(nested)
+    assert state() == (True, torch.float16, 2)
+    leave(outer)
+    assert state() == (True, torch.float16, 1)
+    leave(opened[0])
+    assert state() == BEFORE
+
+
+def test_an_error_in_the_kernel_restores_the_state():
+    region = entered()
+
+    def fail():
+        leave(region)
+        raise RuntimeError("stop")
+
+    with pytest.raises(RuntimeError, match="stop"):
+        run(fail)
+    assert state() == BEFORE
+
+
+@pytest.mark.parametrize("recipe", ["int8", "fastest"])
+def test_a_region_is_collected_in_a_kernel(recipe):
+    def generator():
+        with autocast("cpu", recipe=recipe):
+            yield
+
+    weight, x = torch.nn.Parameter(torch.randn(64, 64)), torch.randn(4, 64)
+    with torch.no_grad(), autocast("cpu", recipe=recipe):
+        torch.nn.functional.linear(x, weight)
+    suspended = generator()
+    next(suspended)
+    cycle = [suspended]
+    cycle.append(cycle)
+    gc.collect()
+    gc.disable()
+    del suspended, cycle
+
+    def collect(frame, event, _):
+        if event == "call" and frame.f_code.co_name == "perform":
+            sys.setprofile(None)
+            gc.collect()
+
+    sys.setprofile(collect)
+    try:
+        with torch.no_grad():
+            torch.nn.functional.linear(torch.ones(3, 64), weight)
+    finally:
+        sys.setprofile(None)
+        gc.enable()
+    assert state() == BEFORE
