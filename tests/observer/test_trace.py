@@ -143,7 +143,8 @@ def test_events_have_what_the_format_asks_for_and_nest(model, in_thread, tmp_pat
 @pytest.fixture
 def profiled(model):
     cpu = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=cpu) as profile, polycast.observe(model, trace=True) as seen:
+    profiled = torch.profiler.profile(activities=cpu, acc_events=True)
+    with profiled as profile, polycast.observe(model, trace=True) as seen:
         train(model)
     return seen, profile
 
