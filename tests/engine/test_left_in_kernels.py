@@ -143,6 +143,55 @@ def test_regions_of_a_kernel_within_a_kernel_are_left_open():
     assert state() == BEFORE
 
 
+@pytest.fixture
+def other(hand_made):
+    """Another device, which torch has a key for."""
+    hand_made("mtia")
+    return "mtia"
+
+
+def test_a_region_of_another_device_is_left_in_a_kernel(other):
+    region, of_other = entered(), autocast(other).__enter__()
+    run(lambda: leave(of_other))
+    assert (torch.is_autocast_enabled(other), *state()) == (False, True, torch.bfloat16, 1)
+    leave(region)
+    assert state() == BEFORE
+
+
+def test_regions_of_two_devices_are_left_in_a_kernel_within_a_kernel(other):
+    of_other, region = autocast(other).__enter__(), entered()
+
+    def nested():
+        with autocast("cpu"):
+            run(lambda: (leave(of_other), leave(region)))
+
+    run(nested)
+    assert (torch.is_autocast_enabled(other), *state()) == (False, *BEFORE)
+
+
+def test_a_region_of_another_device_is_left_open_in_a_kernel(other):
+    region, opened = entered(), []
+    run(lambda: opened.append(autocast(other).__enter__()))
+    assert (torch.is_autocast_enabled(other), *state()) == (True, True, torch.bfloat16, 1)
+    leave(opened[0])
+    assert (torch.is_autocast_enabled(other), *state()) == (False, True, torch.bfloat16, 1)
+    leave(region)
+    assert state() == BEFORE
+
+
+def test_balanced_regions_in_a_kernel_change_nothing_around_it(other):
+    def nested():
+        with autocast(other), autocast("cpu", torch.float16):
+            torch.mm(X, X)
+
+    with autocast("cpu"), autocast(other):
+        run(nested)
+        assert (torch.is_autocast_enabled(other), *state()) == (True, True, torch.bfloat16, 1)
+    with autocast("cpu"):
+        run(nested)
+        assert (torch.is_autocast_enabled(other), *state()) == (False, True, torch.bfloat16, 1)
+
+
 def test_an_error_in_the_kernel_restores_the_state():
     region = entered()
 

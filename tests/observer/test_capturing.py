@@ -64,6 +64,21 @@ with torch.no_grad(), polycast.observe(numerics=True, nonfinite="record") as see
     print(torch.mm(m, m).dtype)
 print(sorted(op.op for op in seen.ops), len(seen.numerics))
 """
+RAISING = """
+def fail_in_mm(*args):
+    raise ValueError("no mm here")
+
+answer = lambda: False
+library = torch.library.Library("aten", "IMPL")
+library.impl("mm", fail_in_mm, "PrivateUse1", allow_override=True)
+m = torch.ones(2, 2).to("npy")
+for _ in range(2):
+    try:
+        with torch.no_grad(), polycast.observe(numerics=True) as seen, polycast.autocast("npy"):
+            torch.mm(m, m)
+    except ValueError as error:
+        print(error)
+"""
 
 
 def lines(script):
@@ -93,6 +108,10 @@ def test_ops_that_a_backend_runs_to_answer_are_not_observed():
 
 def test_a_backend_that_is_registered_while_observed_is_asked():
     assert lines(REGISTERED_LATER) == ["None"]
+
+
+def test_the_error_of_an_observed_op_reaches_the_program():
+    assert lines(REGISTER + RAISING) == ["no mm here"] * 2
 
 
 def test_values_are_not_read_where_a_kernel_in_python_raises():

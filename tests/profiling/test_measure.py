@@ -232,7 +232,7 @@ def test_weights_are_used_in_turn():
 
 @pytest.mark.slow
 def test_all_is_measured_on_a_cpu(kept, monkeypatch):
-    monkeypatch.setattr(stopwatch, "_involuntary_switches", lambda: 0)  # on a busy machine every block may be
+    monkeypatch.setattr(stopwatch, "_involuntary_switches", lambda: 0)  # on a busy machine every block may be preempted
     found = polycast.profile("cpu", refresh=True)
     for op in ("linear", "matmul"):
         for rows in (1, 4, 8, 16, 128, 1024):

@@ -19,7 +19,7 @@ _LONG = 10
 _MAX_ROUNDS = 40
 _MAX_ESTIMATES = 4
 _RUNNING = 0.9
-"""A block was preempted if a thread of the process was, and this thread ran for a smaller part of the time."""
+"""A block was preempted if a thread of the process was, and this thread ran for less than this part of the time."""
 _AGREE = 1.25
 """Passes disagree if their two least times differ by more than this factor. A processor that virtual
 machines share may be slower by less than that for a second, for all ways alike."""

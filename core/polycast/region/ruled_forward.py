@@ -42,6 +42,7 @@ class Rule(NamedTuple):
     recipe: Recipe | None = None
 
 
+_CACHES = "_devices", "_rules_by_excluded_keys", "_regions"
 _ActiveRules = tuple[tuple[str, Rule], ...]
 """The rules that apply to a call, each with its device."""
 
@@ -71,10 +72,10 @@ class RuledForward:
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out caches, and the devices that this process's torch knows."""
-        return {**vars(self), "_rules_by_excluded_keys": {}, "_regions": {}, "_devices": ()}
+        return {name: value for name, value in vars(self).items() if name not in _CACHES}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, _devices=_known_devices())
+        vars(self).update(state, _devices=_known_devices(), _rules_by_excluded_keys={}, _regions={})
 
     def put(self) -> None:
         """Install this object as the forward of the module."""

@@ -40,7 +40,7 @@ class Workload(NamedTuple):
 
 
 def workload_of(op: str, args: Sequence[Any]) -> Workload | None:
-    """Return the work of a call; None if the op or the arguments are none that the profile knows.
+    """Return the work of a call; None if profiles do not cover the op or these arguments.
 
     Args:
         op: by its name in the dispatcher.

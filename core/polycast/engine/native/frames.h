@@ -1,7 +1,8 @@
 // The regions that a thread is in, as frames, and the part of them that kernels read.
 //
 // A frame holds the settings of a region and the state to restore after it. The frames of a thread form a list, and a chain for
-// each device within it. They hold Python objects, so they are accessed with the GIL held; kernels read DeviceRegion without it.
+// each device within it. They hold Python objects, so they are accessed with the GIL held, except for their state, at the end of a
+// kernel of the same thread; kernels read DeviceRegion without it.
 // Locks: none, since frames belong to their thread. The count of open regions is atomic.
 
 #pragma once
@@ -59,7 +60,7 @@ struct Frame {
   ScalarType dtype_before;
   Frame *older = nullptr, *newer = nullptr;  // in the thread
   Frame *below = nullptr, *above = nullptr;  // for the device
-  NoAutocast* kernel;  // the innermost kernel of the device that runs on the thread, at entry
+  NoAutocast* kernel;  // the innermost kernel that runs on the thread, at entry
 };
 
 // The number of regions of all threads, by device.
@@ -74,7 +75,6 @@ struct DeviceRegion {
   UserStore* store = nullptr;
   RegionStore* casts = nullptr;
   int depth = 0;
-  NoAutocast* kernel = nullptr;
 };
 
 using DeviceRegions = std::array<DeviceRegion, c10::COMPILE_TIME_MAX_DEVICE_TYPES>;
@@ -83,60 +83,84 @@ constinit thread_local DeviceRegions device_regions{};
 
 DeviceRegion& region_of(DeviceType device) { return device_regions[static_cast<size_t>(device)]; }
 
+// How often this thread has entered or left a region.
+constinit thread_local uint64_t region_changes = 0;
+
 // Keeps autocast off for a device while a kernel runs, and restores it afterwards. A kernel may run Python: a backend's, a dispatch
-// mode's or that of the garbage collector, which may leave regions around the kernel or leave one open. So like a frame, the kernel
-// holds the state to restore, and passes it to a frame above it.
+// mode's or the garbage collector's, which may leave regions around the kernel, or leave one open. So for all devices, a kernel
+// counts as a frame: it holds the state to restore, and passes it to a frame above it.
 class NoAutocast {
  public:
   NoAutocast(DeviceType device, c10::DispatchKeySet keys)
-      : device_(device), region_(region_of(device)), innermost_(region_.innermost), outer_(std::exchange(region_.kernel, this)) {
+      : device_(device), outer_(std::exchange(innermost_, this)), changes_(region_changes) {
     excluded_.emplace(keys);
   }
   NoAutocast(const NoAutocast&) = delete;
 
   ~NoAutocast() {
-    region_.kernel = outer_;
-    if (C10_UNLIKELY(enabled_after_.has_value() || region_.innermost != innermost_)) {
-      restore_after_change();
+    innermost_ = outer_;
+    if (C10_UNLIKELY(changes_ != region_changes)) {
+      restore_after_changes();
     }
   }
 
-  // Return the kernel directly above a frame, or null.
-  static NoAutocast* above(const Frame& frame) {
-    NoAutocast* kernel = region_of(frame.device).kernel;
-    if (kernel == frame.kernel || (frame.above != nullptr && frame.above->kernel == frame.kernel)) {
-      return nullptr;
-    }
-    while (kernel->outer_ != frame.kernel) {
-      kernel = kernel->outer_;
-    }
-    return kernel;
-  }
+  // Return the innermost kernel that runs on this thread, or null.
+  static NoAutocast* innermost() { return innermost_; }
 
-  // Set whether autocast is on after the kernel.
-  void set_enabled_after(bool enabled) { enabled_after_ = enabled; }
+  // Pass the state before a frame that is left to what is above it for its device: to kernels, and to the next frame. If there is
+  // neither a frame nor a kernel of the device, restore it.
+  static void pass_on(const Frame& left) {
+    bool is_off = false;
+    NoAutocast* kernel = left.above == nullptr ? innermost_ : left.above->kernel;
+    for (; kernel != nullptr && kernel != left.kernel; kernel = kernel->outer_) {
+      if (kernel->enabled_after_ == nullptr) {
+        kernel->enabled_after_ = std::make_unique<EnabledAfter>();
+      }
+      (*kernel->enabled_after_)[static_cast<size_t>(left.device)] = left.enabled_before;
+      is_off = is_off || kernel->device_ == left.device;
+    }
+    if (is_off) {
+      return;
+    }
+    if (left.above != nullptr) {
+      left.above->enabled_before = left.enabled_before;
+    } else {
+      at::autocast::set_autocast_enabled(left.device, left.enabled_before);
+    }
+  }
 
  private:
-  C10_NOINLINE void restore_after_change() {
-    const bool enabled_after = enabled_after_.value_or(true);
-    Frame* const innermost = region_.innermost;
-    const bool is_left_open = innermost != nullptr && innermost->kernel == this;
-    for (Frame* frame = innermost; frame != nullptr && frame->kernel == this; frame = frame->below) {
-      frame->kernel = outer_;
-      if (frame->below == nullptr || frame->below->kernel != this) {
-        frame->enabled_before = enabled_after;
+  // By device, whether autocast is on after the kernel; nothing if no region beneath it was left.
+  using EnabledAfter = std::array<std::optional<bool>, std::tuple_size_v<DeviceRegions>>;
+
+  C10_NOINLINE void restore_after_changes() {
+    excluded_.reset();  // torch's guard may restore the excluded keys of all devices
+    for (size_t i = 0; i < device_regions.size(); ++i) {
+      const auto device = static_cast<DeviceType>(i);
+      const std::optional<bool> after = enabled_after_ == nullptr ? std::nullopt : (*enabled_after_)[i];
+      Frame* const innermost = device_regions[i].innermost;
+      if (innermost == nullptr || innermost->kernel != this) {
+        if (after) {
+          at::autocast::set_autocast_enabled(device, *after);
+        }
+        continue;
       }
+      for (Frame* frame = innermost; frame != nullptr && frame->kernel == this; frame = frame->below) {
+        frame->kernel = outer_;
+        if (frame->below == nullptr || frame->below->kernel != this) {
+          frame->enabled_before = after ? *after : at::autocast::is_autocast_enabled(device);
+        }
+      }
+      at::autocast::set_autocast_enabled(device, innermost->enabled);
     }
-    excluded_.reset();
-    // torch restores the dispatch keys after a dispatch mode, so autocast may be off in a region that was entered there.
-    at::autocast::set_autocast_enabled(device_, is_left_open ? innermost->enabled : enabled_after);
   }
 
+  static inline constinit thread_local NoAutocast* innermost_ = nullptr;
+
   const DeviceType device_;
-  DeviceRegion& region_;
-  Frame* const innermost_;  // at the beginning
   NoAutocast* const outer_;
-  std::optional<bool> enabled_after_;  // if other than on
+  const uint64_t changes_;
+  std::unique_ptr<EnabledAfter> enabled_after_;
   std::optional<c10::impl::ExcludeDispatchKeyGuard> excluded_;
 };
 

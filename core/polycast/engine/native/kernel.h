@@ -74,13 +74,13 @@ class Kernel final : public c10::OperatorKernel {
   }
 
   Tensor contiguous(const Tensor& tensor) const {
-    const NoAutocast no_autocast(device_, keys_);
+    NoAutocast no_autocast(device_, keys_);
     return tensor.contiguous();
   }
 
   // Compute the op by the recipe; return no results if it falls back to the fast dtype.
   Results call_recipe(c10::DispatchKeySet keys, torch::jit::Stack arguments) const {
-    const NoAutocast no_autocast(device_, keys_);
+    NoAutocast no_autocast(device_, keys_);
     return ::call_recipe({handle_, op_.number, device_, has_only_autograd(keys), is_capturing_}, std::move(arguments));
   }
 
@@ -118,7 +118,7 @@ class Kernel final : public c10::OperatorKernel {
       handle.redispatchBoxed(skips_autograd ? device_keys_ : keys & below_, stack);
       return;
     }
-    const NoAutocast no_autocast(device_, keys_);
+    NoAutocast no_autocast(device_, keys_);
     const ScalarType target = dtype_for(policy, [&](Promotion& promotion) { add_inputs(promotion, stack); });
     const CastSpec spec{target, device_, has_only_autograd(keys), region, is_capturing_};
     if (spec.dtype != ScalarType::Undefined) {

@@ -174,7 +174,8 @@ bool enter_region(PyObject* owner, PyObject* all_settings) {
       frame->cache = below->cache;
     }
   }
-  frame->kernel = region_of(device).kernel;
+  ++region_changes;
+  frame->kernel = NoAutocast::innermost();
   frame->enabled = settings[Setting::kEnabled] == Py_True;
   frame->enabled_before = at::autocast::is_autocast_enabled(device);
   frame->dtype_before = at::autocast::get_autocast_dtype(device);
@@ -189,8 +190,8 @@ bool enter_region(PyObject* owner, PyObject* all_settings) {
   return at::impl::torch_function_mode_enabled();
 }
 
-// Leave a region; see StateMachine in engine/state.py. The frame's state to restore passes to the frame above it, for the device
-// and for the thread's cache; if there is none, it is restored. Python may run after that.
+// Leave a region; see StateMachine in engine/state.py. The frame's state to restore passes to the frame or kernels above it, for the
+// device, and to the next frame for the thread's cache; if there are none, it is restored. Python may run after that.
 std::optional<bool> leave_region(PyObject* owner) {
   Frame* const found = this_thread.regions == nullptr ? nullptr : this_thread.regions->frames.find(owner);
   if (found == nullptr) {
@@ -202,13 +203,8 @@ std::optional<bool> leave_region(PyObject* owner) {
   } else {
     at::autocast::set_autocast_cache_enabled(found->cache_enabled_before);
   }
-  if (NoAutocast* const kernel = NoAutocast::above(*found)) {
-    kernel->set_enabled_after(found->enabled_before);
-  } else if (found->above != nullptr) {
-    found->above->enabled_before = found->enabled_before;
-  } else {
-    at::autocast::set_autocast_enabled(found->device, found->enabled_before);
-  }
+  ++region_changes;
+  NoAutocast::pass_on(*found);
   if (found->above != nullptr) {
     found->above->dtype_before = found->dtype_before;
   } else {

@@ -153,7 +153,7 @@ struct c10::impl::wrap_kernel_functor_unboxed_<Unboxed<Result(Args...)>, Result(
     static constexpr ArgumentLayout<Args...> kLayout;
     std::array<const void*, kLayout.count + 1> addresses;
     ((kind_of<Args> != ArgumentKind::kOther ? void(addresses[kLayout.of_argument[I]] = std::addressof(args)) : void()), ...);
-    const PreparedCall prepared(
+    PreparedCall prepared(
         kernel, keys, {kLayout.kinds.data(), addresses.data(), kLayout.count, kLayout.begin_with_tensor});
     const auto redispatch = reinterpret_cast<Result (*)(c10::DispatchKeySet, Args...)>(kernel.redispatch());
     return redispatch(prepared.keys(), used<Args>(args, addresses[kLayout.of_argument[I]])...);

@@ -23,7 +23,7 @@ from .plans import plan_of
 from .recipe_listeners import listeners, notify
 
 IN_FUNCTION = (
-    "an autograd.Function computes it, so gradients may be needed, which quantized kernels do not have: use "
+    "an autograd.Function computes it, so a backward may follow, and quantized kernels have none: use "
     "torch.inference_mode() for inference"
 )
 

@@ -18,154 +18,15 @@ from ..casts.not_prepacked import INTERCEPTED, NO_WEIGHT, NOT_CACHED
 from ..casts.weights import Source, caching_is_safe, covers, weight_of
 from ..override import Override
 from ..state import Settings
+from .frames import Frame, NoAutocast, ThreadRegions
 from .store import PythonStore
 
 _CastWeight: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.dtype], torch.Tensor | None]
 
 
-class Frame:
-    """An open region of a thread: its owner, the state before it, and its neighbours.
-
-    `older` and `newer` are its neighbours among the thread's regions, `below` and `above` among those for the device;
-    `earlier` is the owner's previous open region, and `kernel` the innermost kernel of the device at entry.
-    """
-
-    def __init__(self, owner: object, settings: Settings, below: "Frame | None", kernel: "NoAutocast | None") -> None:
-        self.owner = owner
-        self.settings = settings
-        self.device_type = settings.device_type
-        self.enabled_before = torch.is_autocast_enabled(settings.device_type)
-        self.dtype_before = torch.get_autocast_dtype(settings.device_type)
-        self.cache_enabled_before = torch.is_autocast_cache_enabled()
-        self.override = settings.override
-        self.cache = settings.cache
-        self.older: Frame | None = None
-        self.newer: Frame | None = None
-        self.earlier: Frame | None = None
-        self.below = below
-        self.above: Frame | None = None
-        self.kernel = kernel
-        if below is not None and not settings.absolute:
-            self.override = below.override if self.override is None else self.override.over(below.override)
-            self.cache = below.cache if self.cache is None else self.cache
-
-
-class _ThreadRegions:
-    """The regions of one thread.
-
-    Any call may raise, even of a builtin: RecursionError, or what a signal handler raises. So all calls come before
-    the first change, and :meth:`push` makes the calls that :meth:`remove` does: a region that could be entered can be
-    left.
-    """
-
-    def __init__(self) -> None:
-        self.newest: Frame | None = None
-        self.innermost: dict[str, Frame] = {}
-        self.depth: dict[str, int] = {}
-        self.kernel: dict[str, NoAutocast | None] = {}
-        self.store = PythonStore(of_region=True)
-        self._by_owner: dict[int, Frame] = {}
-
-    def push(self, frame: Frame) -> None:
-        """Push a frame."""
-        key = id(frame.owner)
-        frame.earlier = self._by_owner.get(key)
-        depth = self.depth.get(frame.device_type, 0)
-
-        frame.older, self.newest = self.newest, frame
-        if frame.older is not None:
-            frame.older.newer = frame
-        if frame.below is not None:
-            frame.below.above = frame
-        self.innermost[frame.device_type] = frame
-        self.depth[frame.device_type] = depth + 1
-        self._by_owner[key] = frame
-
-    def remove(self, owner: object) -> Frame | None:
-        """Remove the innermost frame of an owner, and return it; None if there is none."""
-        key = id(owner)
-        frame = self._by_owner.get(key)
-        if frame is None:
-            return None
-
-        if frame.earlier is not None:
-            self._by_owner[key] = frame.earlier
-        else:
-            del self._by_owner[key]
-        if frame.older is not None:
-            frame.older.newer = frame.newer
-        if frame.newer is not None:
-            frame.newer.older = frame.older
-        else:
-            self.newest = frame.older
-        if frame.below is not None:
-            frame.below.above = frame.above
-        if frame.above is not None:
-            frame.above.below = frame.below
-        elif frame.below is not None:
-            self.innermost[frame.device_type] = frame.below
-        else:
-            del self.innermost[frame.device_type]
-        self.depth[frame.device_type] -= 1
-        return frame
-
-    def kernel_above(self, frame: Frame) -> "NoAutocast | None":
-        """Return the kernel directly above a frame; None if there is none, or another frame is."""
-        kernel = self.kernel.get(frame.device_type)
-        if kernel is frame.kernel or (frame.above is not None and frame.above.kernel is frame.kernel):
-            return None
-        while kernel is not None and kernel.outer is not frame.kernel:
-            kernel = kernel.outer
-        return kernel
-
-
-class NoAutocast:
-    """Keeps autocast off for a device while a kernel runs, and restores it afterwards.
-
-    A kernel may run Python: a backend's, a dispatch mode's or that of the garbage collector, which may leave regions
-    around the kernel or leave one open. So like a frame, it holds the state to restore, and passes it to a frame above.
-
-    Args:
-        regions: those of the thread.
-        device_type: the device.
-        exclusion: a context manager that keeps autocast off.
-    """
-
-    def __init__(self, regions: _ThreadRegions, device_type: str, exclusion: AbstractContextManager[Any]) -> None:
-        self._regions = regions
-        self._device_type = device_type
-        self._exclusion = exclusion
-        self._innermost = regions.innermost.get(device_type)
-        self.outer = regions.kernel.get(device_type)
-        self.enabled_after: bool | None = None
-        """Whether autocast is on after the kernel; None: as before it."""
-
-    def __enter__(self) -> None:
-        self._exclusion.__enter__()
-        self._regions.kernel[self._device_type] = self
-
-    def __exit__(self, *error: Any) -> None:
-        device_type = self._device_type
-        frame = self._regions.innermost.get(device_type)
-        has_changed = self.enabled_after is not None or frame is not self._innermost
-        enabled = enabled_after = self.enabled_after is not False
-        if frame is not None and frame.kernel is self:
-            # torch restores the dispatch keys after a dispatch mode, so autocast may be off in a region entered there.
-            enabled = frame.settings.enabled
-        while frame is not None and frame.kernel is self:
-            frame.kernel = self.outer
-            if frame.below is None or frame.below.kernel is not self:
-                frame.enabled_before = enabled_after
-            frame = frame.below
-        self._regions.kernel[device_type] = self.outer
-        self._exclusion.__exit__(*error)
-        if has_changed:
-            torch.set_autocast_enabled(device_type, enabled)
-
-
 class _Regions(threading.local):
-    def __init__(self, threads: "set[weakref.ref[_ThreadRegions]]") -> None:
-        self.here = _ThreadRegions()
+    def __init__(self, threads: "set[weakref.ref[ThreadRegions]]") -> None:
+        self.here = ThreadRegions()
         threads.add(weakref.ref(self.here, threads.discard))
 
 
@@ -175,7 +36,7 @@ class PythonStateMachine:
     def __init__(self) -> None:
         # Threads start and end at any time. Adding, removing and copying take one call each, which no thread and no
         # finalizer interrupts. Walking a WeakSet takes many, and a finalizer could find a lock held by its own thread.
-        self._threads: set[weakref.ref[_ThreadRegions]] = set()
+        self._threads: set[weakref.ref[ThreadRegions]] = set()
         self._local = _Regions(self._threads)
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self._forget_other_threads)
@@ -186,14 +47,14 @@ class PythonStateMachine:
         self._threads.intersection_update([thread for thread in self._threads.copy() if thread() is mine])
 
     @property
-    def _regions(self) -> _ThreadRegions:
+    def _regions(self) -> ThreadRegions:
         return self._local.here
 
     def enter(self, owner: object, settings: Settings) -> bool:
         """See :class:`StateMachine`, as for the other methods."""
         regions = self._regions
         device_type = settings.device_type
-        frame = Frame(owner, settings, regions.innermost.get(device_type), regions.kernel.get(device_type))
+        frame = Frame(owner, settings, regions.innermost.get(device_type), regions.kernel)
         regions.push(frame)
         torch.set_autocast_enabled(device_type, settings.enabled)
         torch.set_autocast_dtype(device_type, settings.dtype)
@@ -203,7 +64,7 @@ class PythonStateMachine:
         return is_function_mode_enabled()
 
     def leave(self, owner: object) -> bool | None:
-        """Remove a frame, and restore the state before it; if a frame is above it, that one restores it instead."""
+        """Remove a frame. Its state passes to the frame or kernels above it; if there are none, it is restored."""
         regions = self._regions
         frame = regions.remove(owner)
         if frame is None:
@@ -212,17 +73,7 @@ class PythonStateMachine:
             frame.newer.cache_enabled_before = frame.cache_enabled_before
         else:
             torch.set_autocast_cache_enabled(frame.cache_enabled_before)
-        kernel = regions.kernel_above(frame)
-        if kernel is not None:
-            kernel.enabled_after = frame.enabled_before
-        elif frame.above is not None:
-            frame.above.enabled_before = frame.enabled_before
-        else:
-            torch.set_autocast_enabled(frame.device_type, frame.enabled_before)
-        if frame.above is not None:
-            frame.above.dtype_before = frame.dtype_before
-        else:
-            torch.set_autocast_dtype(frame.device_type, frame.dtype_before)
+        regions.pass_on(frame)
         if torch.autocast_decrement_nesting() == 0:
             torch.clear_autocast_cache()
         if regions.newest is None:
@@ -242,7 +93,7 @@ class PythonStateMachine:
         """Return the number of regions for a device, over all threads."""
         return sum(regions.depth.get(device_type, 0) for regions in self._living())
 
-    def _living(self) -> list[_ThreadRegions]:
+    def _living(self) -> list[ThreadRegions]:
         return [regions for thread in self._threads.copy() if (regions := thread()) is not None]
 
     def innermost(self, device_type: str) -> tuple[Override | None, CastCache | None]:

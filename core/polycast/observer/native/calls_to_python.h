@@ -4,6 +4,8 @@
 
 #pragma once
 
+#include <exception>
+
 #include "python.h"
 
 namespace {
@@ -39,20 +41,23 @@ Object call_from_callback(PyObject* function, PyObject* arguments) {
   return Object();
 }
 
-// Run torch's ops; return false if the device cannot run them. What a kernel in Python raises besides an Exception, such as an
-// interrupt, is raised when torch has returned.
+// Run torch's ops; return false if they were not run to their end. What a kernel in Python raises is dropped if it is an Exception;
+// anything else, such as an interrupt, is raised when torch has returned. Not after the observed op has raised, since its Python error
+// may be pending.
 template <class Ops>
 bool run_ops(const Ops& ops) {
+  if (std::uncaught_exceptions() != 0) {
+    return false;
+  }
   try {
     ops();
     return true;
   } catch (...) {
     const Gil gil;
-    const ErrorScope of_the_op;
     torch::translate_exception_to_python(std::current_exception());
     if (PyErr_ExceptionMatches(PyExc_Exception) != 0) {
       PyErr_Clear();
-    } else {
+    } else if (PyErr_Occurred() != nullptr) {
       raise_later();
     }
     return false;

@@ -1,6 +1,6 @@
 // Checks tensors for inf and nan, unseen by modes and transforms. Synchronizes with the device.
 //
-// Locks: none. The GIL is taken to ask whether an accelerator captures a graph, with no lock held.
+// Locks: none. The GIL is taken, with no lock held, to ask whether an accelerator captures a graph, and to handle what an op raises.
 
 #pragma once
 

@@ -267,12 +267,13 @@ void add_numerics(const ObservedOp& op) {
     }
     for (const Counted& counted : op.numerics->counted) {
       const NumericsKey key{op.op, table->module(), op.backward, counted.of, counted.source, counted.dtype};
-      {
+      const auto& on_devices = counted.counts.on_devices;
+      const bool added = std::all_of(on_devices.begin(), on_devices.end(), [&](const CountsOnDevice& each) {
+        return run_ops([&] { add_on_device(*table, key, each); });
+      });
+      if (added) {
         std::lock_guard<std::mutex> lock(table->mutex);
         table->totals.numerics[key].add_numbers(counted.counts);
-      }
-      for (const CountsOnDevice& each : counted.counts.on_devices) {
-        run_ops([&] { add_on_device(*table, key, each); });
       }
     }
   }
