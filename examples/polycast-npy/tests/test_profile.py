@@ -7,7 +7,7 @@ from polycast.profiling import stopwatch
 def test_what_is_fast_is_measured(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("POLYCAST_PROFILE", raising=False)
-    monkeypatch.setattr(stopwatch, "_stops", lambda: 0)  # the machine may be so busy that every time is disturbed
+    monkeypatch.setattr(stopwatch, "_involuntary_switches", lambda: 0)  # on a busy machine every block may be preempted
     found = polycast.profile("npy", refresh=True)
     assert found.device_type == "npy"
     assert found.ways("linear") == ("float32", "float16", "int8")
