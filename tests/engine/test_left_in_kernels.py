@@ -5,10 +5,11 @@ import sys
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import polycast
-from polycast import autocast
+from polycast import Int8, autocast
 
 pytestmark = pytest.mark.usefixtures("engine")
 X = torch.ones(4, 4)
@@ -167,6 +168,27 @@ def test_regions_of_two_devices_are_left_in_a_kernel_within_a_kernel(other):
 
     run(nested)
     assert (torch.is_autocast_enabled(other), *state()) == (False, *BEFORE)
+
+
+def test_autocast_stays_off_in_a_kernel_around_the_one_in_which_a_region_is_left(other, int8_kernels, monkeypatch):
+    regions, found = [entered(recipe=Int8(min_size=1)) for _ in range(2)], []
+    kernel = int8_kernels["aten::linear"]
+    compute = kernel.run
+
+    def run_other(*args):
+        with autocast(other), FakeTensorMode(), InKernel(lambda: leave(regions[1])):
+            x = torch.empty(2, 2, device=other)
+            torch.mm(x, x)
+        found.append(torch.is_autocast_enabled("cpu"))
+        return compute(*args)
+
+    monkeypatch.setattr(kernel, "run", run_other)
+    with torch.no_grad():
+        torch.nn.functional.linear(X, torch.nn.Parameter(torch.ones(4, 4)))
+    assert found == [False]
+    assert state() == (True, torch.bfloat16, 1)
+    leave(regions[0])
+    assert state() == BEFORE
 
 
 def test_a_region_of_another_device_is_left_open_in_a_kernel(other):

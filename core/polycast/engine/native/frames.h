@@ -140,7 +140,7 @@ class NoAutocast {
       const std::optional<bool> after = enabled_after_ == nullptr ? std::nullopt : (*enabled_after_)[i];
       Frame* const innermost = device_regions[i].innermost;
       if (innermost == nullptr || innermost->kernel != this) {
-        if (after) {
+        if (after && !is_off_around(device)) {
           at::autocast::set_autocast_enabled(device, *after);
         }
         continue;
@@ -153,6 +153,15 @@ class NoAutocast {
       }
       at::autocast::set_autocast_enabled(device, innermost->enabled);
     }
+  }
+
+  // Return whether a kernel of a device runs around this one.
+  bool is_off_around(DeviceType device) const {
+    const NoAutocast* kernel = outer_;
+    while (kernel != nullptr && kernel->device_ != device) {
+      kernel = kernel->outer_;
+    }
+    return kernel != nullptr;
   }
 
   static inline constinit thread_local NoAutocast* innermost_ = nullptr;

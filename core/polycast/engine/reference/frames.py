@@ -167,7 +167,8 @@ class NoAutocast:
 
     def _restore_after_changes(self) -> None:
         for device_type, enabled in self.enabled_after.items():
-            torch.set_autocast_enabled(device_type, enabled)
+            if not self._is_off_around(device_type):
+                torch.set_autocast_enabled(device_type, enabled)
         for device_type, innermost in self._regions.innermost.items():
             frame: Frame | None = innermost
             while frame is not None and frame.kernel is self:  # left open
@@ -176,3 +177,10 @@ class NoAutocast:
                     frame.enabled_before = torch.is_autocast_enabled(device_type)
                     torch.set_autocast_enabled(device_type, innermost.settings.enabled)
                 frame = frame.below
+
+    def _is_off_around(self, device_type: str) -> bool:
+        """Return whether a kernel of a device runs around this one."""
+        kernel = self.outer
+        while kernel is not None and kernel.device_type != device_type:
+            kernel = kernel.outer
+        return kernel is not None
