@@ -1,4 +1,4 @@
-"""What the system says about the processor, in place of this one's."""
+"""The properties of processors, read from texts in place of this system's."""
 
 import platform
 

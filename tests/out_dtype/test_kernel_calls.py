@@ -6,22 +6,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import polycast
-import polycast_cpu.out_dtype_kernels
 from polycast import out_dtype
 from polycast.plugins.registry import registry
 
 from .int8_matrices import ATEN, BMM, MM, OPERATOR, int8, same
-
-
-@pytest.fixture(params=["as it is here", "without int8 instructions", "without oneDNN"])
-def cpu(request, monkeypatch):
-    """Run a test on each code path of the CPU's kernels."""
-    if request.param == "without int8 instructions":
-        monkeypatch.setattr(polycast_cpu.out_dtype_kernels, "_multiplies_int8", lambda: False)
-    before = torch._C._get_mkldnn_enabled()
-    torch._C._set_mkldnn_enabled(before and request.param != "without oneDNN")
-    yield
-    torch._C._set_mkldnn_enabled(before)
 
 
 def outcome(function, *args):

@@ -18,7 +18,7 @@ namespace polycast_cpu {
 // Threads get multiples of so many columns: a cache line of the weight and of the result.
 constexpr int64_t kColumnUnit = 32;
 
-// How far before its use a weight is prefetched, in bytes.
+// Bytes by which the prefetch of a weight precedes its use.
 constexpr int64_t kAhead = 2048;
 // Larger weights come from memory.
 constexpr int64_t kCached = int64_t{1} << 19;
@@ -39,7 +39,7 @@ struct FastWeight {
   int64_t columns, column_stride, term_stride;
 };
 
-// What follows the sums of a product: the factor alpha, the bias and the rounding to the output's dtype.
+// Scales the sums of a product by alpha, adds the bias and rounds to the output's dtype.
 struct Epilogue {
   float alpha;
   const Bias& bias;

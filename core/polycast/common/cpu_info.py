@@ -1,4 +1,4 @@
-"""What the system says about the processor."""
+"""Read the name and the properties of the processor from the system."""
 
 import platform
 from pathlib import Path

@@ -59,9 +59,7 @@ DictItem: TypeAlias = tuple[dict[Any, Any], object, object]
 
 
 class Dependencies(NamedTuple):
-    """What the settings of a region depend on.
-
-    While it is unchanged, and torch uses the same number of threads, regions with equal arguments get equal settings.
+    """The conditions under which regions with equal arguments get equal settings, for one number of threads.
 
     Attributes:
         backend: the backend.

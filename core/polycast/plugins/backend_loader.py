@@ -83,9 +83,14 @@ class BackendLoader:
     # device, so that a slow plugin holds up no other.
     _lock: Any = field(default_factory=threading.RLock, init=False)
 
+    @property
+    def current(self) -> Backend | None:
+        """The backend registered by hand, or else the one that is loaded; None if there is neither."""
+        return self.by_hand or self.loaded
+
     def get(self) -> Backend:
         """Return the backend, loading it at its first use."""
-        backend = self.by_hand or self.loaded
+        backend = self.current
         if backend is not None:
             return backend
         if self.blocked:

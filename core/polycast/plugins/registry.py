@@ -90,14 +90,14 @@ class Registry:
             )
         backend = loader.get()
         with self._lock:
-            if (loader.by_hand or loader.loaded) is backend:
+            if loader.current is backend:
                 self.ready[name] = backend
         return backend
 
     def loaded(self, device_type: str) -> Backend | None:
         """Return the backend of a device if it is loaded or registered by hand; import nothing."""
         loader = (self._discovered or {}).get(device_type)
-        return None if loader is None else loader.by_hand or loader.loaded
+        return None if loader is None else loader.current
 
     def discovered(self) -> list[BackendLoader]:
         """Return the loaders, if discovery has run."""

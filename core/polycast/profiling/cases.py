@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..policy.schemas import find_op
+from ..policy.schemas import existing_op, find_op
 from ..torch_internals.dispatcher import dispatch_key_for_device, has_kernel_for_dispatch_key
 from .operands import Operands
 from .ways import MeasuredWay
@@ -174,9 +174,7 @@ def _attention_backward(rows: int, heads: int) -> Case:
     Autograd is not used: it would call the saved tensors hooks of the program that measures.
     """
     forward = _attention(rows, heads, rows)
-    forward_op, backward_op = find_op(_ATTENTION), find_op(f"{_ATTENTION}_backward")
-    assert forward_op is not None
-    assert backward_op is not None
+    forward_op, backward_op = existing_op(_ATTENTION), existing_op(f"{_ATTENTION}_backward")
 
     def arguments(way: MeasuredWay, operands: Operands) -> tuple[Any, ...]:
         inputs = forward.arguments(way, operands)
@@ -213,9 +211,7 @@ def _encoder_layer(rows: int, features: int) -> Case:
     norms = ((features,),) * 4
     shapes = (*attention, *norms, (hidden, features), (hidden,), (features, hidden), (features,))
     size = 12 * features**2
-    layer = find_op(_LAYER)
-    assert layer is not None
-    return Case("encoder_layer", rows, size, rows * size, layer, arguments)
+    return Case("encoder_layer", rows, size, rows * size, existing_op(_LAYER), arguments)
 
 
 def _cast(elements: int) -> Case:

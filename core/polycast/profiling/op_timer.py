@@ -214,7 +214,7 @@ class OpTimer:
             return None
         entry = self._entries.get((case, way.name))
         if entry is not None:
-            # What took longer than expected may have been preempted.
+            # Time a case again that took longer than expected: it may have been preempted.
             longest = max(_LONGEST_CALL, allowed.seconds_left / 2)
             return entry if allowed.seconds > 0 and entry.seconds <= longest else None
         expected = self._rates.get((case.op, way.name), 0.0) * case.work  # 0: it is the first of the op

@@ -8,7 +8,7 @@ import torch
 
 from ..plugins.backend import LowBitKernel
 from ..policy.recipe import Float8, Int4, Int8, Recipe
-from ..policy.schemas import find_op, unflatten_arguments
+from ..policy.schemas import existing_op, unflatten_arguments
 
 _SMALLEST = 2.0**-110
 """Scales are at least those of a value of this size, so that they and their inverses are normal."""
@@ -36,8 +36,7 @@ class LinearOp:
 
     def __call__(self, args: Sequence[Any]) -> torch.Tensor:
         """Call the op."""
-        op = find_op(self.op)
-        assert op is not None  # every torch has these
+        op = existing_op(self.op)
         positional, named = unflatten_arguments(op, args)
         with torch.no_grad():
             result: torch.Tensor = op(*positional, **named)

@@ -83,7 +83,7 @@ constinit thread_local DeviceRegions device_regions{};
 
 DeviceRegion& region_of(DeviceType device) { return device_regions[static_cast<size_t>(device)]; }
 
-// How often this thread has entered or left a region.
+// Counts the regions that this thread has entered and left.
 constinit thread_local uint64_t region_changes = 0;
 
 // Keeps autocast off for a device while a kernel runs, and restores it afterwards. A kernel may run Python: a backend's, a dispatch
@@ -119,13 +119,16 @@ class NoAutocast {
       (*kernel->enabled_after_)[static_cast<size_t>(left.device)] = left.enabled_before;
       is_off = is_off || kernel->device_ == left.device;
     }
-    if (is_off) {
-      return;
-    }
     if (left.above != nullptr) {
-      left.above->enabled_before = left.enabled_before;
+      left.above->dtype_before = left.dtype_before;
+      if (!is_off) {
+        left.above->enabled_before = left.enabled_before;
+      }
     } else {
-      at::autocast::set_autocast_enabled(left.device, left.enabled_before);
+      at::autocast::set_autocast_dtype(left.device, left.dtype_before);
+      if (!is_off) {
+        at::autocast::set_autocast_enabled(left.device, left.enabled_before);
+      }
     }
   }
 

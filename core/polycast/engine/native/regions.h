@@ -205,11 +205,6 @@ std::optional<bool> leave_region(PyObject* owner) {
   }
   ++region_changes;
   NoAutocast::pass_on(*found);
-  if (found->above != nullptr) {
-    found->above->dtype_before = found->dtype_before;
-  } else {
-    at::autocast::set_autocast_dtype(found->device, found->dtype_before);
-  }
   if (const Observer* const current = observer.load(std::memory_order_relaxed)) {
     current->leave_region(found);
   }

@@ -51,7 +51,7 @@ class ThreadRegions:
         self.kernel: NoAutocast | None = None
         """The innermost kernel that runs on the thread."""
         self.changes = 0
-        """How often the thread has entered or left a region."""
+        """The number of regions that the thread has entered and left."""
         self.store = PythonStore(of_region=True)
         self._by_owner: dict[int, Frame] = {}
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import polycast_cpu.out_dtype_kernels
 from polycast import out_dtype
 
-from ..out_dtype.int8_matrices import ADDMM, BMM, LINEAR, MM, OPERATOR, int8, same
+from .int8_matrices import ADDMM, BMM, LINEAR, MM, OPERATOR, int8, same
 
 LAYOUTS = {
     "rows": lambda rows, columns: int8(rows, columns),
@@ -29,17 +29,6 @@ LAYOUTS = {
     "smallest": lambda rows, columns: torch.full((rows, columns), -128, dtype=torch.int8),
 }
 SIZES = (0, 1, 2, 3, 8, 17, 33)
-
-
-@pytest.fixture(params=["as it is here", "without int8 instructions", "without oneDNN"])
-def cpu(request, monkeypatch):
-    """Run a test on each way that the CPU's kernels take."""
-    if request.param == "without int8 instructions":
-        monkeypatch.setattr(polycast_cpu.out_dtype_kernels, "_multiplies_int8", lambda: False)
-    before = torch._C._get_mkldnn_enabled()
-    torch._C._set_mkldnn_enabled(before and request.param != "without oneDNN")
-    yield
-    torch._C._set_mkldnn_enabled(before)
 
 
 @pytest.mark.slow
