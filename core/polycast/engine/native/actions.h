@@ -151,12 +151,9 @@ std::optional<Tensors> find_parts(const Action& action, const RecipeCall& call, 
   return store->find_prepacked(weight == &tensor ? Source(tensor) : Source(tensor, *weight), action.prepack_id);
 }
 
-// Compute a call, which autograd records or not, as Python has decided. Return nothing if Python has to be asked; no results if the
-// call falls back.
+// Compute a call that does not fall back, and that autograd records or not, as Python has decided. Return nothing if Python has to be
+// asked.
 std::optional<Results> compute(const Action& action, const RecipeCall& call, torch::jit::Stack& arguments, bool records) {
-  if (action.kind == Action::Kind::kFallBack) {
-    return Results();
-  }
   const ScalarType fast = at::autocast::get_autocast_dtype(call.device);
   if (action.kind == Action::Kind::kRecorded) {
     const Tensor result = record({call.handle, arguments, action.weight, action.constants, fast});

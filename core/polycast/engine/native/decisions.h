@@ -38,40 +38,78 @@ class CallMetadata {
 
   // in_function: whether an autograd.Function runs, forward or backward.
   CallMetadata(const DeviceRegion& region, DeviceType device, int64_t op, bool in_function) {
-    add(static_cast<int64_t>(region.override->id) | static_cast<int64_t>(in_function) << 61);
-    add(op << 32 | static_cast<int64_t>(device) << 16 | static_cast<int64_t>(at::autocast::get_autocast_dtype(device)) << 8 |
+    push(static_cast<int64_t>(region.override->id) | static_cast<int64_t>(in_function) << 61);
+    push(op << 32 | static_cast<int64_t>(device) << 16 | static_cast<int64_t>(at::autocast::get_autocast_dtype(device)) << 8 |
         (region.store != nullptr ? 1 : 0) | (at::autocast::is_autocast_cache_enabled() ? 2 : 0) |
         (at::globalContext().userEnabledFlashSDP() ? 4 : 0));
   }
 
-  // Return false if the argument has metadata that are not compared, or forward-mode AD tracks it.
+  // Each add() returns false if the argument has metadata that are not compared, or forward-mode AD tracks it. An argument adds the same
+  // boxed and unboxed.
+  bool add(const Tensor& tensor) {
+    if (!tensor.defined()) {
+      push(kUndefined);
+      return true;
+    }
+    const auto* const meta = torch::autograd::impl::get_autograd_meta(tensor);
+    if (meta != nullptr && meta->fw_grad_ != nullptr) {
+      return false;
+    }
+    const bool needs_gradient = grad_enabled_ && meta != nullptr && tensor.requires_grad();
+    records = records || needs_gradient;
+    const ScalarType dtype = tensor.scalar_type();
+    has_fast_or_float32 = has_fast_or_float32 && is_fast_or_float32(dtype);
+    const Tensor* const weight = weight_of(tensor, /*for_prepacking=*/true);
+    // 0: of no weight, 1: all of a weight, 2: a part of one
+    const int64_t part = weight == nullptr ? 0 : weight == &tensor || covers(tensor, *weight) ? 1 : 2;
+    const int64_t index = tensor.get_device() + 1;  // 0 where devices have no index
+    push(kTensor | static_cast<int64_t>(dtype) << 8 | part << 16 | static_cast<int64_t>(needs_gradient) << 18 | index << 24 |
+        tensor.dim() << 40);
+    words_.append(tensor.sizes().begin(), tensor.sizes().end());
+    words_.append(tensor.strides().begin(), tensor.strides().end());
+    return true;
+  }
+
+  bool add(const std::optional<Tensor>& tensor) { return tensor ? add(*tensor) : add(c10::IValue()); }
+
+  bool add(c10::SymIntArrayRef numbers) {
+    const auto known = c10::asIntArrayRefSlowOpt(numbers);
+    return known && add(*known);
+  }
+
+  bool add(c10::IntArrayRef numbers) {
+    push(kInts, static_cast<int64_t>(numbers.size()));
+    words_.append(numbers.begin(), numbers.end());
+    return true;
+  }
+
+  bool add(c10::string_view text) {
+    push(kString, static_cast<int64_t>(text.size()));
+    for (const char letter : text) {
+      push(letter);
+    }
+    return true;
+  }
+
   bool add(const c10::IValue& argument) {
     if (argument.isTensor()) {
       return add(argument.toTensor());
     }
     if (argument.isNone()) {
-      add(kNone);
+      push(kNone);
     } else if (argument.isBool()) {
-      add(argument.toBool() ? kTrue : kFalse);
+      push(argument.toBool() ? kTrue : kFalse);
     } else if (argument.isInt()) {
-      add(kInt, argument.toInt());
+      push(kInt, argument.toInt());
     } else if (argument.isDouble()) {
       int64_t bits;
       const double number = argument.toDouble();
       std::memcpy(&bits, &number, sizeof bits);
-      add(kDouble, bits);
+      push(kDouble, bits);
     } else if (argument.isIntList()) {
-      const auto numbers = argument.toIntList();
-      add(kInts, static_cast<int64_t>(numbers.size()));
-      for (size_t i = 0; i < numbers.size(); ++i) {
-        add(numbers.get(i));
-      }
+      return add(argument.toDimVector());
     } else if (argument.isString()) {
-      const std::string& text = argument.toStringRef();
-      add(kString, static_cast<int64_t>(text.size()));
-      for (const char letter : text) {
-        add(letter);
-      }
+      return add(argument.toStringView());
     } else {
       return false;
     }
@@ -91,35 +129,11 @@ class CallMetadata {
  private:
   enum Tag : int64_t { kUndefined, kTensor, kNone, kTrue, kFalse, kInt, kDouble, kInts, kString };
 
-  void add(int64_t word) { words_.push_back(word); }
+  void push(int64_t word) { words_.push_back(word); }
 
-  void add(Tag tag, int64_t value) {
-    add(tag);
-    add(value);
-  }
-
-  bool add(const Tensor& tensor) {
-    if (!tensor.defined()) {
-      add(kUndefined);
-      return true;
-    }
-    const auto* const meta = torch::autograd::impl::get_autograd_meta(tensor);
-    if (meta != nullptr && meta->fw_grad_ != nullptr) {
-      return false;
-    }
-    const bool needs_gradient = grad_enabled_ && meta != nullptr && tensor.requires_grad();
-    records = records || needs_gradient;
-    const ScalarType dtype = tensor.scalar_type();
-    has_fast_or_float32 = has_fast_or_float32 && is_fast_or_float32(dtype);
-    const Tensor* const weight = weight_of(tensor, /*for_prepacking=*/true);
-    // 0: of no weight, 1: all of a weight, 2: a part of one
-    const int64_t part = weight == nullptr ? 0 : weight == &tensor || covers(tensor, *weight) ? 1 : 2;
-    const int64_t index = tensor.get_device() + 1;  // 0 where devices have no index
-    add(kTensor | static_cast<int64_t>(dtype) << 8 | part << 16 | static_cast<int64_t>(needs_gradient) << 18 | index << 24 |
-        tensor.dim() << 40);
-    words_.append(tensor.sizes().begin(), tensor.sizes().end());
-    words_.append(tensor.strides().begin(), tensor.strides().end());
-    return true;
+  void push(Tag tag, int64_t value) {
+    push(tag);
+    push(value);
   }
 
   const bool grad_enabled_ = at::GradMode::is_enabled();

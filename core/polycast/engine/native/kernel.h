@@ -24,14 +24,6 @@ struct Op {
   std::optional<c10::OperatorHandle> with_dtype;  // for FP32_APPEND_DTYPE, the overload with a dtype
 };
 
-// Boxes an argument, given its address.
-using Box = c10::IValue (*)(const void* address);
-
-template <class Arg>
-c10::IValue boxed(const void* address) {
-  return *static_cast<const Arg*>(address);
-}
-
 class Kernel final : public c10::OperatorKernel {
  public:
   Kernel(Op op, const c10::OperatorHandle& handle, DeviceType device, DispatchKey key, IsCapturing is_capturing, void (*redispatch)() = nullptr)
@@ -79,19 +71,10 @@ class Kernel final : public c10::OperatorKernel {
   }
 
   // Compute the op by the recipe; return no results if it falls back to the fast dtype.
-  Results call_recipe(c10::DispatchKeySet keys, torch::jit::Stack arguments) const {
+  template <class Arguments>
+  C10_NOINLINE Results call_recipe(c10::DispatchKeySet keys, const Arguments& arguments) const {
     NoAutocast no_autocast(device_, keys_);
-    return ::call_recipe({handle_, op_.number, device_, has_only_autograd(keys), is_capturing_}, std::move(arguments));
-  }
-
-  // The same for a kernel with an unboxed entry point.
-  C10_NOINLINE Results call_recipe(c10::DispatchKeySet keys, const Box* boxes, const void* const* addresses, size_t count) const {
-    torch::jit::Stack arguments;
-    arguments.reserve(count + kMaxAdded);
-    for (size_t i = 0; i < count; ++i) {
-      arguments.push_back(boxes[i](addresses[i]));
-    }
-    return call_recipe(keys, std::move(arguments));
+    return ::call_recipe({handle_, op_.number, device_, has_only_autograd(keys), is_capturing_}, arguments);
   }
 
   // torch's redispatch function for an op with an unboxed entry point, of the op's signature.
@@ -104,7 +87,7 @@ class Kernel final : public c10::OperatorKernel {
           multiplies_batches_ && should_make_contiguous(keys, first.toTensor(), argument(stack, 1).toTensor())) {
         first = contiguous(first.toTensor());
       }
-      if (Results results = call_recipe(keys, torch::jit::Stack(&argument(stack, 0), &argument(stack, 0) + arity_)); !results.empty()) {
+      if (Results results = call_recipe(keys, BoxedArguments{c10::ArrayRef<c10::IValue>(&argument(stack, 0), arity_)}); !results.empty()) {
         stack->erase(stack->end() - static_cast<int64_t>(arity_), stack->end());
         stack->insert(stack->end(), std::make_move_iterator(results.begin()), std::make_move_iterator(results.end()));
         return;
@@ -244,8 +227,6 @@ class Kernel final : public c10::OperatorKernel {
       }
     }
   }
-
-  static constexpr size_t kMaxAdded = 12;  // room for what an OPERATOR action appends
 
   const Op op_;
   const c10::OperatorHandle handle_;

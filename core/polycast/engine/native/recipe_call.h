@@ -126,24 +126,87 @@ C10_NOINLINE Results ask_python(const RecipeCall& call, c10::ArrayRef<c10::IValu
   return results_of(result);
 }
 
+// How to read an argument of a type, given its address.
+struct ArgumentReader {
+  c10::IValue (*box)(const void* address);
+  bool (*add)(CallMetadata& metadata, const void* address);
+};
+
+// Whether boxing an argument allocates memory or counts a reference.
+template <class Arg>
+constexpr bool kIsBoxedAtACost = std::is_same_v<Arg, Tensor> || std::is_same_v<Arg, std::optional<Tensor>> ||
+    std::is_same_v<Arg, c10::SymIntArrayRef> || std::is_same_v<Arg, c10::IntArrayRef> || std::is_same_v<Arg, c10::string_view>;
+
+template <class Arg>
+constexpr ArgumentReader kReader{
+    [](const void* address) { return c10::IValue(*static_cast<const Arg*>(address)); },
+    [](CallMetadata& metadata, const void* address) {
+      const Arg& argument = *static_cast<const Arg*>(address);
+      if constexpr (kIsBoxedAtACost<Arg>) {
+        return metadata.add(argument);
+      } else {
+        return metadata.add(c10::IValue(argument));
+      }
+    }};
+
+// The arguments of a call of an unboxed entry point. Boxing copies their lists.
+struct UnboxedArguments {
+  const ArgumentReader* readers;
+  const void* const* addresses;
+  size_t count;
+
+  bool add_to(CallMetadata& metadata) const {
+    return std::all_of(readers, readers + count, [&, address = addresses](const auto& reader) mutable { return reader.add(metadata, *address++); });
+  }
+
+  torch::jit::Stack box() const {
+    torch::jit::Stack boxed;
+    boxed.reserve(count + kMaxAdded);
+    for (size_t i = 0; i < count; ++i) {
+      boxed.push_back(readers[i].box(addresses[i]));
+    }
+    return boxed;
+  }
+
+ private:
+  static constexpr size_t kMaxAdded = 12;  // room for what an OPERATOR action appends
+};
+
+// The arguments of a call of a boxed entry point.
+struct BoxedArguments {
+  c10::ArrayRef<c10::IValue> values;
+
+  bool add_to(CallMetadata& metadata) const {
+    return std::all_of(values.begin(), values.end(), [&](const auto& value) { return metadata.add(value); });
+  }
+
+  torch::jit::Stack box() const { return values.vec(); }
+};
+
 // Compute an op by the recipe of this thread's region; return no results if it falls back to the fast dtype.
-C10_NOINLINE Results call_recipe(const RecipeCall& call, torch::jit::Stack arguments) {
+template <class Arguments>
+C10_NOINLINE Results call_recipe(const RecipeCall& call, const Arguments& arguments) {
   const std::optional<bool> in_function = runs_in_function();
   if (!in_function || !call.has_only_autograd || !caching_is_safe() || observed_op != nullptr) {  // recomputing, intercepted or observed: keep no action
-    return ask_python(call, arguments, nullptr);
+    return ask_python(call, arguments.box(), nullptr);
   }
   CallMetadata metadata(region_of(call.device), call.device, call.op, *in_function);
-  if (!std::all_of(arguments.begin(), arguments.end(), [&](const auto& argument) { return metadata.add(argument); }) ||
+  if (!arguments.add_to(metadata) ||
       ((metadata.records || !metadata.has_fast_or_float32) && torch::autograd::ForwardADLevel::try_get_by_idx(0) != nullptr)) {
-    return ask_python(call, arguments, nullptr);
+    return ask_python(call, arguments.box(), nullptr);
   }
   metadata.finish();
-  if (const auto action = Decisions::of_thread().find(metadata)) {
-    if (std::optional<Results> results = compute(*action, call, arguments, metadata.records)) {
+  const auto action = Decisions::of_thread().find(metadata);
+  if (action != nullptr && action->kind == Action::Kind::kFallBack) {
+    return {};
+  }
+  torch::jit::Stack boxed = arguments.box();
+  if (action != nullptr) {
+    if (std::optional<Results> results = compute(*action, call, boxed, metadata.records)) {
       return *std::move(results);
     }
   }
-  return ask_python(call, arguments, &metadata);
+  return ask_python(call, boxed, &metadata);
 }
 
 // Whether recipes take the arguments of a signature: of ops with a weight, and of elementwise functions.
