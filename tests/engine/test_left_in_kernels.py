@@ -191,6 +191,88 @@ def test_autocast_stays_off_in_a_kernel_around_the_one_in_which_a_region_is_left
     assert state() == BEFORE
 
 
+def test_a_region_that_is_left_open_beneath_two_kernels_is_off_when_it_is_left(other, int8_kernels, monkeypatch):
+    regions, opened, found = [entered(recipe=Int8(min_size=1)) for _ in range(2)], [], []
+    kernel = int8_kernels["aten::linear"]
+    compute = kernel.run
+
+    def run_other(*args):
+        mode = InKernel(lambda: (opened.append(entered()), leave(regions[1])))
+        with autocast(other), FakeTensorMode(), mode:
+            x = torch.empty(2, 2, device=other)
+            torch.mm(x, x)
+        found.append(torch.is_autocast_enabled("cpu"))
+        leave(opened[0])
+        found.append(torch.is_autocast_enabled("cpu"))
+        return compute(*args)
+
+    monkeypatch.setattr(kernel, "run", run_other)
+    with torch.no_grad():
+        torch.nn.functional.linear(X, torch.nn.Parameter(torch.ones(4, 4)))
+    assert found == [True, False]
+    assert state() == (True, torch.bfloat16, 1)
+    leave(regions[0])
+    assert state() == BEFORE
+
+
+def test_a_region_of_a_kernel_is_left_in_a_kernel_within_it():
+    outer, found = entered(), []
+
+    def nested():
+        inner = entered()
+        run(lambda: leave(inner))
+        found.append(torch.is_autocast_enabled("cpu"))
+
+    run(nested)
+    assert found == [False]
+    assert state() == (True, torch.bfloat16, 1)
+    leave(outer)
+    assert state() == BEFORE
+
+
+def test_a_region_is_left_while_the_state_after_a_kernel_is_restored(engine, monkeypatch):
+    if engine == "native":
+        pytest.skip("no Python runs there")
+    regions = entered(), entered(torch.float16)
+    set_enabled = torch.set_autocast_enabled
+
+    def leave_both(*args):
+        monkeypatch.setattr(torch, "set_autocast_enabled", set_enabled)
+        leave(regions[0])
+        set_enabled(*args)
+
+    run(lambda: (leave(regions[1]), monkeypatch.setattr(torch, "set_autocast_enabled", leave_both)))
+    assert state() == BEFORE
+
+
+def test_kernels_are_not_uninstalled_while_one_runs(int8_kernels, monkeypatch):
+    region = entered(recipe=Int8(min_size=1))
+
+    def uninstall(*args):
+        leave(region)
+        polycast.uninstall()
+
+    monkeypatch.setattr(int8_kernels["aten::linear"], "unsupported_reason", uninstall)
+    with torch.no_grad(), pytest.raises(RuntimeError, match="'cpu' are in use: this thread runs one"):
+        torch.nn.functional.linear(X, torch.nn.Parameter(torch.ones(4, 4)))
+    assert state() == BEFORE
+
+
+def test_an_op_is_computed_as_it_is_once_its_region_is_left(int8_kernels, monkeypatch):
+    region, weight = entered(recipe=Int8(min_size=1)), torch.nn.Parameter(torch.ones(4, 4))
+
+    def leave_region(*args):
+        leave(region)
+        return "the region is left"
+
+    monkeypatch.setattr(int8_kernels["aten::linear"], "unsupported_reason", leave_region)
+    with torch.no_grad():
+        assert torch.nn.functional.linear(X, weight).dtype is torch.float32
+    assert state() == BEFORE
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.nn.functional.linear(X, weight).requires_grad
+
+
 def test_a_region_of_another_device_is_left_open_in_a_kernel(other):
     region, opened = entered(), []
     run(lambda: opened.append(autocast(other).__enter__()))

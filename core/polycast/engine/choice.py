@@ -55,6 +55,9 @@ class _Unchosen:
     def open_regions(self, device_type: str) -> int:
         return 0
 
+    def runs_kernel(self, device_type: str) -> bool:
+        return False
+
     def innermost(self, device_type: str) -> tuple[None, None]:
         return None, None
 

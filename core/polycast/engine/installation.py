@@ -92,7 +92,7 @@ def run_uninstalled(device_types: Iterable[str] | None, change: Callable[[], obj
     A thread enters a region before it asks for kernels. So its region is counted here, or it waits for the lock.
 
     Raises:
-        RuntimeError: a region for one of the devices is open; nothing changes.
+        RuntimeError: a region for one of the devices is open, or this thread runs a kernel; nothing changes.
     """
     with _lock:
         names = list(installed) if device_types is None else [name for name in device_types if name in installed]
@@ -110,6 +110,11 @@ def run_uninstalled(device_types: Iterable[str] | None, change: Callable[[], obj
 
 
 def _refuse_if_in_use(device_type: str) -> None:
+    if state.machine.runs_kernel(device_type):
+        raise RuntimeError(
+            f"polycast's kernels for {device_type!r} are in use: this thread runs one, which has called Python. Wait until "
+            "the op returns."
+        )
     count = state.machine.open_regions(device_type)
     if count:
         raise RuntimeError(

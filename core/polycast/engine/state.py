@@ -99,6 +99,9 @@ class StateMachine(Protocol):
     def open_regions(self, device_type: str, /) -> int:
         """Return the number of open regions for a device, over all threads."""
 
+    def runs_kernel(self, device_type: str, /) -> bool:
+        """Return whether a kernel of a device runs on this thread, as Python that it calls may ask."""
+
     def innermost(self, device_type: str, /) -> tuple[Override | None, CastCache | None]:
         """Return override and cache of this thread's innermost region for a device; None for each that it lacks."""
 

@@ -228,6 +228,7 @@ PyMethodDef functions[] = {
     {"innermost", &raising<&innermost>, METH_O, "Return (override, cache) of this thread's innermost region for a device, with None for each that it lacks."},
     {"nesting", &raising<&nesting>, METH_O, "Return the number of this thread's regions for a device."},
     {"open_regions", &raising<&open_regions>, METH_O, "Return the number of regions for a device on all threads."},
+    {"runs_kernel", &raising<&runs_kernel>, METH_O, "Return whether a kernel of a device runs on this thread."},
     {"clear_own_casts", &raising<&clear_own_casts>, METH_O, "Drop the casts of this thread's regions, or of all threads'."},
     {"region_methods", &raising<&region_methods>, METH_VARARGS, "Return __init__, __enter__ and __exit__."},
     {"watch_writes", &raising<&watch_writes>, METH_VARARGS, "Install the hooks that see writes without a version."},

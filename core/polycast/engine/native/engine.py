@@ -89,6 +89,7 @@ class NativeEngine:
         self.innermost = extension.innermost
         self.nesting = extension.nesting
         self.open_regions = extension.open_regions
+        self.runs_kernel = extension.runs_kernel
         self.dtype: Callable[[str], torch.dtype] = extension.dtype
         self.excluded_keys: Callable[[], int] = extension.excluded_keys
         self.clear_own_casts = extension.clear_own_casts

@@ -7,6 +7,8 @@
 
 #pragma once
 
+#include <bitset>
+
 #include "extension.h"
 #include "region_store.h"
 #include "user_store.h"
@@ -107,64 +109,68 @@ class NoAutocast {
   // Return the innermost kernel that runs on this thread, or null.
   static NoAutocast* innermost() { return innermost_; }
 
+  // Return whether a kernel of a device runs on this thread.
+  static bool runs(DeviceType device) {
+    const NoAutocast* kernel = innermost_;
+    while (kernel != nullptr && kernel->device_ != device) {
+      kernel = kernel->outer_;
+    }
+    return kernel != nullptr;
+  }
+
   // Pass the state before a frame that is left to what is above it for its device: to kernels, and to the next frame. If there is
-  // neither a frame nor a kernel of the device, restore it.
+  // neither a frame nor a kernel of the device, restore it. Autocast stays off within the outermost kernel of the device.
   static void pass_on(const Frame& left) {
-    bool is_off = false;
-    NoAutocast* kernel = left.above == nullptr ? innermost_ : left.above->kernel;
+    NoAutocast* const first = left.above == nullptr ? innermost_ : left.above->kernel;
+    NoAutocast* of_device = nullptr;
+    for (NoAutocast* kernel = first; kernel != nullptr && kernel != left.kernel; kernel = kernel->outer_) {
+      of_device = kernel->device_ == left.device ? kernel : of_device;
+    }
+    NoAutocast* kernel = of_device == nullptr ? first : of_device;
     for (; kernel != nullptr && kernel != left.kernel; kernel = kernel->outer_) {
-      if (kernel->enabled_after_ == nullptr) {
-        kernel->enabled_after_ = std::make_unique<EnabledAfter>();
-      }
-      (*kernel->enabled_after_)[static_cast<size_t>(left.device)] = left.enabled_before;
-      is_off = is_off || kernel->device_ == left.device;
+      kernel->set_after(left.device, left.enabled_before);
     }
     if (left.above != nullptr) {
       left.above->dtype_before = left.dtype_before;
-      if (!is_off) {
+      if (of_device == nullptr) {
         left.above->enabled_before = left.enabled_before;
       }
     } else {
       at::autocast::set_autocast_dtype(left.device, left.dtype_before);
-      if (!is_off) {
+      if (of_device == nullptr) {
         at::autocast::set_autocast_enabled(left.device, left.enabled_before);
       }
     }
   }
 
  private:
-  // By device, whether autocast is on after the kernel; nothing if no region beneath it was left.
-  using EnabledAfter = std::array<std::optional<bool>, std::tuple_size_v<DeviceRegions>>;
+  using Devices = std::bitset<std::tuple_size_v<DeviceRegions>>;
 
-  C10_NOINLINE void restore_after_changes() {
-    excluded_.reset();  // torch's guard may restore the excluded keys of all devices
-    for (size_t i = 0; i < device_regions.size(); ++i) {
-      const auto device = static_cast<DeviceType>(i);
-      const std::optional<bool> after = enabled_after_ == nullptr ? std::nullopt : (*enabled_after_)[i];
-      Frame* const innermost = device_regions[i].innermost;
-      if (innermost == nullptr || innermost->kernel != this) {
-        if (after && !is_off_around(device)) {
-          at::autocast::set_autocast_enabled(device, *after);
-        }
-        continue;
-      }
-      for (Frame* frame = innermost; frame != nullptr && frame->kernel == this; frame = frame->below) {
-        frame->kernel = outer_;
-        if (frame->below == nullptr || frame->below->kernel != this) {
-          frame->enabled_before = after ? *after : at::autocast::is_autocast_enabled(device);
-        }
-      }
-      at::autocast::set_autocast_enabled(device, innermost->enabled);
-    }
+  void set_after(DeviceType device, bool enabled) {
+    is_known_after_.set(static_cast<size_t>(device));
+    is_enabled_after_.set(static_cast<size_t>(device), enabled);
   }
 
-  // Return whether a kernel of a device runs around this one.
-  bool is_off_around(DeviceType device) const {
-    const NoAutocast* kernel = outer_;
-    while (kernel != nullptr && kernel->device_ != device) {
-      kernel = kernel->outer_;
+  C10_NOINLINE void restore_after_changes() {
+    excluded_.reset();  // since torch 2.12, the guard restores the excluded keys of all devices
+    for (size_t i = 0; i < device_regions.size(); ++i) {
+      const auto device = static_cast<DeviceType>(i);
+      Frame* const innermost = device_regions[i].innermost;
+      if (is_known_after_[i]) {
+        at::autocast::set_autocast_enabled(device, is_enabled_after_[i]);
+      }
+      Frame* lowest = nullptr;  // of those that are left open
+      for (Frame* frame = innermost; frame != nullptr && frame->kernel == this; frame = frame->below) {
+        frame->kernel = outer_;
+        lowest = frame;
+      }
+      if (lowest != nullptr) {
+        if (is_known_after_[i] || device == device_) {
+          lowest->enabled_before = at::autocast::is_autocast_enabled(device);
+        }
+        at::autocast::set_autocast_enabled(device, innermost->enabled);
+      }
     }
-    return kernel != nullptr;
   }
 
   static inline constinit thread_local NoAutocast* innermost_ = nullptr;
@@ -172,7 +178,8 @@ class NoAutocast {
   const DeviceType device_;
   NoAutocast* const outer_;
   const uint64_t changes_;
-  std::unique_ptr<EnabledAfter> enabled_after_;
+  Devices is_known_after_;  // the devices of which a region beneath the kernel was left
+  Devices is_enabled_after_;  // those of them for which autocast is on after the kernel
   std::optional<c10::impl::ExcludeDispatchKeyGuard> excluded_;
 };
 

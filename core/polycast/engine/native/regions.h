@@ -276,6 +276,9 @@ PyObject* nesting(PyObject*, PyObject* device_type) { return PyLong_FromLong(reg
 // open_regions(device_type) -> int
 PyObject* open_regions(PyObject*, PyObject* device_type) { return PyLong_FromLong(open_count_of(device_of(device_type))); }
 
+// runs_kernel(device_type) -> bool
+PyObject* runs_kernel(PyObject*, PyObject* device_type) { return PyBool_FromLong(NoAutocast::runs(device_of(device_type))); }
+
 // clear_own_casts(all_threads)
 PyObject* clear_own_casts(PyObject*, PyObject* all_threads) {
   {

@@ -103,23 +103,34 @@ class ThreadRegions:
     def pass_on(self, left: Frame) -> None:
         """Pass the state before a frame to what is above it for its device: to kernels, and to the next frame.
 
-        If there is neither a frame nor a kernel of the device, restore it.
+        If there is neither a frame nor a kernel of the device, restore it. Autocast stays off within the outermost
+        kernel of the device.
         """
         above = left.above
-        kernel = self.kernel if above is None else above.kernel
-        is_off = False
+        kernel = first = self.kernel if above is None else above.kernel
+        of_device = None
+        while kernel is not None and kernel is not left.kernel:
+            of_device = kernel if kernel.device_type == left.device_type else of_device
+            kernel = kernel.outer
+        kernel = first if of_device is None else of_device
         while kernel is not None and kernel is not left.kernel:
             kernel.enabled_after[left.device_type] = left.enabled_before
-            is_off = is_off or kernel.device_type == left.device_type
             kernel = kernel.outer
         if above is not None:
             above.dtype_before = left.dtype_before
-            if not is_off:
+            if of_device is None:
                 above.enabled_before = left.enabled_before
         else:
             torch.set_autocast_dtype(left.device_type, left.dtype_before)
-            if not is_off:
+            if of_device is None:
                 torch.set_autocast_enabled(left.device_type, left.enabled_before)
+
+    def runs_kernel(self, device_type: str) -> bool:
+        """Return whether a kernel of a device runs."""
+        kernel = self.kernel
+        while kernel is not None and kernel.device_type != device_type:
+            kernel = kernel.outer
+        return kernel is not None
 
 
 class NoAutocast:
@@ -159,28 +170,21 @@ class NoAutocast:
     def __exit__(self, *error: Any) -> None:
         regions = self._regions
         try:
-            self._exclusion.__exit__(*error)  # torch's may restore the excluded keys of all devices
-            if self._changes != regions.changes:
+            self._exclusion.__exit__(*error)  # since torch 2.12, it restores the excluded keys of all devices
+            while self._changes != regions.changes:  # Python may run here, and leave regions
+                self._changes = regions.changes
                 self._restore_after_changes()
         finally:
             regions.kernel = self.outer
 
     def _restore_after_changes(self) -> None:
-        for device_type, enabled in self.enabled_after.items():
-            if not self._is_off_around(device_type):
-                torch.set_autocast_enabled(device_type, enabled)
-        for device_type, innermost in self._regions.innermost.items():
-            frame: Frame | None = innermost
+        for device_type, enabled in tuple(self.enabled_after.items()):
+            torch.set_autocast_enabled(device_type, enabled)
+        for device_type, innermost in tuple(self._regions.innermost.items()):
+            frame, lowest = innermost, None
             while frame is not None and frame.kernel is self:  # left open
-                frame.kernel = self.outer
-                if frame.below is None or frame.below.kernel is not self:
-                    frame.enabled_before = torch.is_autocast_enabled(device_type)
-                    torch.set_autocast_enabled(device_type, innermost.settings.enabled)
-                frame = frame.below
-
-    def _is_off_around(self, device_type: str) -> bool:
-        """Return whether a kernel of a device runs around this one."""
-        kernel = self.outer
-        while kernel is not None and kernel.device_type != device_type:
-            kernel = kernel.outer
-        return kernel is not None
+                frame.kernel, lowest, frame = self.outer, frame, frame.below
+            if lowest is not None:
+                if device_type in self.enabled_after or device_type == self.device_type:
+                    lowest.enabled_before = torch.is_autocast_enabled(device_type)
+                torch.set_autocast_enabled(device_type, innermost.settings.enabled)

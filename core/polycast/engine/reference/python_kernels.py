@@ -105,6 +105,8 @@ class _Kernel:
                 result, _ = compute.perform(self._name, self._device_type, flatten_arguments(self._op, args, kwargs))
                 if result is not None:
                     return result
+            if not torch.is_autocast_enabled(self._device_type):
+                policy = CastPolicy.PASSTHROUGH  # Python has left the region: there is nothing to cast
         # As if there were no kernel here: the ops that this one is made of are autocast.
         if policy is None and self._below is not None:
             skips_autograd = self._device_keys is not None and self._is_plain(args, kwargs)

@@ -89,6 +89,10 @@ class PythonStateMachine:
         """Return a context manager in which a kernel of a device runs; see :class:`NoAutocast`."""
         return NoAutocast(self._regions, device_type, exclusion)
 
+    def runs_kernel(self, device_type: str) -> bool:
+        """Return whether a kernel of a device runs on this thread."""
+        return self._regions.runs_kernel(device_type)
+
     def open_regions(self, device_type: str) -> int:
         """Return the number of regions for a device, over all threads."""
         return sum(regions.depth.get(device_type, 0) for regions in self._living())
