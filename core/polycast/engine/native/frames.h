@@ -152,7 +152,7 @@ class NoAutocast {
   }
 
   C10_NOINLINE void restore_after_changes() {
-    excluded_.reset();  // since torch 2.12, the guard restores the excluded keys of all devices
+    excluded_.reset();  // in later torch than 2.11, the guard restores the excluded keys of all devices
     for (size_t i = 0; i < device_regions.size(); ++i) {
       const auto device = static_cast<DeviceType>(i);
       Frame* const innermost = device_regions[i].innermost;

@@ -170,7 +170,7 @@ class NoAutocast:
     def __exit__(self, *error: Any) -> None:
         regions = self._regions
         try:
-            self._exclusion.__exit__(*error)  # since torch 2.12, it restores the excluded keys of all devices
+            self._exclusion.__exit__(*error)  # in later torch than 2.11, it restores the keys of all devices
             while self._changes != regions.changes:  # Python may run here, and leave regions
                 self._changes = regions.changes
                 self._restore_after_changes()
