@@ -57,7 +57,8 @@ def uninstall(device_type: str | None = None) -> None:
 
     Raises:
         ValueError, RuntimeError: `device_type` is not a device string that torch knows.
-        RuntimeError: a thread is in a region of polycast's for the device; nothing changes.
+        RuntimeError: a thread is in a region of polycast's for the device, or this thread runs a kernel of its, which
+            has called Python; nothing changes.
     """
     if device_type is None:
         run_uninstalled(None, _undo_changes)
@@ -112,8 +113,8 @@ def run_uninstalled(device_types: Iterable[str] | None, change: Callable[[], obj
 def _refuse_if_in_use(device_type: str) -> None:
     if state.machine.runs_kernel(device_type):
         raise RuntimeError(
-            f"polycast's kernels for {device_type!r} are in use: this thread runs one, which has called Python. Wait until "
-            "the op returns."
+            f"polycast's kernels for {device_type!r} are in use: this thread runs one, which has called Python. "
+            "Wait until the op returns."
         )
     count = state.machine.open_regions(device_type)
     if count:
@@ -206,7 +207,8 @@ def unregister(old: Registration) -> None:
     """Remove a registered policy, if it is registered, and restore those before it.
 
     Raises:
-        RuntimeError: a thread is in a region of a device whose kernels have to change; nothing changes.
+        RuntimeError: a thread is in a region of a device whose kernels have to change, or this thread runs one of them;
+            nothing changes.
     """
     with _lock:
         if old not in registrations:

@@ -100,7 +100,7 @@ class StateMachine(Protocol):
         """Return the number of open regions for a device, over all threads."""
 
     def runs_kernel(self, device_type: str, /) -> bool:
-        """Return whether a kernel of a device runs on this thread, as Python that it calls may ask."""
+        """Return whether this thread runs a kernel of a device, which has called Python."""
 
     def innermost(self, device_type: str, /) -> tuple[Override | None, CastCache | None]:
         """Return override and cache of this thread's innermost region for a device; None for each that it lacks."""

@@ -118,8 +118,8 @@ class NoAutocast {
     return kernel != nullptr;
   }
 
-  // Pass the state before a frame that is left to what is above it for its device: to kernels, and to the next frame. If there is
-  // neither a frame nor a kernel of the device, restore it. Autocast stays off within the outermost kernel of the device.
+  // Pass the state before a frame that is left to what is above it for its device: to kernels, and to the next frame. Restore it if
+  // there is no such frame; but within the outermost kernel of the device that is above, autocast stays off.
   static void pass_on(const Frame& left) {
     NoAutocast* const first = left.above == nullptr ? innermost_ : left.above->kernel;
     NoAutocast* of_device = nullptr;

@@ -70,7 +70,7 @@ class Kernel final : public c10::OperatorKernel {
     return tensor.contiguous();
   }
 
-  // Compute the op by the recipe; return no results if it falls back to the fast dtype.
+  // Compute the op by the recipe, or as it is once Python has left the region; return no results if it falls back to the fast dtype.
   template <class Arguments>
   C10_NOINLINE Results call_recipe(c10::DispatchKeySet keys, const Arguments& arguments) const {
     const uint64_t changes = region_changes;
@@ -79,8 +79,10 @@ class Kernel final : public c10::OperatorKernel {
       return ::call_recipe({handle_, op_.number, device_, has_only_autograd(keys), is_capturing_}, arguments);
     }();
     if (C10_UNLIKELY(changes != region_changes) && results.empty() && !at::autocast::is_autocast_enabled(device_)) {
-      results = arguments.box();  // Python has left the region: there is nothing to cast
+      const NoAutocast no_autocast(device_, keys_);
+      results = arguments.box();
       handle_.redispatchBoxed(keys & below_, &results);
+      TORCH_INTERNAL_ASSERT(!results.empty());
     }
     return results;
   }
@@ -90,8 +92,7 @@ class Kernel final : public c10::OperatorKernel {
 
   // The boxed entry point.
   void operator()(const c10::OperatorHandle& handle, c10::DispatchKeySet keys, torch::jit::Stack* stack) const {
-    const bool has_recipe = this->has_recipe();
-    if (C10_UNLIKELY(has_recipe)) {
+    if (C10_UNLIKELY(has_recipe())) {
       if (c10::IValue& first = argument(stack, 0);
           multiplies_batches_ && should_make_contiguous(keys, first.toTensor(), argument(stack, 1).toTensor())) {
         first = contiguous(first.toTensor());
@@ -105,10 +106,13 @@ class Kernel final : public c10::OperatorKernel {
     const DeviceRegion& region = region_of(device_);
     const Policy policy = this->policy(region);
     if (policy == Policy::kNone) {
-      // Skip autograd's kernel where casts of weights may be cached: below it, views of weights do not know their base, so autocast would
-      // not find their casts. Then the ops that this one calls go through autograd's kernels themselves, which takes longer.
-      const bool skips_autograd = is_composed_ && has_only_autograd(keys) && !needs_autograd(stack) &&
-          (has_recipe || region.store != nullptr || any_tensor(stack, [](const Tensor& tensor) { return tensor.requires_grad(); }));
+      // Skip autograd's kernel: below it, views of weights do not know their base, so autocast would not find their casts. Skip those of
+      // the ops that this one calls too, but not the kernels that track views.
+      const bool skips_autograd = is_composed_ && has_only_autograd(keys) && !needs_autograd(stack);
+      std::optional<at::AutoDispatchBelowAutograd> below_autograd;
+      if (skips_autograd) {
+        below_autograd.emplace();
+      }
       handle.redispatchBoxed(skips_autograd ? device_keys_ : keys & below_, stack);
       return;
     }
@@ -183,17 +187,12 @@ class Kernel final : public c10::OperatorKernel {
     return (*stack)[stack->size() - arity_ + position];
   }
 
-  template <class Predicate>
-  bool any_tensor(torch::jit::Stack* stack, const Predicate& predicate) const {
-    return std::any_of(tensors_.begin(), tensors_.end(), [&](size_t position) {
-      const c10::IValue& value = argument(stack, position);
-      return value.isTensor() && predicate(value.toTensor());
-    });
-  }
-
   bool needs_autograd(torch::jit::Stack* stack) const {
     const Differentiation autograd;
-    return any_tensor(stack, [&](const Tensor& tensor) { return autograd.has(tensor); });
+    return std::any_of(tensors_.begin(), tensors_.end(), [&](size_t position) {
+      const c10::IValue& value = argument(stack, position);
+      return value.isTensor() && autograd.has(value.toTensor());
+    });
   }
 
   bool first_is_eligible(torch::jit::Stack* stack) const {

@@ -132,7 +132,7 @@ struct ArgumentReader {
   bool (*add)(CallMetadata& metadata, const void* address);
 };
 
-// Whether boxing an argument allocates memory or counts a reference.
+// Whether boxing an argument allocates memory or counts a reference, of the types that recipes take.
 template <class Arg>
 constexpr bool kIsBoxedAtACost = std::is_same_v<Arg, Tensor> || std::is_same_v<Arg, std::optional<Tensor>> ||
     std::is_same_v<Arg, c10::SymIntArrayRef> || std::is_same_v<Arg, c10::IntArrayRef> || std::is_same_v<Arg, c10::string_view>;
@@ -156,7 +156,12 @@ struct UnboxedArguments {
   size_t count;
 
   bool add_to(CallMetadata& metadata) const {
-    return std::all_of(readers, readers + count, [&, address = addresses](const auto& reader) mutable { return reader.add(metadata, *address++); });
+    for (size_t i = 0; i < count; ++i) {
+      if (!readers[i].add(metadata, addresses[i])) {
+        return false;
+      }
+    }
+    return true;
   }
 
   torch::jit::Stack box() const {

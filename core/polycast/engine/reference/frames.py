@@ -103,8 +103,8 @@ class ThreadRegions:
     def pass_on(self, left: Frame) -> None:
         """Pass the state before a frame to what is above it for its device: to kernels, and to the next frame.
 
-        If there is neither a frame nor a kernel of the device, restore it. Autocast stays off within the outermost
-        kernel of the device.
+        Restore it if there is no such frame; but within the outermost kernel of the device that is above, autocast
+        stays off.
         """
         above = left.above
         kernel = first = self.kernel if above is None else above.kernel
@@ -178,13 +178,20 @@ class NoAutocast:
             regions.kernel = self.outer
 
     def _restore_after_changes(self) -> None:
+        """Restore the state. Python may run in each call, and leave regions: then this runs again."""
         for device_type, enabled in tuple(self.enabled_after.items()):
             torch.set_autocast_enabled(device_type, enabled)
+        left_open = {}
         for device_type, innermost in tuple(self._regions.innermost.items()):
-            frame, lowest = innermost, None
-            while frame is not None and frame.kernel is self:  # left open
-                frame.kernel, lowest, frame = self.outer, frame, frame.below
-            if lowest is not None:
-                if device_type in self.enabled_after or device_type == self.device_type:
-                    lowest.enabled_before = torch.is_autocast_enabled(device_type)
+            enabled = torch.is_autocast_enabled(device_type)
+            is_restored = device_type in self.enabled_after or device_type == self.device_type
+            frame: Frame | None = innermost
+            while frame is not None and frame.kernel is self:
+                frame.kernel = self.outer
+                left_open[device_type] = innermost
+                if is_restored and (frame.below is None or frame.below.kernel is not self):
+                    frame.enabled_before = enabled
+                frame = frame.below
+        for device_type, innermost in left_open.items():
+            if self._regions.innermost.get(device_type) is innermost:
                 torch.set_autocast_enabled(device_type, innermost.settings.enabled)
