@@ -49,6 +49,33 @@ def test_a_region_of_its_own_has_torchs_bits():
     assert all(torch.equal(result, in_torch(module, X)) for result in results)
 
 
+@pytest.mark.parametrize("options", [{}, {"norm_first": True}], ids=str)
+@pytest.mark.parametrize("settings", [{}, {"cache": polycast.WeightCache()}, {"recipe": "fastest"}], ids=["", "cache", "recipe"])
+def test_the_result_may_be_written_where_autograd_records(options, settings):
+    module, parameter = layer(**options), nn.Parameter(torch.zeros(16))
+    with torch.no_grad(), polycast.autocast("cpu", **settings):
+        results = [module(X) for _ in range(3)]
+    for result in results:
+        assert not result._is_view()
+        result += parameter
+        assert result.requires_grad
+
+
+def test_casts_of_a_layer_that_a_region_uses_again_are_cached(engine):
+    if engine == "reference":
+        pytest.skip("the reference engine cannot be observed")
+    module = layer().requires_grad_(False)
+    with torch.no_grad(), polycast.autocast("cpu"):
+        for _ in range(3):
+            module(X)
+        with polycast.observe() as seen:
+            module(X)
+    assert sum(each.hits for each in seen.casts) >= 2  # at least the two linears between the norms
+    with torch.no_grad(), polycast.autocast("cpu"), polycast.observe() as seen:
+        module(X)
+    assert sum(each.hits for each in seen.casts) == 0
+
+
 @pytest.mark.parametrize("name", ["linear1", "linear2"])
 @pytest.mark.parametrize("data", [True, False])
 def test_a_written_weight_is_cast_again(cache, name, data):

@@ -66,7 +66,7 @@ struct Differentiation {
       return false;
     }
     const auto* const meta = torch::autograd::impl::get_autograd_meta(tensor);
-    return meta != nullptr && ((grad && tensor.requires_grad()) || meta->fw_grad_ != nullptr);
+    return meta != nullptr && ((grad && tensor.requires_grad()) || has_tangent(meta));
   }
 };
 

@@ -52,7 +52,7 @@ class CallMetadata {
       return true;
     }
     const auto* const meta = torch::autograd::impl::get_autograd_meta(tensor);
-    if (meta != nullptr && meta->fw_grad_ != nullptr) {
+    if (has_tangent(meta)) {
       return false;
     }
     const bool needs_gradient = grad_enabled_ && meta != nullptr && tensor.requires_grad();

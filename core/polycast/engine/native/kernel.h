@@ -106,14 +106,13 @@ class Kernel final : public c10::OperatorKernel {
     const DeviceRegion& region = region_of(device_);
     const Policy policy = this->policy(region);
     if (policy == Policy::kNone) {
-      // Skip autograd's kernel: below it, views of weights do not know their base, so autocast would not find their casts. Skip those of
-      // the ops that this one calls too, but not the kernels that track views.
-      const bool skips_autograd = is_composed_ && has_only_autograd(keys) && !needs_autograd(stack);
-      std::optional<at::AutoDispatchBelowAutograd> below_autograd;
-      if (skips_autograd) {
-        below_autograd.emplace();
-      }
+      // Skip autograd's kernel where casts of weights may be cached: below it, views of weights do not know their base, so autocast would
+      // not find their casts.
+      const bool skips_autograd = is_composed_ && has_only_autograd(keys) && !needs_autograd(stack) && may_find_casts(region, stack);
       handle.redispatchBoxed(skips_autograd ? device_keys_ : keys & below_, stack);
+      if (skips_autograd && stack->back().toTensor().is_view()) {
+        stack->back() = stack->back().toTensor().variable_data();  // as autograd's kernel, return no view
+      }
       return;
     }
     NoAutocast no_autocast(device_, keys_);
@@ -185,6 +184,15 @@ class Kernel final : public c10::OperatorKernel {
 
   c10::IValue& argument(torch::jit::Stack* stack, size_t position) const {
     return (*stack)[stack->size() - arity_ + position];
+  }
+
+  // Return whether the ops that an encoder layer calls may find casts: of a recipe or a WeightCache, or of a weight that the region uses
+  // again. The layer uses the weight of its first norm, which is not cast, as often as the others.
+  bool may_find_casts(const DeviceRegion& region, torch::jit::Stack* stack) const {
+    static constexpr size_t kNormWeight = 10;
+    const c10::IValue& weight = argument(stack, kNormWeight);
+    return region.override != nullptr || region.store != nullptr ||
+        (region.casts != nullptr && weight.isTensor() && region.casts->is_used_again(weight.toTensor()));
   }
 
   bool needs_autograd(torch::jit::Stack* stack) const {

@@ -113,6 +113,9 @@ class RegionStore {
     return result;
   }
 
+  // Note a use of a weight that is not cast; return whether casts of weights that are used as often are cached.
+  bool is_used_again(const Tensor& weight) { return uses_.note_miss({weight.unsafeGetTensorImpl(), ScalarType::Undefined}); }
+
   // Called as the outermost region ends.
   void end_region() {
     uses_.end_region();

@@ -16,6 +16,19 @@ namespace {
 
 bool is_weight(const Tensor& tensor, bool for_prepacking);
 
+// Return whether forward-mode AD may track a tensor, given its metadata. A view gets the tangent of its base when it is asked for.
+C10_ALWAYS_INLINE bool has_tangent(const torch::autograd::AutogradMeta* meta) {
+  if (meta == nullptr || meta->fw_grad_ != nullptr || !meta->is_view_) {
+    return meta != nullptr && meta->fw_grad_ != nullptr;
+  }
+  const auto* const views = static_cast<const torch::autograd::DifferentiableViewMeta*>(meta);
+  if (!views->has_fw_view()) {
+    return false;
+  }
+  const auto* const base = torch::autograd::impl::get_autograd_meta(views->get_forward_view().base_);
+  return base != nullptr && base->fw_grad_ != nullptr;
+}
+
 // Return the weight that a tensor is a plain view of, or null. The most selective checks come first.
 C10_NOINLINE const Tensor* viewed_weight(const Tensor& view, bool for_prepacking) {
   const auto* const meta = torch::autograd::impl::get_autograd_meta(view);

@@ -179,12 +179,13 @@ class NoAutocast:
 
     def _restore_after_changes(self) -> None:
         """Restore the state. Python may run in each call, and leave regions: then this runs again."""
-        for device_type, enabled in tuple(self.enabled_after.items()):
+        after, self.enabled_after = self.enabled_after, {}
+        for device_type, enabled in after.items():
             torch.set_autocast_enabled(device_type, enabled)
         left_open = {}
         for device_type, innermost in tuple(self._regions.innermost.items()):
             enabled = torch.is_autocast_enabled(device_type)
-            is_restored = device_type in self.enabled_after or device_type == self.device_type
+            is_restored = device_type in after or device_type == self.device_type
             frame: Frame | None = innermost
             while frame is not None and frame.kernel is self:
                 frame.kernel = self.outer

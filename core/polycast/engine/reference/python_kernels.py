@@ -105,13 +105,16 @@ class _Kernel:
                 result, _ = compute.perform(self._name, self._device_type, flatten_arguments(self._op, args, kwargs))
                 if result is not None:
                     return result
-            if not torch.is_autocast_enabled(self._device_type):
-                policy = CastPolicy.PASSTHROUGH  # Python has left the region: there is nothing to cast
+            # Python may have left the region. If autocast is off now, there is nothing to cast.
+            is_on = torch.is_autocast_enabled(self._device_type)
+            policy = self._machine.policy(self._name, self._device_type, self._policy) if is_on else CastPolicy.PASSTHROUGH
         # As if there were no kernel here: the ops that this one is made of are autocast.
         if policy is None and self._below is not None:
             skips_autograd = self._device_keys is not None and self._is_plain(args, kwargs)
             below = self._device_keys if skips_autograd else keys & self._below
-            return redispatch(self._op, below, args, kwargs)
+            result = redispatch(self._op, below, args, kwargs)
+            # As autograd's kernel, return no view.
+            return result.data if skips_autograd and result._is_view() else result
         with self._machine.without_autocast(self._device_type, self._exclude()):
             if policy is CastPolicy.BANNED:
                 raise RuntimeError(refusal(self._backend, self._name))
