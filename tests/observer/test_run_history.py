@@ -155,12 +155,22 @@ def test_a_run_that_skips_in_a_row_names_the_module_to_keep_in_float32():
     )
 
 
+def test_the_remedy_for_skips_is_for_the_dtype_of_the_op_that_began_most_of_them():
+    other = Origin("aten::log", "forward", "up", "inf", "float32")
+    steps = [skipped(0, origin=other), *(skipped(step) for step in range(1, 4))]
+    remedy = polycast.RunHistory(steps).findings[-1].remedy
+    assert remedy.startswith(
+        "It began in aten::linear of 'up', forward pass, float16 (3 of 4 skipped steps). The scale"
+    )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("phase", ["forward", "backward"])
-def test_no_dtype_is_a_remedy_for_an_op_in_float32(phase):
-    origin = Origin("aten::sqrt", phase, "norm", "inf", "float32")
+def test_no_dtype_is_a_remedy_for_an_op_with_the_range_of_float32(phase, dtype):
+    origin = Origin("aten::sqrt", phase, "norm", "inf", dtype)
     found = polycast.RunHistory([skipped(step, origin=origin) for step in range(4)]).findings[-1]
     assert found.remedy == (
-        f"It began in aten::sqrt of 'norm', {phase} pass, float32 (4 of 4 skipped steps). No dtype helps there: change "
+        f"It began in aten::sqrt of 'norm', {phase} pass, {dtype} (4 of 4 skipped steps). No dtype helps there: change "
         "the values, such as by an epsilon or a clamp."
     )
 
@@ -196,6 +206,12 @@ def test_gradients_that_underflow_are_found(scale, remedy):
     assert found.remedy.startswith(remedy)
 
 
+@pytest.mark.parametrize(("share", "kinds"), [(0.1, ["gradient_underflow"]), (0.09, [])])
+def test_underflow_of_a_tenth_is_found(share, kinds):
+    history = polycast.RunHistory([StepRecord(0, gradient_underflow_share=share)])
+    assert [found.kind for found in history.findings] == kinds
+
+
 def test_a_history_prints_its_steps_skips_and_findings():
     text = str(polycast.RunHistory([StepRecord(0, loss=2.0), *(skipped(step) for step in range(1, 5))]))
     assert text.splitlines()[0] == "5 steps, loss 2 to nan, 4 skipped"
@@ -206,6 +222,13 @@ def test_a_history_prints_its_steps_skips_and_findings():
 def test_a_history_can_be_pickled():
     history = polycast.RunHistory([StepRecord(0, loss=2.0)])
     assert pickle.loads(pickle.dumps(history)) == history
+
+
+def test_values_that_a_later_version_wrote_are_ignored():
+    values = skipped(1).to_dict()
+    for each in (values, values["skip"], values["skip"]["origin"]):
+        each["new"] = 1
+    assert StepRecord.from_dict(values).skip == skipped(1).skip
 
 
 @pytest.mark.parametrize(

@@ -208,6 +208,15 @@ def test_a_history_is_json_safe():
     assert ScalerHistory.from_dict(json.loads(json.dumps(history.to_dict()))) == history
 
 
+def test_values_of_a_skipped_step_that_a_later_version_wrote_are_ignored():
+    origin = Origin("aten::mm", "backward", "0", "inf", "float16")
+    history = ScalerHistory(3, ((0, 2.0),), 1, (SkippedStep(1, 2.0, ("weight",), 1, 2, origin),))
+    values = history.to_dict()
+    (skip,) = values["skipped"]
+    skip["new"] = skip["origin"]["new"] = 1
+    assert ScalerHistory.from_dict(values) == history
+
+
 def test_a_listener_tells_the_origin_and_sees_each_step(scaler, model, optimizer):
     origin = Origin("aten::mm", "backward", "0", "inf", "float16")
     steps = []

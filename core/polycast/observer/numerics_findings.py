@@ -10,11 +10,9 @@ from .policy_remedies import nonfinite_remedy
 from .records import Finding
 from .remedies import name_of
 from .sums import add
-from .units import module_text, percent
+from .units import MUCH_UNDERFLOW, module_text, percent
 
 _K = TypeVar("_K")
-_MIN_SHARE = 0.1
-"""The share of underflow from which on it is a finding."""
 
 
 def underflow(facts: Facts) -> Iterator[Finding]:
@@ -22,7 +20,7 @@ def underflow(facts: Facts) -> Iterator[Finding]:
     groups = _by(facts.numerics, lambda each: (_where(each), each.dtype)).values()
     totals = [(functools.reduce(add, records), records) for records in groups]
     for total, records in sorted(totals, key=lambda each: -each[0].underflow_share):
-        if total.count > 0 and total.underflow_share >= _MIN_SHARE:
+        if total.count > 0 and total.underflow_share >= MUCH_UNDERFLOW:
             yield _underflow(total, records)
 
 

@@ -5,11 +5,14 @@ import functools
 from ..policy.value import Policy
 from .remedies import name_of
 
+FLOAT32_RANGE = ("bfloat16", "float32", "float64", "complex64", "complex128")
+"""The dtypes with at least the range of float32."""
+
 
 def nonfinite_remedy(op: str, dtype: str, phase: str) -> str:
     """Return what to do about an op that turns finite inputs into inf or nan."""
-    if dtype in _AS_FAR_AS_FLOAT32:
-        also = "" if dtype in ("float32", "float64") else ", which has the range of float32"
+    if dtype in FLOAT32_RANGE:
+        also = ", which has the range of float32" if dtype == "bfloat16" else ""
         return (
             f"It was computed in {dtype}{also}: a wider dtype does not help. Check its inputs, such as a zero in "
             "a divisor or a logarithm, and avoid them with clamp() or an epsilon."
@@ -19,9 +22,6 @@ def nonfinite_remedy(op: str, dtype: str, phase: str) -> str:
     in_forward = f"{keep} bfloat16."
     in_backward = "Scale the loss (polycast.grad_scaler), or use bfloat16."
     return f"{dtype} has less range than float32. {in_backward if phase == 'backward' else in_forward}"
-
-
-_AS_FAR_AS_FLOAT32 = ("bfloat16", "float32", "float64", "complex64", "complex128")
 
 
 @functools.cache

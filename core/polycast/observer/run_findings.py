@@ -5,15 +5,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ..common.plain_text import in_ascii
-from ..region.scaler_history import Origin, SkippedStep
+from ..region.scaler_history import SkippedStep
+from .policy_remedies import FLOAT32_RANGE
 from .step_record import StepRecord
+from .units import MUCH_UNDERFLOW
 
 _MANY_SKIPPED = 0.1
 """The share of skipped steps, after the first ones, that is worth a finding: a scaler skips one in 2,000 by design."""
 _FIRST_STEPS = 20
 """The steps in which a scaler lowers its first scale."""
 _IN_A_ROW = 4
-_MUCH_UNDERFLOW = 0.1
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,8 @@ def _longest_row(steps: Sequence[StepRecord]) -> list[StepRecord]:
 
 
 def _remedy(skips: Sequence[SkippedStep]) -> str:
-    origins = Counter((skip.origin.phase, skip.origin.module, skip.origin.op) for skip in skips if skip.origin)
+    began_in = [skip.origin for skip in skips if skip.origin is not None]
+    origins = Counter((origin.phase, origin.module, origin.op, origin.dtype) for origin in began_in)
     if not skips:
         return "Observe the steps before it: polycast.observe(model, nonfinite='record') finds the op that began it."
     if not origins:
@@ -94,12 +96,9 @@ def _remedy(skips: Sequence[SkippedStep]) -> str:
             (f" Gradients of {skip.parameters[0]} were not finite." for skip in skips if skip.parameters), ""
         )
         return f"Pass rerun= to RunLog.step, or nonfinite='record' to RunLog, to find the op that began it.{nearest}"
-    (phase, module, op), count = origins.most_common(1)[0]
-    origin: Origin = next(
-        skip.origin for skip in skips if skip.origin and (skip.origin.phase, skip.origin.module) == (phase, module)
-    )
-    began = f"It began in {op} {_where(module)}, {phase} pass, {origin.dtype} ({count} of {len(skips)} skipped steps)."
-    if origin.dtype == "float32":
+    (phase, module, op, dtype), count = origins.most_common(1)[0]
+    began = f"It began in {op} {_where(module)}, {phase} pass, {dtype} ({count} of {len(skips)} skipped steps)."
+    if dtype in FLOAT32_RANGE:
         return f"{began} No dtype helps there: change the values, such as by an epsilon or a clamp."
     if phase == "backward":
         return f"{began} The scale was too large for these gradients; if it stays so at a small scale, {_keep(module)}"
@@ -119,7 +118,7 @@ def _keep(module: str | None) -> str:
 
 def _gradient_underflow(steps: Sequence[StepRecord]) -> Iterator[RunFinding]:
     seen = [record for record in steps if record.gradient_underflow_share is not None]
-    much = [record for record in seen if (record.gradient_underflow_share or 0.0) > _MUCH_UNDERFLOW]
+    much = [record for record in seen if (record.gradient_underflow_share or 0.0) >= MUCH_UNDERFLOW]
     if len(much) * 2 > len(seen):
         worst = max(record.gradient_underflow_share or 0.0 for record in much)
         unscaled = all(record.scale is None for record in much)

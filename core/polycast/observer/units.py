@@ -1,5 +1,8 @@
 """Format sizes, shares, numbers of times and modules."""
 
+MUCH_UNDERFLOW = 0.1
+"""The smallest share of underflow that is a finding."""
+
 
 def size(count: float) -> str:
     """Format a number of bytes, as in ``1.5 KB``."""

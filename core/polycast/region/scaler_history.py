@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from ..common.plain_text import in_ascii
@@ -140,12 +140,18 @@ def skip_to_dict(skip: SkippedStep) -> dict[str, Any]:
 
 
 def skip_from_dict(values: Mapping[str, Any]) -> SkippedStep:
-    """Return the skipped step with the values of :func:`skip_to_dict`."""
+    """Return the skipped step with the values of :func:`skip_to_dict`; unknown ones are ignored."""
     origin = values.get("origin")
     if origin is not None:
-        origin = Origin(**{**origin, "stack": tuple(origin.get("stack", ()))})
-    read = SkippedStep(**{**values, "parameters": tuple(values["parameters"]), "origin": origin})
+        origin = Origin(**_known(Origin, {**origin, "stack": tuple(origin.get("stack", ()))}))
+    known = _known(SkippedStep, {**values, "parameters": tuple(values["parameters"]), "origin": origin})
+    read = SkippedStep(**known)
     return replace(read, scale=float(read.scale))
+
+
+def _known(kind: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a dataclass's fields, without those that a later version wrote."""
+    return {each.name: values[each.name] for each in fields(kind) if each.name in values}
 
 
 class HistoryRecorder:
