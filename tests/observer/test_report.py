@@ -15,7 +15,6 @@ from polycast.observer.headline import headline
 from polycast.observer.records import Counts, Module, Op
 from polycast.observer.report.html import render
 from polycast.observer.report.page import page_of
-from polycast.observer.report.target import check_target
 
 HOSTILE = '<script>alert("x")</script><img src=x onerror=alert(1)>\'"&{{ 7 * 7 }}'
 VOID = {"meta", "link", "input", "br", "img"}
@@ -272,34 +271,6 @@ def test_to_html_compares_with_observations_only(sample, tmp_path):
     with pytest.raises(TypeError, match=r"^before must be a polycast.Observation or None, got dict$"):
         sample.to_html(tmp_path / "report.html", before={})
     assert list(tmp_path.iterdir()) == []
-
-
-def test_check_target_leaves_a_writable_file_unchanged(tmp_path):
-    (tmp_path / "there.html").write_text("old")
-    check_target(tmp_path / "there.html")
-    check_target(tmp_path / "new.html")
-    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"there.html": "old"}
-
-
-@pytest.mark.parametrize(
-    ("path", "said"),
-    [
-        (
-            "missing/report.html",
-            "{0}/missing/report.html cannot be written: {0}/missing does not exist. Create it, or choose",
-        ),
-        ("file/report.html", "{0}/file/report.html cannot be written: {0}/file is not a folder. Create it, or choose"),
-        ("folder", "{0}/folder is a folder: name a file in it, such as {0}/folder/report.html."),
-        ("/proc/report.html", "/proc/report.html cannot be written: "),
-    ],
-)
-def test_check_target_refuses_unwritable_paths(tmp_path, path, said):
-    (tmp_path / "file").touch()
-    (tmp_path / "folder").mkdir()
-    if path.startswith("/proc") and not Path("/proc/self").exists():
-        pytest.skip("there is no /proc here, which nobody can make files in")
-    with pytest.raises(ValueError, match="^" + re.escape(said.format(tmp_path))):
-        check_target(tmp_path / path)
 
 
 def test_headline_of_a_run(sample):

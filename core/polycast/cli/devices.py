@@ -47,7 +47,7 @@ class ListedDevice:
         return notes
 
     def recipes(self) -> list[str]:
-        """Return whether the device has each kind of recipe. This may compile C++."""
+        """Return whether the device supports each kind of recipe. This may compile C++."""
         if self.status.state != "ready":
             return []
         backend = get_backend(self.status.device_type)
@@ -104,7 +104,7 @@ def show(
     verbose: Annotated[
         bool,
         typer.Option(
-            "--verbose", "-v", help="Show the tracebacks of broken plugins, and which recipes each device has."
+            "--verbose", "-v", help="Show the tracebacks of broken plugins, and which recipes each device supports."
         ),
     ] = False,
 ) -> None:

@@ -224,7 +224,7 @@ def run(
 ) -> None:
     """Describe this machine for a bug report, and check that regions work on it.
 
-    The exit status is 1 if one does not.
+    The exit status is 1 if a check fails.
     """
     found = diagnose(measures)
     wrong = [check for check in found["checks"] if check["problem"] is not None]

@@ -24,7 +24,7 @@ def run(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Show what a model's modules compute in and return in a region. Nothing is computed."""
+    """Show the dtypes that a model's modules compute in and return in a region. Nothing is computed."""
     build = function_of(target)
     with library_errors():
         fast = None if dtype is None else read_dtype(dtype)

@@ -6,10 +6,10 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from ..observer.report.target import check_target
 from ..profiling.device_profile import DeviceProfile
 from ..profiling.measurement_table import as_lines
 from ..profiling.profile import profile
+from .output import check_output
 from .terminal import console, library_errors, print_line
 
 _ROWS = 128
@@ -41,7 +41,7 @@ def run(
     """Show what is fast on a device, measuring it unless that has been done."""
     with library_errors():
         if output is not None:
-            check_target(output, "profile.json")
+            check_output(output, "profile.json")
         found = profile(device, refresh=refresh)
         if output is not None:
             found.save(output)

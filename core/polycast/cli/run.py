@@ -9,18 +9,18 @@ from typing import Annotated
 import torch
 import typer
 
-from ..drop_in.observing import Wanted
+from ..drop_in.observing import ObservedOutput
 from ..drop_in.program import Program
 from ..drop_in.session import Options, start
 from ..engine.choice import choose_engine
 from ..observer.observe import observe
-from ..observer.report.target import check_target
 from ..plugins.checks import check_availability, check_dtype
 from ..plugins.registry import get_backend
 from ..policy.dtypes import dtype_name
 from ..policy.names import read_dtype
 from ..policy.recipe import read_recipe
 from ..policy.value import Policy
+from .output import check_output
 from .terminal import library_errors
 
 
@@ -77,7 +77,7 @@ def run(
     if engine is not None:
         os.environ["POLYCAST_ENGINE"] = engine.value  # for the processes that the program starts, too
     with library_errors():
-        options = _options(weight_cache, wrap, policy, _wanted(show_observed, report, quiet), recipe)
+        options = _options(weight_cache, wrap, policy, _output_options(show_observed, report, quiet), recipe)
         if engine is not None:
             choose_engine()
     asked = Program(program, tuple(arguments or ()), is_module)
@@ -88,14 +88,14 @@ def run(
         raise typer.Exit(2) from error
 
     def run_program() -> None:
-        start(options, reports=not quiet)
+        start(options, summarizes=not quiet)
         start_program()
 
     raise Ready(run_program)
 
 
 def _options(
-    weight_cache: bool, wrap: str | None, policy: Path | None, observed: Wanted | None, recipe: str | None
+    weight_cache: bool, wrap: str | None, policy: Path | None, observed: ObservedOutput | None, recipe: str | None
 ) -> Options:
     loaded = None if policy is None else Policy.load(policy)
     if loaded is not None and loaded.has_module_rules:
@@ -111,17 +111,17 @@ def _options(
     return Options(weight_cache, None if wrap is None else _parse_wrap(wrap), loaded, observed, recipe)
 
 
-def _wanted(table: bool, report: Path | None, quiet: bool) -> Wanted | None:
+def _output_options(table: bool, report: Path | None, quiet: bool) -> ObservedOutput | None:
     if report is not None:
         try:
-            check_target(report)
+            check_output(report)
         except ValueError as error:
             raise ValueError(f"--report: {error}") from error
     if not table and report is None:
         return None
     with observe():  # raises if this machine cannot observe, before the program runs
         pass
-    return Wanted(table, None if report is None else str(report.absolute()), quiet)
+    return ObservedOutput(table, None if report is None else str(report.absolute()), quiet)
 
 
 def _parse_wrap(text: str) -> tuple[str, torch.dtype | None]:

@@ -9,12 +9,12 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from ..observer.report.target import check_target
 from ..policy.names import read_dtype
 from ..policy.recipe import read_recipe
 from ..precision.evidence import Tuned
 from ..precision.tune import tune
 from .built import FastDtype, Target, built, function_of
+from .output import check_output
 from .terminal import console, library_errors
 
 
@@ -91,7 +91,7 @@ def run(
     """
     with library_errors():
         if output is not None:
-            check_target(output, "policy.toml")  # before the search, which may take hours
+            check_output(output, "policy.toml")  # before the search, which may take hours
     build = function_of(target)
     with library_errors():
         fast = None if dtype is None else read_dtype(dtype)

@@ -54,7 +54,7 @@ def engine() -> str:
 
 def profile() -> str | None:
     """Return the path of the profile to use (``POLYCAST_PROFILE``)."""
-    # Regions with the recipe "fastest" ask, and get() takes as long as entering one where the variable is not set.
+    # Each region with recipe="fastest" reads this; get() of an unset variable takes as long as entering the region.
     variables = getattr(os.environ, "_data", None)
     if variables is not None and _PROFILE not in variables:
         return None
@@ -62,9 +62,9 @@ def profile() -> str | None:
 
 
 def profile_items() -> tuple[tuple[dict[str, Any], str, object], tuple[dict[Any, Any], object, object]]:
-    """Return the items of dicts that give ``POLYCAST_PROFILE``: the variables in ``os``, and the value in these.
+    """Return the two dict items that determine ``POLYCAST_PROFILE``, as (dict, key, value).
 
-    An item is a dict, a key and the value, which is None if the variable is not set.
+    They are ``os.environ`` itself, and the variable in it; the value is None if the variable is not set.
     """
     environ: Any = os.environ
     variables, key = (environ, "POLYCAST_PROFILE") if isinstance(environ, dict) else (environ._data, _PROFILE)

@@ -33,7 +33,7 @@ class Listeners(Generic[_L]):
                 self._start()
 
     def remove(self, listener: _L) -> None:
-        """Remove a listener, if it was added."""
+        """Remove all listeners equal to this one."""
         with self._lock:
             others = tuple(each for each in self._listeners if each[0] != listener)
             was_last = bool(self._listeners) and not others

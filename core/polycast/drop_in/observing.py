@@ -16,7 +16,7 @@ from ..observer.observe import observe, observe_program
 
 
 @dataclass(frozen=True)
-class Wanted:
+class ObservedOutput:
     """The output of each observed process.
 
     Attributes:
@@ -35,8 +35,8 @@ class Wanted:
 class ObservedProcess:
     """This process and its forks, observed from :meth:`start` until they end."""
 
-    def __init__(self, wanted: Wanted, *, is_first: bool) -> None:
-        self._wanted = wanted
+    def __init__(self, output: ObservedOutput, *, is_first: bool) -> None:
+        self._output = output
         self._is_first = is_first
         self._begin()
 
@@ -75,16 +75,16 @@ class ObservedProcess:
         if not self._is_first and not self._seen.ops:
             return
         lines = []
-        if self._wanted.table:
+        if self._output.table:
             lines += [f"polycast: observed in {self._name() or 'the program'}", str(self._seen)]
-        if self._wanted.report is not None:
-            path = self._path(Path(self._wanted.report))
+        if self._output.report is not None:
+            path = self._path(Path(self._output.report))
             try:
                 self._seen.to_html(path)
             except OSError as error:
                 lines.append(f"polycast: the report cannot be written: {error}")
             else:
-                lines += [] if self._wanted.quiet else [f"polycast: report in {path}: {headline(self._seen)}"]
+                lines += [] if self._output.quiet else [f"polycast: report in {path}: {headline(self._seen)}"]
         if lines and sys.stderr is not None:
             print("\n".join(lines), file=sys.stderr, flush=True)
 
@@ -103,7 +103,7 @@ class ObservedProcess:
             return report
         path = report.with_name(f"{report.stem}.{name}{report.suffix}")
         if (
-            not self._is_first and path.exists() and path.stat().st_mtime >= self._wanted.since
+            not self._is_first and path.exists() and path.stat().st_mtime >= self._output.since
         ):  # of another process with this name
             path = report.with_name(f"{report.stem}.{name}.{self._process}{report.suffix}")
         return path

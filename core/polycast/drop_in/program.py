@@ -66,7 +66,7 @@ class Program:
         main = sys.modules["__main__"] = ModuleType("__main__")
         vars(main).update(__builtins__=builtins, __annotations__={})
         try:
-            _execute(execute)
+            execute()
         except SystemExit:
             raise
         except BaseException:
@@ -83,10 +83,6 @@ class Program:
 
 
 _former_mains: list[ModuleType] = []
-
-
-def _execute(execute: Callable[[], None]) -> None:
-    execute()
 
 
 def _run_module(name: str, *, alter_argv: bool) -> None:

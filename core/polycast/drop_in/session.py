@@ -22,7 +22,7 @@ from .patch import patch_torch
 from .shim import PatchedRegion
 
 if TYPE_CHECKING:
-    from .observing import Wanted
+    from .observing import ObservedOutput
     from .recipe_summary import RecipeSummary
 
 
@@ -41,22 +41,22 @@ class Options:
     weight_cache: bool = False
     wrap: tuple[str, torch.dtype | None] | None = None
     policy: Policy | None = None
-    observed: "Wanted | None" = None
+    observed: "ObservedOutput | None" = None
     recipe: str | None = None
 
 
-def start(options: Options, *, is_first: bool = True, reports: bool = False) -> None:
+def start(options: Options, *, is_first: bool = True, summarizes: bool = False) -> None:
     """Patch torch in this process until it ends, and in those that multiprocessing spawns from it.
 
     Args:
         options: what the regions get, and what is written.
         is_first: whether this is the process that the user started.
-        reports: write the summary when this process ends, after all that the program writes.
+        summarizes: write the summary when this process ends, after all that the program writes.
     """
     slow_dtype.leave_to_summary()
     cache = WeightCache() if options.weight_cache else None
     recipe = None
-    if reports and options.recipe is not None:
+    if summarizes and options.recipe is not None:
         from .recipe_summary import RecipeSummary  # few programs need it, and its import is slow
 
         recipe = RecipeSummary(options.recipe)
@@ -65,22 +65,22 @@ def start(options: Options, *, is_first: bool = True, reports: bool = False) -> 
     if options.wrap is not None:
         changes.make(changes.RUN_WRAP)
     _start_in_spawned_processes(options)
-    if reports:
-        _report_at_exit(overrides, recipe)
+    if summarizes:
+        _summarize_at_exit(overrides, recipe)
     if options.observed is not None:
         from .observing import ObservedProcess  # likewise
 
         ObservedProcess(options.observed, is_first=is_first).start()
 
 
-def _report_at_exit(overrides: RunOverrides, recipe: "RecipeSummary | None") -> None:
+def _summarize_at_exit(overrides: RunOverrides, recipe: "RecipeSummary | None") -> None:
     process = os.getpid()
 
-    def report() -> None:
+    def summarize() -> None:
         if os.getpid() == process and sys.stderr is not None:  # a fork may end in the usual way too
             print(_summary(overrides, recipe), file=sys.stderr, flush=True)
 
-    atexit.register(report)
+    atexit.register(summarize)
 
 
 def _summary(overrides: RunOverrides, recipe: "RecipeSummary | None") -> str:

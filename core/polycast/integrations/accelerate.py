@@ -31,7 +31,8 @@ def prepare(
     Args:
         accelerator: the accelerator.
         model: the model.
-        policy: a :class:`polycast.Policy`, also with rules for modules, or what makes one.
+        policy: a :class:`polycast.Policy`, which may have rules for modules, a mapping of policies by op, or the path
+            of a policy file.
         recipe: as in :class:`polycast.autocast`.
         cache: a :class:`polycast.WeightCache`.
         log: a :class:`polycast.RunLog`, for whose steps the program calls ``log.step()``. It observes the model,

@@ -39,7 +39,8 @@ class Precision(MixedPrecision):
     Args:
         precision: ``"bf16-mixed"`` or ``"16-mixed"``.
         device: the device type of the regions.
-        policy: a :class:`polycast.Policy`, also with rules for modules, or what makes one.
+        policy: a :class:`polycast.Policy`, which may have rules for modules, a mapping of policies by op, or the path
+            of a policy file.
         recipe: as in :class:`polycast.autocast`.
         cache: a :class:`polycast.WeightCache`.
         scaler: a gradient scaler for ``"16-mixed"``, by default ``torch.amp.GradScaler(device)``.
@@ -63,7 +64,7 @@ class Precision(MixedPrecision):
         self._module: torch.nn.Module | None = None
 
     def convert_module(self, module: torch.nn.Module) -> torch.nn.Module:
-        """Put the module under the policy's rules for modules."""
+        """Apply the policy's module rules."""
         if module is not self._module:  # Lightning does this at each call of fit
             self._module = module
             self.settings.apply_rules(module)
@@ -112,11 +113,11 @@ class Observe(Callback):
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Start with the first step."""
-        self._observer.step_begins(pl_module)
+        self._observer.begin_step(pl_module)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Stop after the last step."""
-        self._observer.step_ends()
+        self._observer.end_step()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Stop when the run is interrupted."""
@@ -151,24 +152,24 @@ class LogSteps(Callback):
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Continue at the step of the checkpoint, if there is one."""
         scaler = getattr(trainer.precision_plugin, "scaler", None)
-        self._recorder.run_begins(pl_module, scaler, trainer.global_step, is_first_process=trainer.is_global_zero)
+        self._recorder.begin_run(pl_module, scaler, trainer.global_step, is_first_process=trainer.is_global_zero)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Begin a step with its first batch."""
         if not self._recorder.is_in_step:
             self._steps_before = trainer.global_step
-        self._recorder.step_begins()
+        self._recorder.begin_step()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """End a step with its last batch."""
         self._recorder.add_loss(outputs.get("loss") if isinstance(outputs, dict) else outputs)
         if trainer.global_step > self._steps_before:
-            self._recorder.step_ends(mean=False)  # Lightning has divided them by the number of batches
+            self._recorder.end_step(mean=False)  # Lightning has divided them by the number of batches
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Keep what was recorded of the step, and write the page."""
-        self._recorder.run_ends(exception)
+        self._recorder.end_run(exception)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Write the page."""
-        self._recorder.run_ends()
+        self._recorder.end_run()

@@ -44,7 +44,7 @@ class RegionSettings:
         return autocast(device_type, dtype, policy=self._ops, recipe=self.recipe, cache=self.cache)
 
     def apply_rules(self, model: nn.Module) -> ModuleRules | None:
-        """Put a model under the policy's rules for modules, if it has any."""
+        """Apply the policy's module rules to a model, if it has any."""
         if self.policy is None or not self.policy.has_module_rules:
             return None
         return apply_policy(model, self.policy.only_modules())
@@ -86,7 +86,8 @@ def run_in_regions(model: nn.Module, settings: RegionSettings, dtype: torch.dtyp
     Args:
         model: the model.
         settings: of the regions.
-        dtype: of the regions, for a model whose forward opens regions already: these go around them. None: inside.
+        dtype: the dtype of regions around a forward that opens its own. None: open a region inside the enclosing one,
+            if autocast is on, with its dtype.
     """
     model.forward = _ForwardInRegion(model, vars(model).get("forward"), settings, dtype)
 

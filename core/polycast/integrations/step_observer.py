@@ -14,8 +14,8 @@ class StepObserver:
 
     Args:
         report: the HTML file to write when the last of the steps has ended, or the run; None: none.
-        first: the first step to observe, counted from 0 over all runs; later ones skip what happens
-            once, such as compiling.
+        first: the first step to observe, counted from 0 over all runs; a later first step skips one-time work, such as
+            compiling.
         steps: the number of steps.
 
     Raises:
@@ -35,14 +35,14 @@ class StepObserver:
         self._open: observe | None = None
         self._step = 0
 
-    def step_begins(self, model: nn.Module) -> None:
+    def begin_step(self, model: nn.Module) -> None:
         """Start to observe, if this is the first step to observe."""
         if self._step == self.first and self._open is None:
             opened = observe(model)
             self.observation = opened.__enter__()
             self._open = opened
 
-    def step_ends(self) -> None:
+    def end_step(self) -> None:
         """Count a step, and stop after the last one to observe."""
         self._step += 1
         if self._step == self.first + self.steps:

@@ -39,7 +39,7 @@ class StepRecorder:
         self._step: StepLog | None = None
         self._losses: list[torch.Tensor | float] = []
 
-    def run_begins(
+    def begin_run(
         self, model: nn.Module | None, scaler: Any, steps_done: int = 0, *, is_first_process: bool = True
     ) -> None:
         """Begin a run, which goes on after a number of steps if it was resumed. Other processes record nothing."""
@@ -63,7 +63,7 @@ class StepRecorder:
         """Whether a step has begun."""
         return self._open is not None
 
-    def step_begins(self) -> None:
+    def begin_step(self) -> None:
         """Begin a step, unless one has begun."""
         if self.log is None or not self._is_writer or self._open is not None:
             return
@@ -79,7 +79,7 @@ class StepRecorder:
             elif loss.numel() == 1:
                 self._losses.append(loss.detach().float())
 
-    def step_ends(self, error: BaseException | None = None, *, mean: bool = True) -> None:
+    def end_step(self, error: BaseException | None = None, *, mean: bool = True) -> None:
         """End the step, if one has begun, with the mean or the sum of the losses of its batches."""
         opened, self._open = self._open, None
         if opened is None or self._step is None:
@@ -96,10 +96,10 @@ class StepRecorder:
 
     def abandon_step(self) -> None:
         """End a step that a failed run has left open; it is recorded if it has values."""
-        self.step_ends(RuntimeError("the run failed"))
+        self.end_step(RuntimeError("the run failed"))
 
-    def run_ends(self, error: BaseException | None = None) -> None:
+    def end_run(self, error: BaseException | None = None) -> None:
         """End the run, and write the page."""
-        self.step_ends(error)
+        self.end_step(error)
         if self._page is not None and self.log is not None and self._is_writer:
             self.log.history.to_html(self._page)

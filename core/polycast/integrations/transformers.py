@@ -33,7 +33,8 @@ class PolycastCallback(TrainerCallback, ExportableState):
     them with ``restore_callback_states_from_checkpoint=True``.
 
     Args:
-        policy: a :class:`polycast.Policy`, also with rules for modules, or what makes one.
+        policy: a :class:`polycast.Policy`, which may have rules for modules, a mapping of policies by op, or the path
+            of a policy file.
         recipe: as in :class:`polycast.autocast`.
         cache: a :class:`polycast.WeightCache`.
         report: the HTML file of an observation of some steps; None: no step is observed.
@@ -43,8 +44,8 @@ class PolycastCallback(TrainerCallback, ExportableState):
             batches of the step, and the history of the gradient scaler. Without a loss of the model, as with label
             smoothing, none is recorded. A run that is resumed from a checkpoint continues the log at the step of the
             checkpoint. The first process records.
-        page: the HTML file of :meth:`polycast.RunHistory.to_html`, written when the run ends. If it raises, the Trainer
-            does not tell callbacks; ``log.history`` has the steps up to then.
+        page: the HTML file of :meth:`polycast.RunHistory.to_html`, written when the run ends. If training raises, the
+            Trainer does not call this callback; ``log.history`` has the steps up to then.
 
     Raises:
         OSError, TypeError, ValueError: see :class:`polycast.autocast`.
@@ -76,12 +77,12 @@ class PolycastCallback(TrainerCallback, ExportableState):
     def on_train_begin(
         self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any
     ) -> None:
-        """Do so with a model that was made since, and with a callback that was added since."""
+        """Set up a model or callback that came after on_init_end, and start recording."""
         self._observer.stop()  # a run that has raised has left it open
         self._use(model, args)
         self._stop_recording()
         if self._recorder.log is not None and model is not None:
-            self._recorder.run_begins(
+            self._recorder.begin_run(
                 model,
                 getattr(optimizer, "scaler", None),
                 state.global_step,
@@ -115,21 +116,21 @@ class PolycastCallback(TrainerCallback, ExportableState):
         self.settings.apply_rules(model)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        """Start to observe with the first step."""
+        """Start to observe with the first step, and record each step."""
         if self._observer.report is not None:
-            self._observer.step_begins(model)
-        self._recorder.step_begins()
+            self._observer.begin_step(model)
+        self._recorder.begin_step()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Stop after the last step."""
-        self._observer.step_ends()
-        self._recorder.step_ends(mean=not self._has_shares)
+        """Stop observing after the last step, and end the record of this one."""
+        self._observer.end_step()
+        self._recorder.end_step(mean=not self._has_shares)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Write the report of a run that was shorter, and the page."""
         self._observer.stop()
         self._stop_recording()
-        self._recorder.run_ends()
+        self._recorder.end_run()
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint saves: the policy and the recipe."""

@@ -27,11 +27,11 @@ def _notifying(install_callbacks: Callable[..., AbstractContextManager[Any]]) ->
     @contextmanager
     def notifying(*args: Any, **kwargs: Any) -> Iterator[None]:
         observer = load_observer()
-        observer.note_compiling(True)
+        observer.note_uncounted(True)
         try:
             with install_callbacks(*args, **kwargs):
                 yield
         finally:
-            observer.note_compiling(False)
+            observer.note_uncounted(False)
 
     return notifying

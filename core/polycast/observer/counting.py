@@ -15,7 +15,7 @@ from ..region.explain_op import deciding_rule
 from ..region.explanation import NO_RULE, OTHERS_KERNEL
 from ..torch_internals.dispatcher import has_kernel_for_dispatch_key
 from .backend_queries import find_backend, slow_reasons, why_not_enabled
-from .estimates import Profiles
+from .estimates import DeviceProfiles
 from .facts import Facts, Run, total_of
 from .matmul_records import Matmul, MatmulRows
 from .matmuls import FUSED
@@ -57,9 +57,10 @@ class _Counting:
             decision = Decision(row.device or "", *self._decide(row.op, row.device, row.fast, row.override), row.calls)
             casts_of_row = self._casts(row)
             casts += casts_of_row
-            if decision.policy is not None or row.calls != row.inner_calls:  # inner ops follow the op that called them
+            op = _op(row, decision, casts_of_row)
+            if not op.is_inner:  # inner ops follow the op that called them
                 flows += self._flows(row, decision)
-            by_module.setdefault(row.module, []).append(_op(row, decision, casts_of_row))
+            by_module.setdefault(row.module, []).append(op)
         ops = combine(op for ops in by_module.values() for op in ops)
         regions = self._regions()
         devices = self._fast_dtypes(regions)
@@ -75,7 +76,7 @@ class _Counting:
             chains=self._chains(),
             flows=combine(flows),
             low_bit=low_bit,
-            matmuls=self._matmuls(Profiles(devices)),
+            matmuls=self._matmuls(DeviceProfiles(devices)),
             nonfinite=self._nonfinite(),
             numerics=numerics_of(self._reading),
         )
@@ -202,7 +203,7 @@ class _Counting:
         found += [chain for chain in roots if _letters(chain.ops[0]) not in losses]
         return tuple(sorted(combine(found), key=lambda chain: (-chain.bytes, chain.kind, chain.ops)))
 
-    def _matmuls(self, profiles: Profiles) -> tuple[Matmul, ...]:
+    def _matmuls(self, profiles: DeviceProfiles) -> tuple[Matmul, ...]:
         found = []
         for row in self._reading.counts:
             if row.flops <= 0:

@@ -6,7 +6,7 @@ from ..profiling.profile import find_ignoring_errors
 from .recorder import MatmulRow
 
 
-class Profiles:
+class DeviceProfiles:
     """The profiles of the devices of a run.
 
     Args:

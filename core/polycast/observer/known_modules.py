@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from torch import nn
 
-from .recorder import Known, Recorder
+from .recorder import ModuleName, Recorder
 
 
 class KnownModules:
@@ -14,7 +14,7 @@ class KnownModules:
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
-        self.named: list[Known] = []
+        self.named: list[ModuleName] = []
         """By number."""
         self._numbers: dict[str, int] = {}
         self._alive: dict[int, weakref.ref[nn.Module]] = {}
@@ -28,7 +28,7 @@ class KnownModules:
             full = f"{name}.{path}" if name and path else name or path
             if full not in self._numbers:
                 self._numbers[full] = len(self.named)
-                self.named.append(Known(full, type(module).__name__))
+                self.named.append(ModuleName(full, type(module).__name__))
             number = self._numbers[full]
             self._alive[id(module)] = weakref.ref(module, self._forget(id(module)))
             self._recorder.add_module(id(module), number)

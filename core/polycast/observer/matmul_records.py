@@ -32,7 +32,7 @@ class Matmul:
             the outermost is counted. An op that is none of these, such as an einsum outside of autocast, has the
             operations of the ops that it calls.
         module: the module that called it; None: none of the model's.
-        device: the device whose autocast looked at it; empty: none.
+        device: the device whose autocast it reached; empty: none.
         recipe: the active recipe, ``"int8"``; empty: none.
         declined: why the recipe did not compute it; empty: it did, or there was none.
         dtype: the dtype that it computed in, or with a recipe returned; empty: unknown.

@@ -130,7 +130,7 @@ class Observation:
 
     @property
     def findings(self) -> tuple[Finding, ...]:
-        """What costs time or accuracy, and what to do."""
+        """Findings: costs in time or accuracy, with remedies."""
         return findings_of(self.facts)
 
     @property
@@ -223,7 +223,7 @@ class Observation:
             path: the file; if it ends in ``.gz``, it is compressed.
             profile: a ``torch.profiler.profile`` of the same block, or the file that its ``export_chrome_trace`` wrote:
                 its events are written too, on the same time base, and the casts on tracks next to their threads. The
-                ops are then those of the profiler. torch exports a profile once, and this is it.
+                ops are then those of the profiler. torch can export a profile only once, and this call does.
 
         Raises:
             OSError: a file cannot be read or written.

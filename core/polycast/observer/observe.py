@@ -140,20 +140,17 @@ class observe_step(observe):
     """Observe a step of a training run. Its records are made when they are read, because that may take longer."""
 
     reading: Reading | None = None
-    """What was counted in the last block."""
+    """The counts of the last block."""
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if self._running:
-            self._running[-1].is_lazy = True
-            self.reading = self._running.pop().stop()
+            self.reading = self._running.pop().stop(lazy=True)
 
 
 class _Observing:
     """The observation of one block."""
-
-    is_lazy = False
 
     def __init__(self, options: Run, model: nn.Module | None, finds_modules: bool, trace: bool, steps: Steps) -> None:
         self.steps = steps
@@ -215,7 +212,8 @@ class _Observing:
                 listeners.add(listener, self._thread)
 
             listen(compilations.observations, self)
-            listen(profiling_listeners, lambda begins: self._observer.note_compiling(begins))
+            # a new function for each observer: remove() removes all equal listeners
+            listen(profiling_listeners, lambda begins: self._observer.note_uncounted(begins))
             if self._needs_modules:
                 listen(module_calls.observations, self)
             if self._finds_modules:
@@ -224,7 +222,7 @@ class _Observing:
                 listen(module_calls.after, self.raise_nonfinite)
             listen(recipe_listeners, self._note_recipe)
             if self._run.nonfinite != "ignore" or self._run.numerics:
-                load_backend_of_accelerator()  # which is asked whether it captures a graph
+                load_backend_of_accelerator()  # so that it can be asked whether it captures a graph
             if self._run.nonfinite != "ignore":
                 listen(scaler_listeners, StepOrigins(self.observation, self._recorder.nonfinite_count))
             self._began = time.perf_counter()
@@ -236,13 +234,13 @@ class _Observing:
         self._recipe_counts.note(device_type, recipe, op, reason)
         self._observer.note_recipe(recipe, reason or "")
 
-    def stop(self) -> Reading:
+    def stop(self, *, lazy: bool = False) -> Reading:
         self._pause()
         if self._trace:
             self.observation._trace = trace_of(self._recorder, self._modules.named)
         reading = self._read()
         find = functools.cache(functools.partial(facts_of, reading, self._run_so_far(), self._recipe_counts.records()))
-        self.observation._end(find if self.is_lazy else find())
+        self.observation._end(find if lazy else find())
         self._modules.clear()
         return reading
 

@@ -15,7 +15,7 @@ NONFINITE = ("ignore", "record", "raise")
 """The reactions to inf and nan, by number. The C++ checks the names when it is loaded."""
 
 
-class Known(NamedTuple):
+class ModuleName(NamedTuple):
     """The name and the class name of a module."""
 
     name: str
@@ -154,7 +154,7 @@ class NonFiniteRow:
 
 @dataclass(frozen=True)
 class EventRow:
-    """The time of an op, or of a cast for it; in nanoseconds, begun since 1970."""
+    """The time of an op, or of a cast for it, in nanoseconds; began counts from 1970."""
 
     is_cast: bool
     op: str
@@ -181,7 +181,7 @@ class Reading:
         overrides: by number; 0 is no override.
     """
 
-    modules: Sequence[Known]
+    modules: Sequence[ModuleName]
     counts: Sequence[CountRow]
     entries: Sequence[tuple[int, int]]
     chains: Sequence[ChainRow]
@@ -201,7 +201,7 @@ def phase_of(backward: bool) -> str:
     return "backward" if backward else "forward"
 
 
-def read(recorder: "Recorder", modules: Iterable[Known] = ()) -> Reading:
+def read(recorder: "Recorder", modules: Iterable[ModuleName] = ()) -> Reading:
     """Return the counts of a recorder so far; `modules` are those that it knows, by number."""
     raw = recorder.read()
     return Reading(
@@ -273,5 +273,5 @@ class Observer(Protocol):
     def note_recipe(self, recipe: str, declined: str, /) -> None:
         """Note that a recipe computed the op that this thread is in, or why it declined."""
 
-    def note_compiling(self, begins: bool, /) -> None:
-        """Note that a compiler, or measuring a device, begins on this thread or ends: its ops are not counted."""
+    def note_uncounted(self, begins: bool, /) -> None:
+        """Stop counting this thread's ops (True), or resume (False), while a compiler runs or a device is measured."""

@@ -19,7 +19,7 @@ class Counts:
     Attributes:
         calls: how often the op was called; for a module, how often its ops were.
         inner_calls: the part of `calls` made by another counted op, such as the bmm in an einsum. An op in another one
-            that autocast does not look at (the addmm in a linear with a policy) is not counted.
+            that does not reach autocast (the addmm in a linear with a policy) is not counted.
         input_dtypes: the floating-point inputs, by dtype before any cast.
         compute_dtypes: calls by the dtype that they computed in: that of the first floating-point output or, without
             one, the widest of the inputs. Calls without floating-point tensors are left out.
@@ -56,7 +56,7 @@ class Decision:
     """Calls of an op that one rule decided.
 
     Attributes:
-        device: the device whose autocast looked at the calls; empty: autocast was off.
+        device: the device whose autocast the calls reached; empty: autocast was off.
         policy: the policy, as ``polycast.CastPolicy`` spells it; None: the op has none, and nothing was cast.
         rule: the kind of rule, as in :func:`polycast.explain`: ``"region's policy"``, ``"module rule"``, ``"backend's
             table"``, ``"register_op"``, ``"none"``, ...; or ``"autocast is off"``.
@@ -90,6 +90,11 @@ class Op(Counts):
     rule_name: str = ""
     decisions: tuple[Decision, ...] = ()
     stack: tuple[str, ...] = ()
+
+    @property
+    def is_inner(self) -> bool:
+        """Whether only other ops called it, and it has no policy."""
+        return self.calls == self.inner_calls and self.policy is None
 
 
 @dataclass(frozen=True)
@@ -149,8 +154,8 @@ class Region:
         device, enabled, dtype: what the region sets.
         reason: why it is disabled.
         entries: how often it was entered.
-        unused: how often it was left without an op that autocast looked at and without a call of compiled code.
-        ops: the ops in it that autocast looked at.
+        unused: how often it was left without an op that reached autocast and without a call of compiled code.
+        ops: the ops in it that reached autocast.
         compiled: calls of compiled code in it. The ops of compiled code are not counted.
     """
 
@@ -223,7 +228,7 @@ class Chain:
 
 @dataclass(frozen=True)
 class Flow:
-    """Tensors that ops in one module passed to an op in another, in the forward pass and in regions.
+    """Tensors that one op passed to another, in the forward pass and in regions.
 
     ``remedies.py`` tries remedies on these.
 

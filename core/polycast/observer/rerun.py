@@ -16,7 +16,7 @@ SameRandomNumbers: TypeAlias = Callable[[], AbstractContextManager[None]]
 
 
 def same_random_numbers(model: nn.Module | None) -> SameRandomNumbers:
-    """Return a function that returns a context manager: its block draws the random numbers that are next now."""
+    """Return a function that opens a block, which draws the same random numbers as the code after this call."""
     device = next(model.parameters(), torch.empty(0)).device if model is not None else "cpu"
     generators = RandomState(device)
     states = generators.get()
@@ -31,7 +31,7 @@ def same_random_numbers(model: nn.Module | None) -> SameRandomNumbers:
 
 
 def rerun_step(step: Callable[[], Any], model: nn.Module | None, random: SameRandomNumbers) -> Origin | None:
-    """Return the first op of a step that produced inf or nan, which is run again for that; None: it did not happen."""
+    """Rerun a step, and return the first op that produced inf or nan; None if none did."""
     observed = observe_step(model, nonfinite="record", stacks=True)
     with random(), _restored(model), observed:
         step()
@@ -40,7 +40,7 @@ def rerun_step(step: Callable[[], Any], model: nn.Module | None, random: SameRan
 
 @contextmanager
 def _restored(model: nn.Module | None) -> Iterator[None]:
-    """Restore gradients and buffers."""
+    """Run a block without gradients; restore gradients and buffers after it."""
     parameters = [] if model is None else list(model.parameters())
     gradients = [parameter.grad for parameter in parameters]
     buffers = [] if model is None else [(buffer, buffer.clone()) for buffer in model.buffers()]

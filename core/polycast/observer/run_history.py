@@ -39,12 +39,12 @@ class RunHistory:
 
     @property
     def skipped(self) -> tuple[SkippedStep, ...]:
-        """What is known of the steps that the scaler skipped; the parameters have the names of the model."""
+        """The steps that the scaler skipped, with the model's parameter names."""
         return tuple(record.skip for record in self.steps if record.skip is not None)
 
     @property
     def findings(self) -> tuple[RunFinding, ...]:
-        """What went wrong in the run, and what to do."""
+        """Problems of the run, with remedies."""
         return findings_of_run(self.steps)
 
     def save(self, path: _Path) -> None:

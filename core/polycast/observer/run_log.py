@@ -118,7 +118,7 @@ class RunLog:
         self.watch(model, scaler)
 
     def watch(self, model: nn.Module | None = None, scaler: torch.amp.GradScaler | None = None) -> None:
-        """Observe this model, and record the history of this scaler, if there was none before."""
+        """Observe this model, unless the log already has one, and record the history of this scaler."""
         if model is not None and self.model is None:
             self._model = weakref.ref(model)
         if scaler is not None:

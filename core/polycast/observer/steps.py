@@ -25,7 +25,7 @@ def _records(schedule: Schedule, step: int) -> bool:
 
 
 def read_schedule(schedule: Schedule | int | None) -> Callable[[int], bool]:
-    """Return a function that says whether a step is observed.
+    """Return a function that returns whether a step is observed; None selects none.
 
     Raises:
         TypeError: `schedule` is neither callable nor an int nor None.
@@ -55,7 +55,7 @@ class Steps:
     """Counts the steps of a program.
 
     Args:
-        schedule: which steps are observed, as for :func:`polycast.observe`.
+        schedule: the steps to observe, as for :func:`polycast.observe`; None: all.
 
     Raises:
         TypeError, ValueError: it is not a schedule, or selects no step.

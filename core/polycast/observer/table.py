@@ -71,7 +71,7 @@ def _ops(facts: Facts) -> Table:
 
 def _called(facts: Facts) -> list[Op]:
     """Return the ops that the program called itself, and those that have a policy."""
-    return [op for op in facts.ops if op.calls != op.inner_calls or op.policy is not None]
+    return [op for op in facts.ops if not op.is_inner]
 
 
 def _dtypes(counts: Mapping[str, int]) -> str:

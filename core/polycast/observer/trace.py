@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 import torch
 
 from ..policy.dtypes import dtype_name
-from .recorder import EventRow, Known, Recorder, phase_of
+from .recorder import EventRow, ModuleName, Recorder, phase_of
 
 MAX_EVENTS = 1_000_000
 _TRACKS = 1_000_000_000
@@ -23,14 +23,14 @@ _TRACKS = 1_000_000_000
 
 
 @runtime_checkable
-class Profile(Protocol):
+class TorchProfile(Protocol):
     """A ``torch.profiler.profile`` that has stopped."""
 
     def export_chrome_trace(self, path: str) -> Any:
         """Write the trace to a file."""
 
 
-ProfileLike: TypeAlias = Profile | str | os.PathLike[str]
+ProfileLike: TypeAlias = TorchProfile | str | os.PathLike[str]
 
 
 @dataclass(frozen=True)
@@ -48,10 +48,10 @@ class Trace:
     dropped: int
 
 
-def trace_of(recorder: Recorder, modules: Sequence[Known]) -> Trace:
+def trace_of(recorder: Recorder, modules: Sequence[ModuleName]) -> Trace:
     """Return the trace of a recorder that has stopped."""
     rows, dropped = recorder.events()
-    return Trace(tuple(EventRow(*row) for row in rows), tuple(known.name for known in modules), dropped)
+    return Trace(tuple(EventRow(*row) for row in rows), tuple(module.name for module in modules), dropped)
 
 
 def write_trace(trace: Trace, path: str | os.PathLike[str], profile: ProfileLike | None) -> None:
@@ -123,7 +123,7 @@ def _read_profile(profile: ProfileLike) -> dict[str, Any]:
     if isinstance(profile, (str, os.PathLike)):
         path = Path(profile)
         return _parsed(path, path.name)
-    if not isinstance(profile, Profile):
+    if not isinstance(profile, TorchProfile):
         raise TypeError(
             "profile must be a torch.profiler.profile or the path of a trace that it has exported, got "
             f"{type(profile).__name__}"

@@ -20,10 +20,10 @@ from ...engine.installation import uninstall
 from ...observer.headline import headline
 from ...observer.observation import Observation
 from ...observer.observe import observe
-from ...observer.report.target import check_target
 from ...plugins.registry import backends, get_backend
 from ...region.slow_dtype import describe
 from ..devices import plugins_needed
+from ..output import check_output
 from ..terminal import console, ignore_slow_dtypes, library_errors, print_line
 from .digits import Digits, load_digits
 from .inference_timing import ROUNDS, time_inference
@@ -92,7 +92,7 @@ def run(
     out = console()
     with library_errors(), _loading("the engine"):
         if report is not None:
-            check_target(report)
+            check_output(report)
         statuses, engine = backends(), choose_engine().name
         unobserved = _why_unobserved()
         if report is not None and unobserved is not None:

@@ -5,7 +5,6 @@
 #pragma once
 
 #include "numerics.h"
-#include "op_events.h"
 #include "values.h"
 #include "watch.h"
 
@@ -35,19 +34,19 @@ void find_chain(ObservedOp& op, const Tensor& tensor, ScalarType target, uint64_
 
 // Called by the engine.
 void note_cast(ObservedCall& call, const Tensor& tensor, const Tensor& cast, const SeenCast& seen) {
-  using Repeats = CastWeights::Repeats;
+  using Unchanged = CastWeights::Unchanged;
   auto& op = static_cast<ObservedOp&>(call);
   CastCounts counts{tensor.scalar_type(), cast.scalar_type(), seen.of_weight};
   counts.seconds = op.is_timed ? seen.seconds : 0;
-  const bool may_repeat = seen.of_weight && counts.target != at::kFloat && seen.is_new;
-  const Repeats repeats = may_repeat ? op.watch->weights.note(tensor, cast) : Repeats::kNothing;
-  if (!seen.is_new || (seen.in_torchs_region && repeats == Repeats::kCast)) {
+  const bool may_be_unchanged = seen.of_weight && counts.target != at::kFloat && seen.is_new;
+  const Unchanged unchanged = may_be_unchanged ? op.watch->weights.note(tensor, cast) : Unchanged::kNothing;
+  if (!seen.is_new || (seen.in_torchs_region && unchanged == Unchanged::kCast)) {
     counts.hits = 1;
   } else {
     counts.count = 1;
     counts.bytes = bytes_of(cast);
     counts.misses = seen.looked_for;
-    counts.recasts = repeats != Repeats::kNothing;
+    counts.recasts = unchanged != Unchanged::kNothing;
     counts.recast_bytes = counts.recasts * counts.bytes;
   }
   op.casts.add(counts);

@@ -147,7 +147,7 @@ struct CallKey {
   const void* override;
   const Outcome* outcome;  // null: no recipe was asked
   int module;
-  int8_t device;  // whose autocast looked at the op; -1: none
+  int8_t device;  // whose autocast the op reached; -1: none
   ScalarType fast;
   bool backward;
 
@@ -170,7 +170,7 @@ struct CallCounts {
   DtypeCounts inputs, computes, outputs;
   Tally<DtypeSum<double>> seconds;  // of calls outside of other ops, by what they compute in
   Tally<CastCounts> casts;
-  Tally<SourceCounts> sources;  // in the forward pass, if autocast looks
+  Tally<SourceCounts> sources;  // in the forward pass, if the op reached autocast
   size_t stack = 0;             // of the first call: its number in the recorder, from 1 on
   double flops = 0;
   Tally<MatmulRows> rows;

@@ -68,7 +68,7 @@ void note_compiled_in_regions(Watch& watch) {
   }
 }
 
-// Count an op that autocast for a device looks at.
+// Count an op that reached the autocast of a device.
 void note_op_in_region(Watch& watch, int8_t device) {
   for (auto region = watch.regions.rbegin(); region != watch.regions.rend(); ++region) {
     if (region->key.device == device) {

@@ -21,7 +21,7 @@ struct Lines {
   }
 };
 
-// Which values of each line are not zero, a bit for each; found when a line is first asked for.
+// The nonzero values of each line, a bit for each; computed when a line is first requested.
 class NonzeroBits {
  public:
   explicit NonzeroBits(const Lines& lines)
@@ -55,13 +55,13 @@ class NonzeroBits {
   std::vector<uint64_t> bits_;
 };
 
-// Which zeros of the product of two matrices were lost, given the rows of the first one and the columns of the second one.
+// The zeros of a product that underflowed, given the rows of the first matrix and the columns of the second.
 class LostProducts {
  public:
   LostProducts(const Lines& rows, const Lines& columns)
       : rows_(rows), columns_(columns), of_rows_(rows), of_columns_(columns), first_(std::min<int64_t>(8, rows.length)) {}
 
-  bool contain(int64_t row, int64_t column) {
+  bool contains(int64_t row, int64_t column) {
     for (int64_t i = 0; i < first_; ++i) {  // where something was lost, most often the first products were
       if (!rows_.is_zero(row, i) && !columns_.is_zero(column, i)) {
         return true;
@@ -109,7 +109,7 @@ uint64_t count_lost_of(const Lines& rows, const Lines& columns, const Lines& val
       for (int64_t column = begin; column < end; ++column) {
         if (values.is_zero(row, column)) {
           --zeros;
-          count += lost.contain(row, column);
+          count += lost.contains(row, column);
         }
       }
     }

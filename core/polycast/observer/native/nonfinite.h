@@ -83,30 +83,31 @@ template <class Word>
 
 // The same for strided memory, dimension by dimension. Expanded dimensions are read once.
 template <class Word>
-bool all_finite(const Word* words, c10::IntArrayRef sizes, c10::IntArrayRef strides, size_t each, NotFinite<Word> not_finite) {
+bool all_finite(
+    const Word* words, c10::IntArrayRef sizes, c10::IntArrayRef strides, size_t words_per_value, NotFinite<Word> not_finite) {
   if (sizes.empty()) {
-    return all_finite(words, each, not_finite);
+    return all_finite(words, words_per_value, not_finite);
   }
   const int64_t size = strides[0] == 0 ? std::min<int64_t>(sizes[0], 1) : sizes[0];
   if (sizes.size() == 1 && strides[0] == 1) {
-    return all_finite(words, size * each, not_finite);
+    return all_finite(words, size * words_per_value, not_finite);
   }
   for (int64_t i = 0; i < size; ++i) {
-    if (!all_finite(words + i * strides[0] * static_cast<int64_t>(each), sizes.slice(1), strides.slice(1), each, not_finite)) {
+    const Word* const slice = words + i * strides[0] * static_cast<int64_t>(words_per_value);
+    if (!all_finite(slice, sizes.slice(1), strides.slice(1), words_per_value, not_finite)) {
       return false;
     }
   }
   return true;
 }
 
-// `each` is the number of words of a value.
 template <class Word>
-bool all_finite(const Tensor& tensor, size_t each, NotFinite<Word> not_finite) {
+bool all_finite(const Tensor& tensor, size_t words_per_value, NotFinite<Word> not_finite) {
   const auto* const words = static_cast<const Word*>(tensor.const_data_ptr());
   if (tensor.is_non_overlapping_and_dense()) {
-    return all_finite(words, tensor.numel() * each, not_finite);
+    return all_finite(words, tensor.numel() * words_per_value, not_finite);
   }
-  return all_finite(words, tensor.sizes(), tensor.strides(), each, not_finite);
+  return all_finite(words, tensor.sizes(), tensor.strides(), words_per_value, not_finite);
 }
 
 bool is_finite_in_memory(const Tensor& tensor) {

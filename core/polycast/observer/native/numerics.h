@@ -19,7 +19,7 @@ namespace {
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
-// Return whether all values of a dtype have the same value in another one.
+// Return whether every value of a dtype is exact in another.
 bool is_wider(ScalarType source, ScalarType target) {
   return target == at::kDouble || (target == at::kFloat && source != at::kDouble);
 }
@@ -86,8 +86,8 @@ NumericsCounts counts_of(const Magnitudes& found, uint64_t count, ScalarType rea
   return counts;
 }
 
-// Return a number of elements, 0-dim: the zeros of a product in the backward pass to which a product of two values that are not zero
-// was added. Of other matmuls, all elements if all are zero, and not those of the first input.
+// Return, as a 0-dim tensor, how many zeros of a backward matmul underflowed. Of mm and bmm: those to which a product of two nonzero
+// values was added. Of others: all elements, if all are zero and the first input is not.
 Tensor count_lost(const ObservedOp& op, const Tensor& values) {
   const Tensor is_zero = values.eq(0);
   if (op.op->multiplies && op.unchecked.size() == 2) {
@@ -199,7 +199,7 @@ void count_cast(ObservedOp& op, const Tensor& tensor, const Tensor& cast, bool o
 }
 
 // Start to count for an op: in the forward pass if it runs in a region, in the backward pass unless it is part of the forward pass that
-// a checkpoint computes again, which was counted in the forward pass. In compiled code, autocast does not look at ops.
+// a checkpoint computes again, which was counted in the forward pass. In compiled code, ops do not reach autocast.
 void begin_numerics(ObservedOp& op, c10::ArrayRef<const c10::IValue> inputs) {
   const bool computes_again = op.backward && at::GradMode::is_enabled() && !op.watch->node_has_grad_mode;
   const bool in_region = op.device >= 0 || !op.watch->regions.empty();

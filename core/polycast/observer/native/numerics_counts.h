@@ -28,7 +28,7 @@ struct NumericsKey {
   bool operator<(const NumericsKey& other) const { return key() < other.key(); }
 };
 
-// What torch's ops count, on the device of the tensor, where it stays until it is read.
+// Counts by torch's ops. They stay on the tensor's device until they are read.
 struct CountsOnDevice {
   Tensor counts;  // int64: underflowed, overflowed, zeroed, nonfinite
   Tensor amax;    // of float32 or float64
@@ -62,7 +62,7 @@ struct Counted {
   NumericsCounts counts;
 };
 
-// What is counted for an op while it runs.
+// The numerics of an op while it runs.
 struct OpNumerics {
   bool knows_inputs = true;  // it does not write to any
   Tensor source;             // of a conversion

@@ -1,7 +1,8 @@
 // The observer's Python module. It counts what the native engine and torch run.
 //
-// Compiled as one unit with the files that it includes. From the bottom: counts.h, op_infos.h, flops.h, table.h, events.h, recorder.h and watch.h
-// hold the counts; nonfinite.h, numerics.h, entered_regions.h, op_events.h, nodes.h, casts.h, op_begins.h, op_ends.h and callbacks.h make them; reading.h returns them.
+// Compiled as one unit with the files that it includes. From the bottom: numerics_counts.h, counts.h, values.h, flops.h, op_infos.h,
+// events.h, table.h, recorder.h and watch.h hold the counts; nodes.h, entered_regions.h, lost_products.h, calls_to_python.h,
+// nonfinite.h, numerics.h, op_begins.h, op_ends.h, callbacks.h and casts.h make them; reading.h returns them.
 
 #include <set>
 
@@ -97,10 +98,10 @@ PyObject* pass_module(PyObject*, PyObject* module) {
   return Py_NewRef(Py_None);
 }
 
-// note_compiling(begins): ops on this thread are not counted until the compiler ends
-PyObject* note_compiling(PyObject*, PyObject* begins) {
+// note_uncounted(begins): ops on this thread are not counted until this is called with False as often as with True
+PyObject* note_uncounted(PyObject*, PyObject* begins) {
   if (Watch* const watch = watch_of_thread) {
-    watch->compiling = std::max(0, watch->compiling + (begins == Py_True ? 1 : -1));
+    watch->uncounted = std::max(0, watch->uncounted + (begins == Py_True ? 1 : -1));
   }
   return Py_NewRef(Py_None);
 }
@@ -149,7 +150,7 @@ PyObject* bind(PyObject*, PyObject* arguments) {
 PyMethodDef functions[] = {
     {"enter_module", &raising<&pass_module<true>>, METH_O, "Note that a module is called."},
     {"leave_module", &raising<&pass_module<false>>, METH_O, "Note that the call has ended."},
-    {"note_compiling", &raising<&note_compiling>, METH_O, "Note that a compiler begins, or ends."},
+    {"note_uncounted", &raising<&note_uncounted>, METH_O, "Stop counting this thread's ops, or resume."},
     {"note_recipe", &raising<&note_recipe>, METH_VARARGS, "Note what a recipe did with an op."},
     {"bind", &raising<&bind>, METH_VARARGS, "Bind to an engine."},
     {nullptr, nullptr, 0, nullptr}};

@@ -1,4 +1,4 @@
-// Record the beginning of an op: its schema, its inputs, and whose autocast looks at it.
+// Record the beginning of an op: its schema, its inputs, and the device whose autocast it reached.
 //
 // Locks: a table's. The GIL is taken as in nonfinite.h.
 
@@ -59,7 +59,7 @@ bool is_traced() {
       (Modes::get_mode(Mode::FAKE) || Modes::get_mode(Mode::PROXY) || Modes::get_mode(Mode::FUNCTIONAL));
 }
 
-// Return the device whose autocast looks at a tensor, by its dispatch keys; -1: none.
+// Return the device whose autocast a tensor reaches, by its dispatch keys; -1: none.
 int8_t device_of_autocast(const Tensor& tensor, const c10::impl::LocalDispatchKeySet& keys) {
   const auto& known = autocast_keys();
   const auto is_active = [&](size_t device) {
@@ -209,13 +209,13 @@ std::unique_ptr<at::ObserverContext> begin_op(Watch& watch, const at::RecordFunc
   const auto keys = c10::impl::tls_local_dispatch_key_set();
   ObservedOp* const outer = watch.op;
   const bool autocast_is_excluded = keys.excluded_.has_all(c10::autocast_dispatch_keyset);
-  // Inner ops are counted if autocast looks at them, and checked for inf and nan if they run on what a wrapper wraps.
+  // Inner ops are counted if they reach autocast, and checked for inf and nan if they run on what a wrapper wraps.
   const bool in_wrapper = outer != nullptr && watch.looks_for_nonfinite && outer->is_wrapped && !watch.checks_inner_op;
   if (outer != nullptr && autocast_is_excluded && !in_wrapper) {
-    const bool may_be_part = !watch.in_matmul && watch.compiling == 0 && !is_traced();
+    const bool may_be_part = !watch.in_matmul && watch.uncounted == 0 && !is_traced();
     return may_be_part ? begin_part(watch, op_of(watch, event), event) : nullptr;
   }
-  if (watch.compiling != 0 || is_traced()) {
+  if (watch.uncounted != 0 || is_traced()) {
     return nullptr;
   }
   const OpInfo* const info = op_of(watch, event);

@@ -7,7 +7,6 @@
 
 #include "calls_to_python.h"
 #include "numerics.h"
-#include "op_events.h"
 #include "python.h"
 #include "values.h"
 #include "watch.h"

@@ -1,6 +1,6 @@
 // The state of an observed thread: its observers, the op that it runs, and the last outputs of ops.
 //
-// Owns the watch of each thread. Locks: Recorders::mutex, when the list of recorders has changed.
+// Owns the watch of each thread. Locks: Recorders::mutex, when the list of recorders has changed; that of Events.
 
 #pragma once
 
@@ -73,13 +73,13 @@ class Producers {
   std::unordered_map<const StorageImpl*, Producer> by_storage_;  // a weak reference keeps the address from being used again
 };
 
-// The weights that a thread has cast last.
+// The weights that a thread has cast most recently.
 class CastWeights {
  public:
-  enum class Repeats : int8_t { kNothing, kContent, kCast };
+  enum class Unchanged : int8_t { kNothing, kContent, kCast };
 
-  // Note the cast of a weight; return what is as it was at its last cast: nothing, the weight's content, or even the cast.
-  Repeats note(const Tensor& weight, const Tensor& cast) {
+  // Note the cast of a weight. Return what has not changed since its last cast: nothing, the weight's content, or also the cast tensor.
+  Unchanged note(const Tensor& weight, const Tensor& cast) {
     constexpr size_t kMaxWeights = 1 << 16;
     const uint64_t writes = engine.count_of_writes();
     if (writes != writes_seen_ || weights_.size() >= kMaxWeights) {
@@ -88,12 +88,12 @@ class CastWeights {
     }
     const Key key{weight.unsafeGetTensorImpl(), cast.scalar_type()};
     const auto found = weights_.find(key);
-    Repeats repeats = Repeats::kNothing;
+    Unchanged unchanged = Unchanged::kNothing;
     if (found != weights_.end() && found->second.content.matches(weight)) {
-      repeats = found->second.cast._unsafe_get_target() == cast.unsafeGetTensorImpl() ? Repeats::kCast : Repeats::kContent;
+      unchanged = found->second.cast._unsafe_get_target() == cast.unsafeGetTensorImpl() ? Unchanged::kCast : Unchanged::kContent;
     }
     weights_.insert_or_assign(key, Weight{VersionStamp(weight), decltype(Weight::cast)(cast.getIntrusivePtr())});
-    return repeats;
+    return unchanged;
   }
 
   void clear() { weights_.clear(); }
@@ -129,7 +129,7 @@ struct Watch {
   const at::RecordFunction* event = nullptr;               // the last one that began, until it ends
   ObservedOp* op = nullptr;                                // the innermost one
   ObservedCall** const engines_op = engine.observed_op();  // a copy of `op` that the engine reads
-  int compiling = 0;
+  int uncounted = 0;                                       // by note_uncounted()
   int last_graph_task = -1;
   Producers producers;
   CastWeights weights;
@@ -286,5 +286,16 @@ Watch* refreshed_watch(bool create) {
 
 // Return this thread's watch, creating one only if a recorder sees all threads.
 Watch* watch_of_observed_thread() { return refreshed_watch(Recorders::of_all_threads.load(std::memory_order_relaxed) != 0); }
+
+// Add the times of an op or a cast to the recorders that keep them.
+C10_NOINLINE void add_event(const Watch& watch, Event event) {
+  event.thread = system_thread();
+  for (const auto& table : watch.tables) {
+    if (Events& events = table->recorder->events; events.are_kept()) {
+      event.module = table->module();
+      events.add(event);
+    }
+  }
+}
 
 }  // namespace

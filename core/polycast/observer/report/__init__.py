@@ -1,1 +1,1 @@
-"""The HTML report of an observation, or of two."""
+"""HTML pages of observations and training runs."""

@@ -83,8 +83,8 @@ def _environment() -> jinja2.Environment:
         each=lambda of, name: [None if record is None else getattr(record, name) for record in of],
         alike=lambda values: all(value == values[0] for value in values),
         ruled=ruled,
-        recipe_lines=matmul_lines,
-        headline=lambda kind: kind.replace("_", " ").capitalize(),
+        matmul_lines=matmul_lines,
+        kind_title=lambda kind: kind.replace("_", " ").capitalize(),
         short=lambda op: op.removeprefix("aten::"),
     )
     made.globals.update(

@@ -180,15 +180,13 @@ def _found(runs: tuple[Facts, ...], ids: Mapping[str | None, str]) -> Iterator[F
 
 def _op_rows(of: tuple[tuple[Op, ...], ...]) -> tuple[OpRow, ...]:
     rows = [
-        OpRow(op, phase, of=each, changed=_differ(each), inner=all(map(_is_inner, each)))
+        OpRow(
+            op, phase, of=each, changed=_differ(each), inner=all(record is None or record.is_inner for record in each)
+        )
         for each in _together(of)
         for op, phase in [_first(each, "op", "phase")]
     ]
     return tuple(sorted(rows, key=lambda row: -_most(row.of, "calls")))
-
-
-def _is_inner(op: Op | None) -> bool:
-    return op is None or (op.calls == op.inner_calls and op.policy is None)
 
 
 def _module_rows(runs: tuple[Facts, ...]) -> tuple[ModuleRow, ...]:

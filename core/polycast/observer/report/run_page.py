@@ -34,8 +34,8 @@ class StepRow:
 
 
 @dataclass(frozen=True)
-class SkipRow:
-    """Skipped steps in a row that have the same parameters and origin.
+class SkippedText:
+    """A SkippedRow as text, and the run that has it.
 
     Attributes:
         run: ``"before"`` or ``"after"``; empty: there is one run.
@@ -73,7 +73,7 @@ class RunPage:
     missing: tuple[str, ...]
     titles: tuple[str, ...]
     rows: tuple[StepRow, ...]
-    skipped: tuple[SkipRow, ...]
+    skipped: tuple[SkippedText, ...]
     skips: int
     steps: int
     first: int
@@ -113,11 +113,11 @@ def run_page_of(runs: Sequence[_Run]) -> RunPage:
     )
 
 
-def _skip_rows(name: str, run: _Run) -> Iterator[SkipRow]:
+def _skip_rows(name: str, run: _Run) -> Iterator[SkippedText]:
     for row in skipped_rows(run):
         steps = dict.fromkeys((f"{row.first.step:,}", f"{row.last.step:,}"))
         scales = dict.fromkeys((text_of(row.first.scale, False), text_of(row.last.scale, False)))
-        yield SkipRow(name, " to ".join(steps), " to ".join(scales), row.first)
+        yield SkippedText(name, " to ".join(steps), " to ".join(scales), row.first)
 
 
 def _texts(by_step: Sequence[dict[int, StepRecord]], step: int, names: Sequence[str]) -> tuple[tuple[str, ...], ...]:

@@ -5,7 +5,7 @@ import tempfile
 from pathlib import Path
 
 
-def check_target(path: str | os.PathLike[str], such_as: str = "report.html") -> None:
+def check_output(path: str | os.PathLike[str], such_as: str = "report.html") -> None:
     """Raise now if a file could not be written later. Creates no file.
 
     Raises:
