@@ -17,7 +17,7 @@ _ACCOUNTED = 4.0
 """Modules inside account for a growth of the error that is at most this many times the largest of their own."""
 
 _VANISHING = 1e-5
-"""A gradient that is smaller than the module's largest by this factor is rounding errors: it would be zero without."""
+"""A gradient smaller than the module's largest by this factor consists of rounding errors."""
 
 
 class MatchedCall(NamedTuple):
@@ -178,7 +178,7 @@ class Record:
                     called.calls,
                     adds[name],
                     found.own.error(),
-                    found.inherited.relative_to(found.total) if is_known else None,
+                    found.inherited.relative_to(found.total) if is_known and found.is_inherited_known else None,
                     found.total.error() if is_known else None,
                     found.makes_nonfinite,
                 )
@@ -195,14 +195,12 @@ class Record:
             largest[module] = max(largest.get(module, 0.0), found.total.norm)
         for name, found in self._parameters.items():
             module, _, parameter = name.rpartition(".")
-            own, total = found.own.error(), found.total.error()
+            added, own_error, inherited = 0.0, None, None
             if found.is_inherited_known:
-                inherited = found.inherited.relative_to(found.total)
+                own_error, inherited = found.own.error(), found.inherited.relative_to(found.total)
                 vanishes = found.total.norm < _VANISHING * largest[module]
-                added = found.own.norm_of_error / largest[module] if vanishes else own.relative
-                errors.append(GradientErrors(module, parameter, added, own, inherited, total, False))
-            else:
-                errors.append(GradientErrors(module, parameter, 0.0, None, None, total, False))
+                added = found.own.norm_of_error / largest[module] if vanishes else own_error.relative
+            errors.append(GradientErrors(module, parameter, added, own_error, inherited, found.total.error(), False))
         for name in self._modules:
             found = self.gradients.found[name]
             if found.total.elements or found.own.elements:
