@@ -88,7 +88,7 @@ def test_a_failure_names_its_log_and_does_not_stop_the_other_builds(compiler, op
     (log,) = cache_directory().rglob("*.log")
     assert (
         f"polycast: {fails.description} cannot be built: the compiler failed with status 1; its output is in {log}. "
-        f"Once it can do better, {fails.retry_hint}."
+        f"When the cause is fixed, {fails.retry_hint}."
     ) in result.stderr.splitlines()
     assert [line.partition(":")[0] for line in result.stdout.splitlines()] == [
         each.description for each in ALL if each is not fails

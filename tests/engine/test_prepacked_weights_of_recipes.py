@@ -12,7 +12,7 @@ from torch import nn
 import polycast
 from polycast import Int8, LowBitMatmul, Recipe, WeightCache, autocast
 from polycast.policy import recipe_arguments
-from polycast.policy.recipe_arguments import Unknown
+from polycast.policy.recipe_arguments import ObjectDigest
 from polycast.policy.recipe_base import kinds
 
 pytestmark = pytest.mark.usefixtures("no_grad", "engine")
@@ -93,7 +93,7 @@ def test_an_equalization_that_becomes_known_is_used(monkeypatch):
     monkeypatch.setattr(recipe_arguments, "objects", {})
     factors = 2.0 ** torch.arange(64).remainder(5)
     equalization = SimpleNamespace(digest="0f", factors=lambda weight: factors)
-    unknown = Int8(min_size=0, equalization=Unknown("0f"))
+    unknown = Int8(min_size=0, equalization=ObjectDigest("0f"))
     layer = nn.Linear(64, 8)
     with autocast("cpu", recipe=unknown), pytest.raises(RuntimeError, match="does not have its equalization"):
         layer(X)

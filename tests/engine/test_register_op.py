@@ -211,7 +211,7 @@ def test_an_argument_that_is_not_an_op_raises(op):
         (
             "acme::absent",
             LOWER,
-            f"this torch ({torch.__version__}) has no op 'acme::absent' now: load the library that defines it first",
+            f"this torch ({torch.__version__}) has no op 'acme::absent': load the library that defines it first",
         ),
         (
             "linaer",

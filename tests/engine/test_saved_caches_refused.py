@@ -152,8 +152,8 @@ def test_an_equalization_that_this_process_does_not_have(path, model, int8_kerne
     cache.save(path)
     recipe_arguments.objects.clear()
     assert refused(path, model) == (
-        "it has weights for the recipe Int8(min_size=1, equalization=<Unknown abc>), whose equalization this process "
-        "does not have: load that first, as Equalization.load does"
+        "it has weights for the recipe Int8(min_size=1, equalization=<ObjectDigest abc>), whose equalization this "
+        "process does not have: load that first, as Equalization.load does"
     )
 
 

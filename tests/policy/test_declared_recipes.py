@@ -17,7 +17,7 @@ import torch
 from polycast import Int8, NoRecipe, Policy, Recipe
 from polycast.policy import recipe_base
 from polycast.policy.recipe import all_recipes, read_recipe
-from polycast.policy.recipe_arguments import Unknown, resolve
+from polycast.policy.recipe_arguments import ObjectDigest, resolve
 from polycast.policy.recipe_base import kinds
 
 
@@ -267,9 +267,9 @@ def test_an_object_is_known_by_its_digest():
 
 
 def test_an_object_of_another_process_is_known_once_this_one_has_it():
-    text = Grouped(table=Unknown("0d")).text
+    text = Grouped(table=ObjectDigest("0d")).text
     early = Recipe.of_text(text)
-    assert early.table == resolve(early.table) == Unknown("0d")
+    assert early.table == resolve(early.table) == ObjectDigest("0d")
     table = Table("0d")
     assert Grouped(table=table) == early == pickle.loads(pickle.dumps(early))
     assert resolve(early.table) is table

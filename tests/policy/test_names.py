@@ -103,7 +103,7 @@ def test_a_ban_includes_in_place_and_out_overloads():
         ("sofmax", f"{TORCH} has no op 'sofmax'; the nearest are 'softmax', '_softmax', 'fmax'"),
         ("aten::layernorm", f"{TORCH} has no op 'layernorm'; the nearest are 'layer_norm', "),
         ("aten::qqqqqqqq", f"{TORCH} has no op 'qqqqqqqq': {EXPECTED}"),
-        ("acme::qqqqqqqq", f"{TORCH} has no op 'acme::qqqqqqqq' now: load the library that defines it first"),
+        ("acme::qqqqqqqq", f"{TORCH} has no op 'acme::qqqqqqqq': load the library that defines it first"),
         (
             "softmax.Dimnam",
             f"{TORCH} has no overload 'Dimnam' of the op 'softmax', which has 'int', ",

@@ -84,7 +84,7 @@ def test_read_recipe_takes_names(text, recipe):
         (
             lambda: read_recipe(8),
             TypeError,
-            r"recipe must be a Recipe such as polycast.Int8\(\), its name, or None, got 8",
+            r"recipe must be a Recipe such as polycast.Int8\(\), the name of one, or None, got 8",
         ),
         (lambda: Int8("column"), ValueError, "scales must be 'row' or 'tensor', got 'column'"),
         (lambda: Int8(ops="mm"), TypeError, "ops must be names of ops, such as"),

@@ -39,7 +39,7 @@ def test_a_function_that_is_no_op_is_refused_with_similar_names():
 def test_the_name_of_a_cast_policy_is_not_a_policy(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(
-        ValueError, match=f"policy='{name}' is the name of a cast policy, and no file. A policy names ops"
+        ValueError, match=f"policy='{name}' is the name of a cast policy, not a policy file. A policy names ops"
     ):
         polycast.autocast("cpu", policy=name)
     Policy({"softmax": "fp32"}).save(name)

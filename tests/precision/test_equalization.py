@@ -153,7 +153,7 @@ def test_a_file_of_another_kind_is_refused(model, tmp_path, content):
 
 def test_other_safetensors_are_refused(model, tmp_path):
     save_file({"0.weight": torch.ones(32)}, tmp_path / "e")
-    with pytest.raises(ValueError, match="is no equalization that polycast saved, but another file of safetensors"):
+    with pytest.raises(ValueError, match="is a safetensors file, but not an equalization that polycast saved"):
         Equalization.load(tmp_path / "e", model)
 
 

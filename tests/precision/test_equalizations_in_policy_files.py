@@ -213,7 +213,7 @@ def damaged(file, e):
             lambda file, e: file.unlink(),
             "its equalization cannot be read: [Errno 2] No such file or directory: '{file}'",
         ),
-        (foreign, "'{file}' is no equalization that polycast saved, but another file of safetensors"),
+        (foreign, "'{file}' is a safetensors file, but not an equalization that polycast saved"),
         (damaged, "'{file}' is damaged: its contents do not have the digest that it says"),
         (lambda file, e: file.write_text("text"), "'{file}' is no equalization: "),
     ],

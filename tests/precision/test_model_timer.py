@@ -81,15 +81,19 @@ def test_no_rule_whose_overhead_exceeds_its_gain(model, monkeypatch):
 
 def test_with_a_recipe_each_module_has_the_fastest_of_three(model, monkeypatch):
     times = [seconds(m0=1.0), seconds(m1_0=1.0), seconds(m2=1.0)]
-    assert chosen(model, times, monkeypatch) == Choice(members=("2",), kept=("1.0",))
+    assert chosen(model, times, monkeypatch) == Choice(members=("2",), in_fast_dtype=("1.0",))
     assert chosen(model, [seconds(), *times[1:]], monkeypatch, rule=20.0) == NO_POLICY
 
 
 def test_a_module_that_must_leave_the_recipe_has_the_faster_of_the_other_two(model, monkeypatch):
     slow = {"m1_0": 50.0, "m1_1": 50.0}
     times = [seconds(m0=1.0, m2=1.0), seconds(m0=5.0, m2=8.0, **slow), seconds(m0=8.0, m2=5.0, **slow)]
-    assert chosen(model, times, monkeypatch, needed=Choice(kept=("0", "2"))) == Choice(members=("2",), kept=("0",))
-    assert chosen(model, times, monkeypatch, needed=Choice(members=("0",), kept=("2",))) == Choice(members=("0", "2"))
+    assert chosen(model, times, monkeypatch, needed=Choice(in_fast_dtype=("0", "2"))) == Choice(
+        members=("2",), in_fast_dtype=("0",)
+    )
+    assert chosen(model, times, monkeypatch, needed=Choice(members=("0",), in_fast_dtype=("2",))) == Choice(
+        members=("0", "2")
+    )
 
 
 def test_one_rule_serves_all_modules_inside(model, monkeypatch):

@@ -10,7 +10,7 @@ from torch import nn
 import polycast
 from polycast.precision.blocks import Blocks
 from polycast.precision.calls import ModelCall
-from polycast.precision.candidates import Modules
+from polycast.precision.candidates import ModuleCandidates
 from polycast.precision.minimal_set import Choice
 from polycast.precision.profiling_run import profile_runs
 
@@ -257,16 +257,16 @@ def test_only_modules_with_parameters_have_rules_against_their_callers():
 
     model = Inline()
     seen, _ = profile_runs(model, (ModelCall.of(model, torch.randn(2, 4)),), "cpu")
-    assert Modules(Blocks(model, seen), torch.float16).policy(Choice(("",))).modules == {
+    assert ModuleCandidates(Blocks(model, seen), torch.float16).policy(Choice(("",))).modules == {
         "": "fp32",
         "first": "float16",
         "last": "float16",
     }
-    assert Modules(Blocks(model, seen), torch.float16).policy(Choice(("", "act", "last"))).modules == {
+    assert ModuleCandidates(Blocks(model, seen), torch.float16).policy(Choice(("", "act", "last"))).modules == {
         "": "fp32",
         "first": "float16",
     }
-    assert Modules(Blocks(model, seen), torch.float16).policy(Choice(("act",))).modules == {"act": "fp32"}
+    assert ModuleCandidates(Blocks(model, seen), torch.float16).policy(Choice(("act",))).modules == {"act": "fp32"}
 
 
 def test_an_output_without_floating_point_needs_a_metric():

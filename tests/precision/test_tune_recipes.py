@@ -11,7 +11,7 @@ from polycast import Int8, NoRecipe, Policy
 from polycast.precision import model_timer
 from polycast.precision.blocks import Blocks
 from polycast.precision.calls import ModelCall
-from polycast.precision.candidates import Modules, Ops
+from polycast.precision.candidates import ModuleCandidates, OpCandidates
 from polycast.precision.minimal_set import Choice
 from polycast.precision.model_timer import PLAIN_REGION
 from polycast.precision.profiling_run import profile_runs
@@ -164,7 +164,7 @@ def test_a_warning_says_that_even_float32_is_insufficient():
     ("arguments", "error", "message"),
     [
         ({"recipe": "int9"}, ValueError, "'int9' is not a recipe: did you mean 'int8'?"),
-        ({"recipe": 8}, TypeError, "recipe must be a Recipe such as polycast.Int8(), its name, or None, got 8"),
+        ({"recipe": 8}, TypeError, "recipe must be a Recipe such as polycast.Int8(), the name of one, or None, got 8"),
         ({"recipe": "float8"}, RuntimeError, "cannot be used on cpu: there is int8 only"),
         ({"budget": 2}, ValueError, "at least 3 (the region without a policy, and everything in float32, and in the"),
     ],
@@ -218,8 +218,8 @@ class Nested(nn.Module):
     ("choice", "rules"),
     [
         (Choice(), {"": RECIPE}),
-        (Choice(kept=("first",)), {"": RECIPE, "first": "none"}),
-        (Choice(kept=("",)), {"": "none", "first": RECIPE, "last": RECIPE}),
+        (Choice(in_fast_dtype=("first",)), {"": RECIPE, "first": "none"}),
+        (Choice(in_fast_dtype=("",)), {"": "none", "first": RECIPE, "last": RECIPE}),
         (Choice(("",)), {"": "fp32", "first": RECIPE, "last": RECIPE}),
         (Choice(("",), ("first", "last")), {"": "fp32", "first": "none", "last": "none"}),
         (Choice(("first",), ("", "act")), {"": "none", "first": "fp32", "last": RECIPE}),
@@ -229,14 +229,14 @@ class Nested(nn.Module):
 def test_a_module_has_a_rule_where_its_precision_is_not_that_of_its_caller(choice, rules):
     model = Nested()
     seen, _ = profile_runs(model, (ModelCall.of(model, torch.randn(2, 4)),), "cpu")
-    assert Modules(Blocks(model, seen), torch.bfloat16, RECIPE).policy(choice) == Policy(modules=rules)
+    assert ModuleCandidates(Blocks(model, seen), torch.bfloat16, RECIPE).policy(choice) == Policy(modules=rules)
 
 
 def test_only_the_ops_of_a_recipe_can_leave_it():
-    ops = Ops(Int8(ops=("linear",)))
+    ops = OpCandidates(Int8(ops=("linear",)))
     assert (ops.can_leave_recipe("linear"), ops.can_leave_recipe("mm"), ops.can_leave_recipe("exp")) == (
         True,
         False,
         False,
     )
-    assert not Ops().can_leave_recipe("linear")
+    assert not OpCandidates().can_leave_recipe("linear")

@@ -111,7 +111,9 @@ def no_sources(monkeypatch, folder):
 
 NO_HOME = r"no home directory is known to cache it in\. Set XDG_CACHE_HOME to a folder of yours, or HOME\."
 NO_RUN = r"the C\+\+ compiler '.*compiler' does not run: .*{}.*\. Name another in CXX\."
-FAILED = r"the compiler failed with status {}; its output is in .*\.log\. Once it can do better, `polycast build` tries"
+FAILED = (
+    r"the compiler failed with status {}; its output is in .*\.log\. When the cause is fixed, `polycast build` tries"
+)
 NO_WRITE = r"nothing can be written to .*: .*{}.*\. Set XDG_CACHE_HOME to a folder of yours that has room\."
 WAYS = {
     no_home: NO_HOME,

@@ -26,7 +26,7 @@ NAMES = [
     (feature, change.module, name)
     for feature, change in ROWS
     for name in change.names
-    if "*" not in name and not name.endswith(".python_type") and not FEATURES[feature].by_user
+    if "*" not in name and not name.endswith(".python_type") and not FEATURES[feature].outlives_uninstall
 ]
 """The names of each row, except those that only some versions of torch have, and features that are undone by users."""
 ADDED = ("torch.utils.checkpoint",)
@@ -159,7 +159,7 @@ def test_uninstall_leaves_nothing_of_polycast_in_torch(monkeypatch):
     assert changed_in_torch() == {}
     before = list(sys.meta_path)
     use_everything()
-    made_here = [name for name, row in FEATURES.items() if row.changes and not row.by_user]
+    made_here = [name for name, row in FEATURES.items() if row.changes and not row.outlives_uninstall]
     assert [name for name in made_here if not changes.is_made(name)] == []
     assert {name for _, _, name in NAMES} - set(changed_in_torch()) == set()
     polycast.uninstall()
@@ -256,8 +256,8 @@ def row_id(row):
 @pytest.mark.parametrize(("feature", "change"), slow_where_inductor_is_imported(ROWS))
 def test_the_names_and_the_function_of_a_row_exist(feature, change):
     importlib.import_module(change.module)
-    assert callable(_function(change.by))
-    assert not FEATURES[feature].otherwise or callable(_function(FEATURES[feature].otherwise))
+    assert callable(_function(change.function))
+    assert not FEATURES[feature].on_refusal or callable(_function(FEATURES[feature].on_refusal))
     for name in change.names:
         if "*" not in name and not name.startswith(ADDED):
             owner, attribute = owner_of(name)

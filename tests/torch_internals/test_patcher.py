@@ -31,7 +31,7 @@ def increase(patch):
 
 @pytest.fixture(name="patcher")
 def _patcher(refusals):
-    patcher = Patcher({"it": feature((NAME, increase), otherwise=refusals.append)})
+    patcher = Patcher({"it": feature((NAME, increase), on_refusal=refusals.append)})
     yield patcher
     patcher.undo("it")
 
@@ -140,7 +140,7 @@ class Noticed(str):
 def test_another_thread_may_change_a_module_during_make(refusals):
     first = Noticed("module_that_nobody_imports")
     patcher = Patcher(
-        {"it": feature((first, lambda _: None), (NAME, lambda _: None), otherwise=refusals.append)},
+        {"it": feature((first, lambda _: None), (NAME, lambda _: None), on_refusal=refusals.append)},
     )
     patcher.make("it")
     first.then = lambda: patcher.change(NAME)
@@ -172,7 +172,7 @@ def test_a_change_that_fails_half_way_is_undone(refusals):
         raise NotImplementedError("not this one")
 
     module = importlib.import_module(NAME)
-    Patcher({"it": feature((NAME, change), otherwise=refusals.append)}).make("it")
+    Patcher({"it": feature((NAME, change), on_refusal=refusals.append)}).make("it")
     assert (module.value, refusals) == (1, [f"{NAME}: NotImplementedError: not this one"])
 
 
@@ -195,12 +195,12 @@ def test_a_feature_without_a_loss_raises_and_can_be_made_again():
 
 
 @pytest.mark.usefixtures("module_file")
-def test_features_are_undone_one_by_one_and_undo_all_leaves_those_by_user():
+def test_features_are_undone_one_by_one_and_undo_all_leaves_those_that_outlive_it():
     def double(patch):
         patch.replace(module, "twice", 2 * module.value)
 
     module = importlib.import_module(NAME)
-    patcher = Patcher({"one": feature((NAME, increase)), "other": feature((NAME, double), by_user=True)})
+    patcher = Patcher({"one": feature((NAME, increase)), "other": feature((NAME, double), outlives_uninstall=True)})
     patcher.make("one")
     patcher.make("other")
     assert (module.value, module.twice) == (2, 4)
@@ -226,7 +226,7 @@ def test_items_of_dicts_are_replaced_and_restored(before):
 def test_a_feature_calls_a_function_once_it_has_been_undone():
     module = importlib.import_module(NAME)
     seen = []
-    patcher = Patcher({"it": feature((NAME, increase), undone=lambda: seen.append(module.value))})
+    patcher = Patcher({"it": feature((NAME, increase), on_undo=lambda: seen.append(module.value))})
     patcher.undo("it")
     assert seen == []  # it was not made
     patcher.make("it")

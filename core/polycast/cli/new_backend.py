@@ -15,7 +15,7 @@ import typer
 from ..engine.installation import torch_ops
 from ..plugins.hookspecs import ENTRY_POINT_GROUP, PROJECT
 from ..policy.standard import STANDARD_POLICIES
-from ..torch_internals.dispatcher import is_autocast_available, privateuse1_name
+from ..torch_internals.dispatcher import has_autocast_key, privateuse1_name
 
 _TEMPLATES = Path(__file__).with_name("templates")
 _SUFFIX = ".template"
@@ -69,7 +69,7 @@ def _problem(name: str) -> str | None:
         if "Expected one of" in str(error):  # well formed: an out-of-tree device, which its package will name
             return None
         return f"torch does not accept {name!r} as a device: {error}. Use letters and underscores, such as npu."
-    if not is_autocast_available(known.type):
+    if not has_autocast_key(known.type):
         return f"torch has no Autocast dispatch key for {name!r}, so it can have no backend."
     return None
 

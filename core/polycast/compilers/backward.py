@@ -32,7 +32,7 @@ def is_marked() -> bool:
 
 
 @contextmanager
-def outside_of_regions() -> Iterator[None]:
+def backward_without_autocast() -> Iterator[None]:
     """Trace backwards with autocast off, if there are policies or module rules."""
     from torch._functorch import config
 
@@ -44,7 +44,7 @@ def outside_of_regions() -> Iterator[None]:
 
 
 def wrap_joint(patch: Patch) -> None:
-    """Make AOTAutograd trace joint graphs :func:`outside_of_regions`."""
+    """Make AOTAutograd trace joint graphs :func:`backward_without_autocast`."""
     from torch._functorch import config
     from torch._functorch._aot_autograd import graph_capture
 
@@ -53,14 +53,14 @@ def wrap_joint(patch: Patch) -> None:
         pass  # raises if this torch has no such setting
 
     @functools.wraps(create_joint)
-    def create_joint_outside_of_regions(*args: Any, **kwargs: Any) -> Any:
+    def create_joint_without_autocast_in_backward(*args: Any, **kwargs: Any) -> Any:
         joint = create_joint(*args, **kwargs)
 
         @functools.wraps(joint)
-        def joint_outside_of_regions(*args: Any, **kwargs: Any) -> Any:
-            with outside_of_regions():
+        def joint_without_autocast_in_backward(*args: Any, **kwargs: Any) -> Any:
+            with backward_without_autocast():
                 return joint(*args, **kwargs)
 
-        return joint_outside_of_regions
+        return joint_without_autocast_in_backward
 
-    patch.replace(graph_capture, "create_joint", create_joint_outside_of_regions)
+    patch.replace(graph_capture, "create_joint", create_joint_without_autocast_in_backward)

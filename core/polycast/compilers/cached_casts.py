@@ -1,8 +1,8 @@
-"""Cached casts in compiled code, which nothing there may write: they are the memory that the cache holds.
+"""Keep compiled code and its callers from writing to cached casts, whose memory belongs to the cache.
 
-A caller may write what compiled code returns, and autograd gives that a version of its own: so a graph returns copies
-of cached casts. Inductor writes the memory of what it has made and nothing else uses: it is told of each cached cast,
-also of those that a subgraph leaves to the graph around it for its backward.
+A caller may write to what compiled code returns, and autograd gives the result its own version counter, so graphs
+return copies of cached casts. Inductor reuses the buffers that it made and nothing else uses, so it is told which
+buffers are cached casts, including those that a subgraph returns to the graph around it for the backward.
 """
 
 import functools

@@ -36,6 +36,7 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
+# The functions below read their arguments by name, from the frame that Dynamo traces: do not rename them.
 def note_cast(argument: torch.Tensor, cast: torch.Tensor) -> None:
     """Note the versions of a cast and its argument."""
     comptime(_note_cast)

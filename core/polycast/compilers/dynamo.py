@@ -22,7 +22,7 @@ from ..policy.recipe import Fastest, Recipe, read_recipe
 from ..torch_internals import changes
 from . import backward
 from .graph_breaks import break_graph
-from .graph_regions import AndMore
+from .graph_regions import CacheEnabledWithOverride
 from .torch_autocast import UnpatchedAutocast
 
 _DICT_ONLY = "a graph can hold a policy= only as a dict of names, made by the compiled code or passed to it"
@@ -37,9 +37,8 @@ def region_in_graph(
     text = recipe.text if isinstance(recipe, Recipe) else recipe
     # As a text: Dynamo would make a variable of a number that differs from call to call.
     number = cache.number if isinstance(cache, CastCache) else "" if cache is None else "none"
-    if policy is None or isinstance(policy, dict):
-        return _made_once(cls, number, policy, text, *args, **kwargs)  # type: ignore[no-any-return]
-    return _made_once(cls, number, {}, text, *args, **kwargs)  # type: ignore[no-any-return]
+    given = policy if policy is None or isinstance(policy, dict) else {}
+    return _made_once(cls, number, given, text, *args, **kwargs)  # type: ignore[no-any-return]
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -119,7 +118,7 @@ def cache_enabled_in_graph(settings: Settings, overridden: str | None) -> Any:
     if settings.cache is not None and can_leave_casts():
         if changes.is_refused(changes.REGIONS_IN_GRAPHS):
             _break(_UNSUPPORTED)
-        return AndMore(settings.cache_enabled, (settings.cache.identity, ""))
+        return CacheEnabledWithOverride(settings.cache_enabled, (settings.cache.identity, ""))
     return settings.cache_enabled
 
 
@@ -148,9 +147,10 @@ def _move_to_graph(region: Any, override: Override | None, cache: CastCache | No
         backward.mark()
     if changes.is_refused(changes.REGIONS_IN_GRAPHS):
         _break(_UNSUPPORTED)
-    more = (0 if cache is None else cache.identity, *(("",) if override is None else (override.text, *override.origin)))
-    and_more: Any = AndMore(region._settings.cache_enabled, more)
-    region._settings = region._settings._replace(override=None, cache=None, cache_enabled=and_more)
+    texts = ("",) if override is None else (override.text, *override.origin)
+    arguments = (0 if cache is None else cache.identity, *texts)
+    cache_enabled: Any = CacheEnabledWithOverride(region._settings.cache_enabled, arguments)
+    region._settings = region._settings._replace(override=None, cache=None, cache_enabled=cache_enabled)
 
 
 def _torch_enables(settings: Settings) -> bool:

@@ -1,9 +1,9 @@
 """Run compiled functions eagerly where Dynamo cannot be given a guard on overrides.
 
-That is a torch which polycast does not know. The compiler's stance becomes ``force_eager``, in the whole process, with
-the first region that has an override or a cache, and until ``uninstall()``. Entering such a region sets it again, so
-that the end of somebody else's stance does not lift it. A compiled function that is running when this starts goes on as
-it was compiled, because torch lets nobody change the stance inside of it.
+This happens with a version of torch that polycast does not know. The compiler's stance becomes ``force_eager``, in the
+whole process, with the first region that has an override or a cache, and until ``uninstall()``. Entering such a region
+sets it again, so that the end of somebody else's stance does not lift it. A compiled function that is running when this
+starts goes on as it was compiled, because torch lets nobody change the stance inside of it.
 """
 
 import sys
@@ -25,7 +25,8 @@ def start(reason: str) -> None:
     if _replaced:
         return
     keep()
-    ready.intersection_update([key for key in ready if isinstance(key, str)])  # regions with overrides look from now on
+    # so that later entries with an override call prepare(), which calls keep()
+    ready.intersection_update([key for key in ready if isinstance(key, str)])
     warn_user(
         f"polycast cannot make the compiler of this torch ({torch.__version__}) distinguish policies ({reason}). "
         + changes.FEATURES[changes.GUARDS].lost

@@ -41,7 +41,8 @@ def record_exit() -> None:
 
 
 def _recording_modes() -> Iterator[Any]:
-    from torch.fx.experimental.proxy_tensor import PreDispatchTorchFunctionMode  # heavy, and only modes bring us here
+    # slow to import, and needed only if a mode is active
+    from torch.fx.experimental.proxy_tensor import PreDispatchTorchFunctionMode
 
     for mode in function_modes():
         if isinstance(mode, PreDispatchTorchFunctionMode):

@@ -3,7 +3,7 @@
 The graph calls a function of polycast's that enters the region, with the override as a text, and the cache as the
 number by which this process knows it. torch's operators for autocast regions leave it.
 
-Imported when Dynamo traces the making of a region, so that it costs a program that compiles nothing nothing.
+Imported when Dynamo traces the making of a region, so programs that compile nothing do not pay for it.
 """
 
 import functools
@@ -26,11 +26,11 @@ from ..torch_internals.patcher import Patch, method_of
 from .torch_autocast import TorchAutocast, UnpatchedAutocast
 
 
-class AndMore(NamedTuple):
+class CacheEnabledWithOverride(NamedTuple):
     """The cache_enabled of a region with an override or a cache, as Dynamo passes it to where the region is entered."""
 
     cache_enabled: bool | None
-    more: tuple[Any, ...]
+    override_arguments: tuple[Any, ...]
     """The other arguments of :class:`region_with_override`."""
 
 
@@ -79,10 +79,12 @@ def enter_in_a_graph(*values: Any) -> region_with_override:
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _entered_again(device_type: str, dtype: torch.dtype, enabled: bool, cache_enabled: bool | None, *more: Any) -> Any:
+def _entered_again(
+    device_type: str, dtype: torch.dtype, enabled: bool, cache_enabled: bool | None, *override_arguments: Any
+) -> Any:
     region: Any = object.__new__(UnpatchedAutocast)
     region.device, region.fast_dtype, region._enabled = device_type, dtype, enabled
-    region._cache_enabled = AndMore(cache_enabled, more)
+    region._cache_enabled = CacheEnabledWithOverride(cache_enabled, override_arguments)
     return region
 
 
@@ -96,7 +98,7 @@ _thread = _Thread()
 
 
 def let_graphs_hold_overrides(patch: Patch) -> None:
-    """Let Dynamo's graphs hold the regions whose cache_enabled is an :class:`AndMore`."""
+    """Let Dynamo's graphs hold the regions whose cache_enabled is a :class:`CacheEnabledWithOverride`."""
     from torch._dynamo.variables import ConstantVariable
     from torch._dynamo.variables.ctx_manager import AutocastModeVariable
 
@@ -118,15 +120,15 @@ def let_graphs_hold_overrides(patch: Patch) -> None:
             return region_with_override.__name__
 
     @functools.wraps(init)
-    def init_with_more(self: Any, target_values: Any, *args: Any, **kwargs: Any) -> None:
+    def init_with_override(self: Any, target_values: Any, *args: Any, **kwargs: Any) -> None:
         init(self, target_values, *args, **kwargs)
         *values, last = target_values
-        if isinstance(last, AndMore):
+        if isinstance(last, CacheEnabledWithOverride):
             # Dynamo calls the class itself, at two places, one of which is deep in a function: only __init__ sees both.
             self.__class__ = RegionWithOverrideVariable
-            self.target_values = [*values, last.cache_enabled, *last.more]
+            self.target_values = [*values, last.cache_enabled, *last.override_arguments]
 
-    patch.replace(AutocastModeVariable, "__init__", init_with_more)
+    patch.replace(AutocastModeVariable, "__init__", init_with_override)
     if "python_type" not in vars(AutocastModeVariable):
         # Dynamo asks what a class's __new__ returns. Later versions of torch answer this, too.
         patch.replace(AutocastModeVariable, "python_type", lambda self: TorchAutocast)

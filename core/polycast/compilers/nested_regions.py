@@ -4,10 +4,11 @@ Dynamo reuses the trace for calls of the same code whose guards hold. The guards
 autocast state, which may change between two calls in one compiled function (torch.autocast has this defect, too). So
 the cache is keyed by the state as well.
 
-AOTAutograd traces the part into ops that autocast has already dispatched, and runs them to see what they return, with
-autocast on: it would apply again, to the ops that other ops are made of. So they run with autocast off. For gradients,
-it traces the part again when it traces the backward, and takes the result for the forward, too: in the state at the end
-of the function, except for what is enabled. So that trace runs in the regions of the call.
+AOTAutograd traces the part into ops that autocast has already dispatched. It then runs the trace, with autocast on, to
+find the shapes and dtypes of the results; autocast would apply a second time, to ops that were decomposed. So they run
+with autocast off. For gradients, AOTAutograd traces the part again while it traces the backward, and uses that trace
+for the forward too. The dtype and overrides would be those at the end of the function, so that trace runs in the
+regions of the call.
 """
 
 import functools
@@ -75,12 +76,12 @@ def trace_again_in_regions(patch: Patch) -> None:
         raise NotImplementedError(f"{its_backward.__qualname__} does not call {trace.__name__}")
 
     @functools.wraps(forward)
-    def forward_that_remembers(ctx: Any, *args: Any) -> Any:
+    def forward_saving_regions(ctx: Any, *args: Any) -> Any:
         ctx.polycast_regions = snapshot()
         return forward(ctx, *args)
 
     @functools.wraps(its_backward)
-    def backward_of_a_call(ctx: Any, *grad_outputs: Any) -> Any:
+    def backward_in_regions(ctx: Any, *grad_outputs: Any) -> Any:
         before, _thread.regions = _thread.regions, ctx.polycast_regions
         try:
             return its_backward(ctx, *grad_outputs)
@@ -89,11 +90,11 @@ def trace_again_in_regions(patch: Patch) -> None:
 
     @functools.wraps(trace)
     def trace_in_regions(*args: Any, **kwargs: Any) -> Any:
-        with _in(_thread.regions), backward.outside_of_regions():
+        with _entered(_thread.regions), backward.backward_without_autocast():
             return trace(*args, **kwargs)
 
-    patch.replace(op, "forward", staticmethod(forward_that_remembers))
-    patch.replace(op, "backward", staticmethod(backward_of_a_call))
+    patch.replace(op, "forward", staticmethod(forward_saving_regions))
+    patch.replace(op, "backward", staticmethod(backward_in_regions))
     patch.replace(module, trace.__name__, trace_in_regions)
 
 
@@ -123,7 +124,7 @@ def _is_traced(subgraph: Any) -> bool:
 
 
 @contextmanager
-def _in(regions: tuple[Settings, ...]) -> Iterator[None]:
+def _entered(regions: tuple[Settings, ...]) -> Iterator[None]:
     owner = object()
     entered = 0
     try:

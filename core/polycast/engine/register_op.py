@@ -6,7 +6,7 @@ from ..plugins.registry import registry
 from ..policy.cast_policy import CastPolicy
 from ..policy.names import ops_with, read_op, read_policy
 from ..policy.registered import Registration
-from ..torch_internals.dispatcher import CustomOpDef, OpOverload, OpOverloadPacket, is_autocast_available
+from ..torch_internals.dispatcher import CustomOpDef, OpOverload, OpOverloadPacket, has_autocast_key
 from . import installation
 
 
@@ -74,7 +74,7 @@ def register_op(
         torch.bfloat16
     """
     device = None if device_type is None else registry.parse_device_type(device_type)
-    if device is not None and not is_autocast_available(device):
+    if device is not None and not has_autocast_key(device):
         raise RuntimeError(f"torch has no Autocast dispatch key for {device!r}: no policy can be registered for it")
     name = read_op(op)
     policy = read_policy(policy, f"the policy of {name.short!r}")

@@ -11,7 +11,7 @@ from ..errors import InvalidBackendError
 from ..policy.cast_policy import CastPolicy
 from ..policy.recipe import Recipe
 from ..policy.validation import table_problems
-from ..torch_internals.dispatcher import OpOverload, is_autocast_available
+from ..torch_internals.dispatcher import OpOverload, has_autocast_key
 
 KernelKey: TypeAlias = tuple[OpOverload, torch.dtype, torch.dtype]
 """(op, input dtype, output dtype)"""
@@ -157,7 +157,10 @@ class Backend:
         return Availability(False, f"{self.device_type} supports {', '.join(map(str, supported))}")
 
     def slow_reason(self, dtype: torch.dtype) -> str | None:
-        """Return why a fast dtype is slow on the device, for warnings; None if it is not. A profile is asked before."""
+        """Return why a fast dtype is slow on the device, for warnings; None if it is not.
+
+        A measured profile takes precedence.
+        """
         return None
 
     def device_details(self) -> Mapping[str, str]:
@@ -275,7 +278,7 @@ def _device_problems(device_type: object, expected: str | None) -> list[str]:
         return [f"device_type {device_type!r} is not a device that torch knows; an out-of-tree device is named first"]
     if known.type != device_type or known.index is not None:
         return [f"device_type {device_type!r} must be a type without an index: {known.type!r}"]
-    if not is_autocast_available(device_type):
+    if not has_autocast_key(device_type):
         return [f"torch has no Autocast dispatch key for {device_type!r}"]
     return []
 

@@ -103,10 +103,6 @@ class Registry:
         """Return the loaders, if discovery has run."""
         return list((self._discovered or {}).values())
 
-    def status(self, name: str) -> BackendStatus:
-        """Return the status of the backend of a device type that has one."""
-        return self.loaders()[name].status()
-
     def version(self, backend: Backend) -> str:
         """Return name and version of the distribution that supplies a backend; empty for one registered by hand."""
         loader = self.loaders().get(backend.device_type)

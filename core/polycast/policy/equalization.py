@@ -11,7 +11,7 @@ import torch
 from typing_extensions import Self
 
 from ..common.cached_property import cached_property
-from ..common.plain_text import as_text, under_the_head
+from ..common.plain_text import as_text, first_of, under_the_head
 from . import equalization_file as file
 from .tensor_file import bytes_of
 from .weight_views import matrix_in, parameters_by_name
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 _SHOWN = 40
 _SAMPLES = 32
 """The rows and the columns of a weight that its fingerprint is made of."""
-_MAX_NAMED = 3
 _saved: dict[str, str] = {}
 """By digest, the file that an equalization was last saved to or loaded from: equal ones are other objects."""
 
@@ -259,7 +258,5 @@ def _of_model(path: str, weights: tuple[EqualizedWeight, ...], model: torch.nn.M
             matrix = matrix_in(parameter, each.view)
             found.append(replace(each, fingerprint=fingerprint_of(matrix)))
     if differences:
-        more = len(differences) - _MAX_NAMED
-        listed = "; ".join(differences[:_MAX_NAMED]) + (f"; and {more} more" if more > 0 else "")
-        raise ValueError(f"{path!r} is the equalization of another model: {listed}")
+        raise ValueError(f"{path!r} is the equalization of another model: {first_of(differences, '; ')}")
     return tuple(found)

@@ -43,7 +43,7 @@ def read(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any], str]:
     except ValueError as error:
         raise ValueError(f"{str(path)!r} is no equalization: {error}") from error
     if file.metadata.get("format") != _FORMAT:
-        raise ValueError(f"{str(path)!r} is no equalization that polycast saved, but another file of safetensors")
+        raise ValueError(f"{str(path)!r} is a safetensors file, but not an equalization that polycast saved")
     if file.metadata.get("version") != _VERSION:
         raise ValueError(f"{str(path)!r} is of version {file.metadata.get('version')}: install a newer polycast")
     try:

@@ -15,7 +15,7 @@ from .globs import Glob, Names
 from .names import MAX_PROBLEMS, nearest, nearest_as_text, policy_error, read_dtype
 from .op_policies import OpPolicies
 from .recipe import Recipe, is_recipe_name, read_recipe
-from .recipe_arguments import Unknown, resolve
+from .recipe_arguments import ObjectDigest, resolve
 
 FP32 = "fp32"
 """The rule for computing in float32."""
@@ -110,7 +110,7 @@ def _equalization_in(path: str) -> Any:
     from .equalization import Equalization
 
     found = Equalization.load(path)
-    of_other_rule = resolve(Unknown(found.digest))
+    of_other_rule = resolve(ObjectDigest(found.digest))
     return of_other_rule if getattr(of_other_rule, "path", None) == found.path else found
 
 

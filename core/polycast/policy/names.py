@@ -10,7 +10,7 @@ import torch
 from ..torch_internals.dispatcher import CustomOpDef, OpOverload, OpOverloadPacket, all_op_names
 from .cast_policy import CastPolicy
 from .schemas import find_op, find_overloads
-from .validation import entry_problem
+from .validation import entry_problem, is_op_name
 
 _EXPECTED = "expected a name such as 'softmax', 'sum.dim_IntList' or 'acme::scale'"
 _PYTHON_PREFIX = re.compile(r"^(torch\.nn\.functional|torch|F)\.")
@@ -82,7 +82,7 @@ def read_op(op: object) -> OpName:
     rest = rest if namespace else _PYTHON_PREFIX.sub("", rest)
     base, dot, overload = rest.partition(".")
     namespace = namespace if "::" in op else "aten"
-    if not (namespace.isidentifier() and base.isidentifier() and (overload.isidentifier() or not dot)):
+    if not is_op_name(f"{namespace}::{rest}"):
         raise ValueError(f"{op!r} is not the name of an op: {_EXPECTED}")
     return OpName(f"{namespace}::{base}", None if not dot else "" if overload == "default" else overload)
 
@@ -201,7 +201,7 @@ def _unknown(name: OpName) -> str:
     alike = nearest_as_text(OpName(name.qualified, None).short, sorted(known))
     if name.qualified.startswith("aten::"):
         return text + (alike or f": {_EXPECTED}")
-    return f"{text} now: load the library that defines it first{alike}"
+    return f"{text}: load the library that defines it first{alike}"
 
 
 def _writes(dispatcher_name: str) -> bool:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any, Literal, TypeAlias
 
 from .names import hint
-from .recipe_arguments import FASTEST_OPS, MATMULS, Unknown
+from .recipe_arguments import FASTEST_OPS, MATMULS, ObjectDigest
 from .recipe_base import Recipe as Recipe
 from .recipe_base import kinds, restored
 
@@ -174,7 +174,7 @@ def read_recipe(recipe: object) -> Recipe:
     if isinstance(recipe, type) and issubclass(recipe, Recipe):
         raise TypeError(f"recipe is the class {recipe.__name__}: call it, {recipe.__name__}()")
     if not isinstance(recipe, str):
-        raise TypeError(f"recipe must be a Recipe such as polycast.Int8(), its name, or None, got {recipe!r}")
+        raise TypeError(f"recipe must be a Recipe such as polycast.Int8(), the name of one, or None, got {recipe!r}")
     of_kind: Any = kinds.get(recipe.partition(":")[0])
     return _of_name(recipe, of_kind)
 
@@ -207,7 +207,7 @@ def is_recipe_name(text: str) -> bool:
 
 
 def _check_equalization(value: object) -> None:
-    if value is not None and not isinstance(value, Unknown) and not hasattr(value, "factors"):
+    if value is not None and not isinstance(value, ObjectDigest) and not hasattr(value, "factors"):
         remedy = ". polycast.Equalization.load reads a file" if isinstance(value, str) else ""
         raise TypeError(
             f"equalization must be an Equalization, as polycast.equalize returns it, or None, got {value!r}{remedy}"

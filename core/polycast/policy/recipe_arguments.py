@@ -42,7 +42,7 @@ objects: dict[str, Any] = {}
 
 
 @dataclass(frozen=True)
-class Unknown:
+class ObjectDigest:
     """An object of which only the digest is known."""
 
     digest: str
@@ -109,7 +109,7 @@ def text_of(name: str, value: Any) -> str:
             f"{name} must be a str, a finite number, a bool, None, a tuple of these, or an object with a `digest`; "
             f"got {value!r}"
         )
-    if not isinstance(value, Unknown):
+    if not isinstance(value, ObjectDigest):
         objects[digest] = value
     return f"digest({digest!r})"
 
@@ -118,12 +118,12 @@ def value_of(node: ast.expr) -> Any:
     """Return the value of a setting, given its text as parsed."""
     if not isinstance(node, ast.Call):
         return ast.literal_eval(node)
-    return resolve(Unknown(ast.literal_eval(node.args[0])))
+    return resolve(ObjectDigest(ast.literal_eval(node.args[0])))
 
 
 def resolve(value: Any) -> Any:
-    """Return the object that this process has for an `Unknown`, if it has one; other values as they are."""
-    return objects.get(value.digest, value) if isinstance(value, Unknown) else value
+    """Return the object that this process has for an `ObjectDigest`, if it has one; other values as they are."""
+    return objects.get(value.digest, value) if isinstance(value, ObjectDigest) else value
 
 
 def _known_ops(ops: tuple[str, ...]) -> tuple[str, ...]:

@@ -106,7 +106,7 @@ class Recipe:
 
     @classmethod
     def of_text(cls, text: str) -> "Recipe":
-        """Return the recipe with a `text`. An object that this process does not have is an `Unknown`.
+        """Return the recipe with a `text`. An object that this process does not have is an `ObjectDigest`.
 
         Raises:
             KeyError: this process has no such kind of recipe.

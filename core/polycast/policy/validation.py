@@ -16,7 +16,7 @@ def table_problems(table: object) -> list[str]:
 
 def entry_problem(name: object, policy: object) -> str | None:
     """Return why an op cannot have a policy, or None. An op that torch lacks can have any."""
-    if not isinstance(name, str) or not _is_op_name(name):
+    if not isinstance(name, str) or not is_op_name(name):
         return f"{name!r} is not an op name as the dispatcher has it, such as 'aten::mm' or 'aten::norm.Scalar'"
     if name.endswith(".default"):
         return f"{name!r} must be written {name.removesuffix('.default')!r}: the dispatcher has no overload 'default'"
@@ -34,7 +34,8 @@ def entry_problem(name: object, policy: object) -> str | None:
     return None
 
 
-def _is_op_name(name: str) -> bool:
+def is_op_name(name: str) -> bool:
+    """Return whether a text is the name of an op, with its namespace, or of an overload."""
     namespace, _, rest = name.partition("::")
     base, dot, overload = rest.partition(".")
     return namespace.isidentifier() and base.isidentifier() and (overload.isidentifier() or not dot)

@@ -266,7 +266,7 @@ def _refuse_name(path: str | os.PathLike[str]) -> None:
         return
     if not os.path.exists(path):
         raise ValueError(
-            f"policy={path!r} is the name of a cast policy, and no file. A policy names ops, as in "
+            f"policy={path!r} is the name of a cast policy, not a policy file. A policy names ops, as in "
             f"{{'softmax': {policy.value!r}}}. For a region in float32 write enabled=False"
         )
 

@@ -8,7 +8,10 @@ the offset of the matrix in a contiguous parameter, its size, and its strides.""
 
 
 def parameters_by_name(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """Return the parameters of a model by name, tied ones by each of their names; of a compiled model as before."""
+    """Return the parameters of a model by name.
+
+    Tied ones are there by each of their names; those of a compiled model by their names in the model itself.
+    """
     named = model.named_parameters(remove_duplicate=False)
     return {name.replace("_orig_mod.", ""): parameter for name, parameter in named}
 

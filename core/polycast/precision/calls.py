@@ -38,7 +38,7 @@ class ModelCall:
             f"{type(inputs).__name__}. Put a single argument of another type into a tuple: (argument,)."
         )
 
-    def of_model(self, model: torch.nn.Module) -> Any:
+    def run(self, model: torch.nn.Module) -> Any:
         """Call the model with copies of the arguments, because it may write to them.
 
         Raises:

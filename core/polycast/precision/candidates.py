@@ -11,6 +11,7 @@ from ..plugins.registry import get_backend
 from ..policy.cast_policy import CastPolicy
 from ..policy.dtypes import dtype_name
 from ..policy.globs import escape
+from ..policy.modules import FP32
 from ..policy.names import OpName, known_overloads, ops_with, read_op
 from ..policy.recipe import NoRecipe, Recipe
 from ..policy.schemas import find_op
@@ -25,10 +26,8 @@ from .hooks import run_eagerly
 from .minimal_set import Choice
 from .tune_arguments import nothing_to_choose
 
-FP32 = "fp32"
 
-
-class Modules:
+class ModuleCandidates:
     """The modules that a model calls, each without the modules in it, or blocks of them."""
 
     def __init__(self, blocks: Blocks, dtype: torch.dtype, recipe: Recipe | None = None) -> None:
@@ -53,7 +52,7 @@ class Modules:
             around = set[str | Recipe]().union(*(states.get(caller, set()) for caller in each.callers))
             candidate = blocks.candidate_of.get(each.name)
             wanted = self._wanted(each.name, candidate, choice)
-            chosen = each.name in blocks.excluded or candidate in choice.members or candidate in choice.kept
+            chosen = each.name in blocks.excluded or candidate in choice.members or candidate in choice.in_fast_dtype
             if chosen or each.has_parameters or not around:
                 states[each.name] = {wanted}
                 if around != {wanted}:
@@ -65,10 +64,10 @@ class Modules:
     def _wanted(self, name: str, candidate: str | None, choice: Choice) -> str | Recipe:
         if name in self._blocks.excluded or candidate in choice.members:
             return FP32
-        return self._fast if self._recipe is None or candidate in choice.kept else self._recipe
+        return self._fast if self._recipe is None or candidate in choice.in_fast_dtype else self._recipe
 
 
-class Ops:
+class OpCandidates:
     """The ops that autocast handles, by their short names."""
 
     def __init__(self, recipe: Recipe | None = None, excluded: Iterable[str] = ()) -> None:
@@ -81,7 +80,7 @@ class Ops:
 
     def policy(self, choice: Choice, name: str = "") -> Policy:
         """Return policies for the chosen ops; recipes do not compute ops that have a policy."""
-        kept = dict.fromkeys(choice.kept, CastPolicy.LOWER_PRECISION_FP.value)
+        kept = dict.fromkeys(choice.in_fast_dtype, CastPolicy.LOWER_PRECISION_FP.value)
         return Policy(ops={**dict.fromkeys((*self._excluded, *choice.members), FP32), **kept}, name=name)
 
 
@@ -100,7 +99,7 @@ def ops_seen(model: torch.nn.Module, call: ModelCall, region: autocast) -> list[
         ban = Policy(ops=dict.fromkeys(banned.values(), CastPolicy.BANNED))
         try:
             with run_eagerly(), region, autocast(region.device, region.fast_dtype, policy=ban):
-                call.of_model(model)
+                call.run(model)
         except Exception as error:
             if not may_come_from_policy(error):
                 raise
@@ -114,7 +113,7 @@ def ops_seen(model: torch.nn.Module, call: ModelCall, region: autocast) -> list[
     below = _Below()
     try:
         with run_eagerly(), region, below:
-            call.of_model(model)
+            call.run(model)
     except Exception as error:
         if not may_come_from_policy(error):
             raise

@@ -23,7 +23,7 @@ from ..region.module_rules import apply_policy
 from ..region.resolve import why_disabled
 from .calls import Calls, ModelCall, calls_of
 from .comparison import Comparison
-from .hooks import set_stance
+from .hooks import run_eagerly
 from .in_use import in_use
 from .lockstep import Lockstep
 from .numerics import Sums
@@ -51,7 +51,7 @@ def compare(
     enabled: bool = True,
     compiled: bool = False,
 ) -> Comparison:
-    """Run a model in a region and in float32, or any two runs, and return the error of each module and its origin.
+    """Compare two runs of a model, by default in a region and in float32: return each module's error and its origin.
 
     Both runs have the same random numbers and the model's current mode (``train`` or ``eval``). Without a loss they are
     under ``no_grad``. The model is restored: parameters, buffers, attributes, gradients, hooks. Compiled modules run
@@ -110,7 +110,7 @@ def compare(
     sides = Sides(both[0], both[1], {} if module is None else {LOSS: module})
     with in_use(sides.reference.model, sides.tested.model):
         _profile(sides, calls, module)
-        return _compared(sides, calls, module)
+        return _run_sides(sides, calls, module)
 
 
 def _side(run: Reference, device_type: str, loss: Loss | None) -> Side:
@@ -128,7 +128,7 @@ def _side(run: Reference, device_type: str, loss: Loss | None) -> Side:
 def _profile(sides: Sides, calls: Calls, loss: LossModule | None) -> None:
     """Profile both models, and warn if the reference's output has inf or nan."""
     sums = Sums()
-    for side in dict.fromkeys((sides.reference, sides.tested)):
+    for side in (sides.reference, sides.tested):
         if side is sides.tested and sides.have_one_model:
             side.profile = sides.reference.profile
             continue
@@ -146,12 +146,12 @@ def _profile(sides: Sides, calls: Calls, loss: LossModule | None) -> None:
 def _profiled(side: Side, call: ModelCall, loss: LossModule | None) -> tuple[ModelProfile, Any]:
     def run() -> Any:
         with torch.set_grad_enabled(loss is not None), side.region if side.is_enabled else nullcontext():
-            output = call.of_model(side.model)
+            output = call.run(side.model)
             if loss is not None:
                 loss(output)
             return output
 
-    stance = nullcontext() if side.compiled else set_stance("force_eager")
+    stance = nullcontext() if side.compiled else run_eagerly()
     with stance, apply_policy(side.model, side.policy):
         return profiled(side.model, run, side.names, side.region.device)
 
@@ -186,17 +186,17 @@ def enabled_region(
     return autocast(device_type, region.fast_dtype, policy=policy, recipe=recipe)
 
 
-def compared(
+def compare_with_float32(
     model: torch.nn.Module, call: ModelCall, region: autocast, profile: ModelProfile, recipe: Recipe | None = None
 ) -> Comparison:
     """Compare a model in float32 with the same model in a region, given its profile."""
     outside = autocast(region.device, region.fast_dtype, enabled=False)
     sides = Sides(Side(model, outside, False, Policy()), Side(model, region, True, Policy(), recipe), {})
     sides.reference.profile = sides.tested.profile = profile
-    return _compared(sides, (call,), None)
+    return _run_sides(sides, (call,), None)
 
 
-def _compared(sides: Sides, calls: Calls, loss: LossModule | None) -> Comparison:
+def _run_sides(sides: Sides, calls: Calls, loss: LossModule | None) -> Comparison:
     """Compare the two sides on all calls, given their profiles."""
     profile = sides.reference.profile
     outputs: dict[str, Sums] = {}
@@ -210,12 +210,12 @@ def _compared(sides: Sides, calls: Calls, loss: LossModule | None) -> Comparison
                 _add_outputs(outputs, reference, tested)
                 del reference, tested, both
         except KeyboardInterrupt as interrupt:
-            interrupt.comparison = _comparison(sides, record, outputs, is_complete=False)  # type: ignore[attr-defined]
+            interrupt.comparison = _result(sides, record, outputs, is_complete=False)  # type: ignore[attr-defined]
             raise
-    return _comparison(sides, record, outputs, is_complete=True)
+    return _result(sides, record, outputs, is_complete=True)
 
 
-def _comparison(sides: Sides, record: Record, outputs: Mapping[str, Sums], *, is_complete: bool) -> Comparison:
+def _result(sides: Sides, record: Record, outputs: Mapping[str, Sums], *, is_complete: bool) -> Comparison:
     region = sides.tested.region
     return Comparison(
         region.device,

@@ -30,14 +30,14 @@ class ModuleErrors:
     Attributes:
         name: its name in the model; empty for the model itself.
         kind: its class.
-        calls: the number of its calls in float32.
+        calls: the number of its calls in the reference's run.
         adds: the relative error that it adds: its own error, or the growth from its inputs to its output, unless the
             modules in it account for the growth.
-        own: the error that the module itself makes: in the region, given float32's inputs, with the modules in it in
-            float32.
+        own: the error that the module itself makes: in the tested run's way, given the reference's inputs, with the
+            modules in it as in the reference; infinite if the module of another model raises on these inputs.
         inherited: the relative error that comes from its inputs, or from the modules in it; None if unknown.
-        total: the error of its output in the region; None if the two runs called it differently.
-        makes_nonfinite: whether it, and no module in it, returned inf or nan where float32 does not, given finite
+        total: the error of its output in the tested run; None if the two runs called it differently.
+        makes_nonfinite: whether it, and no module in it, returned inf or nan where the reference does not, given finite
             inputs.
     """
 

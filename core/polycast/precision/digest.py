@@ -18,7 +18,8 @@ from typing import Any
 import torch
 
 from ..torch_internals.dispatcher import OpOverload, OpOverloadPacket
-from .references import References, cell_contents, origin
+from .code_references import References, cell_contents, origin
+from .hooks import COMPILED_CALL
 
 Pieces = list[tuple[str, Any]]
 TensorDigests = dict[int, tuple[torch.Tensor, tuple[int, int], bytes]]
@@ -27,7 +28,7 @@ TensorDigests = dict[int, tuple[torch.Tensor, tuple[int, int], bytes]]
 _LITERALS = (bool, int, float, complex, str, bytes, type(None), type(...), type(NotImplemented))
 _KNOWN_BY_TEXT = (torch.layout, torch.qscheme, OpOverload, OpOverloadPacket)
 _WITHOUT_VALUE = ("_thread", "threading", "concurrent", "asyncio", "multiprocessing", "logging")
-_MODULE_WITHOUT = frozenset(vars(torch.nn.Module())) | {"_compiled_call_impl"}
+_MODULE_WITHOUT = frozenset(vars(torch.nn.Module())) | {COMPILED_CALL}
 CALLABLES = (
     *(types.FunctionType, types.MethodType, functools.partial, functools._lru_cache_wrapper),
     *(staticmethod, classmethod, property),

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ..common.plain_text import first_of
 from ..engine.casts.weights import parameter_of
 from ..engine.recipes.calibration import calibrators
 from ..engine.recipes.equalized import activations_of, matrix_of
@@ -21,7 +22,6 @@ from .hooks import run_eagerly
 from .isolation import find_writes, isolated
 
 _SEED = 0
-_MAX_NAMED = 3
 
 
 def equalize(model: torch.nn.Module, batches: Iterable[Any], recipe: RecipeLike) -> Equalization:
@@ -77,7 +77,7 @@ def equalize(model: torch.nn.Module, batches: Iterable[Any], recipe: RecipeLike)
         count = 0
         for call in calls:
             with region:
-                call.of_model(model)
+                call.run(model)
             count += 1
         return count
 
@@ -176,10 +176,9 @@ class _Products:
         """
         broken = [key for key, (*_, product) in self.found.items() if product.activations.are_all_left_out]
         if broken:
-            more = f" and {len(broken) - _MAX_NAMED} more" if len(broken) > _MAX_NAMED else ""
             raise ValueError(
-                f"{', '.join(map(repr, broken[:_MAX_NAMED]))}{more} got inf or nan in each row of the activations: "
-                "check the batches. polycast.observe() names the op that makes the first of them."
+                f"{first_of(map(repr, broken))} got inf or nan in each row of the activations: check the batches. "
+                "polycast.observe() names the op that makes the first of them."
             )
         for key, (name, view, parameter, product) in self.found.items():
             with isolated(product.matrix.device.type):

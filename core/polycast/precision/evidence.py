@@ -59,7 +59,7 @@ class Evidence:
         model: the class of the model.
         device_type, dtype: the device and the dtype of the region.
         inputs: the tensors that the model received.
-        over, objective, metric, tolerance, budget, reduction, margin: the arguments of :func:`tune`.
+        over, objective, metric, tolerance, budget: the arguments of :func:`tune`.
         members: the names of the modules, or ops, that are in float32 under the policy.
         candidates: the number of modules, blocks or ops to choose from.
         distance: the distance of the output under the policy from float32's.

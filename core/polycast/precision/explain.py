@@ -67,9 +67,9 @@ def explain(subject: Any, /, *args: Any, **kwargs: Any) -> Explanation | ModelEx
 
     For a model, ``explain(model, inputs, device_type=None, dtype=None, policy=None, recipe=None)``: for each module,
     its rule (:func:`apply_policy`), and the dtypes of its weights, of what it computes in, and of its output, in a
-    region inside this thread's. The forward of a copy with fake tensors runs, under the current grad mode, and
-    compiled modules run eagerly, and torch's transformer layers without their fast path. `inputs` are a tensor, a tuple
-    of arguments, or a dict of keyword arguments; the model and its inputs may be on ``meta``, with a `device_type`.
+    region inside this thread's. A copy of the model runs on fake tensors, under the current grad mode; compiled modules
+    run eagerly, and torch's transformer layers without their fast path. `inputs` are a tensor, a tuple of arguments, or
+    a dict of keyword arguments; the model and its inputs may be on ``meta``, with a `device_type`.
 
     Args:
         subject: an op, itself or by a name as in a :class:`Policy`; or a model.

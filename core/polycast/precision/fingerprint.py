@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .calls import Calls
+from .code_references import References, origin
 from .digest import (
     CALLABLES,
     Digester,
@@ -18,7 +19,6 @@ from .digest import (
     pieces_of_module,
     short,
 )
-from .references import References, origin
 
 
 class Part(NamedTuple):

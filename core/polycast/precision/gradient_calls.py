@@ -16,7 +16,7 @@ from .isolation import Situation
 from .parameter_gradients import Gradients
 from .values import replaced, tensors_in
 
-Modules = Mapping[int, torch.nn.Module]
+ModulesById = Mapping[int, torch.nn.Module]
 
 
 def floating(value: object) -> list[torch.Tensor]:
@@ -131,7 +131,7 @@ class SavedCall:
     saved, even if nobody will repeat it.
     """
 
-    def __init__(self, arguments: Any, modules: Modules, writes_arguments: bool, situation: Situation) -> None:
+    def __init__(self, arguments: Any, modules: ModulesById, writes_arguments: bool, situation: Situation) -> None:
         self.situation, self.writes_arguments = situation, writes_arguments
         self._tensors: Sequence[torch.Tensor] = ()
         tensors = {
@@ -179,7 +179,7 @@ class SavedCall:
         return args, kwargs, [leaf for leaf in leaves if leaf.requires_grad]
 
 
-def isolated_inputs(arguments: Any, modules: Modules) -> tuple[Any, list[torch.Tensor]]:
+def isolated_inputs(arguments: Any, modules: ModulesById) -> tuple[Any, list[torch.Tensor]]:
     """Return arguments with views in place of the tensors that require gradients, and the views.
 
     The arguments are returned as they are, with the tensors themselves, if they cannot be copied.
@@ -218,7 +218,7 @@ def _with(arguments: Any, function: Callable[[str, Any], Any]) -> Any:
     )
 
 
-def _viewed(value: Any, views: Mapping[int, torch.Tensor], modules: Modules) -> Any:
+def _viewed(value: Any, views: Mapping[int, torch.Tensor], modules: ModulesById) -> Any:
     """Return a value with views; itself, if it has none of the tensors."""
     if isinstance(value, torch.Tensor):
         return views.get(id(value), value)

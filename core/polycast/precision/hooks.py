@@ -10,6 +10,8 @@ import torch
 
 CallKey = tuple[tuple[str, int], ...]
 """Identifies a call: for each call around it and itself the name of the module, and its number within the caller."""
+COMPILED_CALL = "_compiled_call_impl"
+"""The attribute of a module that was compiled in place: what is called instead of its forward."""
 
 
 class Watcher(Protocol):
@@ -68,19 +70,16 @@ def watched_modules(modules: Iterable[torch.nn.Module], watcher_here: Callable[[
         for module in modules:
             if isinstance(module, torch.jit.ScriptModule):  # takes no hooks; counts as a part of its caller
                 continue
-            compiled = vars(module).get(_COMPILED_CALL)
+            compiled = vars(module).get(COMPILED_CALL)
             if compiled is not None:
-                vars(module)[_COMPILED_CALL] = _Around(module, compiled, enter, leave)
-                stack.callback(vars(module).__setitem__, _COMPILED_CALL, compiled)
+                vars(module)[COMPILED_CALL] = _Around(module, compiled, enter, leave)
+                stack.callback(vars(module).__setitem__, COMPILED_CALL, compiled)
                 continue
             first = module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
             stack.callback(first.remove)
             last = module.register_forward_hook(leave, with_kwargs=True)
             stack.callback(last.remove)
         yield
-
-
-_COMPILED_CALL = "_compiled_call_impl"
 
 
 class _Around:

@@ -6,7 +6,7 @@ What a forward can write, and how it is undone:
 - other attributes, such as counters: restored;
 - arguments: the model receives copies (see ``calls.py``);
 - random number generators: restored;
-- gradients: not recorded;
+- gradients: not recorded; with a loss, those of parameters are restored;
 - parameters: a forward that writes to them is refused, because clones of all would double the model's memory. Changes
   inside of lists or objects that a module holds are not detected.
 """

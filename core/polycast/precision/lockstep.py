@@ -71,7 +71,7 @@ class Lockstep:
                 known = self.own_gradients.get(name)
                 self.own_gradients[name] = gradient if known is None else known.add_(gradient)
 
-    def own_is_unknown(self, module: torch.nn.Module) -> None:
+    def note_unrepeatable(self, module: torch.nn.Module) -> None:
         """Note that a call of a module of the reference cannot be repeated."""
         used = {id(parameter) for parameter in module.parameters()}
         side = self.sides.reference

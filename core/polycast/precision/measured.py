@@ -85,7 +85,7 @@ class Measured:
             else:
                 distances.append(self._distance(output, self._reference(number)))
         each = tuple(distances) if len(distances) > 1 else ()
-        return Trial(choice.members, self._arguments.reduced(distances), error, choice.kept, each)
+        return Trial(choice.members, self._arguments.reduced(distances), error, choice.in_fast_dtype, each)
 
     def _distance(self, output: Any, reference: Any) -> float:
         with isolated(self._arguments.region.device, self._state):

@@ -20,11 +20,11 @@ class Choice(NamedTuple):
 
     Attributes:
         members: the candidates in float32.
-        kept: with a recipe, the candidates that leave it for the fast dtype.
+        in_fast_dtype: with a recipe, the candidates that leave it for the fast dtype.
     """
 
     members: Members = ()
-    kept: Members = ()
+    in_fast_dtype: Members = ()
 
 
 NO_POLICY = Choice()
@@ -123,20 +123,20 @@ class CandidateOrder:
         self.names = tuple(names)
         self._can_leave_recipe = can_leave_recipe
 
-    def choice(self, members: Container[str], kept: Container[str]) -> Choice:
+    def choice(self, members: Container[str], in_fast_dtype: Container[str]) -> Choice:
         """Return a choice with its candidates in order."""
-        in_float32, fast = (tuple(name for name in self.names if name in some) for some in (members, kept))
+        in_float32, fast = (tuple(name for name in self.names if name in some) for some in (members, in_fast_dtype))
         return Choice(in_float32, fast)
 
     def all_fast(self, members: Members = ()) -> Choice:
         """Return the choice with some candidates in float32, and all others that can be in the fast dtype."""
-        kept = [name for name in self.names if name not in members and self._can_leave_recipe(name)]
-        return self.choice(members, kept)
+        others = [name for name in self.names if name not in members and self._can_leave_recipe(name)]
+        return self.choice(members, others)
 
     def one_less_in_float32(self, choice: Choice) -> Iterator[Choice]:
         """Yield the choices with one member moved from float32 to the fast dtype."""
         for name in filter(self._can_leave_recipe, reversed(choice.members)):
-            yield self.choice([each for each in choice.members if each != name], (*choice.kept, name))
+            yield self.choice([each for each in choice.members if each != name], (*choice.in_fast_dtype, name))
 
 
 def minimal_choice(order: CandidateOrder, is_enough: Callable[[Choice], bool]) -> MinimalChoice | None:
@@ -156,8 +156,8 @@ def minimal_choice(order: CandidateOrder, is_enough: Callable[[Choice], bool]) -
     if in_float32 is None:
         return None
     found = MinimalChoice(order.all_fast(in_float32.members), in_float32.is_minimal)
-    while found.choice.kept:
-        found = _minimize_kept(found, is_enough)
+    while found.choice.in_fast_dtype:
+        found = _minimize_in_fast_dtype(found, is_enough)
         if not found.is_minimal:
             return found
         # The members in float32 were found with everything else in the fast dtype, which now has fewer candidates.
@@ -171,9 +171,9 @@ def minimal_choice(order: CandidateOrder, is_enough: Callable[[Choice], bool]) -
     return found
 
 
-def _minimize_kept(found: MinimalChoice, is_enough: Callable[[Choice], bool]) -> MinimalChoice:
-    members, kept = found.choice
-    smallest = minimal_set(kept, lambda some: is_enough(Choice(members, some)))
+def _minimize_in_fast_dtype(found: MinimalChoice, is_enough: Callable[[Choice], bool]) -> MinimalChoice:
+    members, in_fast_dtype = found.choice
+    smallest = minimal_set(in_fast_dtype, lambda some: is_enough(Choice(members, some)))
     if smallest is None:  # out of budget at the first evaluation
         return MinimalChoice(found.choice, False)
     return MinimalChoice(Choice(members, smallest.members), found.is_minimal and smallest.is_minimal)

@@ -49,7 +49,7 @@ class ModelTimer:
         """Call the model with each batch."""
         for call in self._calls:
             if self._writes:
-                call.of_model(self._model)
+                call.run(self._model)
             else:
                 self._model(*call.args, **call.kwargs)
 
@@ -113,7 +113,7 @@ class ModelTimer:
             return range(precisions - 1, precisions)
         if block.name is None:
             return range(1)
-        lowest = precisions - 1 if block.name in needed.members else int(block.name in needed.kept)
+        lowest = precisions - 1 if block.name in needed.members else int(block.name in needed.in_fast_dtype)
         return range(lowest, precisions)
 
     @staticmethod
@@ -163,7 +163,7 @@ class ModelTimer:
             if ratios[side] < 1 / _TIE:
                 best.setdefault(op, choice)
         members: Members = (*needed.members, *(op for op, choice in best.items() if choice.members))
-        kept = (*needed.kept, *(op for op, choice in best.items() if choice.kept))
+        kept = (*needed.in_fast_dtype, *(op for op, choice in best.items() if choice.in_fast_dtype))
         return Choice(members, tuple(op for op in kept if op not in members))
 
 

@@ -1,4 +1,4 @@
-"""Measure the numerical error of a region's tensors against float32's."""
+"""Measure the numerical error of tensors against a reference."""
 
 import math
 from collections.abc import Iterator
@@ -17,15 +17,15 @@ _CHUNK = 1 << 20
 
 @dataclass(frozen=True)
 class Error:
-    """The error of tensors against float32.
+    """The error of tensors against a reference.
 
     Attributes:
         max: the largest absolute error.
-        relative: the L2 norm of the error, relative to the L2 norm of the float32 values.
+        relative: the L2 norm of the error, relative to the L2 norm of the reference.
         cosine: the cosine similarity; nan if the error of an element is infinite.
         inf, nan: the numbers of inf and nan elements.
-        made: the number of inf or nan elements that are finite in float32. Their error is infinite; the same inf or nan
-            in both is no error.
+        made: the number of inf or nan elements that are finite in the reference. Their error is infinite; the same inf
+            or nan in both is no error.
     """
 
     max: float

@@ -43,12 +43,12 @@ def run_once(
     with run_eagerly():
         if loss is None:
             with region or nullcontext():
-                return call.of_model(model)
+                return call.run(model)
         gradients = ParameterGradients(model, loss)
         with torch.enable_grad(), gradients.set_aside():
             with region or nullcontext():
-                output = call.of_model(model)
-                value = checked_loss(loss(output))
+                output = call.run(model)
+                value = loss_value(loss(output))
             value.backward()  # type: ignore[no-untyped-call]
             found = gradients.with_zeros()
         return Outcome(detached(output, model), value.detach(), found)
@@ -63,10 +63,10 @@ class LossModule(torch.nn.Module):
 
     def forward(self, output: Any) -> torch.Tensor:
         """Return the loss."""
-        return checked_loss(self.function(output))
+        return loss_value(self.function(output))
 
 
-def checked_loss(value: object) -> torch.Tensor:
+def loss_value(value: object) -> torch.Tensor:
     """Return the result of a loss.
 
     Raises:

@@ -128,7 +128,7 @@ def profile_runs(
 
     def run(call: ModelCall) -> Any:
         with torch.set_grad_enabled(gradients):
-            return call.of_model(model)
+            return call.run(model)
 
     names = {module: name for name, module in model.named_modules()}
     profile, outputs = ModelProfile(), []

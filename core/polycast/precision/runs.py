@@ -66,11 +66,11 @@ class ModelRun:
         region = side.region if side.is_enabled else nullcontext()
         if loss is None:
             with region:
-                return RunResult(call.of_model(side.model), {})
+                return RunResult(call.run(side.model), {})
         # On the calling thread, because one thread for each device would have to serve both runs.
         with torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
             with region:
-                output = call.of_model(side.model)
+                output = call.run(side.model)
                 value = loss(output)
             self.in_backward = True
             self._around = OpenCall((("recomputed", 0),), None)
@@ -101,7 +101,7 @@ class ModelRun:
             arguments, tensors = isolated_unwritten_inputs(arguments, self._side.profile.modules[module].written)
         else:
             arguments, tensors = isolated_inputs(arguments, self._modules)
-        call = GradientCall(key, module, lambda: self.in_backward, self._known)
+        call = GradientCall(key, module, lambda: self.in_backward, self._finish)
         if not self._is_recomputed_in_place():
             call.watch_inputs(tensors)
             self._pending[id(call)] = call
@@ -111,11 +111,11 @@ class ModelRun:
         if call is not None and id(call) in self._pending:
             call.watch_outputs(output)
 
-    def _known(self, call: GradientCall) -> None:
+    def _finish(self, call: GradientCall) -> None:
         del self._pending[id(call)]
-        self._gradients_are_known(call)
+        self._handle_gradients(call)
 
-    def _gradients_are_known(self, call: GradientCall) -> None:
+    def _handle_gradients(self, call: GradientCall) -> None:
         raise NotImplementedError
 
 
@@ -175,7 +175,7 @@ class ReferenceRun(ModelRun):
         """Await no gradients any more."""
         for call in self._pending.values():
             if call.is_used_in_forward:
-                self._both.own_is_unknown(call.module)
+                self._both.note_unrepeatable(call.module)
         super().end()
 
     def _counterpart(self, module: torch.nn.Module) -> torch.nn.Module | None:
@@ -190,13 +190,13 @@ class ReferenceRun(ModelRun):
         finally:
             both.waiting = None
 
-    def _gradients_are_known(self, call: GradientCall) -> None:
+    def _handle_gradients(self, call: GradientCall) -> None:
         both, counterpart = self._both, self._counterpart(call.module)
         own = None
         if call.saved is not None and counterpart is not None and _is_repeatable(call):
             own = self._repeater.backward(call.saved, call.module, counterpart, call.of_outputs)
         if own is None:
-            both.own_is_unknown(call.module)
+            both.note_unrepeatable(call.module)
         else:
             both.add_own_gradients(own.of_parameters)
         both.record.gradients.expect(call.key)
@@ -275,7 +275,7 @@ class TestedRun(ModelRun):
         both.waiting = None
         both.hand_over(self._side)
 
-    def _gradients_are_known(self, call: GradientCall) -> None:
+    def _handle_gradients(self, call: GradientCall) -> None:
         both = self._both
         other = both.waiting
         if not isinstance(other, ReturnedGradients) or other.key != call.key:

@@ -10,7 +10,7 @@ from ..policy.recipe import Recipe
 from ..policy.value import Policy
 from ..region.autocast import autocast
 from ..region.module_rules import ModuleRules, apply_policy
-from .hooks import set_stance
+from .hooks import COMPILED_CALL, run_eagerly, set_stance
 from .isolation import ModelState
 from .parameter_gradients import ParameterGradients
 from .profiling_run import ModelProfile
@@ -109,7 +109,7 @@ class Sides:
                     if self._rules_differ and side is self.reference:
                         self._rules[side].suspend()
             if self._stances_differ or not self.tested.compiled:
-                stack.enter_context(set_stance("force_eager"))
+                stack.enter_context(run_eagerly())
             self.active = self.tested
             self.activate(self.reference)
             yield
@@ -146,7 +146,7 @@ def _visible(model: torch.nn.Module, is_compiled: bool) -> Iterator[tuple[torch.
         inner = getattr(module, _COMPILED, None)
         if isinstance(inner, torch.nn.Module):
             inside.update(inner.modules() if is_compiled else [inner])
-        elif is_compiled and getattr(module, "_compiled_call_impl", None) is not None:
+        elif is_compiled and getattr(module, COMPILED_CALL, None) is not None:
             inside.update(each for each in module.modules() if each is not module)
         if module not in inside:
             yield module, ".".join(part for part in name.split(".") if part != _COMPILED)

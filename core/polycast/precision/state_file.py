@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
+from ..common.plain_text import first_of
 from ..policy import files
 from .fingerprint import Fingerprint, Part, Varying, hash_of_table
 from .minimal_set import Choice, Members
@@ -14,8 +15,6 @@ from .trials import Trial
 
 SCHEMA = 1
 StatePath: TypeAlias = str | os.PathLike[str]
-_MAX_SHOWN = 3
-"""The number of differences between two searches that a message names."""
 _REMEDY = "Name another file, or remove this one to start over."
 _T = TypeVar("_T")
 
@@ -82,7 +81,7 @@ class StateFile:
             ValueError: it has others.
         """
         order = names if self.order is None else self.order
-        used = {name for choice in self.trials for name in (*choice.members, *choice.kept)}
+        used = {name for choice in self.trials for name in (*choice.members, *choice.in_fast_dtype)}
         others = sorted({*order, *used} ^ {*names})
         if others or len(order) != len(names):
             what = f"{others[0]!r} is in one of them only" if others else "one is there twice"
@@ -218,8 +217,7 @@ def _difference(then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
         where = ""
         if isinstance(was, dict) and isinstance(is_now, dict):
             others = [name for name in {**is_now, **was} if was.get(name) != is_now.get(name)]
-            more = f" and {len(others) - _MAX_SHOWN} more" if len(others) > _MAX_SHOWN else ""
-            where = f" Differences: {', '.join(others[:_MAX_SHOWN])}{more}."
+            where = f" Differences: {first_of(others)}."
             was, is_now = (hash_of_table(each.items()) for each in (was, is_now))
         return f"its {key} was {was!r}, and is {is_now!r} now. {_REMEDY}{where}"
     return ""

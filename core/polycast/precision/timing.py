@@ -44,12 +44,17 @@ def median(values: Iterable[float]) -> float:
     return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
 
 
+def _synchronize_of(device_type: str) -> Callable[[], object]:
+    """Return the function that waits for the work of a device."""
+    synchronize: Callable[[], object] = getattr(torch.get_device_module(device_type), "synchronize", lambda: None)
+    return synchronize
+
+
 class Race:
     """Times sides in alternating rounds, so that disturbances of the machine affect all of them."""
 
     def __init__(self, device_type: str, sides: Mapping[str, "TimedSide"]) -> None:
-        device = torch.get_device_module(device_type)
-        self._synchronize: Callable[[], object] = getattr(device, "synchronize", lambda: None)
+        self._synchronize = _synchronize_of(device_type)
         self.sides = sides
         self.rounds: list[dict[str, float]] = []
 
@@ -121,8 +126,7 @@ class ModuleClock:
     """A watcher that times the calls of modules, each without the modules that it calls."""
 
     def __init__(self, device_type: str) -> None:
-        device = torch.get_device_module(device_type)
-        self._synchronize: Callable[[], object] = getattr(device, "synchronize", lambda: None)
+        self._synchronize = _synchronize_of(device_type)
         self.seconds: dict[nn.Module, float] = {}
         self._open: list[tuple[nn.Module, float]] = []
         self._inside = [0.0]

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import torch
 
+from ..common.plain_text import first_of
 from ..common.versions import versions
 from ..errors import warn_user
 from ..plugins.registry import get_backend
@@ -24,8 +25,6 @@ from .tuner import Tuner
 
 _DEFAULT = "relative L2 error"
 _DEFAULT_WITH_LOSS = "relative L2 error of output or gradients"
-_MAX_SHOWN = 3
-"""The number of values without a digest that a warning names."""
 
 
 def tune(
@@ -85,8 +84,8 @@ def tune(
         device_type, dtype: of the region, as in :class:`autocast`.
         over: what to choose from, ``"modules"`` or ``"ops"``.
         objective: ``"accuracy"`` or ``"time"``.
-        budget: the maximum number of evaluations; at least 2, and 3 with a recipe. None: four for each candidate, and
-            16.
+        budget: the maximum number of evaluations; at least 2, and 3 with a recipe. None: 16, plus four for each
+            candidate.
         state: a file for the evaluations. An interrupted search continues from it, and finds what it would have found.
             It is refused for another model, other data or other arguments (except `budget` and `holdout`): the values
             and the code of the model, the data, the metric and the loss are compared, and the result in the region
@@ -170,10 +169,8 @@ def _state_file(state: StatePath, model: torch.nn.Module, calls: Calls, argument
     fingerprint = Fingerprint(model, calls, arguments.metric, arguments.loss)
     file = StateFile(state, of, fingerprint)
     if fingerprint.unknown:
-        unknown = fingerprint.unknown
-        more = f", and {len(unknown) - _MAX_SHOWN} more" if len(unknown) > _MAX_SHOWN else ""
         warn_user(
-            f"state={os.fspath(state)!r} cannot detect changes of {'; '.join(unknown[:_MAX_SHOWN])}{more}. Name "
-            "another file if they change."
+            f"state={os.fspath(state)!r} cannot detect changes of {first_of(fingerprint.unknown, '; ')}. Name another "
+            "file if they change."
         )
     return file

@@ -12,8 +12,8 @@ from ..region.autocast import autocast
 from .blocks import Blocks, candidates_in
 from .by_profile import modules_faster_in_float32
 from .calls import Calls, text_of
-from .candidates import Modules, Ops, chosen_ops, ops_seen
-from .compare import compared
+from .candidates import ModuleCandidates, OpCandidates, chosen_ops, ops_seen
+from .compare import compare_with_float32
 from .evidence import Evidence, Holdout, Tuned, machine
 from .failures import may_come_from_policy
 from .isolation import isolated
@@ -54,16 +54,16 @@ class Tuner:
             Measured(model, holdout, arguments, self._profile.state, outputs[len(calls) :]) if holdout else None
         )
         del outputs
-        self._candidates: Modules | Ops
+        self._candidates: ModuleCandidates | OpCandidates
         if arguments.over == "modules":
             self._blocks = Blocks(model, self._profile, arguments.exclude, arguments.candidates)
-            self._candidates = Modules(self._blocks, region.fast_dtype, arguments.recipe)
+            self._candidates = ModuleCandidates(self._blocks, region.fast_dtype, arguments.recipe)
             self.names, self._excluded = self._blocks.names, sorted(self._blocks.excluded)
         else:
             with isolated(region.device, self._profile.state):
                 seen = ops_seen(model, calls[0], self._fast or region)
             self.names, self._excluded = chosen_ops(seen, arguments.exclude, arguments.candidates)
-            self._candidates = Ops(arguments.recipe, self._excluded)
+            self._candidates = OpCandidates(arguments.recipe, self._excluded)
 
     def run(self, budget: int, file: StateFile | None) -> Tuned:
         """Search, and return the policy and its evidence."""
@@ -73,7 +73,7 @@ class Tuner:
                 trial = self._evaluate(choice)
                 if file is not None:
                     file.note_evaluation()
-                kept = f", {len(choice.kept)} kept" if self._arguments.recipe is not None else ""
+                kept = f", {len(choice.in_fast_dtype)} kept" if self._arguments.recipe is not None else ""
                 advance(f"{len(choice.members)} in float32{kept}: {trial.distance:.3g}")
                 return trial
 
@@ -112,7 +112,7 @@ class Tuner:
         distances = trials.of(NO_POLICY).distances or (0.0,)
         call = self._calls[max(range(len(distances)), key=distances.__getitem__)]
         try:
-            modules = compared(self._model, call, self._region, self._profile).modules
+            modules = compare_with_float32(self._model, call, self._region, self._profile).modules
         except Exception as error:
             if not may_come_from_policy(error):
                 raise
@@ -158,7 +158,7 @@ class Tuner:
             proposed = {PLAIN_REGION: NO_POLICY}
             by_profile = None if has_recipe or over == "ops" else self._by_profile()
             if by_profile is not None:
-                proposed[BY_PROFILE] = order.choice((*found.choice.members, *by_profile), found.choice.kept)
+                proposed[BY_PROFILE] = order.choice((*found.choice.members, *by_profile), found.choice.in_fast_dtype)
             proposed["all in float32"] = Choice(order.names)
             if has_recipe:
                 proposed["all in the fast dtype"] = order.all_fast()
@@ -180,7 +180,7 @@ class Tuner:
         """Return the candidates that a profile of the device says are faster in float32; None without a profile."""
         call = self._calls[0]
         try:
-            modules = modules_faster_in_float32(self._model, lambda: call.of_model(self._model), self._region)
+            modules = modules_faster_in_float32(self._model, lambda: call.run(self._model), self._region)
         except Exception as error:
             if not may_come_from_policy(error):
                 raise
@@ -192,7 +192,7 @@ class Tuner:
     def _tried_ops(self, order: CandidateOrder) -> dict[str, list[Choice]]:
         """Return by op the choices with this op alone."""
         can_leave = self._candidates.can_leave_recipe
-        return {op: [*([Choice(kept=(op,))] if can_leave(op) else []), Choice((op,))] for op in order.names}
+        return {op: [*([Choice(in_fast_dtype=(op,))] if can_leave(op) else []), Choice((op,))] for op in order.names}
 
     def _meets_tolerance(self, trials: Trials, choice: Choice) -> bool:
         try:
@@ -236,7 +236,7 @@ class Tuner:
             timings=timings,
             machine=MappingProxyType(machine(self._region.device)),
             recipe=arguments.recipe,
-            kept=found.choice.kept,
+            kept=found.choice.in_fast_dtype,
             fast=None if all_fast is None else all_fast.distance,
             batches=len(self._calls),
             reduction=arguments.reduction,

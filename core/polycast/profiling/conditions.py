@@ -34,7 +34,8 @@ class Conditions:
         except PLUGIN_ERRORS as error:
             details = {"error": f"device_details() raised {type(error).__name__}: {error}"}
         device = details.pop("name", device_type)
-        versions = {**package_versions(), "backend": _version_of(backend)}
+        version = registry.version(backend) or f"{type(backend).__module__}.{type(backend).__qualname__}"
+        versions = {**package_versions(), "backend": version}
         return cls(device_type, device, torch.get_num_threads(), versions, details)
 
     @property
@@ -59,10 +60,3 @@ def _flat(conditions: Conditions | DeviceProfile) -> Iterator[tuple[str, str]]:
     yield "number of threads", str(conditions.threads)
     yield from ((f"version of {name}", version) for name, version in conditions.versions.items())
     yield from conditions.details.items()
-
-
-def _version_of(backend: Backend) -> str:
-    status = registry.status(backend.device_type)
-    if status.distribution and registry.ready.get(backend.device_type) is backend:
-        return f"{status.distribution} {status.version}".strip()
-    return f"{type(backend).__module__}.{type(backend).__qualname__}"

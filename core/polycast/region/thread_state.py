@@ -8,12 +8,12 @@ from ..engine.recipes.plan import process_cache
 from ..errors import BackendNotFoundError
 from ..plugins.checks import check_dtype
 from ..plugins.registry import registry
-from ..torch_internals.dispatcher import is_autocast_available
+from ..torch_internals.dispatcher import has_autocast_key
 
 
 def _device_type(device_type: str) -> str:
     name = registry.parse_device_type(device_type)
-    if not is_autocast_available(name):
+    if not has_autocast_key(name):
         raise BackendNotFoundError(
             f"torch has no Autocast dispatch key for {name!r}, so it has no autocast state and can have no backend."
         )

@@ -6,7 +6,7 @@ import torch
 from ..engine.persistence.weight_cache import WeightCache
 from .subject import Device, Subject, require
 
-_ADDRESS = "two uses of one weight in {} must share one cast; each made its own. Is is_capturing() true?"
+_NOT_SHARED = "two uses of one weight in {} must share one cast; each made its own. Is is_capturing() true?"
 
 
 class CastChecks(Subject):
@@ -20,7 +20,7 @@ class CastChecks(Subject):
             with device.region():
                 first, second = _cast_used(device, weight), _cast_used(device, weight)
             kind = "frozen" if frozen else "trained"
-            require(first.data_ptr() == second.data_ptr(), _ADDRESS.format(f"a region on {device.type} ({kind})"))
+            require(first.data_ptr() == second.data_ptr(), _NOT_SHARED.format(f"a region on {device.type} ({kind})"))
 
     def test_weight_updated_in_a_region(self, device: Device) -> None:
         """The next use of a weight in a region sees an in-place update."""

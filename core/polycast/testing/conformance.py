@@ -51,7 +51,7 @@ class BackendConformance(
 
     def test_expected_failures(self) -> None:
         """Each line of the file of expected failures names a test, an op, a kernel or a recipe."""
-        backend = self.loaded()
+        backend = self.get_backend()
         tested = {name for name in dir(self) if name.startswith("test_")}
         tested |= {*kernel_names(backend), *RECIPES, *backend.policies, *torch_ops(self.backend)}
         stale = [
@@ -66,9 +66,9 @@ class BackendConformance(
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         """Parametrize the checks by the ops of the table, the kernels and the recipes."""
         if "op" in metafunc.fixturenames:
-            metafunc.parametrize("op", sorted(self.loaded().policies))
+            metafunc.parametrize("op", sorted(self.get_backend().policies))
         if "kernel" in metafunc.fixturenames:
-            metafunc.parametrize("kernel", sorted(kernel_names(self.loaded())) or [None])
+            metafunc.parametrize("kernel", sorted(kernel_names(self.get_backend())) or [None])
         if "recipe" in metafunc.fixturenames:
             metafunc.parametrize("recipe", RECIPES)
 

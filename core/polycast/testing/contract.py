@@ -14,11 +14,11 @@ class ContractChecks(Subject):
 
     def test_contract(self) -> None:
         """The backend has all attributes, of the right types, as polycast checks when it loads a plugin."""
-        validate(self.loaded(), self.backend)
+        validate(self.get_backend(), self.backend)
 
     def test_availability(self) -> None:
         """The availability check is right, and gives a reason if the device cannot be used."""
-        answer = answer_of(f"{self.backend}: availability()", self.loaded().availability)
+        answer = answer_of(f"{self.backend}: availability()", self.get_backend().availability)
         require(
             answer or answer.reason.strip(),
             f"{self.backend}: availability() says that the device cannot be used and gives no reason. Give one: "
@@ -35,7 +35,7 @@ class ContractChecks(Subject):
 
     def test_supported_dtypes(self) -> None:
         """The supported dtypes are floating point, at least one, without duplicates."""
-        dtypes = _without_error(f"{self.backend}: supported_dtypes()", self.loaded().supported_dtypes)
+        dtypes = _without_error(f"{self.backend}: supported_dtypes()", self.get_backend().supported_dtypes)
         floating = isinstance(dtypes, Sequence) and all(
             isinstance(dtype, torch.dtype) and dtype.is_floating_point for dtype in dtypes
         )
@@ -47,7 +47,7 @@ class ContractChecks(Subject):
 
     def test_default_dtype(self) -> None:
         """The default dtype is one of the supported ones."""
-        backend = self.loaded()
+        backend = self.get_backend()
         supported = backend.supported_dtypes()
         require(
             backend.default_dtype in supported,
@@ -57,7 +57,7 @@ class ContractChecks(Subject):
 
     def test_dtype_availability(self) -> None:
         """dtype_availability() agrees with supported_dtypes()."""
-        backend = self.loaded()
+        backend = self.get_backend()
         supported = backend.supported_dtypes()
         for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8):
             call = f"{self.backend}: dtype_availability({dtype})"
@@ -70,7 +70,7 @@ class ContractChecks(Subject):
 
     def test_is_capturing(self) -> None:
         """is_capturing() is False while no graph is captured."""
-        answer = _without_error(f"{self.backend}: is_capturing()", self.loaded().is_capturing)
+        answer = _without_error(f"{self.backend}: is_capturing()", self.get_backend().is_capturing)
         require(
             answer is False,
             f"{self.backend}: is_capturing() must return False while no graph is captured, got {answer!r}. No "

@@ -1,4 +1,4 @@
-"""Reading files of expected failures."""
+"""Read files of expected failures."""
 
 from pathlib import Path
 

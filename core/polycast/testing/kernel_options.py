@@ -53,7 +53,9 @@ class KernelOptionChecks(Subject):
         taken = False
         for op, kernel in _kernels_by_cast(device).items():
             product = LINEAR_OPS.get(op)
-            for args in [] if product is None else [each for rows in (1, 5) for each in arguments_of(op, rows, 64, 48)]:
+            if product is None:
+                continue
+            for args in [each for rows in (1, 5) for each in arguments_of(op, rows, 64, 48)]:
                 for dtype in device.fast_dtypes():
                     taken = _check_fast_kernel(device, kernel, product, args, dtype) or taken
         if not taken:
@@ -99,10 +101,9 @@ def _kernels_by_cast(device: Device) -> Mapping[str, LowBitKernel]:
 
 
 def _check_fast_kernel(
-    device: Device, kernel: LowBitKernel, product: LinearOp | None, args: list[Any], dtype: torch.dtype
+    device: Device, kernel: LowBitKernel, product: LinearOp, args: list[Any], dtype: torch.dtype
 ) -> bool:
     """Check a call of a kernel; return whether the kernel takes it."""
-    assert product is not None  # the caller has looked
     given = [device.put(arg.clone()) if isinstance(arg, torch.Tensor) else arg for arg in args]
     if kernel.unsupported_reason(*given) is not None:
         return False

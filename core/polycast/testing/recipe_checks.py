@@ -55,7 +55,7 @@ class RecipeChecks(Subject):
 
     def test_recipe(self, recipe: str) -> None:
         """The backend says whether the device has a recipe, and for which ops it has kernels."""
-        backend, wanted = self.loaded(), RECIPES[recipe]
+        backend, wanted = self.get_backend(), RECIPES[recipe]
         call = f"{self.backend}: recipe_availability({wanted!r})"
         answer = answer_of(call, lambda: backend.recipe_availability(wanted))
         require(answer or answer.reason.strip(), f"{call} says no and gives no reason. Give one.")

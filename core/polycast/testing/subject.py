@@ -47,7 +47,7 @@ class Subject:
         """Return a tensor of the device on the CPU. Override it if ``tensor.cpu()`` does not do that."""
         return tensor.cpu()
 
-    def loaded(self) -> Backend:
+    def get_backend(self) -> Backend:
         """Return the backend."""
         if not self.backend:
             raise pytest.UsageError(
@@ -59,7 +59,7 @@ class Subject:
     @contextmanager
     def opened(self) -> Iterator["Device"]:
         """Open the device for a check, with polycast's kernels installed; skip the check if it is absent."""
-        backend = self.loaded()
+        backend = self.get_backend()
         available = check_availability(backend)
         if not (available or self.fake):
             pytest.skip(

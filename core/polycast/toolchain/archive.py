@@ -15,8 +15,8 @@ from pathlib import Path
 from .cpp_library import BuildError
 
 _SUFFIX = ".tar.xz"
-_FROM_TRUNCATED_ARCHIVES = (OSError, EOFError, ImportError, ValueError, KeyError, tarfile.TarError)
-"""Exceptions of tarfile and lzma, which a Python may have been built without."""
+_READ_ERRORS = (OSError, EOFError, ImportError, ValueError, KeyError, tarfile.TarError)
+"""Exceptions of damaged archives. ImportError: this Python was built without lzma."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Archive:
                 for each in archive:
                     if each.name == member and (file := archive.extractfile(each)) is not None:
                         return file.read()
-        except _FROM_TRUNCATED_ARCHIVES as error:
+        except _READ_ERRORS as error:
             raise BuildError(f"{self.path} cannot be read: {error}") from error
         raise BuildError(f"{self.path} is damaged. Install polycast again.")
 

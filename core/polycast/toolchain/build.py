@@ -108,8 +108,8 @@ def _build(build: CachedBuild) -> Path:
         if status != 0 or not compiled.is_file():
             _write_log(build.log, output)
             raise BuildError(
-                f"the compiler failed with status {status}{first_error(output)}; its output is in {build.log}. Once it "
-                f"can do better, {build.library.retry_hint}."
+                f"the compiler failed with status {status}{first_error(output)}; its output is in {build.log}. When "
+                f"the cause is fixed, {build.library.retry_hint}."
             )
         build.log.unlink(missing_ok=True)
         expected = compiled.with_suffix(".sha256")

@@ -22,7 +22,7 @@ def cache_directory() -> Path:
         BuildError: no home directory is known.
     """
     configured = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    if configured.is_absolute():  # the XDG Base Directory Specification has relative paths ignored
+    if configured.is_absolute():  # the XDG Base Directory Specification says to ignore relative paths
         return configured / "polycast"
     try:
         home = Path.home()

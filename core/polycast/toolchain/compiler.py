@@ -33,8 +33,8 @@ class Compiler(NamedTuple):
 _TORCH = Path(torch.__file__).parent
 PYTHON_ABI = str(sysconfig.get_config_var("SOABI")) if sysconfig.get_config_var("Py_GIL_DISABLED") else "abi3"
 
-# NDEBUG as in torch's own libraries: without it at::RecordFunction has another layout. No product is fused with a sum
-# unless the code says so: results would depend on the processor.
+# NDEBUG as in torch's own libraries: without it at::RecordFunction has another layout. No fused multiply-add unless the
+# code asks for it: results would depend on the processor.
 FLAGS = (
     "-O2",
     "-g0",

@@ -43,5 +43,5 @@ def _extract_struct(header: Path, name: str) -> str:
     found = re.findall(pattern, text, re.MULTILINE)
     if not found:
         raise BuildError(f"no struct {name} is found in {header}: this torch is newer than this polycast.")
-    # Of two beginnings the first is for Windows.
+    # If the struct begins twice, under #if, the first beginning is for Windows.
     return re.sub(r"^#.*\n", "", found[-1], flags=re.MULTILINE) + "\n"

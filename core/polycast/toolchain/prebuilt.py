@@ -34,7 +34,8 @@ from .compiler import (
 from .cpp_library import BuildError, CppLibrary
 
 _FOLDER = Path(__file__).parent / "prebuilt"
-_LINKER_FLAGS = ("-s", "-Wl,--gc-sections", "-Wl,-z,noseparate-code") if sys.platform == "linux" else ()  # small files
+# keep the files small
+_LINKER_FLAGS = ("-s", "-Wl,--gc-sections", "-Wl,-z,noseparate-code") if sys.platform == "linux" else ()
 _OFFICIAL_VERSION = re.compile(r"(\d+\.\d+\.\d+)(?:\+(?:cpu|cu\d+))?")
 """A version of torch as its own builds have it."""
 _BUILT_FOR = re.compile(r"torch-(\d+\.\d+\.\d+)-")

@@ -31,7 +31,7 @@ ALIASES = "aliases"
 SETUP_CONTEXT = "setup_context"
 
 FOR_OVERRIDES = (GUARDS, CACHE_KEYS, BACKWARD, NESTED_REGIONS, CHECKPOINT, FUSED_ATTENTION, FUSED_LSTM, EXPERTS)
-"""The features that regions need which have an override or a cache: torch's autocast state holds neither."""
+"""The features that regions with an override or a cache need; torch's autocast state holds neither."""
 
 _EAGER = (
     "From the first region with policy= or cache= on, compiled functions run eagerly, which is slower: use a torch "
@@ -54,8 +54,8 @@ FEATURES = {
                 "compilers.guards:guard_dynamo",
             ),
         ),
-        otherwise="compilers.eager_fallback:start",
-        undone="compilers.eager_fallback:stop",
+        on_refusal="compilers.eager_fallback:start",
+        on_undo="compilers.eager_fallback:stop",
     ),
     CACHE_KEYS: Feature(
         _EAGER,
@@ -71,8 +71,8 @@ FEATURES = {
                 "compilers.cache_key:extend_inductors",
             ),
         ),
-        otherwise="compilers.eager_fallback:start",
-        undone="compilers.eager_fallback:stop",
+        on_refusal="compilers.eager_fallback:start",
+        on_undo="compilers.eager_fallback:stop",
     ),
     BACKWARD: Feature(
         "In compiled code, gradients of ops that policies keep in float32 are computed in the fast dtype.",
@@ -164,7 +164,7 @@ FEATURES = {
                 "region.fused_attention:ask_for_recipe",
             ),
         ),
-        undone="torch_internals.private_names:forget_rules_of_dynamo",
+        on_undo="torch_internals.private_names:forget_rules_of_dynamo",
     ),
     FUSED_LSTM: Feature(
         "nn.LSTM is computed by oneDNN on the CPU, without recipes.",
@@ -189,7 +189,7 @@ FEATURES = {
                 "observer.compilations:notify_of_compilations",
             ),
         ),
-        by_user=True,
+        outlives_uninstall=True,
     ),
     WRITES: Feature(
         "Cached casts may be stale after writes through DLPack or with the version set back, and "
@@ -207,7 +207,7 @@ FEATURES = {
                 "engine.casts.unversioned_writes:export_aliases",
             ),
         ),
-        by_user=True,
+        outlives_uninstall=True,
     ),
     ALIASES: Feature(
         "Cached casts may be stale after writes through .data, an array or a storage.",
@@ -224,9 +224,9 @@ FEATURES = {
                 "engine.reference.alias_hooks:hook_aliases",
             ),
         ),
-        by_user=True,
+        outlives_uninstall=True,
     ),
-    SETUP_CONTEXT: Feature("", (), undone="region.custom_function:restore_setup_context"),
+    SETUP_CONTEXT: Feature("", (), on_undo="region.custom_function:restore_setup_context"),
     PATCH_TORCH: Feature(
         "",
         (
@@ -243,7 +243,7 @@ FEATURES = {
                 "drop_in.patch:install_shim",
             ),
         ),
-        by_user=True,
+        outlives_uninstall=True,
     ),
     PATCHED_EXIT: Feature(  # lasts longer, until regions of subclasses that were entered while it was made are left
         "",
@@ -254,12 +254,12 @@ FEATURES = {
                 "drop_in.shim:replace_exit",
             ),
         ),
-        by_user=True,
+        outlives_uninstall=True,
     ),
     RUN_WRAP: Feature(
         "",
         (Change("torch.nn", ("torch.nn.Module.__call__",), "drop_in.patch:wrap_modules"),),
-        by_user=True,
+        outlives_uninstall=True,
     ),
 }
 

@@ -27,12 +27,12 @@ else:
 _DEVICES = ("cpu", "cuda", "xpu", "mps", "mtia", "maia", "hpu", "ipu", "xla")
 _WITH_AUTOCAST_TABLES = ("CPU", "CUDA", "XPU", "MPS", "MTIA", "MAIA")
 
-is_autocast_available: Callable[[str], bool] = torch.amp.is_autocast_available
-"""torch's own function, also while torch is patched."""
+has_autocast_key: Callable[[str], bool] = torch.amp.is_autocast_available
+"""Return whether torch has an Autocast key for a device type: torch's own function, also while torch is patched."""
 
 autocast_supported_devices: Callable[[], list[str]] = read(
     "torch._C._autocast_supported_devices",
-    lambda: [name for name in _DEVICES if is_autocast_available(name)],
+    lambda: [name for name in _DEVICES if has_autocast_key(name)],
     "regions of out-of-tree devices are not captured for other threads and checkpoints",
 )
 privateuse1_name: Callable[[], str] = read(
@@ -100,7 +100,7 @@ def excluded_keys() -> int:
     return sum(torch.is_autocast_enabled(name) << place for place, name in enumerate(autocast_supported_devices()))
 
 
-def noting_views() -> contextlib.AbstractContextManager[Any]:
+def tracking_views() -> contextlib.AbstractContextManager[Any]:
     """Return a context manager in which autograd tracks views below its own key, in compiled code."""
     key = dispatch_key("ADInplaceOrView")
     if key is None or _exclude_set is None or _include_set is None or _ForceKeys is None:
@@ -135,10 +135,9 @@ def _autocast_disabled(device_types: Sequence[str]) -> Iterator[None]:
 
 def excluding(name: str, device_type: str) -> Callable[[], contextlib.AbstractContextManager[Any]]:
     """Return a factory of context managers that exclude the Autocast key of a device, by its name."""
-    key = dispatch_key(name)
-    if key is None or _KeySet is None or _ExcludeKeys is None:
+    keys = keys_of(name)
+    if keys is None or _ExcludeKeys is None:
         return lambda: _autocast_disabled((device_type,))
-    keys = _KeySet(key)
     return lambda: _ExcludeKeys(keys)
 
 

@@ -1,4 +1,4 @@
-"""Looking up the private names of torch that polycast reads, with a fallback for each.
+"""Look up the private names of torch that polycast reads, with a fallback for each.
 
 ``dispatcher.py`` and ``private_names.py`` have the names. Other modules of the core use private names only in functions
 that make a change to torch (they take a `Patch`), or are listed, with a reason, in
@@ -42,7 +42,10 @@ def find(name: str) -> Any:
 
 
 def read(name: str, fallback: _T, loss: str, since: tuple[int, int] = (0, 0)) -> _T:
-    """Return the object with a private name, or the fallback; a torch before version `since` does not lack it."""
+    """Return the object with a private name, or the fallback.
+
+    A name is not counted as missing in a torch older than `since`.
+    """
     losses[name] = loss
     try:
         found: _T = find(name)

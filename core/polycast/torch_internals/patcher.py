@@ -31,13 +31,13 @@ class Change(NamedTuple):
     Attributes:
         module: the module, which is changed at its import, and not imported for it.
         names: what is replaced: attributes of the module and of its classes, as dotted names; ``*`` matches any.
-        by: a function, or its name, ``folder.module:function``, imported when needed. It is called with a
+        function: a function, or its name, ``folder.module:function``, imported when needed. It is called with a
             :class:`Patch`, checks that the module is the expected one, raises otherwise, and replaces the names.
     """
 
     module: str
     names: tuple[str, ...]
-    by: "str | Callable[[Patch], object]"
+    function: "str | Callable[[Patch], object]"
 
 
 @dataclass(frozen=True)
@@ -47,17 +47,17 @@ class Feature:
     Attributes:
         lost: what users lose if torch cannot be changed, for the warning; if empty, the error is raised instead.
         changes: the changes, in order.
-        otherwise: a function, or its name, ``folder.module:function``, called with the reason instead of warning.
-        undone: the same, called without arguments when the feature has been undone.
-        by_user: whether the feature lasts as long as a block or an object of the user, so that ``uninstall()`` leaves
-            it alone.
+        on_refusal: a function, or its name, ``folder.module:function``, called with the reason instead of warning.
+        on_undo: the same, called without arguments when the feature has been undone.
+        outlives_uninstall: whether the feature lasts as long as a block or an object of the user, so that
+            ``uninstall()`` leaves it alone.
     """
 
     lost: str
     changes: tuple[Change, ...]
-    otherwise: "str | Callable[[str], object]" = ""
-    undone: "str | Callable[[], object]" = ""
-    by_user: bool = False
+    on_refusal: "str | Callable[[str], object]" = ""
+    on_undo: "str | Callable[[], object]" = ""
+    outlives_uninstall: bool = False
 
 
 class _Replaced(NamedTuple):
@@ -74,12 +74,13 @@ class Patch:
     Attributes:
         waiting: the changes of modules that are not imported yet, by module.
         refused: why a change could not be made, or empty.
+        has_tried_all: whether each change of an imported module has been tried.
     """
 
     def __init__(self) -> None:
         self.waiting: dict[str, Change] = {}
         self.refused = ""
-        self.is_made = False
+        self.has_tried_all = False
         self._replaced: list[_Replaced] = []
 
     @property
@@ -137,7 +138,7 @@ class Patcher(MetaPathFinder):
             Exception: a change of a feature with an empty `lost` failed; nothing was changed.
         """
         patch = self._patches.get(feature)
-        if patch is not None and patch.is_made:
+        if patch is not None and patch.has_tried_all:
             for name in list(patch.waiting):  # a copy: another thread may be importing one
                 if name in sys.modules:  # found by a finder before this one
                     break
@@ -160,7 +161,7 @@ class Patcher(MetaPathFinder):
             except BaseException:
                 self.undo(feature)
                 raise
-            patch.is_made = True
+            patch.has_tried_all = True
             return not patch.refused
 
     def is_made(self, feature: str) -> bool:
@@ -184,7 +185,7 @@ class Patcher(MetaPathFinder):
         since = patch.count
         row = self._features[feature]
         try:
-            _function(change.by)(patch)
+            _function(change.function)(patch)
             if self._patches.get(feature) is not patch:  # another thread has undone the feature
                 patch.undo()
         except Exception as error:  # of any kind: the module is not the expected one
@@ -192,8 +193,8 @@ class Patcher(MetaPathFinder):
             if not row.lost:
                 raise
             patch.refused = f"{name}: {type(error).__name__}: {error}"
-            if row.otherwise:
-                _function(row.otherwise)(patch.refused)
+            if row.on_refusal:
+                _function(row.on_refusal)(patch.refused)
             else:
                 _warn(row.lost, patch.refused)
 
@@ -206,13 +207,13 @@ class Patcher(MetaPathFinder):
             if patch is not None:
                 patch.waiting = {}
                 patch.undo()
-                if self._features[feature].undone:
-                    _function(self._features[feature].undone)()
+                if self._features[feature].on_undo:
+                    _function(self._features[feature].on_undo)()
 
     def undo_all(self) -> None:
-        """Undo the changes of all features except those `by_user`."""
+        """Undo the changes of all features except those that outlive ``uninstall()``."""
         for feature, row in self._features.items():
-            if not row.by_user:
+            if not row.outlives_uninstall:
                 self.undo(feature)
 
     def find_spec(

@@ -159,13 +159,28 @@ delayed_error: Callable[[str, int], Callable[[torch.Tensor], torch.Tensor]] = re
     "results of polycast.out_dtype have no backward, in place of one that raises",
 )
 
+
+@contextlib.contextmanager
+def without_post_accumulate_grad_hooks(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Suspend the hooks of :meth:`torch.Tensor.register_post_accumulate_grad_hook` for a block.
+
+    Without the attribute, which torch 2.11 to 2.15 have, they are not suspended.
+    """
+    suspended = [
+        (hooks, dict(hooks)) for each in parameters if (hooks := getattr(each, "_post_accumulate_grad_hooks", None))
+    ]
+    try:
+        for hooks, _ in suspended:  # setting the attribute to None would not remove them from the parameter
+            hooks.clear()
+        yield
+    finally:
+        for hooks, before in suspended:
+            hooks.update(before)
+
+
 # ---- Compilers.
 
-_TracingContext: Any = read(
-    "torch._guards.TracingContext",
-    SimpleNamespace(try_get=lambda: None),
-    f"{_NOT_CACHED}, and computes gradients of what policies keep in float32 in the fast dtype",
-)
+_ONEDNN_CHECKS = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
 
 
 @functools.cache
@@ -176,15 +191,19 @@ def onednn_supports(dtype: torch.dtype) -> bool:
         return ask is None or bool(ask())
 
 
-_ONEDNN_CHECKS = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
-
-
 def size_hint(size: Any) -> int:
     """Return a size; of a symbolic one, the example that the compiler was given, without a guard on it, or 0."""
     if isinstance(size, int):
         return size
     hint = getattr(getattr(size, "node", None), "hint", None)
     return hint if isinstance(hint, int) else 0
+
+
+_TracingContext: Any = read(
+    "torch._guards.TracingContext",
+    SimpleNamespace(try_get=lambda: None),
+    f"{_NOT_CACHED}, and computes gradients of what policies keep in float32 in the fast dtype",
+)
 
 
 def tracing_context() -> Any:
@@ -232,6 +251,14 @@ def script_name(cls: type) -> str | None:
     return name
 
 
+def forget_rules_of_dynamo() -> None:
+    """Clear Dynamo's rules by function, which it has looked up by name, perhaps while a function was replaced."""
+    trace_rules = sys.modules.get("torch._dynamo.trace_rules")
+    clear = getattr(getattr(trace_rules, "get_torch_obj_rule_map", None), "cache_clear", None)
+    if clear is not None:
+        clear()
+
+
 # ---- torch's own out_dtype.
 
 ops_with_out_dtype: Sequence[OpOverload] = read(
@@ -245,29 +272,3 @@ DeviceContext: type = read(
     type("DeviceContext", (), {}),
     "polycast.out_dtype takes no kernel of a backend's under torch.set_default_device",
 )
-
-
-def forget_rules_of_dynamo() -> None:
-    """Clear Dynamo's rules by function, which it has looked up by name, perhaps while a function was replaced."""
-    trace_rules = sys.modules.get("torch._dynamo.trace_rules")
-    clear = getattr(getattr(trace_rules, "get_torch_obj_rule_map", None), "cache_clear", None)
-    if clear is not None:
-        clear()
-
-
-@contextlib.contextmanager
-def without_post_accumulate_grad_hooks(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Suspend the hooks of :meth:`torch.Tensor.register_post_accumulate_grad_hook` for a block.
-
-    Without the attribute, which torch 2.11 to 2.15 have, they are not suspended.
-    """
-    suspended = [
-        (hooks, dict(hooks)) for each in parameters if (hooks := getattr(each, "_post_accumulate_grad_hooks", None))
-    ]
-    try:
-        for hooks, _ in suspended:  # setting the attribute to None would not remove them from the parameter
-            hooks.clear()
-        yield
-    finally:
-        for hooks, before in suspended:
-            hooks.update(before)

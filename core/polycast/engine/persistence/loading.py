@@ -10,10 +10,11 @@ import torch
 from torch import nn
 
 from ...common.atfork import hold_during_fork
+from ...common.plain_text import first_of
 from ...common.versions import package_versions
 from ...plugins.registry import registry
 from ...policy.recipe import Recipe
-from ...policy.recipe_arguments import Unknown
+from ...policy.recipe_arguments import ObjectDigest
 from ...policy.tensor_file import TensorFile
 from ...torch_internals.dispatcher import disable_autocast
 from .. import state
@@ -31,7 +32,6 @@ Verify: TypeAlias = Literal["all", "sample"]
 """The values of weights and of the file that are compared with digests."""
 
 _REMEDY = "Save a new one: run the model in a region with a WeightCache, and call its save()."
-_MAX_NAMED = 3
 _lock = threading.Lock()
 """Held while views of weights are made, which keep other threads from adding entries on the reference engine."""
 hold_during_fork(lambda: [_lock])
@@ -101,7 +101,7 @@ def _plan(wanted: PrepackedFormat) -> Plan:
         raise ValueError(
             f"it has weights for the recipe {wanted.recipe!r}, which is not known here ({error})"
         ) from error
-    missing = [name for name, value in recipe.settings.items() if isinstance(value, Unknown)]
+    missing = [name for name, value in recipe.settings.items() if isinstance(value, ObjectDigest)]
     if missing:
         raise ValueError(
             f"it has weights for the recipe {recipe!r}, whose {missing[0]} this process does not have: load that "
@@ -177,10 +177,7 @@ def _check_digests(
     found = iter(compute([*(parameters[name] for name in manifest.weights), *tensors]))
     changed = [name for name, weight in manifest.weights.items() if next(found) != _digest_of(weight, verify)]
     if changed:
-        more = f" and {len(changed) - _MAX_NAMED} more" if len(changed) > _MAX_NAMED else ""
-        raise ValueError(
-            f"the values of {', '.join(map(repr, changed[:_MAX_NAMED]))}{more} are not those that it was made of"
-        )
+        raise ValueError(f"the values of {first_of(map(repr, changed))} are not those that it was made of")
     for part, digest in zip(saved, found, strict=True):
         if _digest_of(part, verify) != digest:
             raise ValueError(f"its tensor {part.name!r} is damaged")

@@ -16,7 +16,7 @@ from ...plugins.backend import Backend
 from ...plugins.registry import registry
 from ...policy.recipe import Recipe
 from ...policy.schemas import existing_op
-from ...torch_internals.dispatcher import disable_autocast, noting_views
+from ...torch_internals.dispatcher import disable_autocast, tracking_views
 from .. import state
 from ..casts.cached_cast import TAGS, number_in_graph
 from ..casts.cast_cache import CastCache, cache_by_identity
@@ -55,7 +55,7 @@ def _with_view(args: Sequence[Any], layout: Sequence[int] = ()) -> Sequence[Any]
     position, offset, *sizes_and_strides = layout
     half = len(sizes_and_strides) // 2
     # Compiled code may run below the key at which autograd tracks views.
-    with noting_views():
+    with tracking_views():
         view = args[position].as_strided(sizes_and_strides[:half], sizes_and_strides[half:], offset)
     return (*args[:position], view, *args[position + 1 :])
 
