@@ -50,7 +50,9 @@ def test_a_region_of_its_own_has_torchs_bits():
 
 
 @pytest.mark.parametrize("options", [{}, {"norm_first": True}], ids=str)
-@pytest.mark.parametrize("settings", [{}, {"cache": polycast.WeightCache()}, {"recipe": "fastest"}], ids=["", "cache", "recipe"])
+@pytest.mark.parametrize(
+    "settings", [{}, {"cache": polycast.WeightCache()}, {"recipe": "fastest"}], ids=["", "cache", "recipe"]
+)
 def test_the_result_may_be_written_where_autograd_records(options, settings):
     module, parameter = layer(**options), nn.Parameter(torch.zeros(16))
     with torch.no_grad(), polycast.autocast("cpu", **settings):

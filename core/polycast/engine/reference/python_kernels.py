@@ -107,7 +107,9 @@ class _Kernel:
                     return result
             # Python may have left the region. If autocast is off now, there is nothing to cast.
             is_on = torch.is_autocast_enabled(self._device_type)
-            policy = self._machine.policy(self._name, self._device_type, self._policy) if is_on else CastPolicy.PASSTHROUGH
+            policy = (
+                self._machine.policy(self._name, self._device_type, self._policy) if is_on else CastPolicy.PASSTHROUGH
+            )
         # As if there were no kernel here: the ops that this one is made of are autocast.
         if policy is None and self._below is not None:
             skips_autograd = self._device_keys is not None and self._is_plain(args, kwargs)
