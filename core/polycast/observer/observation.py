@@ -130,7 +130,7 @@ class Observation:
 
     @property
     def findings(self) -> tuple[Finding, ...]:
-        """Findings: costs in time or accuracy, with remedies."""
+        """Costs in time or accuracy, with remedies."""
         return findings_of(self.facts)
 
     @property

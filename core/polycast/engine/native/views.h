@@ -18,11 +18,11 @@ bool is_weight(const Tensor& tensor, bool for_prepacking);
 
 // Return whether forward-mode AD may track a tensor, given its metadata. A view gets the tangent of its base when it is asked for.
 C10_ALWAYS_INLINE bool has_tangent(const torch::autograd::AutogradMeta* meta) {
-  if (meta == nullptr || meta->fw_grad_ != nullptr || !meta->is_view_) {
-    return meta != nullptr && meta->fw_grad_ != nullptr;
+  if (meta == nullptr || meta->fw_grad_ != nullptr) {
+    return meta != nullptr;
   }
-  const auto* const views = static_cast<const torch::autograd::DifferentiableViewMeta*>(meta);
-  if (!views->has_fw_view()) {
+  const auto* const views = meta->is_view_ ? static_cast<const torch::autograd::DifferentiableViewMeta*>(meta) : nullptr;
+  if (views == nullptr || !views->has_fw_view()) {
     return false;
   }
   const auto* const base = torch::autograd::impl::get_autograd_meta(views->get_forward_view().base_);
