@@ -79,8 +79,8 @@ def test_the_reason_of_a_failed_build_has_the_log_and_how_to_retry(compiler, hom
     reason = polycast.load_ops(PACKAGE).reason
     (log,) = home.rglob("*.log")
     assert reason.endswith(
-        f"the compiler failed with status 3: ops.cpp:1:9: error: no room; its output is in {log}. Once it can do "
-        "better, remove that file to try again."
+        f"the compiler failed with status 3: ops.cpp:1:9: error: no room; its output is in {log}. When the cause is "
+        "fixed, remove that file to try again."
     )
     compiler.behave(status=0)
     ops._answers.clear()

@@ -167,7 +167,9 @@ class Tuner:
                 fastest = timer.fastest_modules(self._blocks.in_order_of_calls(), found.choice)
             else:
                 fastest = timer.fastest_ops(self._tried_ops(order), found.choice, self._candidates.policy)
-            proposed[f"the fastest precision of each of the {over}"] = order.choice(fastest.members, fastest.in_fast_dtype)
+            proposed[f"the fastest precision of each of the {over}"] = order.choice(
+                fastest.members, fastest.in_fast_dtype
+            )
             sides: dict[str, Choice] = {}
             for side, choice in proposed.items():
                 if choice not in sides.values() and self._meets_tolerance(trials, choice):
