@@ -170,45 +170,45 @@ def test_regions_of_two_devices_are_left_in_a_kernel_within_a_kernel(other):
     assert (torch.is_autocast_enabled(other), *state()) == (False, *BEFORE)
 
 
-def test_autocast_stays_off_in_a_kernel_around_the_one_in_which_a_region_is_left(other, int8_kernels, monkeypatch):
-    regions, found = [entered(recipe=Int8(min_size=1)) for _ in range(2)], []
+@pytest.fixture
+def run_in_both(other, int8_kernels, monkeypatch):
+    """Return a function that calls a function in a kernel of the other device in one of the CPU, and one after it."""
     kernel = int8_kernels["aten::linear"]
     compute = kernel.run
 
-    def run_other(*args):
-        with autocast(other), FakeTensorMode(), InKernel(lambda: leave(regions[1])):
-            x = torch.empty(2, 2, device=other)
-            torch.mm(x, x)
-        found.append(torch.is_autocast_enabled("cpu"))
-        return compute(*args)
+    def run_in_both(inner, after):
+        def run_other(*args):
+            with autocast(other), FakeTensorMode(), InKernel(inner):
+                x = torch.empty(2, 2, device=other)
+                torch.mm(x, x)
+            after()
+            return compute(*args)
 
-    monkeypatch.setattr(kernel, "run", run_other)
-    with torch.no_grad():
-        torch.nn.functional.linear(X, torch.nn.Parameter(torch.ones(4, 4)))
+        monkeypatch.setattr(kernel, "run", run_other)
+        with torch.no_grad():
+            torch.nn.functional.linear(X, torch.nn.Parameter(torch.ones(4, 4)))
+
+    return run_in_both
+
+
+def test_autocast_stays_off_in_a_kernel_around_the_one_in_which_a_region_is_left(run_in_both):
+    regions, found = [entered(recipe=Int8(min_size=1)) for _ in range(2)], []
+    run_in_both(lambda: leave(regions[1]), lambda: found.append(torch.is_autocast_enabled("cpu")))
     assert found == [False]
     assert state() == (True, torch.bfloat16, 1)
     leave(regions[0])
     assert state() == BEFORE
 
 
-def test_a_region_that_is_left_open_beneath_two_kernels_is_off_when_it_is_left(other, int8_kernels, monkeypatch):
+def test_a_region_that_is_left_open_beneath_two_kernels_is_off_when_it_is_left(run_in_both):
     regions, opened, found = [entered(recipe=Int8(min_size=1)) for _ in range(2)], [], []
-    kernel = int8_kernels["aten::linear"]
-    compute = kernel.run
 
-    def run_other(*args):
-        mode = InKernel(lambda: (opened.append(entered()), leave(regions[1])))
-        with autocast(other), FakeTensorMode(), mode:
-            x = torch.empty(2, 2, device=other)
-            torch.mm(x, x)
+    def after():
         found.append(torch.is_autocast_enabled("cpu"))
         leave(opened[0])
         found.append(torch.is_autocast_enabled("cpu"))
-        return compute(*args)
 
-    monkeypatch.setattr(kernel, "run", run_other)
-    with torch.no_grad():
-        torch.nn.functional.linear(X, torch.nn.Parameter(torch.ones(4, 4)))
+    run_in_both(lambda: (opened.append(entered()), leave(regions[1])), after)
     assert found == [True, False]
     assert state() == (True, torch.bfloat16, 1)
     leave(regions[0])

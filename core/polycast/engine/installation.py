@@ -57,8 +57,8 @@ def uninstall(device_type: str | None = None) -> None:
 
     Raises:
         ValueError, RuntimeError: `device_type` is not a device string that torch knows.
-        RuntimeError: a thread is in a region of polycast's for the device, or this thread runs a kernel of its, which
-            has called Python; nothing changes.
+        RuntimeError: a thread is in a region of polycast's for the device, or this thread runs one of its kernels,
+            which has called Python; nothing changes.
     """
     if device_type is None:
         run_uninstalled(None, _undo_changes)

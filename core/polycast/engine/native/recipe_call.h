@@ -126,7 +126,7 @@ C10_NOINLINE Results ask_python(const RecipeCall& call, c10::ArrayRef<c10::IValu
   return results_of(result);
 }
 
-// How to read an argument of a type, given its address.
+// Boxes an argument of a type or adds it to the metadata of a call, given its address.
 struct ArgumentReader {
   c10::IValue (*box)(const void* address);
   bool (*add)(CallMetadata& metadata, const void* address);
