@@ -14,7 +14,7 @@ _BYTES = 2**28
 """The most memory of the weights of a race, many times a processor's cache."""
 _IN, _OUT = 2048, 5632
 _OF_READING = {1: 1.25, 4: 1.75}
-"""By rows: 80 % of the rate of torch's sum for one."""
+"""By rows: 80% of the rate of torch's sum for one."""
 _ORDERS = ("rows are dense", "columns are dense")
 
 

@@ -74,7 +74,7 @@ def _text(value: float | None, digits: int) -> str:
 def _percent(share: float | None) -> str:
     if share is None:
         return "-"
-    return f"{share:.0%}".replace("%", " %") if share == 0 or share >= 0.005 else "< 1 %"
+    return f"{share:.0%}" if share == 0 or share >= 0.005 else "< 1%"
 
 
 def _row(cells: Iterable[str]) -> str:

@@ -3,7 +3,7 @@
 import torch
 
 from polycast import Float8, Int8
-from polycast.testing.low_bit import LINEAR_OPS, run_prepared
+from polycast.testing.low_bit import LINEAR_OPS, run_prepacked
 
 
 def int8_product(x, weight, by_row):
@@ -29,4 +29,4 @@ def run_kernel(kernel, *args, dtype=torch.float32):
     with torch.no_grad():
         prepared = kernel.prepack(args[kernel.weight])
     assert prepared is not None, "the weight cannot be prepacked"
-    return run_prepared(kernel, prepared, *args, dtype=dtype)
+    return run_prepacked(kernel, prepared, *args, dtype=dtype)

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 import polycast
-from polycast.testing.low_bit import run_prepared
+from polycast.testing.low_bit import run_prepacked
 from polycast_cpu.few_rows import FewRowsMatmul, few_rows_availability
 
 AVAILABLE = few_rows_availability()
@@ -41,7 +41,7 @@ def linear(simd, x, weight, bias=None, dtype=torch.bfloat16, of_weight=None):
     """Compute F.linear by the kernel, with the weight cast to a dtype, by default that of the result."""
     kernel = FewRowsMatmul(simd).kernels()["aten::linear"]
     assert kernel.unsupported_reason(x, weight, bias) is None
-    return run_prepared(kernel, (weight.to(of_weight or dtype),), x, weight, bias, dtype=dtype)
+    return run_prepacked(kernel, (weight.to(of_weight or dtype),), x, weight, bias, dtype=dtype)
 
 
 def exact(x, weight, bias=None, dtype=torch.bfloat16, of_weight=None):
@@ -166,7 +166,7 @@ def test_activations_have_any_number_of_dimensions(simd, in_order, shape):
     actual = linear(simd, x, weight)
     matmul = FewRowsMatmul(simd).kernels()["aten::matmul"]
     cast = (weight.t().bfloat16(),)
-    assert torch.equal(run_prepared(matmul, cast, x, weight.t(), dtype=torch.bfloat16), actual)
+    assert torch.equal(run_prepacked(matmul, cast, x, weight.t(), dtype=torch.bfloat16), actual)
     assert actual.shape == (*shape[:-1], 33)
     if actual.numel():
         assert_exact(actual, x, weight)
@@ -195,7 +195,7 @@ def test_addmm_applies_beta_and_alpha_before_it_rounds(simd, in_order, bias, bet
     args = (added if beta else added * NAN, x, weight.t(), beta, alpha)
     kernel = FewRowsMatmul(simd).kernels()["aten::addmm"]
     assert kernel.unsupported_reason(*args) is None
-    actual = run_prepared(kernel, (weight.t().bfloat16(),), *args, dtype=torch.bfloat16)
+    actual = run_prepacked(kernel, (weight.t().bfloat16(),), *args, dtype=torch.bfloat16)
     expected = beta * added.double() + alpha * exact(x, weight)[0]
     torch.testing.assert_close(actual.double(), expected, rtol=2**-8, atol=1e-5)
 

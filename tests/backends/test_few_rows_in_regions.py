@@ -8,7 +8,7 @@ from torch import nn
 import polycast
 from polycast import Fastest, WeightCache, autocast
 from polycast.profiling.ways import ways_of
-from polycast.testing.low_bit import run_prepared
+from polycast.testing.low_bit import run_prepacked
 from polycast_cpu.few_rows import FewRowsMatmul, few_rows_availability
 
 AVAILABLE = few_rows_availability()
@@ -62,7 +62,7 @@ def expected(call, x, weight, cast, dtype):
     }[call]
     kernel = FewRowsMatmul().kernels()[f"aten::{call}"]
     assert kernel.unsupported_reason(*given) is None
-    return run_prepared(kernel, (cast.t() if call == "linear" else cast,), *given, dtype=dtype)
+    return run_prepacked(kernel, (cast.t() if call == "linear" else cast,), *given, dtype=dtype)
 
 
 @pytest.mark.parametrize("dtype", FAST, ids=str)
@@ -159,5 +159,5 @@ def test_a_changed_weight_is_used_at_once(by_kernel):
             change()
             cast = layer.weight.bfloat16()
             kernel = FewRowsMatmul().kernels()["aten::linear"]
-            wanted = run_prepared(kernel, (cast,), x, layer.weight, layer.bias, dtype=torch.bfloat16)
+            wanted = run_prepacked(kernel, (cast,), x, layer.weight, layer.bias, dtype=torch.bfloat16)
             assert torch.equal(layer(x), wanted)

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 import polycast
-from polycast.testing.low_bit import run_prepared
+from polycast.testing.low_bit import run_prepacked
 from polycast_cpu.int4 import Int4Matmul
 
 from . import int4_reference as reference
@@ -27,7 +27,7 @@ def kernel_of(op, group_size=32, isa=None):
 def linear(isa, x, weight, bias=None, group_size=32, dtype=torch.float32):
     kernel = kernel_of("linear", group_size, isa)
     assert kernel.unsupported_reason(x, weight, bias) is None
-    return run_prepared(kernel, kernel.prepack(weight), x, weight, bias, dtype=dtype)
+    return run_prepacked(kernel, kernel.prepack(weight), x, weight, bias, dtype=dtype)
 
 
 def assert_same(actual, expected):
@@ -120,7 +120,7 @@ def test_activations_have_any_number_of_dimensions(isa, shape):
     assert actual.shape == (*shape[:-1], 70)
     assert torch.equal(actual.reshape(-1, 70), linear(isa, x.reshape(-1, 520), weight))
     kernel = kernel_of("matmul", 32, isa)
-    assert torch.equal(run_prepared(kernel, kernel.prepack(weight.t()), x, weight.t(), dtype=torch.float32), actual)
+    assert torch.equal(run_prepacked(kernel, kernel.prepack(weight.t()), x, weight.t(), dtype=torch.float32), actual)
 
 
 LAYOUTS = {
@@ -138,7 +138,7 @@ def test_each_layout_is_right(left, right):
     x, weight = LAYOUTS[left](20, 130), LAYOUTS[right](70, 130)
     actual = check(None, x, weight)
     mm = kernel_of("mm")
-    assert torch.equal(run_prepared(mm, mm.prepack(weight.t()), x, weight.t(), dtype=torch.float32), actual)
+    assert torch.equal(run_prepacked(mm, mm.prepack(weight.t()), x, weight.t(), dtype=torch.float32), actual)
 
 
 @pytest.mark.parametrize("bias", [(70,), (1, 70), (5, 1), (5, 70), (1,), ()], ids=str)
@@ -148,7 +148,7 @@ def test_addmm_applies_beta_and_alpha_before_it_rounds(isa, bias, beta, alpha):
     kernel = kernel_of("addmm", 32, isa)
     args = (added if beta else added * NAN, x, weight.t(), beta, alpha)
     assert kernel.unsupported_reason(*args) is None
-    actual = run_prepared(kernel, kernel.prepack(weight.t()), *args, dtype=torch.bfloat16)
+    actual = run_prepacked(kernel, kernel.prepack(weight.t()), *args, dtype=torch.bfloat16)
     expected = beta * added.double() + alpha * linear(isa, x, weight).double()
     torch.testing.assert_close(actual.double(), expected.expand(5, 70), rtol=2**-8, atol=1e-5)
 
@@ -240,11 +240,11 @@ def test_factors_multiply_the_weight_and_divide_the_activations(isa, rows):
     x, weight = torch.randn(rows, 300), torch.randn(70, 300)
     factors = 2.0 ** (torch.arange(300) * 7 % 11)  # powers of two: multiplying by them rounds nothing
     kernel = kernel_of("linear", 32, isa)
-    actual = run_prepared(kernel, kernel.prepack(weight, factors), x, weight, None, dtype=torch.float32)
+    actual = run_prepacked(kernel, kernel.prepack(weight, factors), x, weight, None, dtype=torch.float32)
     assert torch.equal(actual, linear(isa, x / factors, weight * factors))
     x[0, 5] = INF
     assert (
-        not run_prepared(kernel, kernel.prepack(weight, factors), x, weight, None, dtype=torch.float32)[0]
+        not run_prepacked(kernel, kernel.prepack(weight, factors), x, weight, None, dtype=torch.float32)[0]
         .isfinite()
         .any()
     )

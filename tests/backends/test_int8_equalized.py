@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import polycast
-from polycast.testing.low_bit import assert_within, run_prepared
+from polycast.testing.low_bit import assert_within, run_prepacked
 from polycast_cpu.int8 import Int8Matmul
 
 from .low_bit_calls import int8_product
@@ -25,7 +25,7 @@ def new_factors(terms):
 def run(op, by_row, isa, args, factors=None, dtype=torch.float32):
     kernel = Int8Matmul(by_row, isa).kernels()[f"aten::{op}"]
     given = () if factors is None else (factors,)
-    return run_prepared(kernel, kernel.prepack(args[kernel.weight], *given), *args, dtype=dtype)
+    return run_prepacked(kernel, kernel.prepack(args[kernel.weight], *given), *args, dtype=dtype)
 
 
 @pytest.mark.parametrize(("rows", "terms"), [(1, 64), (5, 130), (1, 7), (33, 200), (300, 17)])

@@ -16,7 +16,7 @@ from torch import nn
 import polycast
 from polycast import Int8
 from polycast.engine.recipes import slower
-from polycast.testing.low_bit import run_prepared
+from polycast.testing.low_bit import run_prepacked
 from polycast_cpu.int8 import Int8Matmul
 
 AVAILABLE = polycast.get_backend("cpu").recipe_availability(polycast.Int8())
@@ -105,7 +105,7 @@ def expected(model, x, e=None):
         weight = args[kernel.weight].detach()
         factors = None if e is None else e.factors(weight if op == "linear" else weight.t())
         packed = kernel.prepack(weight) if factors is None else kernel.prepack(weight, factors)
-        results.append(run_prepared(kernel, packed, *args, dtype=torch.bfloat16))
+        results.append(run_prepacked(kernel, packed, *args, dtype=torch.bfloat16))
     return torch.stack(results)
 
 

@@ -12,7 +12,7 @@ import polycast
 from polycast import Fastest, WeightCache, autocast
 from polycast.engine.fastest.choose_way import Conversions, Way, bucket, choose
 from polycast.engine.fastest.workloads import Workload
-from polycast.policy import recipe_arguments
+from polycast.policy import recipe_settings
 
 pytestmark = pytest.mark.usefixtures("engine", "no_grad")
 X = torch.randn(6, 32)
@@ -297,7 +297,7 @@ def test_a_weight_is_read_from_memory_in_the_narrower_dtype(profile_of, rate):
 def test_a_profile_that_becomes_known_is_used(profile_of, monkeypatch):
     profile, weight = profile_of(overhead=1e-15, cast=1e-15, bfloat16=7.0), nn.Parameter(torch.randn(32, 32))
     text = Fastest(profile).text
-    monkeypatch.setattr(recipe_arguments, "objects", {})
+    monkeypatch.setattr(recipe_settings, "objects", {})
 
     def run(recipe):
         with autocast("cpu", recipe=recipe):

@@ -11,9 +11,9 @@ from torch import nn
 
 import polycast
 from polycast import Int8, LowBitMatmul, Recipe, WeightCache, autocast
-from polycast.policy import recipe_arguments
-from polycast.policy.recipe_arguments import ObjectDigest
+from polycast.policy import recipe_settings
 from polycast.policy.recipe_base import kinds
+from polycast.policy.recipe_settings import ObjectDigest
 
 pytestmark = pytest.mark.usefixtures("no_grad", "engine")
 
@@ -90,7 +90,7 @@ def test_recipes_that_pack_alike_share_a_prepacked_weight(products):
 def test_an_equalization_that_becomes_known_is_used(monkeypatch):
     if not polycast.get_backend("cpu").recipe_availability(Int8()):
         pytest.skip("the CPU has no such kernels")
-    monkeypatch.setattr(recipe_arguments, "objects", {})
+    monkeypatch.setattr(recipe_settings, "objects", {})
     factors = 2.0 ** torch.arange(64).remainder(5)
     equalization = SimpleNamespace(digest="0f", factors=lambda weight: factors)
     unknown = Int8(min_size=0, equalization=ObjectDigest("0f"))

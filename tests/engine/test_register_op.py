@@ -8,7 +8,7 @@ import torch
 import polycast
 from polycast import CastPolicy
 from polycast.engine.installation import kernels_of
-from polycast.policy.recipe_arguments import COMPOSED_OPS
+from polycast.policy.recipe_settings import COMPOSED_OPS
 from polycast.policy.registered import registrations
 
 LOWER = CastPolicy.LOWER_PRECISION_FP

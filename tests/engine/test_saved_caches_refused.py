@@ -11,7 +11,7 @@ import polycast
 from polycast import Int8, WeightCache
 from polycast.common.versions import package_versions
 from polycast.engine.persistence.digests import digest_of_text
-from polycast.policy import recipe_arguments, tensor_file
+from polycast.policy import recipe_settings, tensor_file
 
 from .saved_layers import INT8, run
 
@@ -146,11 +146,11 @@ class Factors:
 
 
 def test_an_equalization_that_this_process_does_not_have(path, model, int8_kernels, monkeypatch):
-    monkeypatch.setattr(recipe_arguments, "objects", {})
+    monkeypatch.setattr(recipe_settings, "objects", {})
     recipe, cache = Int8(min_size=1, equalization=Factors("abc")), WeightCache()
     run(model, cache, recipe)
     cache.save(path)
-    recipe_arguments.objects.clear()
+    recipe_settings.objects.clear()
     assert refused(path, model) == (
         "it has weights for the recipe Int8(min_size=1, equalization=<ObjectDigest abc>), whose equalization this "
         "process does not have: load that first, as Equalization.load does"
@@ -158,7 +158,7 @@ def test_an_equalization_that_this_process_does_not_have(path, model, int8_kerne
 
 
 def test_prepacked_weights_of_an_equalization_serve_no_other(path, model, int8_kernels, monkeypatch):
-    monkeypatch.setattr(recipe_arguments, "objects", {})
+    monkeypatch.setattr(recipe_settings, "objects", {})
     recipes, cache = [Int8(min_size=1, equalization=Factors(each)) for each in ("abc", "def")], WeightCache()
     run(model, cache, recipes[0])
     cache.save(path)

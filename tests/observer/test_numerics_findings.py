@@ -24,25 +24,25 @@ def _record(module="3", role="backward", dtype="float16", **counts):
 @pytest.mark.parametrize(
     ("record", "text"),
     [
-        (_record(underflowed=41), f"gradients of 3: 41 % underflow in float16. {SCALE}"),
-        (_record(underflowed=41, zeroed=8), f"gradients of 3: 41 % underflow in float16, 8 % to zero. {SCALE}"),
-        (_record(underflowed=100), f"gradients of 3: 100 % underflow in float16. {SCALE}"),
-        (_record(count=100_000, underflowed=99_999), f"gradients of 3: over 99 % underflow in float16. {SCALE}"),
-        (_record("", underflowed=41), f"gradients of the model: 41 % underflow in float16. {SCALE}"),
+        (_record(underflowed=41), f"gradients of 3: 41% underflow in float16. {SCALE}"),
+        (_record(underflowed=41, zeroed=8), f"gradients of 3: 41% underflow in float16, 8% to zero. {SCALE}"),
+        (_record(underflowed=100), f"gradients of 3: 100% underflow in float16. {SCALE}"),
+        (_record(count=100_000, underflowed=99_999), f"gradients of 3: over 99% underflow in float16. {SCALE}"),
+        (_record("", underflowed=41), f"gradients of the model: 41% underflow in float16. {SCALE}"),
         (
             _record(None, underflowed=41),
-            f"gradients outside of the model's modules: 41 % underflow in float16. {SCALE}",
+            f"gradients outside of the model's modules: 41% underflow in float16. {SCALE}",
         ),
-        (_record(role="forward", underflowed=10), f"values of 3: 10 % underflow in float16. {NARROW}"),
-        (_record(role="forward", of="weight", underflowed=10), f"weights of 3: 10 % underflow in float16. {NARROW}"),
+        (_record(role="forward", underflowed=10), f"values of 3: 10% underflow in float16. {NARROW}"),
+        (_record(role="forward", of="weight", underflowed=10), f"weights of 3: 10% underflow in float16. {NARROW}"),
         (
             _record(dtype="bfloat16", underflowed=50),
-            "gradients of 3: 50 % underflow in bfloat16. bfloat16 has the exponents of float32: scale what they are "
+            "gradients of 3: 50% underflow in bfloat16. bfloat16 has the exponents of float32: scale what they are "
             "computed from.",
         ),
         (
             _record(role="forward", dtype="float32", underflowed=50),
-            "values of 3: 50 % underflow in float32. Scale what they are computed from.",
+            "values of 3: 50% underflow in float32. Scale what they are computed from.",
         ),
     ],
 )
@@ -63,7 +63,7 @@ def test_records_of_a_module_are_one_finding_and_the_worst_module_is_first():
     ]
     first, second = _seen(*records).findings
     assert (first.module, second.module, second.count) == ("2", "1", 200)
-    assert second.what == "50 % underflow in float16."
+    assert second.what == "50% underflow in float16."
     assert second.ops == ("aten::mm", "aten::to.dtype")
 
 
@@ -111,13 +111,13 @@ def test_report_shows_the_worst_first():
     assert [of[0].module for of in page.numerics] == ["c", "b", "a"]
     text = render(page)
     assert '<a href="#numerics">Numerics</a>' in text
-    assert '<td data-of="underflow" class="n">7 %</td><td data-of="to zero" class="n">3</td>' in text
+    assert '<td data-of="underflow" class="n">7%</td><td data-of="to zero" class="n">3</td>' in text
 
 
 def test_report_of_two_runs_shows_both():
     before, after = _seen(_record(underflowed=41)), _seen(_record(underflowed=0))
     text = render(page_of(after.facts, before.facts))
-    assert '<span class="before"><span class="sr">before: </span>41 %</span>' in text
+    assert '<span class="before"><span class="sr">before: </span>41%</span>' in text
 
 
 def test_report_without_numerics_has_no_table():

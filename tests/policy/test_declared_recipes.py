@@ -17,8 +17,8 @@ import torch
 from polycast import Int8, NoRecipe, Policy, Recipe
 from polycast.policy import recipe_base
 from polycast.policy.recipe import all_recipes, read_recipe
-from polycast.policy.recipe_arguments import ObjectDigest, resolve
 from polycast.policy.recipe_base import kinds
+from polycast.policy.recipe_settings import ObjectDigest, resolve
 
 
 class Grouped(Recipe):

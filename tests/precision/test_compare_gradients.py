@@ -82,7 +82,7 @@ def test_an_error_in_a_backward_is_found_where_it_was_planted(engine, use_reentr
     x = torch.randn(3, 8, requires_grad=True)
     comparison = compare(Model(), x)
     found = by_name(comparison)
-    # The layer itself adds 10 %, also to its weight; the layers before it inherit that; those after it are right.
+    # The layer itself adds 10%, also to its weight; the layers before it inherit that; those after it are right.
     for name in ("layers.2", "layers.2.weight"):
         assert found[name].own.relative == pytest.approx(0.1, rel=1e-3)
     assert {relative(each.own) for name, each in found.items() if not name.startswith("layers.2")} == {0.0}

@@ -54,7 +54,7 @@ def test_a_family_has_shares_errors_and_times(families, tmp_path, monkeypatch):
     text = families.updated(EMPTY)
     assert "with fewer repeats (`--quick`)" in text
     assert rows(text)[1::2] == [
-        "| A, b | 98 % | 0 % | 4.3 | - | attention 2 % |",
+        "| A, b | 98% | 0% | 4.3 | - | attention 2% |",
         "| A, b, 1 token | 40 ms | 0.50 | 0.40 | **0.60** |",
     ]
     assert rows(text)[-1] == "| A, b, 128 tokens | 40 ms | - | **1.20** | - |"

@@ -13,6 +13,7 @@ import torch
 
 from ..engine.overlap import CONFLICT, RECORDED, UNWRITTEN, WRITTEN, overlap
 from ..torch_internals.lookup import find
+from ..torch_internals.private_names import version_of
 from .graph_breaks import break_graph
 
 _AT_CAST = "_polycast_at_cast"
@@ -68,7 +69,7 @@ def _fake(ctx: Any, name: str) -> Any:
 
 def _note_cast(ctx: Any) -> None:
     cast = _fake(ctx, "cast")
-    setattr(cast, _AT_CAST, (cast._version, cast.grad_fn, _version(_fake(ctx, "argument"))))
+    setattr(cast, _AT_CAST, (cast._version, cast.grad_fn, version_of(_fake(ctx, "argument"))))
 
 
 def _how_written(ctx: Any) -> None:
@@ -79,7 +80,7 @@ def _how_written(ctx: Any) -> None:
     version, history, argument_version = known
     if cast._version == version:
         _thread.answer = UNWRITTEN
-    elif _version(_fake(ctx, "argument")) != argument_version:
+    elif version_of(_fake(ctx, "argument")) != argument_version:
         _thread.answer = CONFLICT
     else:
         _thread.answer = WRITTEN if cast.grad_fn is history else RECORDED
@@ -87,10 +88,6 @@ def _how_written(ctx: Any) -> None:
 
 def _overlap(ctx: Any) -> None:
     _thread.answer = int(overlap(_fake(ctx, "one"), _fake(ctx, "other")))
-
-
-def _version(tensor: Any) -> int:
-    return 0 if tensor.is_inference() else int(tensor._version)
 
 
 def _break(reason: str) -> NoReturn:

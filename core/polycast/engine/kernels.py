@@ -9,7 +9,7 @@ from ..common.atfork import hold_during_fork
 from ..errors import InvalidBackendError
 from ..plugins.backend import Backend
 from ..policy.cast_policy import CastPolicy
-from ..policy.recipe_arguments import COMPOSED_OPS
+from ..policy.recipe_settings import COMPOSED_OPS
 from ..policy.schemas import find_op
 from ..policy.validation import entry_problem
 from ..torch_internals.dispatcher import (

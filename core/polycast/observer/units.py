@@ -14,10 +14,10 @@ def size(count: float) -> str:
 
 
 def percent(share: float) -> str:
-    """Format a share, as in ``41 %``; only 0 is written as 0 %, and only 1 as 100 %."""
+    """Format a share, as in ``41%``; only 0 is written as 0%, and only 1 as 100%."""
     if 0.995 <= share < 1:
-        return "over 99 %"
-    return f"{100 * share:.0f} %" if share >= 0.1 or not share else f"{100 * share:.2g} %"
+        return "over 99%"
+    return f"{100 * share:.0f}%" if share >= 0.1 or not share else f"{100 * share:.2g}%"
 
 
 def module_text(name: str | None) -> str:

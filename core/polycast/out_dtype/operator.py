@@ -19,6 +19,7 @@ from ..plugins.registry import registry
 from ..torch_internals.dispatcher import OpOverload, disable_autocast, is_any_autocast_enabled
 from ..torch_internals.private_names import (
     DeviceContext,
+    constant_to_dynamo,
     delayed_error,
     function_modes,
     higher_dtype,
@@ -114,6 +115,7 @@ def _on_casts(op: OpOverload, dtype: torch.dtype) -> Callable[..., torch.Tensor]
     return run
 
 
+@constant_to_dynamo  # which cannot trace it
 def _wider(one: torch.dtype, other: torch.dtype) -> torch.dtype:
     return higher_dtype(one, other) or one  # torch.promote_types is an op too, and would be traced
 
@@ -167,16 +169,12 @@ def _kernel(op: OpOverload, dtype: torch.dtype, tensors: Sequence[torch.Tensor])
     return registry.find(device_type).kernels.get((op, source, dtype))
 
 
+@constant_to_dynamo  # which cannot trace it
 def _usable(device_type: str) -> bool:
     try:
         return check_availability(registry.find(device_type)).available
     except BackendNotFoundError:
         return False
-
-
-# As torch.compiler.assume_constant_result, without importing Dynamo, which cannot trace these two functions.
-for _function in (_usable, _wider):
-    setattr(_function, "_dynamo_marked_constant", True)
 
 
 def _run(kernel: Callable[..., Any], args: Sequence[Any], tensors: Sequence[torch.Tensor]) -> Any:

@@ -15,7 +15,7 @@ from .globs import Glob, Names
 from .names import MAX_PROBLEMS, nearest, nearest_as_text, policy_error, read_dtype
 from .op_policies import OpPolicies
 from .recipe import Recipe, is_recipe_name, read_recipe
-from .recipe_arguments import ObjectDigest, resolve
+from .recipe_settings import ObjectDigest, resolve
 
 FP32 = "fp32"
 """The rule for computing in float32."""

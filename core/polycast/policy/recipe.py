@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from typing import Any, Literal, TypeAlias
 
 from .names import hint
-from .recipe_arguments import FASTEST_OPS, MATMULS, ObjectDigest
 from .recipe_base import Recipe as Recipe
 from .recipe_base import kinds, restored
+from .recipe_settings import FASTEST_OPS, MATMULS, ObjectDigest
 
 
 class Int8(Recipe):

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal, TypeVar, get_args, get_origin, get_ty
 from typing_extensions import Self, dataclass_transform
 
 from .names import hint, known_overloads, read_op
-from .recipe_arguments import SIMPLE_TYPES, is_object, read_setting, text_of, value_of
+from .recipe_settings import SIMPLE_TYPES, is_object, read_setting, text_of, value_of
 
 kinds: dict[str, type["Recipe"]] = {}
 """The classes of recipes, by kind."""

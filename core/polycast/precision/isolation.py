@@ -20,7 +20,7 @@ import torch
 
 from ..common.random_state import RandomState
 from ..region.capture import Snapshot
-from .values import version_of
+from ..torch_internals.private_names import version_of
 
 _T = TypeVar("_T")
 _ABSENT: Any = object()

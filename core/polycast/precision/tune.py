@@ -93,7 +93,7 @@ def tune(
         recipe: of the region, as in :class:`autocast`.
         loss: a function of the model's output that returns a scalar tensor; called in the region.
         reduction: the distance over several batches: the ``"worst"`` or the ``"mean"``.
-        margin: the share of the tolerance to stay below it, at least 0 and below 1: with 0.2 the search aims at 80 % of
+        margin: the share of the tolerance to stay below it, at least 0 and below 1: with 0.2 the search aims at 80% of
             the tolerance. If no policy reaches that, it aims at the tolerance.
         exclude: globs of modules, as in a :class:`Policy`, that stay in float32, with all modules in them; or of ops.
         candidates: globs of modules, to choose among these only, each as one block with the modules in it that are no

@@ -10,6 +10,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from ..engine.overlap import overlap
+from ..torch_internals.private_names import version_of
 
 _T = TypeVar("_T")
 
@@ -145,8 +146,3 @@ class Contents:
         return {
             path for path, each, version in self._held if isinstance(each, torch.Tensor) and version_of(each) != version
         }
-
-
-def version_of(tensor: torch.Tensor) -> int:
-    """Return the version of a tensor; 0 for inference tensors, which have none."""
-    return 0 if tensor.is_inference() else tensor._version

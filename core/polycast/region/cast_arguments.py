@@ -24,10 +24,8 @@ from ..engine.disable_dynamo import disable_dynamo
 from ..engine.overlap import CONFLICT, RECORDED, UNWRITTEN, WRITTEN, overlap
 from ..engine.reference.rules import is_eligible
 from ..torch_internals.private_names import (
-    are_functorch_transforms_active,
-    functorch_unwrapped,
-    is_functorch_wrapped,
     is_tracing,
+    version_of,
 )
 from .cast_containers import ByIdentity, CastCopy, CastInPlace, rebuilt
 
@@ -198,19 +196,6 @@ def _chained(chain: ChainMap[Any, Any], maps: list[Any]) -> ChainMap[Any, Any]:
     copied = object.__new__(type(chain))
     vars(copied).update(vars(chain), maps=maps)
     return copied
-
-
-def version_of(tensor: torch.Tensor) -> int:
-    """Return a number that grows with each write to a tensor; 0 for a tensor made in inference mode, which has none."""
-    try:
-        version = tensor._version
-    except RuntimeError:
-        return 0
-    if are_functorch_transforms_active():  # each level of which counts its own writes
-        while functorch_unwrapped is not None and is_functorch_wrapped(tensor):
-            tensor = functorch_unwrapped(tensor)
-            version += tensor._version
-    return version
 
 
 def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:

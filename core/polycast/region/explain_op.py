@@ -17,7 +17,7 @@ from ..plugins.registry import registry
 from ..policy.cast_policy import CastPolicy
 from ..policy.names import OpName, known_overloads, read_op
 from ..policy.recipe import RecipeLike, read_recipe
-from ..policy.recipe_arguments import WITHOUT_POLICY
+from ..policy.recipe_settings import WITHOUT_POLICY
 from ..policy.registered import registrations
 from ..policy.schemas import existing_op, flatten_arguments
 from ..policy.value import PolicyLike

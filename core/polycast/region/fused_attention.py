@@ -8,21 +8,19 @@ import torch
 
 from ..engine.kernels import installed
 from ..torch_internals.patcher import Patch, expect
+from ..torch_internals.private_names import constant_to_dynamo
 from .unfused import recipe_for
 
 _LINEAR, _FUSED = "aten::linear", "aten::_native_multi_head_attention"
 
 
+@constant_to_dynamo  # compiled code is guarded on the override
 def _recipe_computes_linears() -> bool:
     """Return whether this thread is in an enabled region whose recipe computes linears, and not the fused op."""
     return any(
         recipe_for(_LINEAR, device_type) is not None and recipe_for(_FUSED, device_type) is None
         for device_type in tuple(installed)
     )
-
-
-# Dynamo calls it while it traces, and takes the answer for a constant: compiled code is guarded on the override.
-setattr(_recipe_computes_linears, "_dynamo_marked_constant", True)
 
 
 def ask_for_recipe(patch: Patch) -> None:

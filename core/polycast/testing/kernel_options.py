@@ -8,9 +8,9 @@ import torch
 
 from ..plugins.backend import LowBitKernel
 from ..policy.recipe import Fastest
-from ..policy.recipe_arguments import POINTWISE_OPS
+from ..policy.recipe_settings import POINTWISE_OPS
 from ..policy.schemas import existing_op, flatten_arguments, unflatten_arguments
-from .low_bit import LINEAR_OPS, LinearOp, assert_within, run_prepared
+from .low_bit import LINEAR_OPS, LinearOp, assert_within, run_prepacked
 from .recipe_checks import arguments_of, kernel_calls
 from .subject import Device, Subject, require
 
@@ -38,7 +38,7 @@ class KernelOptionChecks(Subject):
             with torch.no_grad():
                 prepared = call.prepack(weight, factors)
                 without, none = call.prepack(weight), call.prepack(weight, None)
-            result = run_prepared(call.kernel, prepared, *given, dtype=dtype)
+            result = run_prepacked(call.kernel, prepared, *given, dtype=dtype)
             with call.context("with the factors of an equalization"):
                 assert_within(device.values(result), expected, error)
             same = len(without) == len(none) and all(map(torch.equal, without, none))
@@ -80,7 +80,7 @@ def _check_pointwise_kernel(device: Device, op: str, kernel: LowBitKernel, dtype
     args = flatten_arguments(overload, (x,), {})
     if kernel.unsupported_reason(*args) is not None:
         return False
-    found = run_prepared(kernel, (x,), *args, dtype=dtype, records=True)
+    found = run_prepacked(kernel, (x,), *args, dtype=dtype, records=True)
     positional, named = unflatten_arguments(overload, args)
     expected = overload(*positional, **named)
     where = f"{op} by the kernel of {dtype} on {device.type}"
@@ -111,7 +111,7 @@ def _check_fast_kernel(
     exact[product.weight] = exact[product.weight].to(dtype).double()
     magnitudes = [arg.abs() if isinstance(arg, torch.Tensor) else abs(arg) if arg is not None else arg for arg in exact]
     error = torch.finfo(dtype).eps * product(magnitudes)  # of activations that are rounded to the dtype
-    result = run_prepared(kernel, (given[product.weight].to(dtype),), *given, dtype=dtype)
+    result = run_prepacked(kernel, (given[product.weight].to(dtype),), *given, dtype=dtype)
     try:
         assert_within(device.values(result), product(exact), error)
     except AssertionError as failure:

@@ -142,7 +142,7 @@ def assert_within(actual: torch.Tensor, expected: torch.Tensor, error: torch.Ten
     assert (off <= 1).all(), f"the error is {off.max().item():.3g} times the bound of the recipe"
 
 
-def run_prepared(
+def run_prepacked(
     kernel: LowBitKernel, prepared: tuple[torch.Tensor, ...], *args: Any, dtype: torch.dtype, records: bool = False
 ) -> torch.Tensor:
     """Call a kernel with a prepacked weight, in a region with a fast dtype; `records`: with autograd.

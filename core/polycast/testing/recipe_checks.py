@@ -20,7 +20,7 @@ from ..policy.recipe import Float8, Int4, Int8, Recipe
 from ..policy.schemas import find_op
 from ..region.autocast import autocast
 from .contract import answer_of
-from .low_bit import LINEAR_OPS, LinearOp, assert_within, run_prepared
+from .low_bit import LINEAR_OPS, LinearOp, assert_within, run_prepacked
 from .subject import Device, Subject, require
 
 RECIPES: Mapping[str, Recipe] = {
@@ -182,11 +182,11 @@ class RecipeChecks(Subject):
                 shared = [each for each in prepared if _shares_memory(each, weight)]
                 require(not shared, f"{call}: prepack() returned memory of the weight, which changes with it")
                 before = [device.values(arg).clone() for arg in args if isinstance(arg, torch.Tensor)]
-                first = device.values(run_prepared(call.kernel, prepared, *args, dtype=dtype))
+                first = device.values(run_prepacked(call.kernel, prepared, *args, dtype=dtype))
                 after = [device.values(arg) for arg in args if isinstance(arg, torch.Tensor)]
                 require(all(map(torch.equal, before, after)), f"{call}: run() wrote to its arguments")
                 weight.fill_(torch.nan)
-                second = device.values(run_prepared(call.kernel, prepared, *args, dtype=dtype))
+                second = device.values(run_prepacked(call.kernel, prepared, *args, dtype=dtype))
             require(
                 torch.equal(first, second), f"{call}: run() read the weight, or returned another result the second time"
             )
@@ -270,7 +270,7 @@ class KernelCall:
         with torch.no_grad():
             prepared = self.prepack(given[self.product.weight].detach())
         with self.context(f"where the fast dtype is {dtype}"):
-            return run_prepared(self.kernel, prepared, *given, dtype=dtype)
+            return run_prepacked(self.kernel, prepared, *given, dtype=dtype)
 
     @contextmanager
     def context(self, how: str) -> Iterator[None]:

@@ -28,10 +28,10 @@ dispatch_mode_count: Callable[[], int] = read("torch._C._len_torch_dispatch_stac
 are_functorch_transforms_active: Callable[[], bool] = read(
     "torch._C._are_functorch_transforms_active", lambda: True, _TRANSFORMS_UNKNOWN
 )
-is_functorch_wrapped: Callable[[torch.Tensor], bool] = read(
+_is_functorch_wrapped: Callable[[torch.Tensor], bool] = read(
     "torch._C._functorch.is_functorch_wrapped_tensor", lambda tensor: False, _WRITES_UNDER_FUNCTORCH
 )
-functorch_unwrapped: Callable[[torch.Tensor], torch.Tensor] | None = read(
+_functorch_unwrapped: Callable[[torch.Tensor], torch.Tensor] | None = read(
     "torch._C._functorch.get_unwrapped", None, _WRITES_UNDER_FUNCTORCH
 )
 _has_level = read("torch.autograd.forward_ad._current_level", None, _TRANSFORMS_UNKNOWN) is not None
@@ -115,6 +115,20 @@ def replayed_view(view: torch.Tensor, base: torch.Tensor) -> torch.Tensor | None
 
 
 # ---- Autograd and memory.
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """Return a number that grows with each write to a tensor; 0 for a tensor made in inference mode, which has none."""
+    try:
+        version = tensor._version
+    except RuntimeError:
+        return 0
+    if are_functorch_transforms_active():  # each level of which counts its own writes
+        while _functorch_unwrapped is not None and _is_functorch_wrapped(tensor):
+            tensor = _functorch_unwrapped(tensor)
+            version += tensor._version
+    return version
+
 
 is_fwd_grad_enabled: Callable[[], bool] = read(
     "torch._C._is_fwd_grad_enabled", lambda: False, "recipes compute under torch.inference_mode() only"
@@ -216,6 +230,16 @@ def _unchanged(function: _T, *_: object) -> _T:
 
 
 _REGION_SKIPPED = "functions that torch.compile breaks at the entering of a region may run without the region"
+
+
+def constant_to_dynamo(function: _T) -> _T:
+    """Decorate a function that Dynamo calls while it traces, taking the result for a constant.
+
+    As :func:`torch.compiler.assume_constant_result`, without importing Dynamo.
+    """
+    setattr(function, "_dynamo_marked_constant", True)
+    return function
+
 
 dynamo_disabled: Callable[[Any], Any] = read(
     "torch._compile._disable_dynamo", _unchanged, "what a checkpoint recomputes may be compiled again"

@@ -9,7 +9,7 @@ from typing_extensions import override
 from ...plugins.backend import Backend, LowBitKernel
 from ...policy.dtypes import dtype_name
 from ...policy.recipe import Fastest
-from ...policy.recipe_arguments import COMPOSED_OPS, POINTWISE_OPS, resolve
+from ...policy.recipe_settings import COMPOSED_OPS, POINTWISE_OPS, resolve
 from ...policy.registered import policies_for
 from ...profiling.device_profile import DeviceProfile
 from ...torch_internals.private_names import (

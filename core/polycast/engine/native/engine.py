@@ -11,7 +11,7 @@ from typing_extensions import override
 from ...errors import StaleWeightError
 from ...plugins.backend import Backend, overrides_is_capturing
 from ...policy.cast_policy import CastPolicy
-from ...policy.recipe_arguments import WITHOUT_POLICY
+from ...policy.recipe_settings import WITHOUT_POLICY
 from ...policy.schemas import overload_with_dtype
 from ...torch_internals.dispatcher import OpOverload
 from ..casts.cast_cache import CastCache, cache_by_identity

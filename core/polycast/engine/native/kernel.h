@@ -19,7 +19,7 @@ constexpr c10::DispatchKeySet kSkippableKeys{
 struct Op {
   int64_t number;
   Policy policy;
-  bool has_recipes;  // whether a recipe can compute it: it has LOWER_PRECISION_FP, or is in WITHOUT_POLICY of recipe_arguments.py
+  bool has_recipes;  // whether a recipe can compute it: it has LOWER_PRECISION_FP, or is in WITHOUT_POLICY of recipe_settings.py
   std::string refusal;  // the error of a BANNED op
   std::optional<c10::OperatorHandle> with_dtype;  // for FP32_APPEND_DTYPE, the overload with a dtype
 };
@@ -257,7 +257,7 @@ class Kernel final : public c10::OperatorKernel {
   const c10::DispatchKeySet keys_;   // the Autocast key
   const c10::DispatchKeySet below_;  // all below it
   const c10::DispatchKeySet device_keys_, skipped_;
-  const bool is_composed_;  // one of COMPOSED_OPS in recipe_arguments.py
+  const bool is_composed_;  // one of COMPOSED_OPS in recipe_settings.py
   const Policy policy_for_recipes_;
   const bool skips_autograd_;
   const bool multiplies_batches_;  // by one matrix

@@ -14,7 +14,7 @@ from ...common.plain_text import first_of
 from ...common.versions import package_versions
 from ...plugins.registry import registry
 from ...policy.recipe import Recipe
-from ...policy.recipe_arguments import ObjectDigest
+from ...policy.recipe_settings import ObjectDigest
 from ...policy.tensor_file import TensorFile
 from ...torch_internals.dispatcher import disable_autocast
 from .. import state

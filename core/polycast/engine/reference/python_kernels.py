@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from ...plugins.backend import Backend
 from ...policy.cast_policy import CastPolicy
-from ...policy.recipe_arguments import COMPOSED_OPS, WITHOUT_POLICY
+from ...policy.recipe_settings import COMPOSED_OPS, WITHOUT_POLICY
 from ...policy.schemas import flatten_arguments
 from ...torch_internals.dispatcher import DispatchKeySet, OpOverload, excluding, keys_below, keys_of, redispatch
 from ..casts.cast_cache import cache_by_identity

@@ -7,44 +7,44 @@
 #include "nodes.h"
 #include "op_begins.h"
 #include "op_ends.h"
-#include "watch.h"
+#include "thread_state.h"
 
 namespace {
 
 // torch calls the thread's callback, the global one, or both, as registered when the event began. The second call is ignored.
 std::unique_ptr<at::ObserverContext> begin_event(const at::RecordFunction& event) {
-  Watch* const watch = refreshed_watch(true);
-  if (watch == nullptr || watch->event == &event) {
+  ThreadState* const state = refreshed_state(true);
+  if (state == nullptr || state->event == &event) {
     return nullptr;
   }
-  watch->event = &event;
+  state->event = &event;
   constexpr const char* kNode = "autograd::engine::evaluate_function";
   if (event.name()[0] == 'a' && event.name()[2] == 't' && std::strncmp(event.name(), kNode, std::strlen(kNode)) == 0) {
-    return begin_node(*watch);
+    return begin_node(*state);
   }
-  return watch->tables.empty() ? nullptr : begin_op(*watch, event);
+  return state->records.empty() ? nullptr : begin_op(*state, event);
 }
 
 // Remove this thread's callback if no recorder of this thread alone is left. Recorders may be stopped on other threads.
 void remove_unused_callback() {
-  Watch* const watch = watch_of_thread;
-  if (watch != nullptr && watch->callback &&
-      std::all_of(watch->recorders.begin(), watch->recorders.end(), [](const auto& each) { return each->all_threads; })) {
-    at::removeCallback(*watch->callback);
-    watch->callback.reset();
+  ThreadState* const state = state_of_thread;
+  if (state != nullptr && state->callback &&
+      std::all_of(state->recorders.begin(), state->recorders.end(), [](const auto& each) { return each->all_threads; })) {
+    at::removeCallback(*state->callback);
+    state->callback.reset();
   }
 }
 
 std::unique_ptr<at::ObserverContext> begin_event_of_thread(const at::RecordFunction& event) {
-  if (const Watch* const watch = refreshed_watch(true); watch != nullptr && watch->recorders.empty()) {
+  if (const ThreadState* const state = refreshed_state(true); state != nullptr && state->recorders.empty()) {
     remove_unused_callback();
   }
   return begin_event(event);
 }
 
 void end_event(const at::RecordFunction& event, at::ObserverContext* context) {
-  if (Watch* const watch = watch_of_thread; watch != nullptr && watch->event == &event) {
-    watch->event = nullptr;
+  if (ThreadState* const state = state_of_thread; state != nullptr && state->event == &event) {
+    state->event = nullptr;
   }
   if (context == nullptr) {
     return;
@@ -54,8 +54,8 @@ void end_event(const at::RecordFunction& event, at::ObserverContext* context) {
       return end_node(*static_cast<ObservedNode*>(observed));
     case ObservedKind::kOp:
       return end_op(*static_cast<ObservedOp*>(observed), event);
-    case ObservedKind::kPart:
-      return end_part(*static_cast<ObservedPart*>(observed), event);
+    case ObservedKind::kInnerMatmul:
+      return end_inner_matmul(*static_cast<InnerMatmul*>(observed), event);
   }
 }
 
@@ -79,9 +79,9 @@ void start_recorder(const std::shared_ptr<Recorder>& recorder) {
       global_callback = at::addGlobalCallback(callback(&begin_event));
     }
   }
-  Watch* const watch = refreshed_watch(true);
-  if (!recorder->all_threads && watch != nullptr && !watch->callback) {
-    watch->callback = at::addThreadLocalCallback(callback(&begin_event_of_thread));
+  ThreadState* const state = refreshed_state(true);
+  if (!recorder->all_threads && state != nullptr && !state->callback) {
+    state->callback = at::addThreadLocalCallback(callback(&begin_event_of_thread));
   }
 }
 
@@ -101,7 +101,7 @@ void stop_recorder(const std::shared_ptr<Recorder>& recorder) {
       at::removeCallback(global_callback);
     }
   }
-  refreshed_watch(false);
+  refreshed_state(false);
   remove_unused_callback();
   engine.destroy_deferred();
 }

@@ -6,13 +6,13 @@
 
 #include "numerics.h"
 #include "values.h"
-#include "watch.h"
+#include "thread_state.h"
 
 namespace {
 
 // Find the chain that the cast of an activation ends.
 void find_chain(ObservedOp& op, const Tensor& tensor, ScalarType target, uint64_t bytes) {
-  Producer* const producer = op.watch->producers.find(tensor);
+  Producer* const producer = op.state->producers.find(tensor);
   if (producer == nullptr) {
     return;
   }
@@ -39,7 +39,7 @@ void note_cast(ObservedCall& call, const Tensor& tensor, const Tensor& cast, con
   CastCounts counts{tensor.scalar_type(), cast.scalar_type(), seen.of_weight};
   counts.seconds = op.is_timed ? seen.seconds : 0;
   const bool may_be_unchanged = seen.of_weight && counts.target != at::kFloat && seen.is_new;
-  const Unchanged unchanged = may_be_unchanged ? op.watch->weights.note(tensor, cast) : Unchanged::kNothing;
+  const Unchanged unchanged = may_be_unchanged ? op.state->weights.note(tensor, cast) : Unchanged::kNothing;
   if (!seen.is_new || (seen.in_torchs_region && unchanged == Unchanged::kCast)) {
     counts.hits = 1;
   } else {
@@ -50,11 +50,11 @@ void note_cast(ObservedCall& call, const Tensor& tensor, const Tensor& cast, con
     counts.recast_bytes = counts.recasts * counts.bytes;
   }
   op.casts.add(counts);
-  if (op.watch->keeps_events && op.is_timed) {
+  if (op.state->keeps_events && op.is_timed) {
     const auto end = Clock::now();
     const auto begin = end - std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seen.seconds));
     add_event(
-        *op.watch, {op.op, begin, end, 0, kNoModule, op.backward, true, counts.source, counts.target, seen.of_weight,
+        *op.state, {op.op, begin, end, 0, kNoModule, op.backward, true, counts.source, counts.target, seen.of_weight,
                     counts.hits > 0, bytes_of(cast)});
   }
   if (op.numerics != nullptr) {

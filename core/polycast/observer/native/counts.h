@@ -1,6 +1,6 @@
 // Counts of ops, casts, chains of ops and regions, and the keys by which they are counted.
 //
-// Locks: none; a table's mutex guards the counts in it.
+// Locks: none; a ThreadRecord's mutex guards the counts in it.
 
 #pragma once
 

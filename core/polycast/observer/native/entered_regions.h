@@ -1,11 +1,11 @@
 // Counts the regions that are entered and left.
 //
-// Locks: a table's; none is held while Python may run.
+// Locks: a ThreadRecord's; none is held while Python may run.
 
 #pragma once
 
 #include "extension.h"
-#include "watch.h"
+#include "thread_state.h"
 
 namespace {
 
@@ -14,8 +14,8 @@ PyObject* call_site = nullptr;
 
 // Called with the GIL held.
 void note_entry(const void* id, PyObject* owner, DeviceType device, bool enabled, ScalarType dtype) {
-  Watch* const watch = watch_of_observed_thread();
-  if (watch == nullptr || watch->tables.empty()) {
+  ThreadState* const state = state_of_observed_thread();
+  if (state == nullptr || state->records.empty()) {
     return;
   }
   const Object site = call(call_site, "(O)", owner);
@@ -23,20 +23,20 @@ void note_entry(const void* id, PyObject* owner, DeviceType device, bool enabled
   int by_module_rule;
   parse(site.get(), "Up", &where, &by_module_rule);
   const RegionKey key{string_of(where), by_module_rule != 0, static_cast<int8_t>(device), enabled, dtype};
-  for (const auto& table : watch->tables) {
-    std::lock_guard<std::mutex> lock(table->mutex);
-    ++table->totals.regions[key].entries;
+  for (const auto& record : state->records) {
+    std::lock_guard<std::mutex> lock(record->mutex);
+    ++record->totals.regions[key].entries;
   }
-  watch->regions.push_back({id, key});
+  state->regions.push_back({id, key});
 }
 
 // A region's ops and compiled code are counted for the region around it, too.
 void note_exit(const void* id) {
-  Watch* const watch = watch_of_thread;
-  if (watch == nullptr) {
+  ThreadState* const state = state_of_thread;
+  if (state == nullptr) {
     return;
   }
-  auto& regions = watch->regions;
+  auto& regions = state->regions;
   const auto found = std::find_if(regions.rbegin(), regions.rend(), [id](const auto& region) { return region.id == id; });
   if (found == regions.rend()) {
     return;
@@ -50,27 +50,27 @@ void note_exit(const void* id) {
       break;
     }
   }
-  for (const auto& table : watch->tables) {
-    std::lock_guard<std::mutex> lock(table->mutex);
-    const auto counts = table->totals.regions.find(left.key);
-    if (counts != table->totals.regions.end()) {  // else it was entered before this recorder started
+  for (const auto& record : state->records) {
+    std::lock_guard<std::mutex> lock(record->mutex);
+    const auto counts = record->totals.regions.find(left.key);
+    if (counts != record->totals.regions.end()) {  // else it was entered before this recorder started
       counts->second.add({0, left.ops == 0 && left.compiled == 0, left.ops, left.compiled});
     }
   }
 }
 
 // Count compiled code for the innermost region of each device.
-void note_compiled_in_regions(Watch& watch) {
-  for (auto region = watch.regions.begin(); region != watch.regions.end(); ++region) {
-    region->compiled += std::none_of(std::next(region), watch.regions.end(), [&](const auto& inner) {
+void note_compiled_in_regions(ThreadState& state) {
+  for (auto region = state.regions.begin(); region != state.regions.end(); ++region) {
+    region->compiled += std::none_of(std::next(region), state.regions.end(), [&](const auto& inner) {
       return inner.key.device == region->key.device;
     });
   }
 }
 
 // Count an op that reached the autocast of a device.
-void note_op_in_region(Watch& watch, int8_t device) {
-  for (auto region = watch.regions.rbegin(); region != watch.regions.rend(); ++region) {
+void note_op_in_region(ThreadState& state, int8_t device) {
+  for (auto region = state.regions.rbegin(); region != state.regions.rend(); ++region) {
     if (region->key.device == device) {
       ++region->ops;
       return;

@@ -1,7 +1,7 @@
 // Counts the values that ops compute and cast. Tensors in host memory are read once, by magnitudes.h; for others torch's ops count on
 // the device, without synchronizing.
 //
-// Locks: a table's. None is held while torch's ops run or a tensor is destroyed. The GIL is taken as in nonfinite.h.
+// Locks: a ThreadRecord's. None is held while torch's ops run or a tensor is destroyed. The GIL is taken as in nonfinite.h.
 
 #pragma once
 
@@ -13,7 +13,7 @@
 #include "nonfinite.h"
 #include "values.h"
 #include "numerics_counts.h"
-#include "watch.h"
+#include "thread_state.h"
 
 namespace {
 
@@ -201,8 +201,8 @@ void count_cast(ObservedOp& op, const Tensor& tensor, const Tensor& cast, bool o
 // Start to count for an op: in the forward pass if it runs in a region, in the backward pass unless it is part of the forward pass that
 // a checkpoint computes again, which was counted in the forward pass. In compiled code, ops do not reach autocast.
 void begin_numerics(ObservedOp& op, c10::ArrayRef<const c10::IValue> inputs) {
-  const bool computes_again = op.backward && at::GradMode::is_enabled() && !op.watch->node_has_grad_mode;
-  const bool in_region = op.device >= 0 || !op.watch->regions.empty();
+  const bool computes_again = op.backward && at::GradMode::is_enabled() && !op.state->node_has_grad_mode;
+  const bool in_region = op.device >= 0 || !op.state->regions.empty();
   const bool computes = !op.op->has_uninitialized_output && op.widest != ScalarType::Undefined;  // from floating-point tensors
   if (!computes || computes_again || (!op.backward && !in_region)) {
     return;
@@ -238,12 +238,12 @@ void count_outputs(ObservedOp& op, c10::ArrayRef<c10::IValue> outputs) {
 }
 
 // Add the counts of torch's ops to those of the same thread, device and stream.
-void add_on_device(Table& table, const NumericsKey& key, const CountsOnDevice& more) {
+void add_on_device(ThreadRecord& record, const NumericsKey& key, const CountsOnDevice& more) {
   const Unobserved unobserved;
   CountsOnDevice sum;
   {
-    std::lock_guard<std::mutex> lock(table.mutex);
-    for (const CountsOnDevice& each : table.totals.numerics[key].on_devices) {
+    std::lock_guard<std::mutex> lock(record.mutex);
+    for (const CountsOnDevice& each : record.totals.numerics[key].on_devices) {
       if (each.counts.device() == more.counts.device() && each.stream == more.stream) {
         sum = each;
       }
@@ -255,25 +255,25 @@ void add_on_device(Table& table, const NumericsKey& key, const CountsOnDevice& m
     return;
   }
   CountsOnDevice first{more.counts.clone(), more.amax.clone(), more.stream};
-  std::lock_guard<std::mutex> lock(table.mutex);
-  table.totals.numerics[key].on_devices.push_back(std::move(first));
+  std::lock_guard<std::mutex> lock(record.mutex);
+  record.totals.numerics[key].on_devices.push_back(std::move(first));
 }
 
-// Add what was counted for an op to each table whose recorder asks for it.
+// Add what was counted for an op to each record whose recorder asks for it.
 void add_numerics(const ObservedOp& op) {
-  for (const auto& table : op.watch->tables) {
-    if (!table->recorder->numerics) {
+  for (const auto& record : op.state->records) {
+    if (!record->recorder->numerics) {
       continue;
     }
     for (const Counted& counted : op.numerics->counted) {
-      const NumericsKey key{op.op, table->module(), op.backward, counted.of, counted.source, counted.dtype};
+      const NumericsKey key{op.op, record->module(), op.backward, counted.of, counted.source, counted.dtype};
       const auto& on_devices = counted.counts.on_devices;
       const bool added = std::all_of(on_devices.begin(), on_devices.end(), [&](const CountsOnDevice& each) {
-        return run_ops([&] { add_on_device(*table, key, each); });
+        return run_ops([&] { add_on_device(*record, key, each); });
       });
       if (added) {
-        std::lock_guard<std::mutex> lock(table->mutex);
-        table->totals.numerics[key].add_numbers(counted.counts);
+        std::lock_guard<std::mutex> lock(record->mutex);
+        record->totals.numerics[key].add_numbers(counted.counts);
       }
     }
   }

@@ -1,6 +1,6 @@
 // Counts of what ops compute and cast: magnitudes, underflow and overflow.
 //
-// Locks: none; a table's mutex guards the counts in it.
+// Locks: none; a ThreadRecord's mutex guards the counts in it.
 
 #pragma once
 

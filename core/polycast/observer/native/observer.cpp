@@ -1,7 +1,7 @@
 // The observer's Python module. It counts what the native engine and torch run.
 //
 // Compiled as one unit with the files that it includes. From the bottom: numerics_counts.h, counts.h, values.h, flops.h, op_infos.h,
-// events.h, table.h, recorder.h and watch.h hold the counts; nodes.h, entered_regions.h, lost_products.h, calls_to_python.h,
+// events.h, thread_record.h, recorder.h and thread_state.h hold the counts; nodes.h, entered_regions.h, lost_products.h, calls_to_python.h,
 // nonfinite.h, numerics.h, op_begins.h, op_ends.h, callbacks.h and casts.h make them; reading.h returns them.
 
 #include <set>
@@ -23,8 +23,8 @@ void acquire_locks() {
     acquire(recorder->mutex);
     acquire(recorder->of_ended_threads.mutex);
     acquire(recorder->events.mutex);
-    for (const auto& [number, table] : recorder->tables) {
-      acquire(table->mutex);
+    for (const auto& [number, record] : recorder->records) {
+      acquire(record->mutex);
     }
   }
 }
@@ -87,11 +87,11 @@ PyObject* recorder_add_parameter(PyObject* self, PyObject* arguments) {
 // enter_module(module), leave_module(module): before and after a call of the module
 template <bool enters>
 PyObject* pass_module(PyObject*, PyObject* module) {
-  if (Watch* const watch = watch_of_observed_thread()) {
-    for (const auto& table : watch->tables) {
-      const int number = table->recorder->module_of(module);
+  if (ThreadState* const state = state_of_observed_thread()) {
+    for (const auto& record : state->records) {
+      const int number = record->recorder->module_of(module);
       if (number != kNoModule) {
-        enters ? table->enter_module(number) : table->leave_module(number);
+        enters ? record->enter_module(number) : record->leave_module(number);
       }
     }
   }
@@ -100,8 +100,8 @@ PyObject* pass_module(PyObject*, PyObject* module) {
 
 // note_uncounted(begins): ops on this thread are not counted until this is called with False as often as with True
 PyObject* note_uncounted(PyObject*, PyObject* begins) {
-  if (Watch* const watch = watch_of_thread) {
-    watch->uncounted = std::max(0, watch->uncounted + (begins == Py_True ? 1 : -1));
+  if (ThreadState* const state = state_of_thread) {
+    state->uncounted = std::max(0, state->uncounted + (begins == Py_True ? 1 : -1));
   }
   return Py_NewRef(Py_None);
 }
@@ -111,8 +111,8 @@ PyObject* note_recipe(PyObject*, PyObject* arguments) {
   static auto* const known = new std::set<Outcome>();  // guarded by the GIL
   const char *recipe, *declined;
   parse(arguments, "ss", &recipe, &declined);
-  if (watch_of_thread != nullptr && watch_of_thread->op != nullptr) {
-    watch_of_thread->op->outcome = &*known->emplace(recipe, declined).first;
+  if (state_of_thread != nullptr && state_of_thread->op != nullptr) {
+    state_of_thread->op->outcome = &*known->emplace(recipe, declined).first;
   }
   return Py_NewRef(Py_None);
 }

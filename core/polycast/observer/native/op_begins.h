@@ -1,6 +1,6 @@
 // Record the beginning of an op: its schema, its inputs, and the device whose autocast it reached.
 //
-// Locks: a table's. The GIL is taken as in nonfinite.h.
+// Locks: a ThreadRecord's. The GIL is taken as in nonfinite.h.
 
 #pragma once
 
@@ -11,19 +11,19 @@
 #include "numerics.h"
 #include "op_infos.h"
 #include "values.h"
-#include "watch.h"
+#include "thread_state.h"
 
 namespace {
 
 // Return the op of an event; null: the event is not of an op. Known ops are found by the address of the name, which is then compared.
-const OpInfo* op_of(Watch& watch, const at::RecordFunction& event) {
+const OpInfo* op_of(ThreadState& state, const at::RecordFunction& event) {
   const char* const name = event.name();
   const uint64_t generation = OpInfos::generation.load(std::memory_order_relaxed);
-  if (generation != watch.ops_generation) {
-    watch.ops.clear();
-    watch.ops_generation = generation;
+  if (generation != state.ops_generation) {
+    state.ops.clear();
+    state.ops_generation = generation;
   }
-  if (const auto found = watch.ops.find(name); found != watch.ops.end()) {
+  if (const auto found = state.ops.find(name); found != state.ops.end()) {
     const std::string& known = found->second->name;
     const size_t length = std::strlen(name);
     const char* const overload = event.overload_name();
@@ -34,7 +34,7 @@ const OpInfo* op_of(Watch& watch, const at::RecordFunction& event) {
   }
   const OpInfo* const info = OpInfos::all().of(event);
   if (info != nullptr) {
-    watch.ops[name] = info;
+    state.ops[name] = info;
   }
   return info;
 }
@@ -80,7 +80,7 @@ int8_t device_of_autocast(const Tensor& tensor, const c10::impl::LocalDispatchKe
 // Record where an input of an op in the forward pass comes from.
 void add_source(ObservedOp& op, const Tensor& tensor) {
   const ScalarType dtype = tensor.scalar_type();
-  const Producer* const producer = op.watch->producers.find(tensor);
+  const Producer* const producer = op.state->producers.find(tensor);
   if (has_known_sizes(tensor) && tensor.dim() > 0 && (dtype == at::kFloat || is_fast(dtype))) {
     SourceCounts source{nullptr, kNoModule, dtype, ScalarType::Undefined, op.sources.empty(), ScalarType::Undefined, 1, bytes_of(tensor)};
     if (producer != nullptr) {
@@ -105,7 +105,7 @@ void add_input(ObservedOp& op, const Tensor& tensor, const c10::impl::LocalDispa
   if (op.device < 0) {
     op.device = device_of_autocast(tensor, keys);
   }
-  const bool keeps_inputs = op.watch->looks_for_nonfinite || op.watch->numerics;
+  const bool keeps_inputs = op.state->looks_for_nonfinite || op.state->numerics;
   if (keeps_inputs) {
     op.is_wrapped = op.is_wrapped || is_wrapper(tensor);
     if (tensor.is_floating_point() || tensor.is_complex()) {
@@ -154,7 +154,7 @@ void check_written_inputs(ObservedOp& op, c10::ArrayRef<const c10::IValue> input
   decltype(op.unchecked) others;
   for (Tensor& tensor : op.unchecked) {
     if (has_storage_among(changed, tensor)) {
-      op.inputs_were_finite = op.inputs_were_finite && (!op.watch->looks_for_nonfinite || is_finite(tensor));
+      op.inputs_were_finite = op.inputs_were_finite && (!op.state->looks_for_nonfinite || is_finite(tensor));
       if (op.numerics != nullptr) {
         op.numerics->knows_inputs = false;
       }
@@ -171,57 +171,57 @@ c10::ArrayRef<const c10::IValue> inputs_of(const OpInfo& op, const at::RecordFun
   return inputs.size() > op.arguments ? inputs.slice(inputs.size() - op.arguments) : inputs;
 }
 
-std::unique_ptr<at::ObserverContext> begin_part(Watch& watch, const OpInfo* info, const at::RecordFunction& event) {
-  if (info == nullptr || info->flops == nullptr || watch.in_matmul) {
+std::unique_ptr<at::ObserverContext> begin_inner_matmul(ThreadState& state, const OpInfo* info, const at::RecordFunction& event) {
+  if (info == nullptr || info->flops == nullptr || state.in_matmul) {
     return nullptr;
   }
-  auto part = std::make_unique<ObservedPart>();
-  part->outer = watch.op;
+  auto part = std::make_unique<InnerMatmul>();
+  part->outer = state.op;
   part->formula = info->flops(inputs_of(*info, event));
-  watch.in_matmul = true;
+  state.in_matmul = true;
   return part;
 }
 
-void count_compiled(Watch& watch, const char* region) {
-  for (const auto& table : watch.tables) {
-    const int module = table->module();
-    std::lock_guard<std::mutex> lock(table->mutex);
-    ++table->totals.compiled[{region, module}];
+void count_compiled(ThreadState& state, const char* region) {
+  for (const auto& record : state.records) {
+    const int module = record->module();
+    std::lock_guard<std::mutex> lock(record->mutex);
+    ++record->totals.compiled[{region, module}];
   }
-  note_compiled_in_regions(watch);
+  note_compiled_in_regions(state);
 }
 
 std::unique_ptr<ObservedOp> new_op(
-    Watch& watch, const OpInfo* info, c10::ArrayRef<const c10::IValue> inputs, const c10::impl::LocalDispatchKeySet& keys) {
+    ThreadState& state, const OpInfo* info, c10::ArrayRef<const c10::IValue> inputs, const c10::impl::LocalDispatchKeySet& keys) {
   auto op = std::make_unique<ObservedOp>();
-  op->watch = &watch;
+  op->state = &state;
   op->op = info;
-  op->outer = watch.op;
-  op->inner = watch.op != nullptr;
-  op->backward = watch.tables.front()->in_node();
+  op->outer = state.op;
+  op->inner = state.op != nullptr;
+  op->backward = state.records.front()->in_node();
   for (const c10::IValue& input : inputs) {
     each_tensor(input, [&](const Tensor& tensor) { add_input(*op, tensor, keys); });
   }
   return op;
 }
 
-std::unique_ptr<at::ObserverContext> begin_op(Watch& watch, const at::RecordFunction& event) {
+std::unique_ptr<at::ObserverContext> begin_op(ThreadState& state, const at::RecordFunction& event) {
   const auto keys = c10::impl::tls_local_dispatch_key_set();
-  ObservedOp* const outer = watch.op;
+  ObservedOp* const outer = state.op;
   const bool autocast_is_excluded = keys.excluded_.has_all(c10::autocast_dispatch_keyset);
   // Inner ops are counted if they reach autocast, and checked for inf and nan if they run on what a wrapper wraps.
-  const bool in_wrapper = outer != nullptr && watch.looks_for_nonfinite && outer->is_wrapped && !watch.checks_inner_op;
+  const bool in_wrapper = outer != nullptr && state.looks_for_nonfinite && outer->is_wrapped && !state.checks_inner_op;
   if (outer != nullptr && autocast_is_excluded && !in_wrapper) {
-    const bool may_be_part = !watch.in_matmul && watch.uncounted == 0 && !is_traced();
-    return may_be_part ? begin_part(watch, op_of(watch, event), event) : nullptr;
+    const bool may_be_inner_matmul = !state.in_matmul && state.uncounted == 0 && !is_traced();
+    return may_be_inner_matmul ? begin_inner_matmul(state, op_of(state, event), event) : nullptr;
   }
-  if (watch.uncounted != 0 || is_traced()) {
+  if (state.uncounted != 0 || is_traced()) {
     return nullptr;
   }
-  const OpInfo* const info = op_of(watch, event);
+  const OpInfo* const info = op_of(state, event);
   if (info == nullptr) {
     if (std::strncmp(event.name(), "Torch-Compiled Region", 21) == 0) {
-      count_compiled(watch, event.name());
+      count_compiled(state, event.name());
     }
     return nullptr;
   }
@@ -229,38 +229,38 @@ std::unique_ptr<at::ObserverContext> begin_op(Watch& watch, const at::RecordFunc
     return nullptr;
   }
   const auto inputs = inputs_of(*info, event);
-  auto op = new_op(watch, info, inputs, keys);
+  auto op = new_op(state, info, inputs, keys);
   if (outer != nullptr && (op->device < 0 || outer->op == info || autocast_is_excluded)) {
     if (outer->op == info && outer->device < 0 && op->device >= 0) {  // a mode or a subclass calls the op again
       outer->device = op->device;
       outer->fast = at::autocast::get_autocast_dtype(static_cast<DeviceType>(op->device));
     }
     if (!in_wrapper) {
-      return begin_part(watch, info, event);
+      return begin_inner_matmul(state, info, event);
     }
     check_written_inputs(*op, inputs);
-    op->only_checks = watch.checks_inner_op = true;
+    op->only_checks = state.checks_inner_op = true;
     outer->checks = false;
     return op;
   }
-  if (watch.numerics) {
+  if (state.numerics) {
     begin_numerics(*op, inputs);
   }
-  if (watch.looks_for_nonfinite || op->numerics != nullptr) {
+  if (state.looks_for_nonfinite || op->numerics != nullptr) {
     check_written_inputs(*op, inputs);
   }
   if (op->device >= 0) {
     const auto device = static_cast<DeviceType>(op->device);
     op->fast = at::autocast::get_autocast_dtype(device);
     op->override = engine.override(device);
-    note_op_in_region(watch, op->device);
+    note_op_in_region(state, op->device);
   }
-  if (info->flops != nullptr && !watch.in_matmul) {
+  if (info->flops != nullptr && !state.in_matmul) {
     op->formula = info->flops(inputs);
-    op->is_matmul = watch.in_matmul = true;
+    op->is_matmul = state.in_matmul = true;
   }
-  watch.set_op(op.get());
-  op->is_timed = watch.timing;
+  state.set_op(op.get());
+  op->is_timed = state.timing;
   if (op->is_timed) {
     op->began = std::chrono::steady_clock::now();
   }

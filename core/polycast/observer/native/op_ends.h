@@ -1,6 +1,6 @@
 // Record the end of an op: its outputs, inf and nan among them, and the counts.
 //
-// Locks: a table's and a recorder's. The GIL is taken to keep a stack, to hold an override that was not seen before, and as in nonfinite.h,
+// Locks: a ThreadRecord's and a recorder's. The GIL is taken to keep a stack, to hold an override that was not seen before, and as in nonfinite.h,
 // with no lock held.
 
 #pragma once
@@ -9,7 +9,7 @@
 #include "numerics.h"
 #include "python.h"
 #include "values.h"
-#include "watch.h"
+#include "thread_state.h"
 
 namespace {
 
@@ -47,12 +47,12 @@ struct Call {
   ScalarType computes;
   double seconds;
 
-  CallKey key(const Table& table) const {
-    return {op.op, op.override, op.outcome, table.module(), op.device, op.fast, op.backward};
+  CallKey key(const ThreadRecord& record) const {
+    return {op.op, op.override, op.outcome, record.module(), op.device, op.fast, op.backward};
   }
 
-  // Called with the table locked.
-  void add_to(CallCounts& counts, Table& table, int module) const {
+  // Called with the record locked.
+  void add_to(CallCounts& counts, ThreadRecord& record, int module) const {
     ++counts.calls;
     counts.inner_calls += op.inner;
     counts.flops += op.flops;
@@ -70,14 +70,14 @@ struct Call {
     counts.casts.add(op.casts);
     for (const EndedChain& ended : op.chains) {
       Chain chain = ended.chain;
-      chain.module = ended.modules ? ended.modules->of(table) : module;
+      chain.module = ended.modules ? ended.modules->of(record) : module;
       chain.consumer = ended.modules ? module : kNoModule;
-      table.totals.chains[chain].add(ended.counts);
+      record.totals.chains[chain].add(ended.counts);
     }
     if (op.device >= 0 && op.has_new_output) {
       for (const Input& input : op.sources) {
         SourceCounts source = input.source;
-        source.module = input.modules.of(table);
+        source.module = input.modules.of(record);
         counts.add_source(source);
       }
     }
@@ -85,48 +85,48 @@ struct Call {
 };
 
 // Count a call if there is an entry with its key; return whether there is.
-bool add_to_known(Table& table, const Call& call) {
-  const CallKey key = call.key(table);
-  std::lock_guard<std::mutex> lock(table.mutex);
-  const auto found = table.totals.ops.find(key);
-  if (found == table.totals.ops.end()) {
+bool add_to_known(ThreadRecord& record, const Call& call) {
+  const CallKey key = call.key(record);
+  std::lock_guard<std::mutex> lock(record.mutex);
+  const auto found = record.totals.ops.find(key);
+  if (found == record.totals.ops.end()) {
     return false;
   }
-  call.add_to(*found->second, table, key.module);
+  call.add_to(*found->second, record, key.module);
   return true;
 }
 
-// Count the first call with a key. Python may run: the caller holds the table and its recorder.
-void add_first(Table& table, const Call& call) {
-  const CallKey key = call.key(table);
+// Count the first call with a key. Python may run: the caller holds the record and its recorder.
+void add_first(ThreadRecord& record, const Call& call) {
+  const CallKey key = call.key(record);
   auto counts = std::make_unique<CallCounts>();
-  if (table.recorder->stacks) {
+  if (record.recorder->stacks) {
     const Gil gil;
     Object stack = python_stack();
-    std::lock_guard<std::mutex> of_recorder(table.recorder->mutex);
-    table.recorder->python_stacks.push_back(std::move(stack));
-    counts->stack = table.recorder->python_stacks.size();
+    std::lock_guard<std::mutex> of_recorder(record.recorder->mutex);
+    record.recorder->python_stacks.push_back(std::move(stack));
+    counts->stack = record.recorder->python_stacks.size();
   }
   if (key.override != nullptr) {
-    hold_override(*table.recorder, key.override, static_cast<DeviceType>(key.device));
+    hold_override(*record.recorder, key.override, static_cast<DeviceType>(key.device));
   }
-  std::lock_guard<std::mutex> lock(table.mutex);
-  call.add_to(*table.totals.ops.emplace(key, std::move(counts)).first->second, table, key.module);
+  std::lock_guard<std::mutex> lock(record.mutex);
+  call.add_to(*record.totals.ops.emplace(key, std::move(counts)).first->second, record, key.module);
 }
 
-void add_counts(const Watch& watch, const Call& call) {
+void add_counts(const ThreadState& state, const Call& call) {
   size_t known = 0;
-  while (known < watch.tables.size() && add_to_known(*watch.tables[known], call)) {
+  while (known < state.records.size() && add_to_known(*state.records[known], call)) {
     ++known;
   }
-  if (known == watch.tables.size()) {
+  if (known == state.records.size()) {
     return;
   }
-  const auto tables = watch.tables;
-  const auto recorders = watch.recorders, inherited = watch.inherited;  // which the tables refer to
-  for (; known < tables.size(); ++known) {
-    if (!add_to_known(*tables[known], call)) {
-      add_first(*tables[known], call);
+  const auto records = state.records;
+  const auto recorders = state.recorders, inherited = state.inherited;  // which the records refer to
+  for (; known < records.size(); ++known) {
+    if (!add_to_known(*records[known], call)) {
+      add_first(*records[known], call);
     }
   }
 }
@@ -134,10 +134,10 @@ void add_counts(const Watch& watch, const Call& call) {
 // Record that an op turned finite inputs into inf or nan. Python may run.
 void note_nonfinite(const ObservedOp& op, const Tensor& output) {
   const auto [inf, nan] = inf_and_nan(output);
-  const auto tables = op.watch->tables;
-  const auto recorders = op.watch->recorders, inherited = op.watch->inherited;  // which the tables refer to
-  for (const auto& table : tables) {
-    Recorder& recorder = *table->recorder;
+  const auto records = op.state->records;
+  const auto recorders = op.state->recorders, inherited = op.state->inherited;  // which the records refer to
+  for (const auto& record : records) {
+    Recorder& recorder = *record->recorder;
     if (recorder.nonfinite == NonFinitePolicy::kIgnore) {
       continue;
     }
@@ -148,7 +148,7 @@ void note_nonfinite(const ObservedOp& op, const Tensor& output) {
       }
     }
     const Gil gil;
-    FirstNonFinite first{op.op, table->module(), op.backward, inf, nan, output.scalar_type(), python_stack()};
+    FirstNonFinite first{op.op, record->module(), op.backward, inf, nan, output.scalar_type(), python_stack()};
     std::lock_guard<std::mutex> lock(recorder.mutex);
     recorder.first = std::move(first);
   }
@@ -188,8 +188,8 @@ void add_matmul(ObservedOp& op, const Flops& formula, c10::ArrayRef<c10::IValue>
   }
 }
 
-void end_part(ObservedPart& part, const at::RecordFunction& event) {
-  part.outer->watch->in_matmul = false;
+void end_inner_matmul(InnerMatmul& part, const at::RecordFunction& event) {
+  part.outer->state->in_matmul = false;
   add_matmul(*part.outer, part.formula, outputs_of(event, 1));
 }
 
@@ -209,13 +209,13 @@ void find_chains(ObservedOp& op, const Tensor& output) {
 
 // Remember which op made an output, for the ops that take it.
 void set_producer(ObservedOp& op, const Tensor& output, ScalarType computes) {
-  Watch& watch = *op.watch;
+  ThreadState& state = *op.state;
   const auto asked_from = [&output](const Producer& producer) {
     return producer.computes == ScalarType::Undefined ? output.scalar_type() : producer.computes;
   };
   if (is_input(op, output)) {
     if (op.op->converts) {
-      if (Producer* const converted = watch.producers.find(output)) {
+      if (Producer* const converted = state.producers.find(output)) {
         converted->asked_from = asked_from(*converted);
       }
     }
@@ -229,8 +229,8 @@ void set_producer(ObservedOp& op, const Tensor& output, ScalarType computes) {
   } else {
     op.has_new_output = true;
     producer.op = op.op;
-    for (const auto& table : watch.tables) {
-      producer.modules.add(*table);
+    for (const auto& record : state.records) {
+      producer.modules.add(*record);
     }
     producer.override = op.override;
     producer.device = op.device;
@@ -238,22 +238,22 @@ void set_producer(ObservedOp& op, const Tensor& output, ScalarType computes) {
     producer.cast_down = op.cast_down;
     producer.fast_before = computes == at::kFloat && op.casts.size() == 0 ? op.fast_before : nullptr;
   }
-  watch.producers.set(output, std::move(producer));
+  state.producers.set(output, std::move(producer));
 }
 
 void end_op(ObservedOp& op, const at::RecordFunction& event) {
-  Watch& watch = *op.watch;
+  ThreadState& state = *op.state;
   const auto outputs = outputs_of(event, op.op->returns);
   if (op.only_checks) {
-    watch.checks_inner_op = false;
+    state.checks_inner_op = false;
     check_outputs(op, outputs);
     return;
   }
   const auto ended = op.is_timed ? Clock::now() : op.began;
   const double seconds = std::chrono::duration<double>(ended - op.began).count();
-  watch.set_op(op.outer);
+  state.set_op(op.outer);
   if (op.is_matmul) {
-    watch.in_matmul = false;
+    state.in_matmul = false;
     add_matmul(op, op.formula, outputs);
   }
   DtypeCounts dtypes;
@@ -279,17 +279,17 @@ void end_op(ObservedOp& op, const at::RecordFunction& event) {
       });
     }
   }
-  if (watch.looks_for_nonfinite && op.checks) {
+  if (state.looks_for_nonfinite && op.checks) {
     check_outputs(op, outputs);
   }
-  if (watch.keeps_events && op.is_timed) {
-    add_event(watch, {op.op, op.began, ended, 0, kNoModule, op.backward, false, ScalarType::Undefined, computes, false, false, 0});
+  if (state.keeps_events && op.is_timed) {
+    add_event(state, {op.op, op.began, ended, 0, kNoModule, op.backward, false, ScalarType::Undefined, computes, false, false, 0});
   }
   if (op.numerics != nullptr) {
     count_outputs(op, outputs);
     add_numerics(op);
   }
-  add_counts(watch, Call{op, dtypes, computes, seconds});
+  add_counts(state, Call{op, dtypes, computes, seconds});
 }
 
 }  // namespace

@@ -1,6 +1,6 @@
 // Converts a recorder's counts to Python objects; see the rows in observer/recorder.py.
 //
-// Locks: those of the recorder and its tables. None is held while Python may run: an allocation may start a collection.
+// Locks: those of the recorder and its records. None is held while Python may run: an allocation may start a collection.
 
 #pragma once
 
@@ -154,14 +154,14 @@ PyObject* read(Recorder& recorder) {
   std::optional<FirstNonFinite> first;
   uint64_t nonfinite_count;
   {
-    std::lock_guard<std::mutex> lock(recorder.mutex);  // for all tables together: a thread that ends moves its counts
-    const auto add = [&totals](Table& table) {
-      std::lock_guard<std::mutex> of_table(table.mutex);
-      totals.add(table.totals);
+    std::lock_guard<std::mutex> lock(recorder.mutex);  // for all records together: a thread that ends moves its counts
+    const auto add = [&totals](ThreadRecord& record) {
+      std::lock_guard<std::mutex> of_thread(record.mutex);
+      totals.add(record.totals);
     };
     add(recorder.of_ended_threads);
-    for (const auto& [thread, table] : recorder.tables) {
-      add(*table);
+    for (const auto& [thread, record] : recorder.records) {
+      add(*record);
     }
     nonfinite_count = recorder.nonfinite_count;
   }

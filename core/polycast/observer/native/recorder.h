@@ -1,8 +1,8 @@
 // An observation: which threads it sees, and its counts.
 //
-// Owns the counts: a recorder has a table for each thread that it sees, which the thread fills.
+// Owns the counts: a recorder has a record for each thread that it sees, which the thread fills.
 //
-// Locks: Recorders::mutex, for the list of recorders. A recorder's mutex, which is taken before those of its tables. None is held while
+// Locks: Recorders::mutex, for the list of recorders. A recorder's mutex, which is taken before those of its records. None is held while
 // the GIL is taken or a tensor is destroyed.
 
 #pragma once
@@ -13,7 +13,7 @@
 #include "events.h"
 #include "observing.h"
 #include "python.h"
-#include "table.h"
+#include "thread_record.h"
 
 namespace {
 
@@ -65,8 +65,8 @@ class Recorder {
 
   // The mutex guards the rest.
   std::mutex mutex;
-  std::unordered_map<uint64_t, std::shared_ptr<Table>> tables;  // by thread
-  Table of_ended_threads{this};
+  std::unordered_map<uint64_t, std::shared_ptr<ThreadRecord>> records;  // by thread
+  ThreadRecord of_ended_threads{this};
   std::unordered_map<const void*, Object> overrides;
   std::vector<Object> python_stacks;
   ska::flat_hash_map<const PyObject*, int> modules;
@@ -77,32 +77,32 @@ class Recorder {
 
   Events events;  // with a mutex of its own
 
-  // Return the table of this thread.
-  std::shared_ptr<Table> table() {
+  // Return the record of this thread.
+  std::shared_ptr<ThreadRecord> record() {
     std::lock_guard<std::mutex> lock(mutex);
-    auto& table = tables[this_thread()];
-    if (table == nullptr) {
-      table = std::make_shared<Table>(this);
+    auto& record = records[this_thread()];
+    if (record == nullptr) {
+      record = std::make_shared<ThreadRecord>(this);
     }
-    return table;
+    return record;
   }
 
-  // Return the table of another thread, or null.
-  std::shared_ptr<Table> table_of(uint64_t thread) {
+  // Return the record of another thread, or null.
+  std::shared_ptr<ThreadRecord> record_of(uint64_t thread) {
     std::lock_guard<std::mutex> lock(mutex);
-    if (const auto found = tables.find(thread); found != tables.end()) {
+    if (const auto found = records.find(thread); found != records.end()) {
       return found->second;
     }
     const auto ended = std::find_if(ended_.begin(), ended_.end(), [thread](const auto& each) { return each.first == thread; });
     return ended == ended_.end() ? nullptr : ended->second;
   }
 
-  // Called as this thread ends. Its counts are added to those of other ended threads. The last tables are kept, because other
+  // Called as this thread ends. Its counts are added to those of other ended threads. The last records are kept, because other
   // threads may run autograd nodes that the thread has made.
   void end_thread() {
     std::lock_guard<std::mutex> lock(mutex);
-    const auto found = tables.find(this_thread());
-    if (found == tables.end()) {
+    const auto found = records.find(this_thread());
+    if (found == records.end()) {
       return;
     }
     {
@@ -111,7 +111,7 @@ class Recorder {
       found->second->totals = Totals();
     }
     ended_.emplace_back(this_thread(), std::move(found->second));
-    tables.erase(found);
+    records.erase(found);
     if (ended_.size() > kMaxEndedThreads) {
       ended_.pop_front();
     }
@@ -160,7 +160,7 @@ class Recorder {
  private:
   static constexpr size_t kMaxEndedThreads = 64;
   size_t max_parameters_ = 1024;
-  std::deque<std::pair<uint64_t, std::shared_ptr<Table>>> ended_;
+  std::deque<std::pair<uint64_t, std::shared_ptr<ThreadRecord>>> ended_;
 };
 
 }  // namespace

@@ -15,9 +15,9 @@ namespace {
 
 class Recorder;
 
-class Table {
+class ThreadRecord {
  public:
-  explicit Table(Recorder* recorder) : recorder(recorder) {}
+  explicit ThreadRecord(Recorder* recorder) : recorder(recorder) {}
 
   Recorder* const recorder;               // valid while it runs
   const uint64_t serial = next_serial++;  // unique in the process

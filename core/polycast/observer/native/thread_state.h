@@ -1,6 +1,6 @@
 // The state of an observed thread: its observers, the op that it runs, and the last outputs of ops.
 //
-// Owns the watch of each thread. Locks: Recorders::mutex, when the list of recorders has changed; that of Events.
+// Owns the state of each thread. Locks: Recorders::mutex, when the list of recorders has changed; that of Events.
 
 #pragma once
 
@@ -10,14 +10,14 @@
 
 namespace {
 
-// The module in which an op ran, for each table.
+// The module in which an op ran, for each record.
 class Modules {
  public:
-  void add(const Table& table) { modules_.emplace_back(table.serial, table.module()); }
+  void add(const ThreadRecord& record) { modules_.emplace_back(record.serial, record.module()); }
 
-  int of(const Table& table) const {
+  int of(const ThreadRecord& record) const {
     for (const auto& [serial, module] : modules_) {
-      if (serial == table.serial) {
+      if (serial == record.serial) {
         return module;
       }
     }
@@ -116,13 +116,13 @@ struct EnteredRegion {
 
 struct ObservedOp;
 
-struct Watch {
-  using Tables = c10::SmallVector<std::shared_ptr<Table>, 2>;
+struct ThreadState {
+  using Records = c10::SmallVector<std::shared_ptr<ThreadRecord>, 2>;
 
   // These three change wherever Python may run: copy them to iterate while it may.
   std::vector<std::shared_ptr<Recorder>> recorders;
   std::vector<std::shared_ptr<Recorder>> inherited;  // by a thread of autograd, while it runs a node
-  Tables tables;                                     // of both
+  Records records;                                   // of both
 
   uint64_t generation = 0;                                 // of the list of recorders
   std::optional<at::CallbackHandle> callback;              // for this thread alone
@@ -145,24 +145,24 @@ struct Watch {
   void set_op(ObservedOp* innermost);
 
   // Called when the recorders have changed.
-  void find_tables() {
-    Tables found;
+  void find_records() {
+    Records found;
     timing = looks_for_nonfinite = keeps_events = numerics = false;
     for (const auto* const list : {&recorders, &inherited}) {
       for (const auto& recorder : *list) {
-        found.push_back(recorder->table());
+        found.push_back(recorder->record());
         timing |= recorder->timing;
         keeps_events |= recorder->events.are_kept();
         looks_for_nonfinite |= recorder->nonfinite != NonFinitePolicy::kIgnore;
         numerics |= recorder->numerics;
       }
     }
-    tables.swap(found);
+    records.swap(found);
   }
 };
 
 // The context that torch passes from the beginning of an event to its end.
-enum class ObservedKind : int8_t { kNode, kOp, kPart };
+enum class ObservedKind : int8_t { kNode, kOp, kInnerMatmul };
 
 struct Observed : at::ObserverContext {
   explicit Observed(ObservedKind kind) : kind(kind) {}
@@ -188,7 +188,7 @@ struct EndedChain {
 struct ObservedOp final : Observed, ObservedCall {
   ObservedOp() : Observed(ObservedKind::kOp) {}
 
-  Watch* watch = nullptr;
+  ThreadState* state = nullptr;
   ObservedOp* outer = nullptr;
   const OpInfo* op = nullptr;
   const void* override = nullptr;
@@ -221,53 +221,53 @@ struct ObservedOp final : Observed, ObservedCall {
 };
 
 // A matmul inside an op without a formula of its own, to which its operations are added.
-struct ObservedPart final : Observed {
-  ObservedPart() : Observed(ObservedKind::kPart) {}
+struct InnerMatmul final : Observed {
+  InnerMatmul() : Observed(ObservedKind::kInnerMatmul) {}
 
   ObservedOp* outer = nullptr;
   Flops formula;
 };
 
-void Watch::set_op(ObservedOp* innermost) {
+void ThreadState::set_op(ObservedOp* innermost) {
   op = innermost;
   *engines_op = innermost;
 }
 
-// This thread's watch, or null.
-constinit thread_local Watch* watch_of_thread = nullptr;
-constinit thread_local bool watch_has_ended = false;  // with its thread
+// This thread's state, or null.
+constinit thread_local ThreadState* state_of_thread = nullptr;
+constinit thread_local bool state_has_ended = false;  // with its thread
 
-// Return this thread's watch with its present recorders. Without a watch, create one if asked to, or return null.
-Watch* refreshed_watch(bool create) {
-  Watch* watch = watch_of_thread;
+// Return this thread's state with its present recorders. Without a state, create one if asked to, or return null.
+ThreadState* refreshed_state(bool create) {
+  ThreadState* state = state_of_thread;
   const uint64_t generation = Recorders::generation.load(std::memory_order_acquire);
-  if (watch != nullptr && watch->generation == generation) {
-    return watch;
+  if (state != nullptr && state->generation == generation) {
+    return state;
   }
   static thread_local struct Owner {
-    std::unique_ptr<Watch> watch;
+    std::unique_ptr<ThreadState> state;
     ~Owner() {
-      watch_has_ended = true;
-      watch_of_thread = nullptr;
-      if (watch != nullptr) {
-        *watch->engines_op = nullptr;
-        for (const auto& recorder : watch->recorders) {
+      state_has_ended = true;
+      state_of_thread = nullptr;
+      if (state != nullptr) {
+        *state->engines_op = nullptr;
+        for (const auto& recorder : state->recorders) {
           recorder->end_thread();
         }
       }
     }
   } owner;
-  if (watch == nullptr) {
-    if (!create || watch_has_ended) {
+  if (state == nullptr) {
+    if (!create || state_has_ended) {
       return nullptr;
     }
-    owner.watch = std::make_unique<Watch>();
-    watch = watch_of_thread = owner.watch.get();
+    owner.state = std::make_unique<ThreadState>();
+    state = state_of_thread = owner.state.get();
   }
   std::vector<std::shared_ptr<Recorder>> found;
   {
     std::lock_guard<std::mutex> lock(Recorders::running().mutex);
-    watch->generation = Recorders::generation.load(std::memory_order_acquire);
+    state->generation = Recorders::generation.load(std::memory_order_acquire);
     for (const auto& recorder : Recorders::running().recorders) {
       if (recorder->all_threads || recorder->thread == this_thread()) {
         found.push_back(recorder);
@@ -275,24 +275,24 @@ Watch* refreshed_watch(bool create) {
     }
   }
   if (found.empty()) {
-    watch->producers.clear();
-    watch->weights.clear();
-    watch->regions.clear();
+    state->producers.clear();
+    state->weights.clear();
+    state->regions.clear();
   }
-  watch->recorders.swap(found);
-  watch->find_tables();
-  return watch;
+  state->recorders.swap(found);
+  state->find_records();
+  return state;
 }
 
-// Return this thread's watch, creating one only if a recorder sees all threads.
-Watch* watch_of_observed_thread() { return refreshed_watch(Recorders::of_all_threads.load(std::memory_order_relaxed) != 0); }
+// Return this thread's state, creating one only if a recorder sees all threads.
+ThreadState* state_of_observed_thread() { return refreshed_state(Recorders::of_all_threads.load(std::memory_order_relaxed) != 0); }
 
 // Add the times of an op or a cast to the recorders that keep them.
-C10_NOINLINE void add_event(const Watch& watch, Event event) {
+C10_NOINLINE void add_event(const ThreadState& state, Event event) {
   event.thread = system_thread();
-  for (const auto& table : watch.tables) {
-    if (Events& events = table->recorder->events; events.are_kept()) {
-      event.module = table->module();
+  for (const auto& record : state.records) {
+    if (Events& events = record->recorder->events; events.are_kept()) {
+      event.module = record->module();
       events.add(event);
     }
   }

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from ..torch_internals.private_names import constant_to_dynamo
 from .names import known_overloads, read_op
 
 MATMULS = ("addmm", "linear", "matmul", "mm")
@@ -126,13 +127,15 @@ def resolve(value: Any) -> Any:
     return objects.get(value.digest, value) if isinstance(value, ObjectDigest) else value
 
 
+@constant_to_dynamo  # which cannot trace the look-up
 def _known_ops(ops: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the sorted names of ops. Dynamo cannot trace the look-up, so it calls this and treats it as a constant."""
+    """Return the sorted names of ops."""
     return _sorted_ops(ops)
 
 
+@constant_to_dynamo
 def _literal(name: str, value: Any) -> str:
-    """Return a plain value as Python writes it. A constant to Dynamo, as above."""
+    """Return a plain value as Python writes it."""
     if not _is_plain(value):
         raise TypeError(f"{name} must have strs, finite numbers, bools and None only, got {value!r}")
     return repr(value)
@@ -143,10 +146,6 @@ def _is_plain(value: object) -> bool:
     if type(value) is tuple:
         return all(map(_is_plain, value))
     return type(value) in _PLAIN and (type(value) is not float or math.isfinite(value))
-
-
-for _each in (_known_ops, _literal):  # as torch.compiler.assume_constant_result does, which imports Dynamo
-    setattr(_each, "_dynamo_marked_constant", True)
 
 
 @functools.lru_cache(maxsize=64)
