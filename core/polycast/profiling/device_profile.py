@@ -5,7 +5,7 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -200,7 +200,7 @@ class DeviceProfile:
             wrong.append("bandwidth")
         if not all(map(is_valid, self.measurements)):
             wrong.append("measurements")
-        if not all(isinstance(value, str) for each in self.omissions for value in asdict(each).values()):
+        if not all(isinstance(value, str) for each in self.omissions for value in vars(each).values()):
             wrong.append("omissions")
         if wrong:
             raise TypeError(f"wrong values of {', '.join(wrong)}")
@@ -213,8 +213,8 @@ class DeviceProfile:
             "versions": dict(self.versions),
             "details": dict(self.details),
             "bandwidth": self.bandwidth,
-            "measurements": [asdict(each) for each in self.measurements],
-            "omissions": [asdict(each) for each in self.omissions],
+            "measurements": [dict(vars(each)) for each in self.measurements],
+            "omissions": [dict(vars(each)) for each in self.omissions],
         }
 
     def __eq__(self, other: object) -> bool:
