@@ -35,7 +35,7 @@ def _coverage(run: dict[str, Any]) -> Iterable[str]:
         shares, errors = by_metric[_SHARE], by_metric[_ERROR]
         cells = [_percent(shares["by"].get(side)) for side in _SIDES[1:]]
         cells += [_text(errors["by"].get(side) if shares["by"].get(side) else None, 1) for side in _SIDES[1:]]
-        yield _row([family, *cells, (shares["skipped"] or shares["note"]).replace("%", " %")])
+        yield _row([family, *cells, shares["skipped"] or shares["note"]])
 
 
 def _times(results: Sequence[dict[str, Any]]) -> Iterable[str]:
