@@ -73,7 +73,9 @@ class Precision(MixedPrecision):
     def autocast_context_manager(self) -> torch.autocast:
         """Return a region."""
         dtype = torch.bfloat16 if self.precision == "bf16-mixed" else torch.float16
-        return self.settings.region(self.device, dtype)
+        # As Lightning's, which adds up the gradients of each use of a weight in float32.
+        cache_enabled = False if self.settings.cache is None and self.settings.recipe is None else None
+        return self.settings.region(self.device, dtype, cache_enabled=cache_enabled)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the scaler, and the policy and the recipe."""

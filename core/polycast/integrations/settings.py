@@ -14,6 +14,7 @@ from ..policy.value import Policy, PolicyLike
 from ..region.autocast import autocast
 from ..region.module_rules import ModuleRules, apply_policy
 from ..region.ruled_forward import like_unbound, rebound
+from ..torch_internals.dispatcher import is_any_autocast_enabled
 
 
 class RegionSettings:
@@ -33,21 +34,29 @@ class RegionSettings:
             raise TypeError(f"cache must be a polycast.WeightCache or None, got {cache!r}")
         self.recipe: Recipe | None = None if recipe is None else read_recipe(recipe)
         self.cache = cache
+        self._restored_rules: ModuleRules | None = None
         self._set_policy(None if policy is None else Policy.of(policy))
+        self._given = {name for name, text in self.state_dict().items() if text}
 
     def _set_policy(self, policy: Policy | None) -> None:
         self.policy = policy
         self._ops = None if policy is None else policy.without_modules()
 
-    def region(self, device_type: str, dtype: torch.dtype | None = None) -> autocast:
+    def region(
+        self, device_type: str, dtype: torch.dtype | None = None, *, cache_enabled: bool | None = None
+    ) -> autocast:
         """Return a region with these settings; by default of the dtype of the region around it."""
-        return autocast(device_type, dtype, policy=self._ops, recipe=self.recipe, cache=self.cache)
+        return autocast(device_type, dtype, True, cache_enabled, policy=self._ops, recipe=self.recipe, cache=self.cache)
 
     def apply_rules(self, model: nn.Module) -> ModuleRules | None:
         """Apply the policy's module rules to a model, if it has any."""
         if self.policy is None or not self.policy.has_module_rules:
             return None
         return apply_policy(model, self.policy.only_modules())
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the cache, which cannot be pickled, and rules, which are those of one model."""
+        return {**vars(self), "cache": None, "_restored_rules": None}
 
     def state_dict(self) -> dict[str, str]:
         """Return the policy and the recipe as text; a cache is not part of a checkpoint."""
@@ -62,22 +71,23 @@ class RegionSettings:
         """
         here = self.state_dict()
         for name, saved in state.items():
-            if here[name] and here[name] != saved:
+            if name in self._given and here[name] != saved:
                 warn_user(
                     f"the run was saved with the {name} {saved or None!r}, and goes on with {here[name]!r}. To use the "
                     f"saved one, leave out {name}="
                 )
-            elif saved and name == "policy":
-                self._set_policy(Policy.of_text(saved))
-            elif saved:
-                self.recipe = Recipe.of_text(saved)
+            elif name == "policy":
+                self._set_policy(Policy.of_text(saved) if saved else None)
+            else:
+                self.recipe = Recipe.of_text(saved) if saved else None
 
     def restore(self, state: Mapping[str, str], model: nn.Module | None) -> None:
         """Load a checkpoint's settings for a model that runs with these, if there is one; see `load_state_dict`."""
-        had_policy = self.policy is not None
         self.load_state_dict(state)
-        if model is not None and not had_policy:
-            self.apply_rules(model)
+        if model is not None and "policy" not in self._given:
+            if self._restored_rules is not None:
+                self._restored_rules.remove()
+            self._restored_rules = self.apply_rules(model)
 
 
 def run_in_regions(model: nn.Module, settings: RegionSettings, dtype: torch.dtype | None = None) -> None:
@@ -106,11 +116,20 @@ class _ForwardInRegion:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run forward in a region."""
-        device_type = next(self._model.parameters(), torch.empty(0)).device.type
-        if self._dtype is None and not torch.is_autocast_enabled(device_type):
+        device_type = self._device_type()
+        if device_type is None:
             return self.__wrapped__(*args, **kwargs)
         with self._settings.region(device_type, self._dtype):
             return self.__wrapped__(*args, **kwargs)
+
+    def _device_type(self) -> str | None:
+        """Return the device of the model's first parameter in memory; without a dtype, the first with autocast on."""
+        devices = (each.device.type for each in self._model.parameters() if not each.is_meta)
+        if self._dtype is not None:
+            return next(devices, "cpu")
+        if not is_any_autocast_enabled():
+            return None
+        return next((each for each in (*dict.fromkeys(devices), "cpu") if torch.is_autocast_enabled(each)), None)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_ForwardInRegion":
         model, inner = copy.deepcopy((self._model, self._inner), memo)

@@ -88,7 +88,11 @@ class PolycastCallback(TrainerCallback, ExportableState):
                 state.global_step,
                 is_first_process=state.is_world_process_zero,
             )
-            self._loss_hook = model.register_forward_hook(self._note_loss, with_kwargs=True)
+            self._loss_hook = model.register_forward_hook(
+                # A function, which is not copied with the model, as this object would be.
+                lambda *call: self._note_loss(*call),
+                with_kwargs=True,
+            )
 
     def _note_loss(self, model: nn.Module, inputs: Any, named_inputs: Mapping[str, Any], output: Any) -> None:
         if model.training:

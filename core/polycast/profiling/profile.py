@@ -125,6 +125,13 @@ def forget() -> None:
     usable_recipes = {}
 
 
+def _forget(key: tuple[str, int, str | None]) -> None:
+    """Forget one profile of this process. Others may be on no disk."""
+    global usable_recipes
+    _found.pop(key, None)
+    usable_recipes = {}
+
+
 def _look_up(backend: Backend) -> Lookup:
     named = _named_by_user(backend.device_type)
     if named is not None:
@@ -159,8 +166,9 @@ def _measured(backend: Backend, refresh: bool) -> DeviceProfile:
     with profile_file.locked(conditions), ExitStack() as stack:
         _being_measured.add(backend.device_type)
         stack.callback(_being_measured.discard, backend.device_type)
+        key = backend.device_type, conditions.threads, env.profile()
         if not refresh:
-            forget()
+            _forget(key)
             found = find(backend.device_type)  # another process may have measured it
             if found is not None:
                 return found
@@ -180,9 +188,9 @@ def _measured(backend: Backend, refresh: bool) -> DeviceProfile:
                 profile_file.write(conditions, measured)
             except profile_file.ProfileFileError as error:
                 warn_user(f"polycast measured {backend.device_type} for this process alone: {error}")
-    forget()
+    _forget(key)
     if _named_by_user(backend.device_type) is None:
-        _found[backend.device_type, conditions.threads, env.profile()] = Lookup(backend, measured)
+        _found[key] = Lookup(backend, measured)
     return measured
 
 

@@ -68,7 +68,7 @@ class RuledForward:
         self._suspended: set[RuleSetId] = set()
         self.rules: Mapping[str, Rule] = {}
         self._rules_by_excluded_keys: dict[int, _ActiveRules] = {}
-        self._regions: dict[tuple[str, torch.dtype, int], autocast] = {}
+        self._regions: dict[tuple[str, torch.dtype, int], _ModuleRegion] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out caches, and the devices that this process's torch knows."""
@@ -130,9 +130,10 @@ class RuledForward:
         if is_dynamo_compiling() or switched_off.on_any_device():
             return self._run(self._active_rules(), args, kwargs)
         excluded = state.machine.excluded_keys()
-        rules = self._rules_by_excluded_keys.get(excluded)
+        known = self._rules_by_excluded_keys  # another one, if the rules change meanwhile
+        rules = known.get(excluded)
         if rules is None:
-            rules = self._rules_by_excluded_keys[excluded] = self._active_rules()
+            rules = known[excluded] = self._active_rules()
         return self._run(rules, args, kwargs)
 
     def _active_rules(self) -> "_ActiveRules":
@@ -193,7 +194,7 @@ class RuledForward:
         dtype = rule.dtype or state.machine.dtype(device)
         known = 0 if rule.ops is None else len(rule.ops.resolved)  # a library may define an optional op
         region = self._regions.get((device, dtype, known))
-        if region is None:
+        if region is None or region.rule is not rule:  # another thread may have changed the rules meanwhile
             region = self._regions[device, dtype, known] = _ModuleRegion(device, dtype, rule)
         return region
 
@@ -242,11 +243,13 @@ class _ModuleRegion(autocast):
     """The region that a rule opens.
 
     Attributes:
-        module_rule: the rule, as text; observers read it.
+        rule: the rule.
+        module_rule: its text; observers read it.
     """
 
     def __init__(self, device: str, dtype: torch.dtype, rule: Rule) -> None:
         super().__init__(device, dtype, rule.enabled)
+        self.rule = rule
         self.module_rule = rule.text
         recipe = None if rule.recipe is None else usable_recipe(rule.recipe, registry.find(device), rule.enabled)
         override = override_of_ops(device, rule.ops or OpPolicies(), MODULE_RULE, rule.text, recipe)

@@ -1,10 +1,11 @@
 """Attentions that autograd records, in a region with the recipe `Fastest`."""
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
-from torch.nn.attention import SDPBackend
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ...policy.schemas import existing_op, find_op
 from ...torch_internals.dispatcher import disable_autocast, dispatch_key_for_device, has_kernel_for_dispatch_key
@@ -82,8 +83,9 @@ class RecordedAttention(NamedTuple):
     def _recomputed(self, forward: torch.dtype, backward: torch.dtype, fast: torch.dtype) -> torch.Tensor:
         op, args, positions = self.op, self.args, self._positions
         others = [None if at in positions else arg for at, arg in enumerate(args)]
-        # The mask is saved as it is: it is often shared, and may have numbers that the fast dtype has not.
-        saved = [args[at].to(fast) if at < 3 else args[at] for at in positions]
+        # A mask of numbers is saved as it is: it is often shared, and may have numbers that the fast dtype has not.
+        saved = [args[at].to(fast) if at < 3 else _mask_to_save(args[at]) for at in positions]
+        kernels = _enabled_kernels()
 
         def compute() -> torch.Tensor:
             return in_dtype(op, args, forward).to(fast)
@@ -92,7 +94,8 @@ class RecordedAttention(NamedTuple):
             given = list(others)
             for at, tensor in zip(positions, tensors, strict=True):
                 given[at] = tensor
-            return in_dtype(op, given, backward)
+            with nullcontext() if _enabled_kernels() == kernels else sdpa_kernel(kernels):
+                return in_dtype(op, given, backward)
 
         result: torch.Tensor = Recomputed.apply(compute, again, *saved)  # type: ignore[no-untyped-call]
         return result
@@ -129,6 +132,23 @@ def _to_save(mask: torch.Tensor, dtype: torch.dtype, fast: torch.dtype) -> torch
         return torch.zeros_like(mask, dtype=fast).masked_fill_(~mask, -torch.inf)
     rounded = mask.to(dtype)
     return rounded.clone() if rounded.is_inference() else rounded  # autograd saves no inference tensors
+
+
+def _mask_to_save(mask: torch.Tensor) -> torch.Tensor:
+    """Return a mask, or a copy where autograd cannot save it, or torch saves a converted one: it may change."""
+    return mask.clone() if mask.dtype is torch.bool or mask.is_inference() else mask
+
+
+def _enabled_kernels() -> list[SDPBackend]:
+    """Return the kernels of attention that torch may choose."""
+    enabled: Any = torch.backends.cuda
+    kernels = {
+        SDPBackend.FLASH_ATTENTION: enabled.flash_sdp_enabled(),
+        SDPBackend.EFFICIENT_ATTENTION: enabled.mem_efficient_sdp_enabled(),
+        SDPBackend.MATH: enabled.math_sdp_enabled(),
+        SDPBackend.CUDNN_ATTENTION: enabled.cudnn_sdp_enabled(),
+    }
+    return [kernel for kernel, is_enabled in kernels.items() if is_enabled]
 
 
 def _call(name: str, *args: Any, **named: Any) -> Any:
@@ -229,7 +249,9 @@ class Recomputed(torch.autograd.Function):
         if gradient is None:
             return (None, None, *(None for _ in needed))
         saved, is_recorded = ctx.saved_tensors, torch.is_grad_enabled()
-        if not is_recorded:
+        if is_recorded:  # by views: one operand may be computed from another, or be the same tensor
+            saved = [each.view_as(each) if need else each for each, need in zip(saved, needed, strict=True)]
+        else:
             saved = [each.detach().requires_grad_(need) for each, need in zip(saved, needed, strict=True)]
         with torch.enable_grad(), disable_autocast():
             result = ctx.again(saved)

@@ -20,7 +20,7 @@ from ...torch_internals.private_names import (
 from ..casts.cast_cache import CastCache
 from ..casts.not_prepacked import INTERCEPTED
 from ..casts.traced import cast_of_traced
-from ..casts.weights import caching_is_safe, covers, is_dense, is_weight, parameter_of
+from ..casts.weights import caching_is_safe, covers, is_dense, is_weight, parameter_of, weight_of
 from ..inference import in_function
 from ..kernels import runs_in_fast_dtype_only
 from ..recipes.actions import AS_IT_IS, CACHED_CAST, FALL_BACK, FLOAT32, Action, ActionKind, Results
@@ -161,7 +161,7 @@ class FastestPlan(Plan):
             ways = choose_recorded(profile, dtype, workload, operands)
             return PlannedCall(ways.forward, ways.reason, recorded, ways)
         conversions = self._conversions(args, cache)
-        way, why = choose(profile, dtype, workload, conversions, self._ways_by_kernel(op, args, position))
+        way, why = choose(profile, dtype, workload, conversions, self._ways_by_kernel(op, args, position, dtype))
         return why if op in COMPOSED_OPS and way is Way.FAST else PlannedCall(way, why)
 
     def _why_not_pointwise(self, op: str, args: Sequence[Any], dtype: torch.dtype, checked: bool) -> str | None:
@@ -189,10 +189,12 @@ class FastestPlan(Plan):
             return REGISTERED
         return None if runs_in_fast_dtype_only(op, self.backend) else OTHER_OPS
 
-    def _ways_by_kernel(self, op: str, args: Sequence[Any], position: int) -> tuple[Way, ...]:
+    def _ways_by_kernel(self, op: str, args: Sequence[Any], position: int, dtype: torch.dtype) -> tuple[Way, ...]:
         """Return the ways by the kernel of an op, if it supports a call."""
         kernel = self.kernels.get(op)
-        if kernel is None or args[position].dtype is not torch.float32 or kernel.unsupported_reason(*args) is not None:
+        if kernel is None or args[position].dtype is not torch.float32 or dtype is torch.float32:
+            return ()  # a program may set float32 as the fast dtype
+        if kernel.unsupported_reason(*args) is not None:
             return ()
         return (Way.KERNEL, Way.FLOAT32_KERNEL) if kernel.takes_float32 else (Way.KERNEL,)
 
@@ -262,6 +264,8 @@ def _has_recurrent_kernel(dtype: torch.dtype, records: bool) -> bool:
 
 def _weight_of(tensor: torch.Tensor) -> torch.Tensor | None:
     """Return the weight that a tensor is or is a plain view of, or None; also for traced tensors."""
+    if tensor.dtype is torch.float32 and caching_is_safe():
+        return weight_of(tensor)  # as the native engine, which decides for equal calls
     parameter = parameter_of(tensor)
     return tensor if parameter is None and is_weight(tensor) else parameter
 

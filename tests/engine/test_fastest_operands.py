@@ -1,0 +1,141 @@
+"""Recipe "fastest" in training: operands that share memory or history, masks, and what is a weight."""
+
+import contextlib
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import polycast
+
+pytestmark = pytest.mark.usefixtures("engine")
+
+
+@pytest.fixture
+def recipe(profile_of):
+    """Return a recipe that computes everything in float32."""
+    return polycast.Fastest(profile_of(overhead=1e-15, cast=1e-15, bfloat16=1e9))
+
+
+@pytest.fixture(name="region", params=["plain", "fastest"])
+def _region(request, recipe):
+    return lambda: polycast.autocast("cpu", recipe=recipe if request.param == "fastest" else None)
+
+
+def attention_operands():
+    return [torch.randn(2, 3, 24, 16).bfloat16().requires_grad_() for _ in range(3)]
+
+
+def gradient(region, call, x, create_graph):
+    with sdpa_kernel(SDPBackend.MATH):
+        with region():
+            y = call(x)
+        (found,) = torch.autograd.grad(y.float().square().sum(), x, create_graph=create_graph)
+    return found.detach().float()
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: F.scaled_dot_product_attention(x, x, x),
+        lambda x: F.scaled_dot_product_attention(x, x * 2, x),
+        lambda x: F.scaled_dot_product_attention(x, *([x.transpose(-1, -2).transpose(-1, -2)] * 2)),
+    ],
+    ids=["one tensor", "a key from the query", "views"],
+)
+def test_the_gradient_with_a_graph_is_that_without_one(region, call):
+    x = attention_operands()[0]
+    without, with_graph = (gradient(region, call, x, create_graph) for create_graph in (False, True))
+    torch.testing.assert_close(with_graph, without, rtol=0.02, atol=0.02)
+
+
+def test_a_hook_on_an_operand_runs_once_with_a_graph(region):
+    x = attention_operands()[0]
+    query, calls = x * 1, []
+    query.register_hook(calls.append)
+    gradient(region, lambda x: F.scaled_dot_product_attention(query, x, x), x, True)
+    assert len(calls) == 1
+
+
+def test_the_kernel_of_the_forward_decides_whether_gradients_have_gradients(region):
+    operands = attention_operands()
+    with sdpa_kernel(SDPBackend.MATH), region():
+        y = F.scaled_dot_product_attention(*operands)
+    (first,) = torch.autograd.grad(y.float().square().sum(), operands[0], create_graph=True)
+    (second,) = torch.autograd.grad(first.float().square().sum(), operands[0])
+    assert second.isfinite().all()
+    assert second.any()
+    assert torch.backends.cuda.flash_sdp_enabled()
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32], ids=str)
+def test_a_mask_may_be_made_in_inference_mode(region, dtype):
+    operands = [torch.randn(2, 3, 24, 16, requires_grad=True) for _ in range(3)]
+    with torch.inference_mode():
+        mask = torch.ones(24, 24).tril().to(dtype)
+    with region():
+        F.scaled_dot_product_attention(*operands, mask).float().sum().backward()
+    assert all(each.grad.isfinite().all() for each in operands)
+
+
+def test_a_boolean_mask_may_be_refilled_before_the_backward(region):
+    operands = [torch.randn(2, 3, 24, 16, requires_grad=True) for _ in range(3)]
+    mask = torch.ones(24, 24, dtype=torch.bool).tril()
+
+    def gradients(change):
+        given = mask.clone()
+        with region():
+            y = F.scaled_dot_product_attention(*operands, given)
+        if change:
+            given.fill_(True)
+        return torch.autograd.grad(y.float().square().sum(), operands)
+
+    for changed, unchanged in zip(gradients(True), gradients(False), strict=True):
+        assert torch.equal(changed, unchanged)
+
+
+class OwnParameter(nn.Parameter):
+    """A subclass of Parameter without a dispatch of its own."""
+
+
+@pytest.mark.parametrize(
+    ("make", "is_view"),
+    [(lambda: torch.randn(16, 8, requires_grad=True), True), (lambda: OwnParameter(torch.randn(8, 16)), False)],
+    ids=["view of a leaf", "subclass"],
+)
+def test_equal_calls_have_equal_gradients(recipe, make, is_view):
+    weight, x, gradient = make(), torch.randn(48, 16, requires_grad=True), torch.randn(48, 8).bfloat16()
+
+    def gradients():
+        with polycast.autocast("cpu", recipe=recipe):
+            y = F.linear(x, weight.t() if is_view else weight)
+        return torch.autograd.grad(y, (x, weight), gradient)
+
+    first, second = gradients(), gradients()
+    assert all(map(torch.equal, first, second))
+
+
+@pytest.mark.parametrize("op", ["linear", "conv2d"])
+def test_a_frozen_parameter_may_be_made_in_inference_mode(region, op):
+    with torch.inference_mode():
+        layer = (nn.Linear(16, 16) if op == "linear" else nn.Conv2d(16, 16, 3)).requires_grad_(False)
+    x = torch.randn((4, 16) if op == "linear" else (2, 16, 8, 8), requires_grad=True)
+    for _ in range(2):
+        with region():
+            y = layer(x)
+        (found,) = torch.autograd.grad(y.float().sum(), x)
+        assert found.isfinite().all()
+
+
+def test_a_program_may_set_float32_as_the_fast_dtype(profile_of):
+    recipe = polycast.Fastest(profile_of(overhead=1e-15, bfloat16=9.0, float32_kernel=0.1))
+    layer, x = nn.Linear(300, 200), torch.ones(1, 300)
+    with torch.no_grad(), contextlib.ExitStack() as stack:
+        expected = layer(x)
+        stack.enter_context(polycast.autocast("cpu", recipe=recipe))
+        before = torch.get_autocast_dtype("cpu")
+        stack.callback(torch.set_autocast_dtype, "cpu", before)
+        torch.set_autocast_dtype("cpu", torch.float32)
+        assert torch.equal(layer(x), expected)
