@@ -34,8 +34,8 @@ class Regression(lightning.LightningModule):
 def fit(layers, data, tmp_path):
     """Return a function that trains a copy of the model for four steps with a precision plugin."""
 
-    def fit(plugin, checkpoint=None, **settings):
-        model = Regression(copy.deepcopy(layers))
+    def fit(plugin, checkpoint=None, kind=Regression, **settings):
+        model = kind(copy.deepcopy(layers))
         trainer = lightning.Trainer(
             accelerator="cpu",
             devices=1,
@@ -58,6 +58,20 @@ def test_without_settings_the_losses_are_those_of_lightning(precision, fit, engi
     theirs, ours = fit(MixedPrecision(precision, "cpu"))[0], fit(Precision(precision, "cpu"))[0]
     assert len(ours.losses) == 4
     assert ours.losses == theirs.losses
+
+
+def test_a_weight_that_a_step_uses_again_has_the_gradients_of_lightning(fit, engine):
+    class Again(Regression):
+        def training_step(self, batch):
+            x, targets = batch
+            for _ in range(8):
+                x = torch.tanh(self.layers[0](x)[:, :8])
+            loss = torch.nn.functional.mse_loss(x.float().sum(1, keepdim=True), targets)
+            self.losses.append(loss.item())
+            return loss
+
+    theirs, ours = (fit(plugin("bf16-mixed", "cpu"), kind=Again)[0].losses for plugin in (MixedPrecision, Precision))
+    assert ours == theirs
 
 
 def test_the_policy_applies(fit, layers, policy, dtypes, engine):

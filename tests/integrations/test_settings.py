@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import pickle
 
 import pytest
 import torch
@@ -52,3 +53,48 @@ def test_a_forward_of_the_instance_is_called(layers, engine):
     run_in_regions(layers, RegionSettings())
     with polycast.autocast("cpu"):
         assert torch.equal(layers(torch.zeros(2)), torch.ones(2))
+
+
+def test_data_parallel_refuses_the_model(in_regions):
+    with pytest.raises(RuntimeError, match="cannot be replicated by nn.DataParallel"):
+        in_regions._replicate_for_data_parallel()
+
+
+def test_parameters_without_memory_do_not_decide_the_device(dtypes, engine):
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8, device="meta"), torch.nn.ReLU())
+    model.append(torch.nn.Linear(8, 1))
+    run_in_regions(model, RegionSettings({"relu": "fp32"}))
+    model[0] = torch.nn.Linear(8, 8, device="meta")
+    model[0].forward = lambda x: x
+    found = []
+    model[1].register_forward_hook(lambda module, inputs, output: found.append(output.dtype))
+    with polycast.autocast("cpu"):
+        model(torch.ones(1, 8).bfloat16())
+    assert found == [torch.float32]
+
+
+def test_a_model_with_a_cache_is_pickled_without_it(layers, dtypes, engine):
+    run_in_regions(layers, RegionSettings({"relu": "fp32"}, cache=polycast.WeightCache()))
+    loaded = pickle.loads(pickle.dumps(layers))
+    found = dtypes(loaded)
+    with polycast.autocast("cpu"):
+        loaded(torch.ones(1, 8))
+    assert found == [torch.bfloat16, torch.float32, torch.bfloat16]
+
+
+def test_each_checkpoint_replaces_the_settings_of_the_one_before(layers, engine):
+    settings, rules = RegionSettings(), polycast.Policy(modules={"0": "fp32"})
+    for policy, recipe in ((polycast.Policy({"relu": "fp32"}), "int8"), (rules, ""), (polycast.Policy({}), "")):
+        saved = RegionSettings(policy, recipe or None).state_dict()
+        settings.restore(saved, layers)
+        assert settings.state_dict() == saved
+        assert bool(polycast.rules_of(layers)) == (policy is rules)
+    settings.restore({"policy": "", "recipe": ""}, layers)
+    assert (settings.policy, settings.recipe) == (None, None)
+
+
+def test_a_given_policy_is_not_replaced(layers):
+    settings = RegionSettings({"relu": "fp32"})
+    with pytest.warns(UserWarning, match="leave out policy="):
+        settings.restore(RegionSettings({"tanh": "fp32"}).state_dict(), layers)
+    assert settings.policy == polycast.Policy({"relu": "fp32"})

@@ -156,6 +156,20 @@ def test_a_log_leaves_the_losses_unchanged(train, engine):
     assert losses(train(PolycastCallback(log=polycast.RunLog()))) == losses(train())
 
 
+def test_a_model_is_copied_in_a_step_of_a_log(train):
+    copies = []
+
+    class Copying(transformers.TrainerCallback):
+        def on_optimizer_step(self, arguments, state, control, model=None, **others):
+            copies.append(copy.deepcopy(model))
+
+    log = polycast.RunLog()
+    train(PolycastCallback(log=log), callbacks=[Copying()])
+    assert len(copies) == len(log.history.steps) == 4
+    copies[0].train()(torch.ones(1, 8), torch.ones(1, 1))
+    assert len(log.history.steps) == 4
+
+
 def test_batches_that_are_accumulated_are_one_step_of_a_log(train):
     log = polycast.RunLog()
     trainer = train(PolycastCallback(log=log), gradient_accumulation_steps=2)

@@ -94,3 +94,36 @@ def test_two_threads_with_two_policies_over_one_model():
     for thread in threads:
         thread.join()
     assert found == {policy: {dtype} for policy, dtype in policies.items()}
+
+
+def test_rules_that_change_during_a_call_decide_from_the_next_call_on():
+    called, changed = threading.Event(), threading.Event()
+
+    class Waiting(dict):
+        def items(self):  # is called while the rule casts the arguments
+            called.set()
+            assert changed.wait(60)
+            return super().items()
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(2, 2)
+
+        def forward(self, inputs):
+            return self.layer(inputs["x"])
+
+    def work():
+        with polycast.autocast("cpu"):
+            model(Waiting(x=X.bfloat16()))
+
+    model = Model()
+    polycast.apply_policy(model, Policy(modules={"": "fp32"}))
+    thread = threading.Thread(target=work)
+    thread.start()
+    assert called.wait(60)
+    polycast.apply_policy(model, Policy(modules={"": "bfloat16"}))
+    changed.set()
+    thread.join()
+    with polycast.autocast("cpu"):
+        assert model({"x": X}).dtype is torch.bfloat16

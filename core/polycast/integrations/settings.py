@@ -13,7 +13,7 @@ from ..policy.recipe import Recipe, RecipeLike, read_recipe
 from ..policy.value import Policy, PolicyLike
 from ..region.autocast import autocast
 from ..region.module_rules import ModuleRules, apply_policy
-from ..region.ruled_forward import like_unbound, rebound
+from ..region.ruled_forward import REPLICATE, like_unbound, rebound, refuse_replicas
 from ..torch_internals.dispatcher import is_any_autocast_enabled
 
 
@@ -99,6 +99,7 @@ def run_in_regions(model: nn.Module, settings: RegionSettings, dtype: torch.dtyp
         dtype: the dtype of regions around a forward that opens its own. None: open a region inside the enclosing one,
             if autocast is on, with its dtype.
     """
+    vars(model).setdefault(REPLICATE, refuse_replicas)
     model.forward = _ForwardInRegion(model, vars(model).get("forward"), settings, dtype)
 
 
@@ -124,12 +125,13 @@ class _ForwardInRegion:
 
     def _device_type(self) -> str | None:
         """Return the device of the model's first parameter in memory; without a dtype, the first with autocast on."""
+        default = torch.empty(0).device.type
         devices = (each.device.type for each in self._model.parameters() if not each.is_meta)
         if self._dtype is not None:
-            return next(devices, "cpu")
+            return next(devices, default)
         if not is_any_autocast_enabled():
             return None
-        return next((each for each in (*dict.fromkeys(devices), "cpu") if torch.is_autocast_enabled(each)), None)
+        return next((each for each in (*dict.fromkeys(devices), default) if torch.is_autocast_enabled(each)), None)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_ForwardInRegion":
         model, inner = copy.deepcopy((self._model, self._inner), memo)

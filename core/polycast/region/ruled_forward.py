@@ -26,7 +26,7 @@ FORWARD = "forward"
 ANY_DEVICE = ""
 _BOUND = "_polycast_bound"
 """An attribute of an unbound function: the forward that it is of."""
-_REPLICATE = "_replicate_for_data_parallel"
+REPLICATE = "_replicate_for_data_parallel"
 
 
 class Rule(NamedTuple):
@@ -80,7 +80,7 @@ class RuledForward:
     def put(self) -> None:
         """Install this object as the forward of the module."""
         self.module.forward = self
-        vars(self.module).setdefault(_REPLICATE, _refuse_replicas)
+        vars(self.module).setdefault(REPLICATE, refuse_replicas)
 
     def add(self, rule_set: RuleSetId, rules: Mapping[str, Rule]) -> None:
         """Put the module under rules; those added last decide."""
@@ -116,8 +116,8 @@ class RuledForward:
             del attributes[FORWARD]
         else:
             attributes[FORWARD] = self.inner
-        if attributes.get(_REPLICATE) is _refuse_replicas:
-            del attributes[_REPLICATE]
+        if attributes.get(REPLICATE) is refuse_replicas:
+            del attributes[REPLICATE]
 
     def _update(self) -> None:
         active = [rules for rule_set, rules in self._entries if rule_set not in self._suspended]
@@ -278,10 +278,12 @@ def _known_devices() -> tuple[str, ...]:
     return tuple(autocast_supported_devices())
 
 
-def _refuse_replicas() -> NoReturn:
+def refuse_replicas() -> NoReturn:
+    """Raise, in place of a module's ``_replicate_for_data_parallel``, which nn.DataParallel calls."""
     raise RuntimeError(
-        "a model under the rules of polycast.apply_policy cannot be replicated by nn.DataParallel: replicas would call "
-        "the original's forward. Use DistributedDataParallel, or remove the rules before."
+        "a model under the rules of polycast.apply_policy, or that polycast.integrations runs in regions, cannot be "
+        "replicated by nn.DataParallel: replicas would call the original's forward. Use DistributedDataParallel (the "
+        "Trainer does in processes of torchrun), or remove the rules before."
     )
 
 
