@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Mapping
+from itertools import chain
 from typing import Any
 
 import torch
@@ -131,7 +132,7 @@ class _ForwardInRegion:
             return next(devices, default)
         if not is_any_autocast_enabled():
             return None
-        return next((each for each in (*dict.fromkeys(devices), default) if torch.is_autocast_enabled(each)), None)
+        return next((each for each in chain(devices, (default,)) if torch.is_autocast_enabled(each)), None)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_ForwardInRegion":
         model, inner = copy.deepcopy((self._model, self._inner), memo)

@@ -118,17 +118,13 @@ def look_up(device_type: str) -> Lookup:
     return known
 
 
-def forget() -> None:
-    """Forget the profiles of this process, not those on disk."""
+def forget(key: tuple[str, int, str | None] | None = None) -> None:
+    """Forget the profiles of this process, or that of one key, not those on disk."""
     global usable_recipes
-    _found.clear()
-    usable_recipes = {}
-
-
-def _forget(key: tuple[str, int, str | None]) -> None:
-    """Forget one profile of this process. Others may be on no disk."""
-    global usable_recipes
-    _found.pop(key, None)
+    if key is None:
+        _found.clear()
+    else:
+        _found.pop(key, None)
     usable_recipes = {}
 
 
@@ -168,7 +164,7 @@ def _measured(backend: Backend, refresh: bool) -> DeviceProfile:
         stack.callback(_being_measured.discard, backend.device_type)
         key = backend.device_type, conditions.threads, env.profile()
         if not refresh:
-            _forget(key)
+            forget(key)  # others may be on no disk
             found = find(backend.device_type)  # another process may have measured it
             if found is not None:
                 return found
@@ -188,7 +184,7 @@ def _measured(backend: Backend, refresh: bool) -> DeviceProfile:
                 profile_file.write(conditions, measured)
             except profile_file.ProfileFileError as error:
                 warn_user(f"polycast measured {backend.device_type} for this process alone: {error}")
-    _forget(key)
+    forget(key)
     if _named_by_user(backend.device_type) is None:
         _found[key] = Lookup(backend, measured)
     return measured

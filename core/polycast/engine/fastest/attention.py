@@ -130,8 +130,7 @@ def _to_save(mask: torch.Tensor, dtype: torch.dtype, fast: torch.dtype) -> torch
     """
     if mask.dtype is torch.bool:
         return torch.zeros_like(mask, dtype=fast).masked_fill_(~mask, -torch.inf)
-    rounded = mask.to(dtype)
-    return rounded.clone() if rounded.is_inference() else rounded  # autograd saves no inference tensors
+    return _mask_to_save(mask.to(dtype))
 
 
 def _mask_to_save(mask: torch.Tensor) -> torch.Tensor:
