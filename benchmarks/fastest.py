@@ -196,6 +196,13 @@ def _all() -> Iterator[Race]:
 races = functools.partial(Several, _all)
 
 
+def measure_profile(device_type: str) -> None:
+    """Measure the profile with which the recipe chooses, again if it is noisy."""
+    for _ in range(_TRIES):
+        if not polycast.profile(device_type, refresh=True).is_noisy:
+            return
+
+
 @dataclass(frozen=True)
 class Fastest:
     """All races, after a measurement of the profile with which the recipe chooses.
@@ -208,9 +215,7 @@ class Fastest:
 
     def run(self, quick: bool) -> list[Result]:
         """Return the results of all races."""
-        for _ in range(_TRIES):
-            if not polycast.profile("cpu", refresh=True).is_noisy:
-                break
+        measure_profile("cpu")
         return Apart(f"{__name__}:races", least=True, processes=self.processes, keeps_memory=True).run(quick)
 
 

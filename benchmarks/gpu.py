@@ -1,6 +1,8 @@
 """Ops, models and training steps on a GPU, in float16 and float8, against torch.autocast, a float16 copy, and float32.
 
-torch's timer waits for the device before and after each turn. Without a GPU there are no figures.
+torch's timer waits for the device before and after each turn. All ways run in one process: launching kernels takes most
+of the time of many models, and the speed of that differs by up to a half between processes. Without a GPU there are no
+figures.
 """
 
 import functools
@@ -12,17 +14,19 @@ import torch
 
 import polycast
 
-from .apart import Apart
-from .fastest import adamw, bert, gpt2, llama, loss_of_logits, resnet, vit
+from .fastest import NOT_SLOWER as AS_FAST_AS_OTHERS
+from .fastest import adamw, bert, gpt2, llama, loss_of_logits, measure_profile, resnet, vit
 from .once import NOT_SLOWER
 from .scenarios import MODELS
-from .timing import Race, Ratio, Result, Several, Skipped
+from .timing import Race, Ratio, Result, Side, Skipped
 from .ways import Case, Inference, Made, Training, Way, no_region
 
 FLOAT32, TORCH, COPY, PLAIN, CACHED = "float32", "torch.autocast", "a float16 copy", "a plain region", "WeightCache"
-FLOAT8 = "float8"
+FASTEST, FASTEST_CACHED, FLOAT8 = "fastest", "fastest, WeightCache", "float8"
 DEVICE = "cuda"
 _AS_FAST_AS_A_COPY = 1.08
+_IN_FLOAT8 = "LLaMA"
+"""Only its weights are large enough for the recipe float8 to compute with them in float8."""
 
 
 def ways() -> dict[str, Way]:
@@ -32,10 +36,12 @@ def ways() -> dict[str, Way]:
     return {
         PLAIN: Way(amp, "polycast"),
         CACHED: Way(lambda *device: amp(*device, cache=cache), "polycast", trains=False),
+        FASTEST: Way(lambda *device: amp(*device, recipe="fastest"), "polycast"),
+        FASTEST_CACHED: Way(lambda *device: amp(*device, recipe="fastest", cache=cache), "polycast", trains=False),
         COPY: Way(no_region, "polycast", copied=True, trains=False),
         **({FLOAT8: float8} if polycast.get_backend(DEVICE).recipe_availability(polycast.Float8()) else {}),
         TORCH: Way(torch.autocast, "torch"),
-        FLOAT32: Way(no_region, "torch"),
+        FLOAT32: Way(no_region, "polycast"),
     }
 
 
@@ -93,24 +99,42 @@ CASES: Sequence[Case] = (
 
 
 def _ratios(case: Case, sides: Sequence[str]) -> list[Ratio]:
-    bounds = [(PLAIN, TORCH, NOT_SLOWER), (CACHED, TORCH, NOT_SLOWER), (CACHED, COPY, _AS_FAST_AS_A_COPY)]
-    others = [(FLOAT8, COPY, None), (PLAIN, FLOAT32, None)]
+    fastest = "the fastest of float32, torch.autocast and a plain region"
+    bounds: list[tuple[str, str, Sequence[str], float | None]] = [
+        (PLAIN, TORCH, (TORCH,), NOT_SLOWER),
+        (CACHED, TORCH, (TORCH,), NOT_SLOWER),
+        (CACHED, COPY, (COPY,), _AS_FAST_AS_A_COPY),
+        (FASTEST, fastest, (FLOAT32, TORCH, PLAIN), AS_FAST_AS_OTHERS),
+        (FASTEST_CACHED, fastest, (FLOAT32, TORCH, PLAIN), AS_FAST_AS_OTHERS),
+        *([(FLOAT8, COPY, (COPY,), None)] if _IN_FLOAT8 in case.what else []),
+    ]
     return [
-        Ratio(f"{case.what}, {ours}", theirs, ours, theirs, at_most)
-        for ours, theirs, at_most in (*bounds, *others)
-        if ours in sides and theirs in sides
+        Ratio(f"{case.what}, {ours}", against, ours, theirs, at_most)
+        for ours, against, theirs, at_most in bounds
+        if {ours, *theirs} <= set(sides)
     ]
 
 
-def _all() -> Iterator[Race]:
+def _peak(side: Side) -> int:
+    """Return the bytes that a call allocates at its peak."""
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    side.time(1)
+    return torch.cuda.max_memory_allocated() - before
+
+
+def _results(quick: bool) -> Iterator[Result]:
     for case in CASES:
-        sides = case.sides(ways())
-        yield Race(_ratios(case, list(sides)), sides=sides, rounds=24, most_seconds=3, seconds=0.03)
-        del sides
+        sides = case.sides({name: way for name, way in ways().items() if name != FLOAT8 or _IN_FLOAT8 in case.what})
+        race = Race(_ratios(case, list(sides)), sides=sides, rounds=24, most_seconds=6, seconds=0.03, least=True)
+        yield from race.run(quick)
+        if isinstance(case, Training):
+            peaks = {name: _peak(sides[name]) for name in (PLAIN, FASTEST, TORCH)}
+            for name in (PLAIN, FASTEST):
+                ratio = peaks[name] / peaks[TORCH]
+                yield Result(f"{case.what}, peak memory, {name}", TORCH, ratio, NOT_SLOWER, sides=(name, TORCH))
+        del race, sides
         torch.cuda.empty_cache()
-
-
-races = functools.partial(Several, _all)
 
 
 @dataclass(frozen=True)
@@ -123,4 +147,5 @@ class Gpu:
         if not available:
             bounded = [ratio for case in CASES for ratio in _ratios(case, (PLAIN, TORCH))]
             return Skipped(bounded, available.reason).run(quick)
-        return Apart(f"{__name__}:races", least=True, processes=1).run(quick)
+        measure_profile(DEVICE)
+        return list(_results(quick))

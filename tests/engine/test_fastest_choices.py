@@ -104,6 +104,13 @@ def test_choices_depend_on_the_profile_alone(profile):
     assert shuffled == made(fresh(profile), calls)
 
 
+def test_each_tensor_that_is_converted_takes_the_time_of_a_call(profile_of):
+    x = torch.ones(2, 4, 4)
+    with autocast("cpu", recipe=Fastest(profile_of(overhead=1e-5, cast=1e-15, bfloat16=1.0))):
+        for other, way in ((x, "float32"), (x.bfloat16(), "bfloat16")):
+            assert f"computes it in {way}" in str(polycast.explain("aten::bmm", "cpu", x, other))
+
+
 def test_calls_of_the_same_bucket_are_computed_alike(crossing):
     def workloads():
         return [Workload("linear", rows, LARGE, rows * 128, 128) for rows in range(91, 182)]

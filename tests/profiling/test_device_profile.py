@@ -70,9 +70,16 @@ def test_seconds_are_interpolated_on_logarithmic_scales_and_grow_beyond():
     assert found.seconds("linear", 2, "float32") == pytest.approx(2e-3)
     assert found.seconds("linear", 160, "float32") == pytest.approx(0.16)
     assert found.seconds("linear", 1, "float32", size=2**16) == pytest.approx(1e-4)
-    assert found.seconds("linear", 1, "float32", size=2**21) == pytest.approx(2e-3)
+    assert found.seconds("linear", 1, "float32", size=2**21) == pytest.approx(
+        1e-3 + (1e-3 - 1e-5) * 2**20 / (2**20 - 2**12)
+    )
     assert found.seconds("cast", 32, "to bfloat16") == pytest.approx(math.sqrt(2) * 1e-6)
     assert found.seconds("linear", 1, "float16") is None
+
+
+def test_a_time_that_is_only_that_of_a_call_does_not_grow_beyond():
+    found = made([Measurement("linear", rows, "float32", 2e-5) for rows in (1, 4, 1024)])
+    assert found.seconds("linear", 2**20, "float32") == 2e-5
 
 
 def test_ways_are_listed_by_op():

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 import polycast
-from polycast.profiling import cases as all_cases
 from polycast.profiling import op_timer
-from polycast.profiling.cases import Case, cases
+from polycast.profiling.cases import Case
 from polycast.profiling.measure import measure
 from polycast.profiling.measurement import PREEMPTED, Omission
 from polycast.profiling.stopwatch import PreemptionWatch, Stopwatch
@@ -321,13 +320,3 @@ def test_the_bandwidth_of_a_device_without_sums_is_unknown(clock, monkeypatch, r
     monkeypatch.setattr(Memory, "sum", fail)
     monkeypatch.setattr(op_timer, "Operands", lambda device_type: Memory(clock, 0.0, 0.01))
     assert run(lambda way, work, before: 1e-3).bandwidth() == 0.0
-
-
-def test_the_cases_are_those_of_the_documentation():
-    found = cases()
-    assert {each.op for each in found} == set(all_cases.OPS)
-    for op in ("linear", "matmul"):
-        assert {(each.rows, each.size) for each in found if each.op == op} == {
-            (rows, size) for rows in (1, 4, 8, 16, 128, 1024) for size in (64 * 64, 256 * 256, 1024 * 1024)
-        }
-    assert [each.work for each in found] == sorted(each.work for each in found)

@@ -22,6 +22,8 @@ _ROWS = (1, 4, 8, 16, 128, 1024)
 _FEATURES = (64, 256, 1024)
 """A small size shows what a call costs besides its work. The middle one is that of small models: costs do not grow
 linearly up to it."""
+_LARGE_ROWS, _LARGE_FEATURES = 4096, 4096
+"""For devices that queue calls, which compute smaller matmuls in less time than a call takes."""
 _HEADS, _HEAD_FEATURES, _KEYS = 12, 64, 512
 _SEQUENCES = _LAYER_HEADS = 4
 _ATEN = torch.ops.aten
@@ -60,6 +62,7 @@ class Case:
         arguments: returns the arguments for a way, without the weight.
         weight: None: the op has none, so backends have no kernels for it.
         needs: an op of torch; devices without a kernel for it are not measured. None: all devices are.
+        is_large: whether it is for devices that queue calls only: on others it would take too long.
     """
 
     op: str
@@ -70,14 +73,17 @@ class Case:
     arguments: Callable[[MeasuredWay, Operands], tuple[Any, ...]]
     weight: WeightedOp | None = None
     needs: str | None = None
+    is_large: bool = False
 
     @property
     def time_weight(self) -> float:
         """The weight of the case when the time of a pass is divided among the cases."""
-        return 1 + self.work / 2e8
+        return 1 + (0 if self.is_large else self.work / 2e8)
 
-    def is_for(self, device_type: str) -> bool:
-        """Return whether it is measured on a device."""
+    def is_for(self, device_type: str, is_queued: bool) -> bool:
+        """Return whether it is measured on a device, given whether calls are queued there."""
+        if self.is_large and not is_queued:
+            return False
         return self.needs is None or has_kernel_for_dispatch_key(self.needs, dispatch_key_for_device(device_type))
 
     def is_at_least(self, other: "Case") -> bool:
@@ -87,7 +93,8 @@ class Case:
 
 def cases() -> list[Case]:
     """Return the cases, beginning with the least work."""
-    return sorted(_all_cases(), key=lambda case: case.work)
+    large = (replace(case, is_large=True) for case in _large_cases())
+    return sorted([*_all_cases(), *large], key=lambda case: case.work)
 
 
 def _all_cases() -> Iterator[Case]:
@@ -118,6 +125,24 @@ def _all_cases() -> Iterator[Case]:
         for rows, features in ((16, 128), (128, 128), (512, 128), (128, 512)):
             yield _encoder_layer(rows, features)
     for elements in (1, 64, 4096, 2**16, 2**20):
+        yield _cast(elements)
+
+
+def _large_cases() -> Iterator[Case]:
+    sizes = [(_LARGE_ROWS, features) for features in _FEATURES]
+    for rows, features in (*sizes, *((rows, _LARGE_FEATURES) for rows in (1, 16, 128, 1024, _LARGE_ROWS))):
+        yield _linear(rows, features)
+        yield _matmul(rows, features)
+    for images, channels, pixels in ((32, 16, 14), (32, 64, 56), (32, 256, 14)):
+        yield _conv2d("conv2d", images, channels, pixels)
+    yield _conv2d("depthwise_conv2d", 32, 96, 56, groups=96)
+    yield _bmm(_LARGE_ROWS)
+    yield _attention(2048, 4, 64)
+    for rows in (1, 2048):
+        yield _attention(rows, 32, 2048)
+    if find_op(_LAYER) is not None:
+        yield _encoder_layer(_LARGE_ROWS, 512)
+    for elements in (2**22, 2**24):
         yield _cast(elements)
 
 

@@ -256,10 +256,19 @@ def _interpolated(curve: Mapping[int, float], at: int) -> float:
 
 
 def _interpolated_time(curve: Mapping[int, float], at: int) -> float:
-    """Return a time interpolated on logarithmic scales; beyond the largest key it is proportional to the key."""
-    largest = max(curve)
+    """Return a time interpolated on logarithmic scales.
+
+    Beyond the largest key it grows with the key as between the smallest and the largest: on a device that computes all
+    of them in less than the time of a call, that of the largest key is no measure of the work.
+    """
+    smallest, largest = min(curve), max(curve)
     if at > largest:
-        return curve[largest] * at / largest
+        rate = (
+            (curve[largest] - curve[smallest]) / (largest - smallest)
+            if smallest < largest
+            else curve[largest] / largest
+        )
+        return curve[largest] + max(rate, 0.0) * (at - largest)
     if at in curve:
         return curve[at]
     return math.exp(_interpolated({key: math.log(seconds) for key, seconds in curve.items()}, at))

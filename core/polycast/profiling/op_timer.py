@@ -24,6 +24,8 @@ from .ways import MeasuredWay
 
 _ENDS = (1.1, 1.35, 1.6, 1.85, 2.1)
 """When passes end, in seconds from the beginning. The first includes making the memory that the cases use."""
+_QUEUED_PASSES = 3
+"""On a device that queues calls, passes take this many times as long: it has more cases, each of which waits for it."""
 _WARM_UP_SECONDS = 30.0
 """The most seconds of the first calls on a device that queues them; then no further one is made."""
 _SUMS = 5
@@ -101,7 +103,7 @@ class OpTimer:
         ]
         self._operands = Operands(device_type)
         self._stopwatch = Stopwatch(device_type)
-        self._cases = [case for case in cases() if case.is_for(device_type)]
+        self._cases = [case for case in cases() if case.is_for(device_type, self._stopwatch.is_queued)]
         self._entries: dict[tuple[Case, str], _Entry] = {}
         self._unsupported: set[tuple[Case, str]] = set()
         self._hopeless: dict[tuple[Case, str], float | None] = {}
@@ -115,7 +117,8 @@ class OpTimer:
             self._warm_up()
             self._start = time.perf_counter()
         for end in _ENDS:
-            self._run(self._start + end, is_last=end == _ENDS[-1])
+            seconds = end * (_QUEUED_PASSES if self._stopwatch.is_queued else 1)
+            self._run(self._start + seconds, is_last=end == _ENDS[-1])
         self._mark_noisy()
 
     def _warm_up(self) -> None:

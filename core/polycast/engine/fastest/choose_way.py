@@ -71,11 +71,16 @@ class Conversions(NamedTuple):
         wide: the float32 elements of activations, which the fast dtype's way converts. Kernels of backends take any.
         weight: the float32 elements of weights whose casts will not be found in a cache, which the fast dtype's way and
             its kernels convert.
+        more_to_fast: the tensors that the fast dtype's way converts besides one activation and one weight. Converting
+            each takes at least the time of a call.
+        more_to_float32: the tensors that the way float32 converts besides one.
     """
 
     narrow: int
     wide: int
     weight: int
+    more_to_fast: int = 0
+    more_to_float32: int = 0
 
 
 def choose(
@@ -91,7 +96,8 @@ def choose(
         kernels: the ways by kernels of the backend that support the call.
     """
     rounded = Workload(workload.op, *map(bucket, workload[1:]))
-    return _choose(profile, dtype, rounded, Conversions(*map(bucket, conversions)), kernels)
+    narrow, wide, weight = map(bucket, conversions[:3])
+    return _choose(profile, dtype, rounded, conversions._replace(narrow=narrow, wide=wide, weight=weight), kernels)
 
 
 def bucket(size: int) -> int:
@@ -113,12 +119,16 @@ def _choose(
     if workload.op == ENCODER_LAYER and conversions.wide >= workload.result:
         seconds[Way.FAST] *= _OF_FLOAT32_INPUT
     of_weight = seconds_to_cast_weight(profile, f"to {fast}", conversions.weight)
+    of_one = seconds_to_cast(profile, f"to {fast}", 1)
     converting = {
-        Way.FAST: of_weight + seconds_to_cast(profile, f"to {fast}", conversions.wide),
+        Way.FAST: of_weight
+        + seconds_to_cast(profile, f"to {fast}", conversions.wide)
+        + of_one * conversions.more_to_fast,
         Way.KERNEL: of_weight,
         Way.FLOAT32_KERNEL: 0.0,
         Way.FLOAT32: seconds_to_cast(profile, f"from {fast}", conversions.narrow)
-        + seconds_to_cast(profile, f"to {fast}", workload.result),
+        + seconds_to_cast(profile, f"to {fast}", workload.result)
+        + of_one * conversions.more_to_float32,
     }
     total = {way: each + converting[way] for way, each in seconds.items()}
     ratios = {way: each / total[Way.FAST] for way, each in total.items()}

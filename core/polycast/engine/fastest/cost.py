@@ -13,8 +13,9 @@ from ...profiling.cases import ATTENTION_BACKWARD
 from ...profiling.device_profile import DeviceProfile, curves_of
 
 CAST = "cast"
-_CALL_FROM_PYTHON = 0.5
-"""The part of the time of converting one element that is Python's call. Conversions inside of ops do not take it."""
+_CALL_FROM_PYTHON = 0.5, 1e-6
+"""The part of the time of converting one element that is Python's call, and the most seconds that this is. Conversions
+inside of ops do not take it. On a device that queues calls, most of that time is the device's."""
 _OF_WORK = ("conv2d", "depthwise_conv2d", ATTENTION_BACKWARD)
 """The ops whose time is linear in their multiplications."""
 _OF_WEIGHTS = ("linear", "matmul", "encoder_layer")
@@ -94,7 +95,8 @@ def seconds_to_cast(profile: DeviceProfile, way: str, elements: int) -> float:
     A profile without conversions makes them free.
     """
     seconds = None if elements <= 0 else profile.seconds(CAST, elements, way)
-    return 0.0 if seconds is None else seconds - _CALL_FROM_PYTHON * (profile.seconds(CAST, 1, way) or 0.0)
+    part, most = _CALL_FROM_PYTHON
+    return 0.0 if seconds is None else seconds - min(part * (profile.seconds(CAST, 1, way) or 0.0), most)
 
 
 def seconds_to_cast_weight(profile: DeviceProfile, way: str, elements: int) -> float:

@@ -200,17 +200,18 @@ class FastestPlan(Plan):
 
     def _conversions(self, args: Sequence[Any], cache: CastCache | None) -> Conversions:
         """Return the elements to convert."""
-        narrow = wide = weight = 0
+        narrow, wide, weight = [], [], []
         for arg in args:
             if isinstance(arg, torch.Tensor) and arg.dtype in FLOATS:
                 elements = size_hint(arg.numel())
                 if arg.dtype is not torch.float32:
-                    narrow += elements
+                    narrow.append(elements)
                 elif _weight_of(arg) is None:
-                    wide += elements
+                    wide.append(elements)
                 elif not self._is_cached(arg, cache):
-                    weight += elements
-        return Conversions(narrow, wide, weight)
+                    weight.append(elements)
+        more_to_fast = max(len(wide) - 1, 0) + max(len(weight) - 1, 0)
+        return Conversions(sum(narrow), sum(wide), sum(weight), more_to_fast, max(len(narrow) - 1, 0))
 
     def _is_cached(self, tensor: torch.Tensor, cache: CastCache | None) -> bool:
         """Return whether a cast will be found in the region's WeightCache: of a frozen weight, or at inference."""
