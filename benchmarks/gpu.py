@@ -1,4 +1,4 @@
-"""Ops, models and training steps on a GPU, in float16 and float8, against torch.autocast, a float16 copy, and float32.
+"""Ops, models and training steps on a GPU, in regions and by recipe, against torch.autocast, a float16 copy, float32.
 
 torch's timer waits for the device before and after each turn. All ways run in one process: launching kernels takes most
 of the time of many models, and the speed of that differs by up to a half between processes. Without a GPU there are no
@@ -116,7 +116,7 @@ def _ratios(case: Case, sides: Sequence[str]) -> list[Ratio]:
 
 
 def _peak(side: Side) -> int:
-    """Return the bytes that a call allocates at its peak."""
+    """Return the bytes that a call allocates at its peak, besides what it found: a step finds the last gradients."""
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     side.time(1)

@@ -90,3 +90,22 @@ def test_a_torch_whose_backward_cannot_be_configured_is_told(monkeypatch):
     text = r"does not support the internals of this torch .*create_joint.* gradients of ops that policies keep"
     with pytest.warns(UserWarning, match=text), polycast.autocast("cpu", policy={"mm": "fp32"}):
         pass
+
+
+class Interrupted(Model):
+    def forward(self, x):
+        with polycast.autocast("cpu", policy={"linear": "fp32"}):
+            torch._dynamo.graph_break()
+            return self.layer(x)
+
+
+def test_gradients_after_a_graph_break_in_a_region_with_a_policy_are_those_of_eager_code():
+    def gradient_of(call, model):
+        with polycast.autocast("cpu"):
+            y = call(torch.linspace(-1, 1, 2048).reshape(32, 64))
+        y.square().sum().backward()
+        return model.layer.weight.grad
+
+    eager, compiled = Interrupted(), Interrupted()
+    expected = gradient_of(eager, eager)
+    torch.testing.assert_close(gradient_of(torch.compile(compiled, backend="aot_eager"), compiled), expected)

@@ -122,3 +122,34 @@ def test_a_policy_is_refused_not_strictly():
         "Leave out policy=, or cast in the model what has to run in another dtype."
     )
     assert polycast.autocast_nesting("cpu") == 0
+
+
+class WithFunction(torch.nn.Module):
+    """A model that leaves its region in an autograd.Function, a snapshot and a generator."""
+
+    def __init__(self):
+        super().__init__()
+        self.outside = polycast.capture()
+
+    def forward(self, x):
+        with polycast.autocast("cpu", torch.bfloat16):
+            rows = self.outside.wrap(lambda: (yield x @ x))()
+            with self.outside.apply():
+                y = x @ x
+            return _Square.apply(x), y, next(rows), x @ x
+
+
+class _Square(torch.autograd.Function):
+    @staticmethod
+    @polycast.custom_fwd(device_type="cpu", cast_inputs=torch.float32)
+    def forward(ctx, x):
+        return x @ x
+
+
+def test_regions_are_left_in_the_program_where_the_model_leaves_them():
+    model, x = WithFunction(), torch.randn(4, 4)
+    expected = model(x)
+    assert [each.dtype for each in expected] == [torch.float32] * 3 + [torch.bfloat16]
+    exported = torch.export.export(model, (x,), strict=False).module()(x)
+    for ours, theirs in zip(expected, exported, strict=True):
+        assert torch.equal(ours, theirs)

@@ -160,3 +160,22 @@ def test_a_broken_backend_raises_an_error(patched, monkeypatch):
     monkeypatch.setattr(registry, "ready", {})
     with pytest.raises(polycast.BackendBrokenError, match="the plugin is broken"):
         torch.autocast("cpu")
+
+
+def test_attributes_that_a_subclass_sets_apply(engine):
+    class Half(torch.autocast):
+        def __init__(self):
+            super().__init__("cpu")
+            self.fast_dtype = torch.float16
+
+    x = torch.ones(2, 2)
+    region = Half()
+    with polycast.patch_torch():
+        patched = Half()
+        for each in (region, patched):
+            with each:
+                assert (x @ x).dtype is torch.float16
+        assert patched(lambda: x @ x)().dtype is torch.float16
+        patched.fast_dtype = torch.bfloat16
+        with patched:
+            assert (x @ x).dtype is torch.bfloat16

@@ -111,6 +111,20 @@ def test_each_tensor_that_is_converted_takes_the_time_of_a_call(profile_of):
             assert f"computes it in {way}" in str(polycast.explain("aten::bmm", "cpu", x, other))
 
 
+def test_what_runs_out_of_memory_in_float32_is_not_computed_in_it():
+    """On a GPU, where small calls take the time of a call; the fast dtype alone was timed with large sizes."""
+    op = "scaled_dot_product_attention"
+    small = [(rows, size) for size in (2**15, 786432) for rows in (1, 16, 128)]
+    measurements = [Measurement(op, rows, way, 2e-5, size) for way in ("float32", "bfloat16") for rows, size in small]
+    measurements += [Measurement(op, rows, "bfloat16", 1e-7 * rows + 4e-5, 2**23) for rows in (1, 2048)]
+    omissions = (Omission(op, "float32", "OutOfMemoryError: CUDA out of memory"),)
+    profile = polycast.DeviceProfile("cpu", "a GPU", 2, {}, {}, tuple(measurements), 0.0, omissions)
+    workload = Workload(op, 2048, 2**23, 2**22)
+    assert choose(profile, torch.bfloat16, workload, Conversions(3 * 2**22, 0, 0), ()).way is Way.FAST
+    assert not choose_way.is_unsupported(profile, op, "float32")
+    assert choose_way.is_unsupported(replace(profile, measurements=()), op, "float32")
+
+
 def test_calls_of_the_same_bucket_are_computed_alike(crossing):
     def workloads():
         return [Workload("linear", rows, LARGE, rows * 128, 128) for rows in range(91, 182)]

@@ -57,6 +57,14 @@ def test_a_call_that_int8_slows_down_runs_in_the_fast_dtype(use, declined):
             assert torch.equal(F.linear(X, WEIGHT), EXPECTED)
 
 
+def test_another_profile_decides_again_for_known_sizes(use):
+    for seconds in (0.5, 2.0, 0.5):
+        use(int8=seconds, bfloat16=1.0)
+        for _ in range(2):
+            with autocast("cpu", recipe=RECIPE):
+                assert torch.equal(F.linear(X, WEIGHT), EXPECTED) == (seconds > 1)
+
+
 def test_a_call_that_int8_speeds_up_is_computed_though_float32_is_faster(use, declined):
     use(int8=2.0, bfloat16=9.0)
     assert declined() == [""]

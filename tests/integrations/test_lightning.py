@@ -179,13 +179,13 @@ def test_observing_on_the_reference_engine_is_refused(fit, engine):
         fit(Precision("bf16-mixed", "cpu"), callbacks=[Observe(first=0)])
 
 
-def test_a_module_is_put_under_its_rules_once(policy, layers, engine):
-    plugin = Precision("bf16-mixed", "cpu", policy=policy)
+def test_a_module_is_under_the_rules_of_its_latest_run(policy, layers, engine):
     model = Regression(layers)
-    plugin.convert_module(model)
-    polycast.remove_policy(model)
-    plugin.convert_module(model)
-    assert polycast.rules_of(model) == {}
+    for plugin in [Precision("bf16-mixed", "cpu", policy=policy)] * 2:
+        plugin.convert_module(model)
+        assert list(polycast.rules_of(model)) == ["layers.2"]
+    Precision("bf16-mixed", "cpu", policy=polycast.Policy(modules={"layers.0": "fp32"})).convert_module(model)
+    assert list(polycast.rules_of(model)) == ["layers.0"]
 
 
 def test_a_log_has_the_loss_the_scale_and_the_skipped_steps(fit, tmp_path):
@@ -232,6 +232,33 @@ def test_a_resumed_run_continues_its_log(fit, tmp_path):
     trainer.save_checkpoint(tmp_path / "run.ckpt")
     log = polycast.RunLog(path)
     fit(Precision("bf16-mixed", "cpu"), tmp_path / "run.ckpt", callbacks=[LogSteps(log)], max_epochs=3)
+    assert [record.step for record in log.history.steps] == list(range(6))
+
+
+class TwoOptimizers(Regression):
+    """Steps with two optimizers for each batch."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch):
+        loss = super().training_step(batch)
+        self.manual_backward(loss)
+        for optimizer in self.optimizers():
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss
+
+    def configure_optimizers(self):
+        return [torch.optim.SGD(self.layers[at].parameters(), lr=0.1) for at in (0, 2)]
+
+
+def test_a_resumed_run_with_two_optimizers_continues_its_log(fit, tmp_path):
+    path = tmp_path / "run.jsonl"
+    for checkpoint, epochs in ((None, 2), (tmp_path / "run.ckpt", 3)):
+        log = polycast.RunLog(path)
+        others = {"callbacks": [LogSteps(log), LogSteps(polycast.RunLog())], "kind": TwoOptimizers}
+        _, trainer = fit(Precision("bf16-mixed", "cpu"), checkpoint, max_epochs=epochs, **others)
+        trainer.save_checkpoint(tmp_path / "run.ckpt")
     assert [record.step for record in log.history.steps] == list(range(6))
 
 

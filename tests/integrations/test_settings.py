@@ -98,3 +98,13 @@ def test_a_given_policy_is_not_replaced(layers):
     with pytest.warns(UserWarning, match="leave out policy="):
         settings.restore(RegionSettings({"tanh": "fp32"}).state_dict(), layers)
     assert settings.policy == polycast.Policy({"relu": "fp32"})
+
+
+def test_settings_of_a_later_run_replace_those_of_the_one_before(layers, dtypes, engine):
+    run_in_regions(layers, RegionSettings(polycast.Policy({"relu": "fp32"}, modules={"0": "fp32"})))
+    run_in_regions(layers, RegionSettings(polycast.Policy(modules={"2": "fp32"})))
+    found = dtypes(layers)
+    with polycast.autocast("cpu"):
+        layers(torch.ones(1, 8))
+    assert found == [torch.bfloat16, torch.bfloat16, torch.float32]
+    assert list(polycast.rules_of(layers)) == ["2"]

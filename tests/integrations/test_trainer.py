@@ -132,6 +132,23 @@ def test_a_callback_that_is_added_after_a_run_applies(train, engine):
     assert dtype_after_relu(trainer) == [torch.float32]
 
 
+def test_a_second_trainer_of_a_model_uses_its_own_settings(train, policy, layers, engine):
+    model = Regression(layers)
+    train(PolycastCallback(policy=policy), model=lambda _: model)
+    trainer = train(PolycastCallback(recipe="int8"), model=lambda _: model)
+    assert dtype_after_relu(trainer) == [torch.bfloat16]
+    assert polycast.rules_of(model) == {}
+
+
+def test_a_wrapper_of_the_model_is_not_set_up_again(policy, layers):
+    model, callback = Regression(layers), PolycastCallback(policy=policy)
+    callback.on_init_end(None, None, None, model=model)
+    wrapper = torch.nn.ModuleDict({"model": model})
+    callback.on_train_begin(None, None, None, model=wrapper)
+    assert "forward" not in vars(wrapper)
+    assert list(polycast.rules_of(wrapper)) == ["model.layers.2"]
+
+
 def test_a_copy_of_a_trained_model_computes_with_its_own_weights(train, policy, engine):
     trainer = train(PolycastCallback(policy=policy))
     copied = copy.deepcopy(trainer.model)

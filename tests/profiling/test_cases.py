@@ -32,11 +32,13 @@ def test_large_cases_are_for_devices_that_queue_calls(queues, monkeypatch):
     assert max(each.rows for each in timed if each.op == "cast") == (2**24 if queues else 2**20)
 
 
-def test_each_large_case_can_be_computed():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_each_large_case_fits_in_the_memory(dtype):
     operands = Operands("cpu")
     for case in cases():
         if case.is_large:
-            prepare(case, FLOAT32, operands)
+            name = "to bfloat16" if case.op == "cast" else "a way"
+            prepare(case, MeasuredWay(name, dtype, torch.bfloat16), operands)
 
 
 def test_passes_take_longer_on_a_device_that_queues_calls(clock, monkeypatch):

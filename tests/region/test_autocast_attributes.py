@@ -1,5 +1,6 @@
 """The attributes of a region that programs may set, as they may with torch's regions."""
 
+import contextlib
 import copy
 import pickle
 
@@ -106,3 +107,14 @@ def test_a_region_of_patched_torch_can_be_set():
         region.fast_dtype = torch.float16
         with region:
             assert (X @ X).dtype is torch.float16
+
+
+@pytest.mark.parametrize("patched", [False, True])
+def test_copies_have_the_attributes_of_a_subclass_and_of_a_program(patched):
+    with polycast.patch_torch() if patched else contextlib.nullcontext():
+        region = torch.autocast("cpu") if patched else _Own("a region")
+        region.note = ["of the program"]
+        for copied in (copy.copy(region), copy.deepcopy(region), pickle.loads(pickle.dumps(region))):
+            assert vars(copied).keys() == vars(region).keys()
+            assert copied.note == region.note
+        assert copy.deepcopy(region).note is not region.note

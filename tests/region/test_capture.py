@@ -141,3 +141,55 @@ def test_what_cannot_be_called_cannot_be_wrapped():
         TypeError, match=r"^wrap\(func\) requires a callable, but got Tensor: pass the function, do not call it$"
     ):
         polycast.capture().wrap(torch.ones(2))
+
+
+def test_steps_of_a_generator_are_outside_of_regions_that_were_entered_since(hand_made):
+    """Also in a block of the body, which is left between the steps."""
+    hand_made("hpu")
+    snapshot = polycast.capture()
+    enabled = polycast.is_autocast_enabled
+
+    @snapshot.wrap
+    def steps():
+        yield enabled("cpu"), enabled("hpu")
+        with polycast.autocast("hpu", torch.bfloat16):
+            yield enabled("cpu"), enabled("hpu")
+            yield enabled("cpu"), enabled("hpu")
+        yield enabled("cpu"), enabled("hpu")
+
+    running = steps()
+    assert next(running) == (False, False)
+    with polycast.autocast("cpu"):
+        assert next(running) == (False, True)
+        assert (enabled("cpu"), enabled("hpu")) == (True, False)
+    assert not enabled("hpu")
+    assert next(running) == (False, True)
+    assert polycast.autocast_nesting("hpu") == 0
+    with polycast.autocast("hpu", torch.bfloat16):
+        assert next(running) == (False, False)
+        assert enabled("hpu")
+
+
+def test_a_rule_applies_again_after_a_region_that_a_generator_is_suspended_in():
+    class Inner(torch.nn.Module):
+        def forward(self, x):
+            return (x @ x).dtype
+
+    class Outer(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = Inner()
+
+        def forward(self, x):
+            def steps():
+                with polycast.autocast("cpu", enabled=False):
+                    yield self.inner(x)
+                    yield self.inner(x)
+                yield self.inner(x)
+
+            return list(polycast.capture().wrap(steps)())
+
+    model = Outer()
+    polycast.apply_policy(model, polycast.Policy(modules={"": "fp32", "inner": "float16"}))
+    with polycast.autocast("cpu"):
+        assert model(torch.ones(2, 2)) == [torch.float32, torch.float32, torch.float16]

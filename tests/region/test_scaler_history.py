@@ -268,3 +268,30 @@ def test_the_model_is_held_weakly():
     del model
     gc.collect()
     assert not scaler.has_names
+
+
+class Wrapper(torch.optim.Optimizer):
+    """An optimizer around another, without the state of its base class; with it, hooks that are not called."""
+
+    def __init__(self, inner, has_hooks):
+        self.inner = inner
+        if has_hooks:
+            self._optimizer_step_pre_hooks = {}
+
+    param_groups = property(lambda self: self.inner.param_groups)
+
+    def step(self, closure=None):
+        return self.inner.step()
+
+    def zero_grad(self):
+        self.inner.zero_grad()
+
+
+@pytest.mark.parametrize("has_hooks", [False, True])
+def test_an_optimizer_that_calls_no_hooks_takes_its_steps(has_hooks):
+    model = layers()
+    scaler = polycast.grad_scaler("cpu", torch.float16)
+    before = model[0].weight.detach().clone()
+    take(scaler, model, Wrapper(torch.optim.SGD(model.parameters(), lr=0.1), has_hooks), 1.0)
+    assert not torch.equal(model[0].weight, before)
+    assert scaler.history.skipped == ()

@@ -22,8 +22,14 @@ from ..engine.disable_dynamo import disable_dynamo
 from ..engine.installation import install_for
 from ..engine.override import Override
 from ..engine.state import Settings
-from ..torch_internals.patcher import Patch, method_of
+from ..torch_internals import changes
+from ..torch_internals.patcher import Patch, expect, method_of
+from ..torch_internals.private_names import enter_autocast
+from . import backward
 from .torch_autocast import TorchAutocast, UnpatchedAutocast
+
+_ARGUMENTS_OF_TORCH = 4
+"""The arguments of ``torch.amp._enter_autocast``; `enter_in_a_graph` has more."""
 
 
 class CacheEnabledWithOverride(NamedTuple):
@@ -82,6 +88,9 @@ def enter_in_a_graph(*values: Any) -> region_with_override:
 def _entered_again(
     device_type: str, dtype: torch.dtype, enabled: bool, cache_enabled: bool | None, *override_arguments: Any
 ) -> Any:
+    changes.make(changes.REGIONS_IN_GRAPHS)  # it may have been undone since the code before the break was compiled
+    if override_arguments[1]:
+        backward.mark()
     region: Any = object.__new__(UnpatchedAutocast)
     region.device, region.fast_dtype, region._enabled = device_type, dtype, enabled
     region._cache_enabled = CacheEnabledWithOverride(cache_enabled, override_arguments)
@@ -150,3 +159,37 @@ def leave_regions_of_failed_graphs(patch: Patch) -> None:
                 region.__exit__()
 
     patch.replace(OutputGraph, "call_user_compiler", call_user_compiler_and_leave)
+
+
+def let_graphs_with_regions_be_split(patch: Patch) -> None:
+    """Let split_module, which compiles a DistributedDataParallel in parts, repeat these regions in each part."""
+    from torch.fx import GraphModule
+    from torch.fx.passes import split_module as passes
+
+    split_module: Any = method_of(passes, "split_module", "m")
+    expect(enter_autocast is not None, "torch.amp has no _enter_autocast")
+
+    @functools.wraps(split_module)
+    def split_module_with_regions(m: GraphModule, *args: Any, **kwargs: Any) -> Any:
+        entries = [node for node in m.graph.nodes if node.target is enter_in_a_graph]
+        for node in entries:
+            node.target = enter_autocast  # the one that it knows; the arguments tell them apart
+        try:
+            split: Any = split_module(m, *args, **kwargs)
+        finally:
+            for node in entries:
+                node.target = enter_in_a_graph
+        if entries:
+            parts = [each for each in split.modules() if isinstance(each, GraphModule)]
+            for part in parts:
+                _restore_entries(part)
+        return split
+
+    patch.replace(passes, "split_module", split_module_with_regions)
+
+
+def _restore_entries(part: Any) -> None:
+    for node in part.graph.nodes:
+        if node.target is enter_autocast and len(node.args) > _ARGUMENTS_OF_TORCH:
+            node.target = enter_in_a_graph
+    part.recompile()

@@ -24,7 +24,7 @@ from ..engine.state import Settings
 from ..errors import BackendNotFoundError
 from ..plugins.registry import is_autocast_available, registry
 from ..region import custom_function
-from ..region.autocast import autocast
+from ..region.autocast import autocast, own_attributes
 from ..region.decorate import decorate
 from ..region.entry import enter
 from ..region.suspend import Suspendable
@@ -75,13 +75,19 @@ class PatchedRegion(autocast):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Through torch's class, so that unpickling gives torch's region where torch is not patched.
-        return TorchAutocast, (self.device, self.fast_dtype, self._enabled, self._settings.cache_enabled)
+        arguments = self.device, self.fast_dtype, self._enabled, self._settings.cache_enabled
+        return TorchAutocast, arguments, own_attributes(self, "_enabled", "_cache_enabled")
 
 
 def _region_of(instance: object) -> autocast | None:
     """Return the polycast region of an instance of torch's class; None if the instance is torch's own region."""
     region: autocast | None = instance if isinstance(instance, autocast) else getattr(instance, _REGION, None)
     return region
+
+
+def _follow(instance: Any, region: autocast) -> None:
+    """Give the region of an instance of a subclass the device and the fast dtype that the program has set since."""
+    region._set(instance.device, instance.fast_dtype)
 
 
 def _has_backend(device_type: object) -> bool:
@@ -132,6 +138,7 @@ def _enter(self: Any) -> Any:
     if region is self:
         region.__enter__()
         return self
+    _follow(self, region)
     _count_open(1)
     try:
         region.__enter__()
@@ -196,7 +203,12 @@ def autocast_decorator(autocast_instance: Any, func: _F) -> _F:
         return decorated
     if region is autocast_instance:
         return autocast.__call__(region, func)
-    return decorate(func, lambda: autocast_instance, region._suspendable)
+
+    def suspendable() -> Suspendable:
+        _follow(autocast_instance, region)
+        return region._suspendable()
+
+    return decorate(func, lambda: autocast_instance, suspendable)
 
 
 def _by_device(ours: Callable[..., Any]) -> Callable[..., Any]:

@@ -49,7 +49,6 @@ def prepare(
         raise TypeError(f"log must be a polycast.RunLog or None, got {log!r:.100}")
     settings = RegionSettings(policy, recipe, cache)
     run_in_regions(model, settings)
-    settings.apply_rules(model)
     accelerator.register_for_checkpointing(_Checkpointed(model, settings))
     if log is not None:
         log.watch(model, accelerator.scaler)

@@ -65,9 +65,8 @@ class Precision(MixedPrecision):
 
     def convert_module(self, module: torch.nn.Module) -> torch.nn.Module:
         """Apply the policy's module rules."""
-        if module is not self._module:  # Lightning does this at each call of fit
-            self._module = module
-            self.settings.apply_rules(module)
+        self._module = module
+        self.settings.apply_rules(module)
         return super().convert_module(module)
 
     def autocast_context_manager(self) -> torch.autocast:
@@ -149,12 +148,30 @@ class LogSteps(Callback):
         if log is None:
             raise TypeError("log must be a polycast.RunLog, got None")
         self._recorder = StepRecorder(log, page)
+        self._log = log
         self._steps_before = 0
+        self._restored_steps: int | None = None
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Continue at the step of the checkpoint, if there is one."""
         scaler = getattr(trainer.precision_plugin, "scaler", None)
-        self._recorder.begin_run(pl_module, scaler, trainer.global_step, is_first_process=trainer.is_global_zero)
+        steps, self._restored_steps = self._restored_steps, None
+        if steps is None:  # a checkpoint without this callback; Lightning counts the steps of each optimizer
+            steps = self._log.state_dict()["steps"] or trainer.global_step
+        self._recorder.begin_run(pl_module, scaler, steps, is_first_process=trainer.is_global_zero)
+
+    @property
+    def state_key(self) -> str:
+        """The key of this callback's state in checkpoints: a Trainer may have several, with other files."""
+        return self._generate_state_key(path=str(self._log.path))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the number of steps that are recorded."""
+        return self._log.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue at the step of a checkpoint."""
+        self._restored_steps = state_dict["steps"]
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Begin a step with its first batch."""

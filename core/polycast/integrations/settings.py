@@ -4,6 +4,7 @@ import copy
 from collections.abc import Callable, Mapping
 from itertools import chain
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -13,9 +14,12 @@ from ..errors import warn_user
 from ..policy.recipe import Recipe, RecipeLike, read_recipe
 from ..policy.value import Policy, PolicyLike
 from ..region.autocast import autocast
-from ..region.module_rules import ModuleRules, apply_policy
-from ..region.ruled_forward import REPLICATE, like_unbound, rebound, refuse_replicas
+from ..region.module_rules import apply_policy
+from ..region.ruled_forward import REPLICATE, RuleSetId, forward_of, like_unbound, rebound, refuse_replicas
 from ..torch_internals.dispatcher import is_any_autocast_enabled
+
+_rules_of_runs: "WeakKeyDictionary[nn.Module, RuleSetId]" = WeakKeyDictionary()
+"""The module rules that the latest run of each model has applied."""
 
 
 class RegionSettings:
@@ -35,7 +39,6 @@ class RegionSettings:
             raise TypeError(f"cache must be a polycast.WeightCache or None, got {cache!r}")
         self.recipe: Recipe | None = None if recipe is None else read_recipe(recipe)
         self.cache = cache
-        self._restored_rules: ModuleRules | None = None
         self._set_policy(None if policy is None else Policy.of(policy))
         self._given = {name for name, text in self.state_dict().items() if text}
 
@@ -49,15 +52,17 @@ class RegionSettings:
         """Return a region with these settings; by default of the dtype of the region around it."""
         return autocast(device_type, dtype, True, cache_enabled, policy=self._ops, recipe=self.recipe, cache=self.cache)
 
-    def apply_rules(self, model: nn.Module) -> ModuleRules | None:
-        """Apply the policy's module rules to a model, if it has any."""
-        if self.policy is None or not self.policy.has_module_rules:
-            return None
-        return apply_policy(model, self.policy.only_modules())
+    def apply_rules(self, model: nn.Module) -> None:
+        """Apply the policy's module rules to a model, in place of those of an earlier run or another checkpoint."""
+        before = _rules_of_runs.pop(model, None)
+        if before is not None:
+            before.remove_from(model)
+        if self.policy is not None and self.policy.has_module_rules:
+            _rules_of_runs[model] = apply_policy(model, self.policy.only_modules()).rule_set
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the cache, which cannot be pickled, and rules, which are those of one model."""
-        return {**vars(self), "cache": None, "_restored_rules": None}
+        """Leave out the cache, which cannot be pickled."""
+        return {**vars(self), "cache": None}
 
     def state_dict(self) -> dict[str, str]:
         """Return the policy and the recipe as text; a cache is not part of a checkpoint."""
@@ -86,13 +91,13 @@ class RegionSettings:
         """Load a checkpoint's settings for a model that runs with these, if there is one; see `load_state_dict`."""
         self.load_state_dict(state)
         if model is not None and "policy" not in self._given:
-            if self._restored_rules is not None:
-                self._restored_rules.remove()
-            self._restored_rules = self.apply_rules(model)
+            self.apply_rules(model)
 
 
 def run_in_regions(model: nn.Module, settings: RegionSettings, dtype: torch.dtype | None = None) -> None:
-    """Make the forward of a model open a region inside the enabled one that it is called in.
+    """Make the forward of a model open a region inside the enabled one that it is called in, and apply module rules.
+
+    These settings replace those of an earlier run with the model.
 
     Args:
         model: the model.
@@ -100,8 +105,13 @@ def run_in_regions(model: nn.Module, settings: RegionSettings, dtype: torch.dtyp
         dtype: the dtype of regions around a forward that opens its own. None: open a region inside the enclosing one,
             if autocast is on, with its dtype.
     """
-    vars(model).setdefault(REPLICATE, refuse_replicas)
-    model.forward = _ForwardInRegion(model, vars(model).get("forward"), settings, dtype)
+    forward = forward_of(model, _ForwardInRegion)
+    if forward is None:
+        vars(model).setdefault(REPLICATE, refuse_replicas)
+        model.forward = _ForwardInRegion(model, vars(model).get("forward"), settings, dtype)
+    else:
+        forward.replace_settings(settings, dtype)
+    settings.apply_rules(model)
 
 
 class _ForwardInRegion:
@@ -115,6 +125,12 @@ class _ForwardInRegion:
         dtype: torch.dtype | None,
     ) -> None:
         self._model, self._inner, self._settings, self._dtype = model, inner, settings, dtype
+
+    def replace_settings(self, settings: RegionSettings, dtype: torch.dtype | None) -> None:
+        """Use other settings; their dtype counts if this forward is around one that opens regions."""
+        self._settings = settings
+        if self._dtype is not None and dtype is not None:
+            self._dtype = dtype
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run forward in a region."""

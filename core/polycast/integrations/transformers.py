@@ -108,16 +108,15 @@ class PolycastCallback(TrainerCallback, ExportableState):
             hook.remove()
 
     def _use(self, model: nn.Module | None, args: Any) -> None:
-        given = None if model is None else _callbacks.get(model)
-        if model is None or given is self:
+        if model is None or any(_callbacks.get(each) is self for each in model.modules()):  # FSDP1 has wrapped it
             return
+        given = _callbacks.get(model)
         _callbacks[model] = self
         if given is not None and self._restored:  # the Trainer has replaced the user's callback by this one
             self._observer, self._recorder, self.settings = given._observer, given._recorder, given.settings
             self.settings.restore(self._restored, model)
             return
         run_in_regions(model, self.settings, _dtype_of(args) if hasattr(model, _PREPARED) else None)
-        self.settings.apply_rules(model)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Start to observe with the first step, and record each step."""

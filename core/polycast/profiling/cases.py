@@ -136,7 +136,8 @@ def _large_cases() -> Iterator[Case]:
     for images, channels, pixels in ((32, 16, 14), (32, 64, 56), (32, 256, 14)):
         yield _conv2d("conv2d", images, channels, pixels)
     yield _conv2d("depthwise_conv2d", 32, 96, 56, groups=96)
-    yield _bmm(_LARGE_ROWS)
+    for rows, batch in ((_LARGE_ROWS, _HEADS), (1, 16 * _HEADS), (128, 16 * _HEADS), (1024, 16 * _HEADS)):
+        yield _bmm(rows, batch)
     yield _attention(2048, 4, 64)
     for rows in (1, 2048):
         yield _attention(rows, 32, 2048)
@@ -175,12 +176,12 @@ def _conv2d(op: str, images: int, channels: int, pixels: int, groups: int = 1) -
     return Case(op, rows, size, rows * size, _ATEN.conv2d.default, arguments, weight)
 
 
-def _bmm(rows: int) -> Case:
+def _bmm(rows: int, batch: int = _HEADS) -> Case:
     def arguments(way: MeasuredWay, operands: Operands) -> tuple[Any, ...]:
-        shapes = (_HEADS, rows, _HEAD_FEATURES), (_HEADS, _HEAD_FEATURES, _KEYS)
+        shapes = (batch, rows, _HEAD_FEATURES), (batch, _HEAD_FEATURES, _KEYS)
         return operands.activations(*shapes, dtype=way.dtype)
 
-    size = _HEADS * _HEAD_FEATURES * _KEYS
+    size = batch * _HEAD_FEATURES * _KEYS
     return Case("bmm", rows, size, rows * size, _ATEN.bmm.default, arguments)
 
 

@@ -2,6 +2,7 @@
 
 import os
 import threading
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -10,6 +11,7 @@ import torch
 from ..common import env
 from ..common.announce import announce
 from ..common.atfork import hold_during_fork
+from ..common.listeners import Listeners
 from ..errors import warn_user
 from ..plugins.backend import Backend
 from ..plugins.registry import registry
@@ -38,6 +40,8 @@ _found: dict[tuple[str, int, str | None], Lookup] = {}
 usable_recipes: dict[tuple[RecipeLike, Backend, bool, int, str | None], Recipe] = {}
 """The recipes of regions with these profiles in them (region/recipes.py): by the recipe that was given, the backend,
 whether the region is enabled, and the rest of the key of `_found`. `forget` replaces it."""
+changed: Listeners[Callable[[], object]] = Listeners()
+"""Called when a profile of this process has been replaced or forgotten."""
 _lock = threading.RLock()
 _being_measured: set[str] = set()
 """The devices that the thread with `_lock` measures."""
@@ -118,14 +122,18 @@ def look_up(device_type: str) -> Lookup:
     return known
 
 
-def forget(key: tuple[str, int, str | None] | None = None) -> None:
-    """Forget the profiles of this process, or that of one key, not those on disk."""
+def forget(key: tuple[str, int, str | None] | None = None, replacement: Lookup | None = None) -> None:
+    """Forget the profiles of this process, or that of one key, not those on disk; or replace the latter."""
     global usable_recipes
     if key is None:
         _found.clear()
-    else:
+    elif replacement is None:
         _found.pop(key, None)
+    else:
+        _found[key] = replacement
     usable_recipes = {}
+    for listener in changed:
+        listener()
 
 
 def _look_up(backend: Backend) -> Lookup:
@@ -184,9 +192,7 @@ def _measured(backend: Backend, refresh: bool) -> DeviceProfile:
                 profile_file.write(conditions, measured)
             except profile_file.ProfileFileError as error:
                 warn_user(f"polycast measured {backend.device_type} for this process alone: {error}")
-    forget(key)
-    if _named_by_user(backend.device_type) is None:
-        _found[key] = Lookup(backend, measured)
+    forget(key, Lookup(backend, measured) if _named_by_user(backend.device_type) is None else None)
     return measured
 
 

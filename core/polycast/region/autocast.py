@@ -170,7 +170,7 @@ class autocast(RegionBase, TorchAutocast):
         return found
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _restored, (type(self), self._settings)
+        return _restored, (type(self), self._settings), own_attributes(self)
 
     def __repr__(self) -> str:
         settings = self._settings
@@ -199,6 +199,11 @@ def autocast_decorator(autocast_instance: autocast, func: _F) -> _F:
         TypeError: `func` is not callable.
     """
     return autocast_instance(func)
+
+
+def own_attributes(region: autocast, *others: str) -> dict[str, Any] | None:
+    """Return the attributes that a program or a subclass has given a region, for copies; `others` are not its own."""
+    return {name: value for name, value in vars(region).items() if name not in ("_settings", *others)} or None
 
 
 def _restored(cls: type[autocast], settings: Settings) -> autocast:

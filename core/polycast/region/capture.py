@@ -55,13 +55,14 @@ class Snapshot:
         return decorate(func, self.apply, self._here)
 
     def _here(self) -> Suspendable:
+        return Suspendable(*self.regions, around=self._disabled_here, off_by_rule=self.switched_off)
+
+    def _disabled_here(self) -> Iterator[Settings]:
+        """Yield a disabled region for each device that has a region on this thread, and none in the snapshot."""
         captured = {settings.device_type for settings in self.regions}
-        others = (
-            Settings(other.device_type, False, other.dtype, absolute=True)
-            for other in snapshot()
-            if other.device_type not in captured
-        )
-        return Suspendable(*self.regions, *others, off_by_rule=self.switched_off)
+        for other in snapshot():
+            if other.device_type not in captured:
+                yield Settings(other.device_type, False, other.dtype, absolute=True)
 
 
 def capture() -> Snapshot:

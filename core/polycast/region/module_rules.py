@@ -28,28 +28,29 @@ class ModuleRules:
     Attributes:
         policy: the policy of the rules.
         rules: by module name, the rule of the module, as text.
+        rule_set: identifies them.
     """
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
         self.rules: dict[str, str] = {}
-        self._rule_set = RuleSetId()
+        self.rule_set = RuleSetId()
         self._forwards: list[RuledForward] = []
 
     def suspend(self) -> None:
         """Make the rules inactive until :meth:`resume`."""
         for forward in self._forwards:
-            forward.suspend(self._rule_set)
+            forward.suspend(self.rule_set)
 
     def resume(self) -> None:
         """Make suspended rules active again."""
         for forward in self._forwards:
-            forward.resume(self._rule_set)
+            forward.resume(self.rule_set)
 
     def remove(self) -> None:
         """Remove the rules; copies of the model keep theirs."""
         while self._forwards:
-            self._forwards.pop().drop(self._rule_set)
+            self._forwards.pop().drop(self.rule_set)
         self.rules = {}
 
     def __enter__(self) -> Self:
@@ -66,7 +67,7 @@ class ModuleRules:
         if forward is None:
             forward = RuledForward(module, vars(module).get(FORWARD))
             forward.put()
-        forward.add(self._rule_set, rules)
+        forward.add(self.rule_set, rules)
         self._forwards.append(forward)
         self.rules[name] = _as_text(rules)
 

@@ -76,8 +76,7 @@ class RecordingGradScaler(torch.amp.GradScaler):
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Step as :meth:`torch.amp.GradScaler.step` does, and record whether the step was skipped."""
-        register = getattr(optimizer, "register_step_pre_hook", None)
-        if not self._enabled or register is None:  # an optimizer that is none of torch's
+        if not self._enabled or not _calls_hooks(optimizer):
             return super().step(optimizer, *args, **kwargs)
         found_inf: list[torch.Tensor | None] = []
 
@@ -88,7 +87,7 @@ class RecordingGradScaler(torch.amp.GradScaler):
             elif self._now.device_scale is None:
                 self._now.device_scale = self.scale(torch.ones((), device=found_inf[0].device))
 
-        hook = register(steps)
+        hook = optimizer.register_step_pre_hook(steps)
         try:
             value = super().step(optimizer, *args, **kwargs)
         finally:
@@ -183,6 +182,12 @@ def recording(scaler: torch.amp.GradScaler, model: nn.Module | None = None) -> R
     assert isinstance(scaler, RecordingGradScaler)
     scaler._start_history(model)
     return scaler
+
+
+def _calls_hooks(optimizer: object) -> bool:
+    """Return whether an optimizer calls hooks: torch's do, but not all classes that wrap one."""
+    hooked = getattr(getattr(type(optimizer), "step", None), "hooked", False)
+    return bool(hooked) and hasattr(optimizer, "_optimizer_step_pre_hooks")
 
 
 def _is_read_later(found_inf: torch.Tensor) -> bool:

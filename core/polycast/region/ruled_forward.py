@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable, Mapping
 from types import MethodType
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -29,6 +29,14 @@ _BOUND = "_polycast_bound"
 REPLICATE = "_replicate_for_data_parallel"
 
 
+class _Bound(Protocol):
+    @property
+    def __self__(self) -> nn.Module: ...
+
+
+_ForwardT = TypeVar("_ForwardT", bound=_Bound)
+
+
 class Rule(NamedTuple):
     """The region of a module; `text` is the rule as it was written."""
 
@@ -49,6 +57,13 @@ _ActiveRules = tuple[tuple[str, Rule], ...]
 
 class RuleSetId:
     """Identifies the rules that one call of apply_policy adds. In a copied model they have another id."""
+
+    def remove_from(self, model: nn.Module) -> None:
+        """Remove these rules from a model and the modules in it."""
+        for module in model.modules():
+            forward = ruled_forward_of(module)
+            if forward is not None:
+                forward.drop(self)
 
 
 class RuledForward:
@@ -264,7 +279,7 @@ def rebound(forward: Callable[..., Any] | None, module: nn.Module) -> Callable[.
 
 
 def like_unbound(function: Callable[..., Any], forward: Any) -> Callable[..., Any]:
-    """Give the unbound function of a module's forward its signature, and what `ruled_forward_of` reads.
+    """Give the unbound function of a module's forward its signature, and what `forward_of` reads.
 
     It has no ``__wrapped__``: Accelerate follows these to the function to bind when it unwraps a model.
     """
@@ -287,11 +302,16 @@ def refuse_replicas() -> NoReturn:
     )
 
 
-def ruled_forward_of(module: nn.Module) -> "RuledForward | None":
+def ruled_forward_of(module: nn.Module) -> RuledForward | None:
     """Return the forward with a module's rules, even if it was wrapped since; None if it has none."""
+    return forward_of(module, RuledForward)
+
+
+def forward_of(module: nn.Module, kind: type[_ForwardT]) -> _ForwardT | None:
+    """Return the forward of some class that a module has, even if it was wrapped since; None if it has none."""
     forward = vars(module).get(FORWARD)
     while forward is not None:
-        if isinstance(forward, RuledForward):
-            return forward if forward.module is module else None
+        if isinstance(forward, kind):
+            return forward if forward.__self__ is module else None
         forward = getattr(forward, "__wrapped__", None) or getattr(forward, _BOUND, None)
     return None

@@ -128,6 +128,11 @@ FEATURES = {
                 ("torch._dynamo.output_graph.OutputGraph.call_user_compiler",),
                 "compilers.graph_regions:leave_regions_of_failed_graphs",
             ),
+            Change(
+                "torch.fx.passes.split_module",
+                ("torch.fx.passes.split_module.split_module",),
+                "compilers.graph_regions:let_graphs_with_regions_be_split",
+            ),
         ),
     ),
     CHECKPOINT: Feature(

@@ -13,7 +13,7 @@ import torch
 
 from ...policy.dtypes import dtype_name
 from ...profiling.cases import CONVOLUTIONS
-from ...profiling.device_profile import DeviceProfile
+from ...profiling.device_profile import DeviceProfile, curves_of
 from ...profiling.measurement import PREEMPTED
 from .cost import seconds_of, seconds_to_cast, seconds_to_cast_weight
 from .workloads import ENCODER_LAYER, Workload
@@ -119,16 +119,15 @@ def _choose(
     if workload.op == ENCODER_LAYER and conversions.wide >= workload.result:
         seconds[Way.FAST] *= _OF_FLOAT32_INPUT
     of_weight = seconds_to_cast_weight(profile, f"to {fast}", conversions.weight)
-    of_one = seconds_to_cast(profile, f"to {fast}", 1)
     converting = {
         Way.FAST: of_weight
         + seconds_to_cast(profile, f"to {fast}", conversions.wide)
-        + of_one * conversions.more_to_fast,
+        + seconds_to_cast(profile, f"to {fast}", 1) * conversions.more_to_fast,
         Way.KERNEL: of_weight,
         Way.FLOAT32_KERNEL: 0.0,
         Way.FLOAT32: seconds_to_cast(profile, f"from {fast}", conversions.narrow)
         + seconds_to_cast(profile, f"to {fast}", workload.result)
-        + of_one * conversions.more_to_float32,
+        + seconds_to_cast(profile, f"from {fast}", 1) * conversions.more_to_float32,
     }
     total = {way: each + converting[way] for way, each in seconds.items()}
     ratios = {way: each / total[Way.FAST] for way, each in total.items()}
@@ -155,8 +154,10 @@ def seconds_by_way(profile: DeviceProfile, workload: Workload, ways: Mapping[Way
 
 
 def is_unsupported(profile: DeviceProfile, op: str, way: str) -> bool:
-    """Return whether an op raised when it was measured in a way."""
-    return any((each.op, each.way) == (op, way) and each.reason != PREEMPTED for each in profile.omissions)
+    """Return whether an op raised in a way whenever it was measured."""
+    return not curves_of(profile, op, way) and any(
+        (each.op, each.way) == (op, way) and each.reason != PREEMPTED for each in profile.omissions
+    )
 
 
 _ALIKE = {

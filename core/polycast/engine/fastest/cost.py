@@ -13,9 +13,9 @@ from ...profiling.cases import ATTENTION_BACKWARD
 from ...profiling.device_profile import DeviceProfile, curves_of
 
 CAST = "cast"
-_CALL_FROM_PYTHON = 0.5, 1e-6
-"""The part of the time of converting one element that is Python's call, and the most seconds that this is. Conversions
-inside of ops do not take it. On a device that queues calls, most of that time is the device's."""
+_CALL_FROM_PYTHON = 0.5, 2e-6
+"""The part of the time of converting one element that is Python's call, and the most seconds that this is: on a device
+that queues calls, it is a small part. Conversions inside of ops do not take it."""
 _OF_WORK = ("conv2d", "depthwise_conv2d", ATTENTION_BACKWARD)
 """The ops whose time is linear in their multiplications."""
 _OF_WEIGHTS = ("linear", "matmul", "encoder_layer")
@@ -51,14 +51,16 @@ def _seconds_in_cache(profile: DeviceProfile, op: str, way: str, rows: int, size
     known = [(each, seconds) for each, seconds in points if seconds is not None]
     if not known:
         return None
+    # Work beyond the profile is not faster by the multiplication than any that was measured.
+    least = rows * size * min(seconds / work for work, seconds in _seconds_by_work(profile, op, way))
     if len(known) == 1:
         measured, seconds = known[0]
-        return seconds * max(size / measured, 0.01)
+        return max(seconds * max(size / measured, 0.01), least)
     # The neighbours, or the two at the end that is nearer. A call is never faster than half of the fastest measured.
     after = next((at for at in range(1, len(known) - 1) if known[at][0] >= size), len(known) - 1)
     (low, of_low), (high, of_high) = known[after - 1], known[after]
     seconds = of_low + max(of_high - of_low, 0.0) * (size - low) / (high - low)
-    return max(seconds, min(each for _, each in known) / 2)
+    return max(seconds, min(each for _, each in known) / 2, least)
 
 
 def _seconds_of_work(profile: DeviceProfile, op: str, way: str, work: int) -> float | None:

@@ -161,6 +161,8 @@ class FastestPlan(Plan):
             ways = choose_recorded(profile, dtype, workload, operands)
             return PlannedCall(ways.forward, ways.reason, recorded, ways)
         conversions = self._conversions(args, cache)
+        if op in COMPOSED_OPS:  # autocast does not convert the parameters of norms
+            conversions = conversions._replace(more_to_fast=0)
         way, why = choose(profile, dtype, workload, conversions, self._ways_by_kernel(op, args, position, dtype))
         return why if op in COMPOSED_OPS and way is Way.FAST else PlannedCall(way, why)
 

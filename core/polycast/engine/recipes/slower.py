@@ -8,11 +8,13 @@ import torch
 
 from ...policy.dtypes import dtype_name
 from ...profiling.device_profile import DeviceProfile
-from ...profiling.profile import find
+from ...profiling.profile import changed, find
 from ..fastest.choose_way import Way, bucket, seconds_by_way
 from ..fastest.cost import seconds_to_cast
 from ..fastest.workloads import Workload, workload_of
+from .actions import forget_actions
 
+changed.add(forget_actions)  # what was decided by another profile
 _MARGIN = 1.1
 """A kernel is slower if it takes more than this many times the fast dtype's time: profiles are inexact."""
 
