@@ -17,7 +17,7 @@ from .int8 import int8_availability, int8_kernels
 from .lookup import lookup_kernels
 from .out_dtype_kernels import KERNELS
 from .policies import op_table
-from .processor import processor_details
+from .processor import kernel_settings, processor_details
 
 _ALWAYS = Availability(True)
 
@@ -46,7 +46,7 @@ class CpuBackend(Backend):
 
     @override
     def device_details(self) -> Mapping[str, str]:
-        return processor_details()
+        return {**processor_details(), **kernel_settings()}
 
     @override
     def recipe_availability(self, recipe: Recipe) -> Availability:

@@ -4,6 +4,7 @@ import os
 import platform
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -26,6 +27,21 @@ def processor_details() -> Mapping[str, str]:
     }
 
 
+def kernel_settings() -> Mapping[str, str]:
+    """Return the settings of torch that select the kernels of matmuls and attention, but for defaults."""
+    onednn: Any = torch.backends.mkldnn
+    attention: Any = torch.backends.cuda  # the settings of attention there are for all devices
+    by_name = {
+        "oneDNN": "on" if onednn.enabled else "off",
+        "float32 matmuls": onednn.matmul.fp32_precision,
+        "flash attention": "on" if attention.flash_sdp_enabled() else "off",
+        "math attention": "on" if attention.math_sdp_enabled() else "off",
+    }
+    return {name: value for name, value in by_name.items() if value not in _DEFAULTS}
+
+
+_DEFAULTS = ("on", "none", "ieee")
+"""A precision that is not set is that of IEEE 754."""
 _MODEL = ("cpu family", "model", "stepping", "cache size", "CPU implementer", "CPU part", "CPU variant")
 """Keys of /proc/cpuinfo that distinguish processors of the same name, as in virtual machines."""
 

@@ -12,6 +12,7 @@ from polycast import STANDARD_REMEDIES, Availability, Backend, Float8, LowBitKer
 
 from .out_dtype_kernels import KERNELS
 from .policies import EXCLUDED_OPS, POLICIES
+from .settings import kernel_settings
 
 
 class CudaBackend(Backend):
@@ -44,6 +45,10 @@ class CudaBackend(Backend):
         if dtype is torch.bfloat16 and not answer:
             return Availability(False, f"this GPU has no bfloat16; {answer.reason}")
         return answer
+
+    @override
+    def device_details(self) -> Mapping[str, str]:
+        return {**super().device_details(), **kernel_settings()}
 
     @override
     def recipe_availability(self, recipe: Recipe) -> Availability:

@@ -153,3 +153,17 @@ def test_regions_are_left_in_the_program_where_the_model_leaves_them():
     exported = torch.export.export(model, (x,), strict=False).module()(x)
     for ours, theirs in zip(expected, exported, strict=True):
         assert torch.equal(ours, theirs)
+
+
+def test_a_snapshot_with_a_policy_is_refused_with_the_reason():
+    with polycast.autocast("cpu", policy={"aten::mm": "fp32"}):
+        snapshot = polycast.capture()
+
+    class Applied(torch.nn.Module):
+        def forward(self, x):
+            with polycast.autocast("cpu"), snapshot.apply():
+                return x @ x
+
+    with pytest.raises(RuntimeError, match="a region with policy= cannot be exported"):
+        torch.export.export(Applied(), (torch.randn(4, 4),), strict=False)
+    assert polycast.autocast_nesting("cpu") == 0

@@ -268,3 +268,34 @@ with polycast.autocast("cpu"):
 def test_a_process_may_exit_with_the_kernels_of_a_backend_that_says_whether_it_captures(engine):
     status, output, errors = run(CAPTURES, engine)
     assert (status, output) == (0, "torch.bfloat16\n"), errors
+
+
+COLLECTED_AT_A_HIT = """
+kept, x, limits = torch.nn.Parameter(torch.ones(64, 64), requires_grad=False), torch.ones(1, 64), gc.get_threshold()
+
+def suspended(cycle):
+    with polycast.autocast("cpu"):
+        torch.mm(x, kept)
+        yield cycle
+
+for allocations in range(300):
+    gc.disable()
+    gc.collect()
+    cycle = []
+    cycle.append(suspended(cycle))
+    next(cycle[0])
+    del cycle
+    gc.set_threshold(gc.get_count()[0] + allocations, *limits[1:])
+    gc.enable()
+    torch.mm(x, kept)
+    gc.set_threshold(*limits)
+    gc.collect()
+    assert polycast.autocast_nesting("cpu") == 0
+print("done")
+"""
+
+
+@pytest.mark.parametrize("engine", ["native", "reference"])
+def test_a_region_that_is_collected_during_a_hit_ends(engine):
+    status, output, errors = run(COLLECTED_AT_A_HIT, engine)
+    assert (status, output) == (0, "done\n"), errors

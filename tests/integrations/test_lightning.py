@@ -262,6 +262,27 @@ def test_a_resumed_run_with_two_optimizers_continues_its_log(fit, tmp_path):
     assert [record.step for record in log.history.steps] == list(range(6))
 
 
+def test_testing_a_checkpoint_does_not_set_a_log_back(fit, tmp_path):
+    log, path = polycast.RunLog(), tmp_path / "run.ckpt"
+
+    class Saves(lightning.Callback):
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+            if trainer.global_step == 2:
+                trainer.save_checkpoint(path)
+
+    model, trainer = fit(Precision("bf16-mixed", "cpu"), callbacks=[LogSteps(log), Saves()], kind=WithTestStep)
+    data = trainer.train_dataloader
+    trainer.test(model, data, ckpt_path=path, weights_only=True)
+    trainer.fit_loop.max_epochs = 3
+    trainer.fit(model, data)
+    assert [record.step for record in log.history.steps] == list(range(6))
+
+
+class WithTestStep(Regression):
+    def test_step(self, batch):
+        pass
+
+
 def test_the_history_of_the_scaler_is_in_the_checkpoint(fit, tmp_path):
     plugin = Precision("16-mixed", "cpu", scaler=polycast.grad_scaler("cpu", torch.float16, init_scale=4.0))
     _, trainer = fit(plugin)

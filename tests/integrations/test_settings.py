@@ -108,3 +108,12 @@ def test_settings_of_a_later_run_replace_those_of_the_one_before(layers, dtypes,
         layers(torch.ones(1, 8))
     assert found == [torch.bfloat16, torch.bfloat16, torch.float32]
     assert list(polycast.rules_of(layers)) == ["2"]
+
+
+def test_a_copy_of_a_model_is_under_the_rules_of_its_own_latest_run(layers):
+    run_in_regions(layers, RegionSettings(polycast.Policy(modules={"0": "fp32"})))
+    copied = copy.deepcopy(layers)
+    polycast.apply_policy(copied, polycast.Policy(modules={"1": "fp32"}))
+    run_in_regions(copied, RegionSettings(polycast.Policy(modules={"2": "fp32"})))
+    assert list(polycast.rules_of(copied)) == ["1", "2"]
+    assert list(polycast.rules_of(layers)) == ["0"]

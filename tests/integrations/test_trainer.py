@@ -140,13 +140,26 @@ def test_a_second_trainer_of_a_model_uses_its_own_settings(train, policy, layers
     assert polycast.rules_of(model) == {}
 
 
-def test_a_wrapper_of_the_model_is_not_set_up_again(policy, layers):
-    model, callback = Regression(layers), PolycastCallback(policy=policy)
+@pytest.mark.parametrize("restored", [False, True])
+def test_a_wrapper_of_the_model_is_not_set_up_again(restored, policy, layers):
+    model, callback = Regression(layers), PolycastCallback(policy=policy, cache=polycast.WeightCache())
     callback.on_init_end(None, None, None, model=model)
-    wrapper = torch.nn.ModuleDict({"model": model})
-    callback.on_train_begin(None, None, None, model=wrapper)
+    wrapper, latest = torch.nn.ModuleDict({"model": model}), callback
+    if restored:
+        latest = PolycastCallback()
+        latest.saved_settings = callback.saved_settings
+    latest.on_train_begin(None, None, None, model=wrapper)
     assert "forward" not in vars(wrapper)
+    assert latest.settings.cache is callback.settings.cache
     assert list(polycast.rules_of(wrapper)) == ["model.layers.2"]
+
+
+def test_a_model_around_one_that_has_run_is_set_up(policy, layers):
+    callback = PolycastCallback(policy=policy)
+    callback.on_init_end(None, None, None, model=layers)
+    model = torch.nn.Sequential(layers)
+    callback.on_init_end(None, None, None, model=model)
+    assert "forward" in vars(model)
 
 
 def test_a_copy_of_a_trained_model_computes_with_its_own_weights(train, policy, engine):

@@ -9,6 +9,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import polycast
 from polycast.profiling.conditions import Conditions
 from polycast.profiling.profile import forget
+from polycast_cuda import CudaBackend
 
 
 @contextlib.contextmanager
@@ -20,20 +21,10 @@ def matmuls_of(precision):
         torch.set_float32_matmul_precision("highest")
 
 
-@contextlib.contextmanager
-def deterministic():
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
 SETTINGS = {
     "no oneDNN": lambda: torch.backends.mkldnn.flags(enabled=False),
     "attention": lambda: sdpa_kernel(SDPBackend.MATH),
     "precision": lambda: matmuls_of("medium"),
-    "deterministic": deterministic,
 }
 
 
@@ -57,3 +48,14 @@ def test_the_same_precision_set_again_is_no_other_setting():
     before = Conditions.now(polycast.get_backend("cpu"))
     with matmuls_of("highest"):
         assert Conditions.now(polycast.get_backend("cpu")) == before
+
+
+def test_settings_of_one_device_do_not_change_the_profile_of_another():
+    before = Conditions.now(polycast.get_backend("cpu"))
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        assert Conditions.now(polycast.get_backend("cpu")) == before
+        assert CudaBackend().device_details().items() >= {("cuDNN attention", "off")}
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(True)
+    assert "cuDNN attention" not in CudaBackend().device_details()

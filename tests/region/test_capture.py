@@ -1,5 +1,7 @@
 """Snapshots carry a thread's regions to another thread."""
 
+import asyncio
+
 import pytest
 import torch
 
@@ -193,3 +195,29 @@ def test_a_rule_applies_again_after_a_region_that_a_generator_is_suspended_in():
     polycast.apply_policy(model, polycast.Policy(modules={"": "fp32", "inner": "float16"}))
     with polycast.autocast("cpu"):
         assert model(torch.ones(2, 2)) == [torch.float32, torch.float32, torch.float16]
+
+
+def test_a_region_that_outlives_the_block_of_a_snapshot_stays_open():
+    region = polycast.autocast("cpu")
+    with polycast.capture().apply():
+        region.__enter__()
+    assert polycast.is_autocast_enabled("cpu")
+    region.__exit__(None, None, None)
+    assert not polycast.is_autocast_enabled("cpu")
+
+
+def test_tasks_that_share_a_thread_leave_their_own_regions():
+    async def apply():
+        with polycast.capture().apply():
+            await asyncio.sleep(0)
+
+    async def enter():
+        with polycast.autocast("cpu"):
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            return polycast.is_autocast_enabled("cpu")
+
+    async def main():
+        return await asyncio.gather(apply(), enter())
+
+    assert asyncio.run(main()) == [None, True]

@@ -295,3 +295,10 @@ def test_an_optimizer_that_calls_no_hooks_takes_its_steps(has_hooks):
     take(scaler, model, Wrapper(torch.optim.SGD(model.parameters(), lr=0.1), has_hooks), 1.0)
     assert not torch.equal(model[0].weight, before)
     assert scaler.history.skipped == ()
+
+
+def test_skipped_steps_of_such_an_optimizer_are_recorded():
+    model = layers()
+    scaler = polycast.grad_scaler("cpu", torch.float16, init_scale=8.0)
+    take(scaler, model, Wrapper(torch.optim.SGD(model.parameters(), lr=0.1), False), 1.0, float("inf"), 1.0)
+    assert [(each.step, each.scale, each.of) for each in scaler.history.skipped] == [(1, 8.0, 4)]

@@ -29,6 +29,8 @@ else:
         from pytorch_lightning.plugins.precision import MixedPrecision
 
 _KEY = "polycast"
+_STEPS = "polycast_steps"
+"""The key of checkpoints for the steps of each LogSteps, in the order of the callbacks."""
 
 
 class Precision(MixedPrecision):
@@ -160,18 +162,21 @@ class LogSteps(Callback):
             steps = self._log.state_dict()["steps"] or trainer.global_step
         self._recorder.begin_run(pl_module, scaler, steps, is_first_process=trainer.is_global_zero)
 
-    @property
-    def state_key(self) -> str:
-        """The key of this callback's state in checkpoints: a Trainer may have several, with other files."""
-        return self._generate_state_key(path=str(self._log.path))
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Forget the step of an earlier checkpoint."""
+        self._restored_steps = None
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the number of steps that are recorded."""
-        return self._log.state_dict()
+    # Not as the state of a callback: Lightning refuses two that it cannot tell apart.
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Save the number of steps that are recorded."""
+        checkpoint.setdefault(_STEPS, []).append(self._log.state_dict()["steps"])
+
+    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Continue at the step of a checkpoint."""
-        self._restored_steps = state_dict["steps"]
+        loggers = [each for each in trainer.callbacks if isinstance(each, LogSteps)]
+        steps = dict(zip(loggers, checkpoint.get(_STEPS, ()), strict=False))
+        self._restored_steps = steps.get(self)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Begin a step with its first batch."""

@@ -4,7 +4,6 @@ import copy
 from collections.abc import Callable, Mapping
 from itertools import chain
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -14,12 +13,9 @@ from ..errors import warn_user
 from ..policy.recipe import Recipe, RecipeLike, read_recipe
 from ..policy.value import Policy, PolicyLike
 from ..region.autocast import autocast
-from ..region.module_rules import apply_policy
-from ..region.ruled_forward import REPLICATE, RuleSetId, forward_of, like_unbound, rebound, refuse_replicas
+from ..region.module_rules import apply_policy, remove_rules_of_runs
+from ..region.ruled_forward import REPLICATE, forward_of, like_unbound, rebound, refuse_replicas
 from ..torch_internals.dispatcher import is_any_autocast_enabled
-
-_rules_of_runs: "WeakKeyDictionary[nn.Module, RuleSetId]" = WeakKeyDictionary()
-"""The module rules that the latest run of each model has applied."""
 
 
 class RegionSettings:
@@ -54,11 +50,9 @@ class RegionSettings:
 
     def apply_rules(self, model: nn.Module) -> None:
         """Apply the policy's module rules to a model, in place of those of an earlier run or another checkpoint."""
-        before = _rules_of_runs.pop(model, None)
-        if before is not None:
-            before.remove_from(model)
+        remove_rules_of_runs(model)
         if self.policy is not None and self.policy.has_module_rules:
-            _rules_of_runs[model] = apply_policy(model, self.policy.only_modules()).rule_set
+            apply_policy(model, self.policy.only_modules()).rule_set.of_run = True
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the cache, which cannot be pickled."""

@@ -79,7 +79,7 @@ class PolycastCallback(TrainerCallback, ExportableState):
     ) -> None:
         """Set up a model or callback that came after on_init_end, and start recording."""
         self._observer.stop()  # a run that has raised has left it open
-        self._use(model, args)
+        self._use(self._model_in(model), args)
         self._stop_recording()
         if self._recorder.log is not None and model is not None:
             self._recorder.begin_run(
@@ -107,10 +107,17 @@ class PolycastCallback(TrainerCallback, ExportableState):
         if hook is not None:
             hook.remove()
 
+    def _model_in(self, model: nn.Module | None) -> nn.Module | None:
+        """Return the model that FSDP1 has wrapped since `on_init_end`; another model as it is."""
+        if model is None or model in _callbacks:
+            return model
+        known = (each for each in model.modules() if each in _callbacks)
+        return next((each for each in known if self._restored or _callbacks[each] is self), model)
+
     def _use(self, model: nn.Module | None, args: Any) -> None:
-        if model is None or any(_callbacks.get(each) is self for each in model.modules()):  # FSDP1 has wrapped it
+        given = None if model is None else _callbacks.get(model)
+        if model is None or given is self:
             return
-        given = _callbacks.get(model)
         _callbacks[model] = self
         if given is not None and self._restored:  # the Trainer has replaced the user's callback by this one
             self._observer, self._recorder, self.settings = given._observer, given._recorder, given.settings

@@ -164,7 +164,8 @@ class Backend:
         return None
 
     def device_details(self) -> Mapping[str, str]:
-        """Return the name of the device, under ``"name"``, and what else its speed depends on, such as a driver.
+        """Return the name of the device, under ``"name"``, and what else its speed depends on, such as a driver,
+        or torch's settings that select kernels.
 
         A profile of the device (:func:`polycast.profile`) is used only while these stay the same.
         """

@@ -105,5 +105,6 @@ class TensorFile:
         """
         if name not in self._names:
             raise ValueError(f"it lacks the tensor {name!r}")
-        found: torch.Tensor = self._file.get_tensor(name)
+        with torch.device("cpu"):  # safetensors would return it on the default device, without its values
+            found: torch.Tensor = self._file.get_tensor(name)
         return found.detach()

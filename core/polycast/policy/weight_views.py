@@ -37,9 +37,13 @@ def matrix_in(parameter: torch.Tensor, view: str) -> torch.Tensor:
     if view in (WHOLE, TRANSPOSED):
         return plain if view == WHOLE else plain.t()
     try:
-        offset, *numbers = map(int, view.split(","))
-        return plain.contiguous().flatten().as_strided(numbers[:2], numbers[2:], offset)
-    except RuntimeError as error:
+        offset, rows, columns, *strides = map(int, view.split(","))
+        flat = plain.contiguous().flatten()
+        ends = [(rows - 1) * strides[0], (columns - 1) * strides[1]]
+        if offset < 0 or offset + sum(ends) >= len(flat):
+            raise IndexError(f"it ends at {offset + sum(ends)}")
+        return flat.as_strided((rows, columns), strides, flat.storage_offset() + offset)
+    except (IndexError, RuntimeError) as error:
         raise ValueError(f"{view!r} is no view of a parameter of the size {tuple(parameter.shape)}") from error
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -129,6 +130,12 @@ class Comparison:
     gradients: tuple[GradientErrors, ...] = ()
     first_nonfinite_gradient: str | None = None
     is_complete: bool = True
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "outputs": dict(self.outputs)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, outputs=MappingProxyType(state["outputs"]))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the comparison as plain data for JSON: inf and nan are texts."""

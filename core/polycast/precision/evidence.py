@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -109,6 +110,12 @@ class Evidence:
     margin: float = 0.0
     excluded: Members = ()
     holdout: Holdout | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "machine": dict(self.machine)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, machine=MappingProxyType(state["machine"]))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the evidence as plain data for JSON: inf and nan are texts."""

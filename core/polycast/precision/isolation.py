@@ -21,9 +21,12 @@ import torch
 from ..common.random_state import RandomState
 from ..region.capture import Snapshot
 from ..torch_internals.private_names import version_of
+from .values import cloned
 
 _T = TypeVar("_T")
 _ABSENT: Any = object()
+_SAMPLES = 64
+"""The numbers of a parameter that are compared, evenly spaced."""
 Values = list[Any]
 
 
@@ -115,8 +118,8 @@ def find_writes(model: torch.nn.Module, run: Callable[[], _T]) -> tuple[_T, Mode
         RuntimeError: the model writes to its parameters.
     """
     dicts = [owner for module in model.modules() for owner in (vars(module), vars(module).get("_buffers"))]
-    before = [(owner, dict(owner)) for owner in dicts if type(owner) is dict]
-    parameters = [(name, parameter, version_of(parameter)) for name, parameter in model.named_parameters()]
+    before = [(owner, dict(owner)) for owner in dicts if isinstance(owner, dict)]
+    parameters = [_Parameter(name, parameter) for name, parameter in model.named_parameters()]
     tensors = [StateSlot(owner, key) for owner, values in before for key, value in values.items() if _is_tensor(value)]
     state = ModelState(tensors)
     originals, clones = state.current(), state.cloned()
@@ -127,7 +130,7 @@ def find_writes(model: torch.nn.Module, run: Callable[[], _T]) -> tuple[_T, Mode
         slots = [
             slot
             for slot, clone, value in zip(tensors, clones, originals, strict=True)
-            if slot.get() is not clone or not torch.equal(clone, value)
+            if slot.get() is not clone or _differs(clone, value)
         ]
         tensors_at = {(id(slot.owner), slot.key) for slot in tensors}
         for owner, values in before:
@@ -142,11 +145,11 @@ def find_writes(model: torch.nn.Module, run: Callable[[], _T]) -> tuple[_T, Mode
             for key, value in values.items():
                 if owner.get(key, _ABSENT) is not value:
                     owner[key] = value
-    for name, parameter, version in parameters:
-        if version_of(parameter) != version:
+    for each in parameters:
+        if each.is_written():
             raise RuntimeError(
-                f"the model's forward writes to its parameter {name!r} (as nn.Embedding does with max_norm), so runs "
-                "differ from each other. Remove the write, or run the model on a copy."
+                f"the model's forward writes to its parameter {each.name!r} (as nn.Embedding does with max_norm), so "
+                "runs differ from each other. Remove the write, or run the model on a copy."
             )
     return result, ModelState(slots)
 
@@ -158,8 +161,44 @@ def _is_tensor(value: object) -> bool:
 def _cloned(values: Values) -> Values:
     """Return values with a clone in place of each tensor."""
     tensors = {id(value): value for value in values if _is_tensor(value)}
-    clones = {key: tensor.detach().clone() for key, tensor in tensors.items()}
+    clones = dict(zip(tensors, cloned(list(tensors.values())), strict=True))
     return [clones.get(id(value), value) for value in values]
+
+
+def _differs(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether tensors differ, or torch cannot say, as of sparse ones and of those on meta."""
+    try:
+        return not torch.equal(one, other)
+    except RuntimeError:
+        return True
+
+
+class _Parameter:
+    """A parameter as it is now, to detect writes: by its version, its memory and, of those to its data, a sample."""
+
+    def __init__(self, name: str, parameter: torch.nn.Parameter) -> None:
+        self.name, self._parameter = name, parameter
+        self._before = self._contents()
+
+    def is_written(self) -> bool:
+        """Return whether the parameter was written since."""
+        *before, sample_before = self._before
+        *now, sample = self._contents()
+        return before != now or (sample is not None and not torch.equal(sample, sample_before))
+
+    def _contents(self) -> list[Any]:
+        """Return the version and, of a plain parameter, the address, and a sample of the values as bytes."""
+        parameter = self._parameter
+        plain = parameter.detach()
+        version, count = version_of(parameter), min(_SAMPLES, plain.numel())
+        if type(plain) is not torch.Tensor or plain.layout is not torch.strided or plain.is_meta or not count:
+            return [version, 0, None]
+        places = torch.arange(count, device=plain.device) * (plain.numel() - 1) // max(count - 1, 1)
+        try:
+            sample = plain.take(places).view(torch.uint8)
+        except RuntimeError:  # torch has no such kernel for its dtype
+            sample = None
+        return [version, plain.data_ptr(), sample]
 
 
 class Situation:

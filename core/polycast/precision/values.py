@@ -97,6 +97,12 @@ def copied(value: _T, model: torch.nn.Module, *, keeps_gradients: bool = True) -
         return copy.deepcopy(value, memo)
 
 
+def cloned(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return clones of tensors; those of tensors that overlap do so, too."""
+    with _Cloning(_aliases(tensors), keeps_gradients=False):
+        return copy.deepcopy(tensors)
+
+
 def replaced(value: _T, tensors: Mapping[int, object], modules: Mapping[int, torch.nn.Module]) -> _T:
     """Return a deep copy of a value with other objects in place of its tensors, and with modules that are not copied.
 

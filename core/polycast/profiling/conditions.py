@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +17,7 @@ from .device_profile import DeviceProfile
 
 @dataclass(frozen=True)
 class Conditions:
-    """The device, the number of threads and the versions that a profile is measured with."""
+    """What a profile is measured with: the device, the number of threads, the versions, and what the backend adds."""
 
     device_type: str
     device: str
@@ -34,7 +34,6 @@ class Conditions:
         except PLUGIN_ERRORS as error:
             details = {"error": f"device_details() raised {type(error).__name__}: {error}"}
         device = details.pop("name", device_type)
-        details |= _unusual_settings()
         version = registry.version(backend) or f"{type(backend).__module__}.{type(backend).__qualname__}"
         versions = {**package_versions(), "backend": version}
         return cls(device_type, device, torch.get_num_threads(), versions, details)
@@ -53,31 +52,6 @@ class Conditions:
             if other != value:
                 return f"its {name} is {other}, and this is {value}"
         return next((f"its {name} is {value}, and this is none" for name, value in theirs.items()), None)
-
-
-_USUAL_PRECISIONS = ("none", "ieee")
-"""Without a setting, and the same set."""
-
-
-def _unusual_settings() -> dict[str, str]:
-    """Return the settings of torch, of those that select kernels, that are not the default."""
-    attention: dict[str, Callable[[], bool]] = {
-        "flash": torch.backends.cuda.flash_sdp_enabled,
-        "memory-efficient": torch.backends.cuda.mem_efficient_sdp_enabled,
-        "cuDNN": torch.backends.cuda.cudnn_sdp_enabled,
-        "math": torch.backends.cuda.math_sdp_enabled,
-    }
-    off = [name for name, is_enabled in attention.items() if not is_enabled()]
-    precisions = {
-        f"{name} of float32 matmuls": library.matmul.fp32_precision
-        for name, library in (("oneDNN's precision", torch.backends.mkldnn), ("CUDA's precision", torch.backends.cuda))
-    }
-    return {
-        **({"attention without": ", ".join(off)} if off else {}),
-        **({} if torch.backends.mkldnn.enabled else {"oneDNN": "off"}),
-        **({"algorithms": "deterministic"} if torch.are_deterministic_algorithms_enabled() else {}),
-        **{name: value for name, value in precisions.items() if value not in _USUAL_PRECISIONS},
-    }
 
 
 def _flat(conditions: Conditions | DeviceProfile) -> Iterator[tuple[str, str]]:

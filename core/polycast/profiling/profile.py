@@ -54,9 +54,9 @@ def profile(device_type: str, *, refresh: bool = False) -> DeviceProfile:
 
     Ops are timed in float32, in each fast dtype and by each recipe, which takes at most 3 s on a CPU, unless calls of
     the smallest size take 50 ms or more. The result is kept on disk, in ``$XDG_CACHE_HOME/polycast``
-    (``~/.cache/polycast``), for this device, number of threads, and versions of torch, polycast and the backend. Call
-    it while the machine is otherwise idle: a noisy result is not kept. A message on stderr says that it measures, and
-    why a profile on disk is not used.
+    (``~/.cache/polycast``), for this device, number of threads, settings of torch that select kernels, and versions of
+    torch, polycast and the backend. Call it while the machine is otherwise idle: a noisy result is not kept. A message
+    on stderr says that it measures, and why a profile on disk is not used.
 
     If ``POLYCAST_PROFILE`` is the path of a saved profile of this device type, that one is returned, whichever machine
     it is from.

@@ -9,7 +9,7 @@ from ..engine.snapshot import snapshot
 from ..engine.state import Settings
 from . import switched_off
 from .decorate import decorate
-from .suspend import Suspendable
+from .suspend import Regions, Suspendable
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -39,7 +39,7 @@ class Snapshot:
             >>> thread.start(); thread.join()
             True
         """
-        with self._here():
+        with Regions(*self.regions, around=self._disabled_here, off_by_rule=self.switched_off):
             yield
 
     def wrap(self, func: _F) -> _F:
@@ -52,9 +52,9 @@ class Snapshot:
             raise TypeError(
                 f"wrap(func) requires a callable, but got {type(func).__name__}: pass the function, do not call it"
             )
-        return decorate(func, self.apply, self._here)
+        return decorate(func, self.apply, self._suspendable)
 
-    def _here(self) -> Suspendable:
+    def _suspendable(self) -> Suspendable:
         return Suspendable(*self.regions, around=self._disabled_here, off_by_rule=self.switched_off)
 
     def _disabled_here(self) -> Iterator[Settings]:

@@ -21,7 +21,7 @@ from ..engine.state import Settings
 from ..plugins.registry import registry
 from ..torch_internals import changes
 from .cast_arguments import CastArguments
-from .suspend import Suspendable
+from .suspend import Regions
 from .thread_state import get_autocast_dtype, is_autocast_enabled
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -86,7 +86,7 @@ def custom_fwd(fwd: Any = None, *, device_type: str, cast_inputs: torch.dtype | 
         try:
             args = tuple([casts.of(value) for value in args])
             kwargs = {name: casts.of(value) for name, value in kwargs.items()}
-            with Suspendable(Settings(device_type, False, get_autocast_dtype(device_type))):
+            with Regions(Settings(device_type, False, get_autocast_dtype(device_type))):
                 return fwd(*args, **kwargs)
         finally:
             casts.restore()
@@ -125,7 +125,7 @@ def custom_bwd(bwd: Any = None, *, device_type: str) -> Any:
                 f"{bwd.__qualname__} is decorated with custom_bwd, but its forward did not record its autocast state. "
                 "Decorate forward with polycast.custom_fwd."
             ) from None
-        with Suspendable(settings):
+        with Regions(settings):
             return bwd(ctx, *args, **kwargs)
 
     return decorated

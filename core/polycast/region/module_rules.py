@@ -188,6 +188,12 @@ def remove_policy(model: nn.Module) -> None:
         forward.drop_all()
 
 
+def remove_rules_of_runs(model: nn.Module) -> None:
+    """Remove the rules that training runs have applied to a model, or to the model that it is a copy of."""
+    for forward in _ruled_forwards(model).values():
+        forward.drop_of_runs()
+
+
 def _ruled_forwards(model: nn.Module) -> dict[str, RuledForward]:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")

@@ -76,8 +76,14 @@ class RecordingGradScaler(torch.amp.GradScaler):
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Step as :meth:`torch.amp.GradScaler.step` does, and record whether the step was skipped."""
-        if not self._enabled or not _calls_hooks(optimizer):
+        if not self._enabled:
             return super().step(optimizer, *args, **kwargs)
+        if not _calls_hooks(optimizer):
+            value = super().step(optimizer, *args, **kwargs)
+            self._now.scale = self.get_scale()
+            if any(found.item() for found in self._found_inf_per_device(optimizer).values()):
+                self._skip(optimizer)
+            return value
         found_inf: list[torch.Tensor | None] = []
 
         def steps(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

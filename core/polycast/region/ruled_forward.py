@@ -58,12 +58,8 @@ _ActiveRules = tuple[tuple[str, Rule], ...]
 class RuleSetId:
     """Identifies the rules that one call of apply_policy adds. In a copied model they have another id."""
 
-    def remove_from(self, model: nn.Module) -> None:
-        """Remove these rules from a model and the modules in it."""
-        for module in model.modules():
-            forward = ruled_forward_of(module)
-            if forward is not None:
-                forward.drop(self)
+    of_run = False
+    """Whether a training run applies them, in place of those of an earlier run."""
 
 
 class RuledForward:
@@ -116,6 +112,12 @@ class RuledForward:
         """Make suspended rules active again."""
         self._suspended.discard(rule_set)
         self._update()
+
+    def drop_of_runs(self) -> None:
+        """Remove the rules of training runs."""
+        for rule_set, _ in list(self._entries):
+            if rule_set.of_run:
+                self.drop(rule_set)
 
     def drop_all(self) -> None:
         """Remove all rules, and restore the module's forward."""

@@ -1,4 +1,4 @@
-"""Regions that are left when the code in them is suspended, and entered again when it resumes."""
+"""Regions that are entered together: for a block, or for each step of code that is suspended between the steps."""
 
 from collections.abc import Callable, Collection, Iterable
 from contextlib import ExitStack, nullcontext
@@ -13,15 +13,12 @@ from . import switched_off
 from .entry import enter
 
 
-class Suspendable:
-    """Regions that are entered for each step of a generator, and left after it.
-
-    Leaving also suspends the regions entered since, such as a ``with`` block that the generator's body is in. The next
-    step enters them again, with the state that they had reached, on whatever thread it runs.
+class Regions:
+    """Regions that are entered for a block, and left after it. Regions that the block leaves open stay open.
 
     Args:
         regions: what to enter.
-        around: returns other regions to enter at each step, around these.
+        around: returns other regions to enter around these, whenever they are entered.
         off_by_rule: the devices that a module rule has switched autocast off for; None: those on the entering thread.
     """
 
@@ -33,35 +30,52 @@ class Suspendable:
     ) -> None:
         self._around = around
         self._off_by_rule = off_by_rule
-        self._own = len(regions)
+        self._count = len(regions)
         self._owner, self._owner_around = object(), object()  # not self, in a cycle with what it suspends
-        self._suspended: list[tuple[object, Settings]] = [(self._owner, settings) for settings in regions]
-        self._entered = 0
+        self._to_enter: list[tuple[object, Settings]] = [(self._owner, settings) for settings in regions]
+        """These regions, and then those to enter inside."""
+        self._entered: list[object] = []
+        """The owners of these regions and those around them."""
 
     @disable_dynamo
     def __enter__(self) -> None:
-        own = [(self._owner_around, settings) for settings in self._around()] + self._suspended[: self._own]
+        own = [(self._owner_around, settings) for settings in self._around()] + self._to_enter[: self._count]
         off = self._off_by_rule
         rules = nullcontext() if off is None else switched_off.for_devices(off)
         entered: list[object] = []
         try:
             _enter_all(own, entered)
             with ExitStack() as stack:
-                stack.enter_context(rules)  # before the regions of the body, where these do not count
-                _enter_all(self._suspended[self._own :], entered)
+                stack.enter_context(rules)  # before the regions inside, where these do not count
+                _enter_all(self._to_enter[self._count :], entered)
                 self._rules = stack.pop_all()
         except BaseException:
             for owner in reversed(entered):
                 _leave(owner)
             raise
-        self._entered = len(own)
+        self._entered = [owner for owner, _ in own]
 
     @disable_dynamo
     def __exit__(self, *_: object) -> None:
         self._rules.close()
-        self._suspended = []
+        for owner in reversed(self._entered):
+            _leave(owner)
+
+
+class Suspendable(Regions):
+    """Regions that are entered for each step of a generator, and left after it.
+
+    Leaving also suspends the regions entered since, such as a ``with`` block that the generator's body is in. The next
+    step enters them again, with the state that they had reached, on whatever thread it runs.
+    """
+
+    @disable_dynamo
+    def __exit__(self, *_: object) -> None:
+        self._rules.close()
+        suspended: list[tuple[object, Settings]] = []
         left = 0
-        while (last := state.machine.last()) is not None and (left < self._entered or not self._entered):
+        # If none was entered, the thread was in no region, so all that it is in are the body's.
+        while (last := state.machine.last()) is not None and (left < len(self._entered) or not self._entered):
             owner, settings = last
             is_around = owner is self._owner_around
             if not is_around:
@@ -70,17 +84,22 @@ class Suspendable:
                     dtype=torch.get_autocast_dtype(settings.device_type),
                     cache_enabled=torch.is_autocast_cache_enabled(),
                 )
-                self._suspended.insert(0, (owner, reached))
+                suspended.append((owner, reached))
             _leave(owner)
             left += is_around or owner is self._owner
+        self._to_enter = suspended[::-1]
 
 
 def _enter_all(regions: Iterable[tuple[object, Settings]], entered: list[object]) -> None:
     for owner, settings in regions:
         in_function_mode = enter(owner, settings)
-        entered.append(owner)
         if in_function_mode:
-            record_entry(settings)
+            try:
+                record_entry(settings)
+            except BaseException:
+                state.machine.leave(owner)
+                raise
+        entered.append(owner)
 
 
 def _leave(owner: object) -> None:

@@ -191,7 +191,8 @@ class PythonStore:
             return None
         self._hits += 1
         self._budget.note_hit(entry)
-        self._entries.move_to_end(key)
+        if key in self._entries:  # `matches` allocates, so the collector may have ended the region
+            self._entries.move_to_end(key)
         return entry
 
     def _insert(self, key: Key, source: Source, entry: Entry, admitted: bool, is_new: bool = True) -> None:
