@@ -210,7 +210,6 @@ MAY_NAME_A_DEVICE = {
     "engine/overlap.py": "a mask is in host memory",
     "engine/reference/store.py": "host memory may be shared by processes",
     "observer/rerun.py": "the generator of the host's random numbers",
-    "policy/tensor_file.py": "files are read into host memory",
     "precision/runs.py": "torch's default device is thread-local",
     "profiling/operands.py": "the numbers are drawn on the host",
     "region/recording_scaler.py": "the default of torch.amp.GradScaler; values in host memory are read without waiting",

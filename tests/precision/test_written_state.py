@@ -86,13 +86,3 @@ def test_results_are_copied_and_pickled():
         assert str(copied(evidence)) == str(evidence)
         with pytest.raises(TypeError):
             copied(compared).outputs["output"] = None
-
-
-def test_a_default_device_does_not_matter_to_an_equalization(tmp_path):
-    model, x = torch.nn.Linear(64, 64), torch.randn(32, 64)
-    path = tmp_path / "e.safetensors"
-    expected = polycast.equalize(model, [x], polycast.Int8(min_size=0))
-    expected.save(path)
-    with torch.device("meta"):
-        assert polycast.Equalization.load(path).digest == expected.digest
-        assert polycast.equalize(model, [x], polycast.Int8(min_size=0)).weights[0].name == expected.weights[0].name

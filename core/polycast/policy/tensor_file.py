@@ -105,6 +105,5 @@ class TensorFile:
         """
         if name not in self._names:
             raise ValueError(f"it lacks the tensor {name!r}")
-        with torch.device("cpu"):  # safetensors would return it on the default device, without its values
-            found: torch.Tensor = self._file.get_tensor(name)
+        found: torch.Tensor = self._file.get_tensor(name)
         return found.detach()

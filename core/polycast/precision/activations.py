@@ -19,7 +19,7 @@ class Activations:
         self.amax = torch.zeros(terms, device=device)
         self.rows = torch.empty(0, terms, device=device)
         self.left_out = False
-        self._keys = torch.empty(0, device=generator.device)
+        self._keys = torch.empty(0)
         self._generator = generator
 
     @property
@@ -40,9 +40,7 @@ class Activations:
                 return
             amax = _amax(rows)
         torch.maximum(self.amax, amax, out=self.amax)
-        generator = self._generator
-        keys = torch.rand(len(rows), generator=generator, device=generator.device)
-        keys, places = keys.topk(min(_ROWS, len(rows)))
+        keys, places = torch.rand(len(rows), generator=self._generator).topk(min(_ROWS, len(rows)))
         keys = torch.cat((self._keys, keys))
         self._keys, chosen = keys.topk(min(_ROWS, len(keys)))
         sample = rows[places.to(rows.device)].float()
