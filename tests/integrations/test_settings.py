@@ -117,3 +117,14 @@ def test_a_copy_of_a_model_is_under_the_rules_of_its_own_latest_run(layers):
     run_in_regions(copied, RegionSettings(polycast.Policy(modules={"2": "fp32"})))
     assert list(polycast.rules_of(copied)) == ["1", "2"]
     assert list(polycast.rules_of(layers)) == ["0"]
+
+
+@pytest.mark.parametrize("has_run", [False, True])
+def test_rules_that_fit_no_module_leave_the_model_as_it_was(has_run, layers):
+    if has_run:
+        run_in_regions(layers, RegionSettings(polycast.Policy({"relu": "fp32"}, modules={"0": "fp32"})))
+    before, rules = dict(vars(layers)), polycast.rules_of(layers)
+    with pytest.raises(ValueError, match="missing"):
+        run_in_regions(layers, RegionSettings(polycast.Policy(modules={"missing": "fp32"})))
+    assert vars(layers) == before
+    assert polycast.rules_of(layers) == rules

@@ -50,9 +50,12 @@ class RegionSettings:
 
     def apply_rules(self, model: nn.Module) -> None:
         """Apply the policy's module rules to a model, in place of those of an earlier run or another checkpoint."""
-        remove_rules_of_runs(model)
+        rules = None
         if self.policy is not None and self.policy.has_module_rules:
-            apply_policy(model, self.policy.only_modules()).rule_set.of_run = True
+            rules = apply_policy(model, self.policy.only_modules())  # if it raises, the earlier ones stay
+        remove_rules_of_runs(model)
+        if rules is not None:
+            rules.rule_set.of_run = True
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the cache, which cannot be pickled."""
@@ -99,13 +102,18 @@ def run_in_regions(model: nn.Module, settings: RegionSettings, dtype: torch.dtyp
         dtype: the dtype of regions around a forward that opens its own. None: open a region inside the enclosing one,
             if autocast is on, with its dtype.
     """
-    forward = forward_of(model, _ForwardInRegion)
+    forward, before = forward_of(model, _ForwardInRegion), dict(vars(model))
     if forward is None:
         vars(model).setdefault(REPLICATE, refuse_replicas)
-        model.forward = _ForwardInRegion(model, vars(model).get("forward"), settings, dtype)
-    else:
+        model.forward = _ForwardInRegion(model, before.get("forward"), settings, dtype)
+    try:
+        settings.apply_rules(model)
+    except BaseException:
+        vars(model).clear()
+        vars(model).update(before)
+        raise
+    if forward is not None:
         forward.replace_settings(settings, dtype)
-    settings.apply_rules(model)
 
 
 class _ForwardInRegion:
