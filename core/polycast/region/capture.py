@@ -5,8 +5,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from ..engine import state
 from ..engine.snapshot import snapshot
 from ..engine.state import Settings
+from ..torch_internals.dispatcher import is_any_autocast_enabled
 from . import switched_off
 from .decorate import decorate
 from .suspend import Regions, Suspendable
@@ -59,6 +61,8 @@ class Snapshot:
 
     def _disabled_here(self) -> Iterator[Settings]:
         """Yield a disabled region for each device that has a region on this thread, and none in the snapshot."""
+        if state.machine.last() is None and not is_any_autocast_enabled():
+            return
         captured = {settings.device_type for settings in self.regions}
         for other in snapshot():
             if other.device_type not in captured:

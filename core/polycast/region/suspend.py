@@ -1,7 +1,6 @@
 """Regions that are entered together: for a block, or for each step of code that is suspended between the steps."""
 
 from collections.abc import Callable, Collection, Iterable
-from contextlib import ExitStack, nullcontext
 
 import torch
 
@@ -25,7 +24,7 @@ class Regions:
     def __init__(
         self,
         *regions: Settings,
-        around: Callable[[], Iterable[Settings]] = tuple,
+        around: Callable[[], Iterable[Settings]] | None = None,
         off_by_rule: Collection[str] | None = None,
     ) -> None:
         self._around = around
@@ -39,25 +38,28 @@ class Regions:
 
     @disable_dynamo
     def __enter__(self) -> None:
-        own = [(self._owner_around, settings) for settings in self._around()] + self._to_enter[: self._count]
-        off = self._off_by_rule
-        rules = nullcontext() if off is None else switched_off.for_devices(off)
+        own = self._to_enter[: self._count]
+        if self._around is not None:
+            own = [*((self._owner_around, settings) for settings in self._around()), *own]
+        rules_before = switched_off.current()
         entered: list[object] = []
         try:
             _enter_all(own, entered)
-            with ExitStack() as stack:
-                stack.enter_context(rules)  # before the regions inside, where these do not count
+            if self._off_by_rule is not None:  # before the regions inside, where these do not count
+                switched_off.set_devices(self._off_by_rule)
+            if len(self._to_enter) > self._count:
                 _enter_all(self._to_enter[self._count :], entered)
-                self._rules = stack.pop_all()
         except BaseException:
+            switched_off.leave(rules_before)
             for owner in reversed(entered):
                 _leave(owner)
             raise
-        self._entered = [owner for owner, _ in own]
+        self._rules_before = rules_before
+        self._entered = entered[: len(own)]
 
     @disable_dynamo
     def __exit__(self, *_: object) -> None:
-        self._rules.close()
+        switched_off.leave(self._rules_before)
         for owner in reversed(self._entered):
             _leave(owner)
 
@@ -71,7 +73,7 @@ class Suspendable(Regions):
 
     @disable_dynamo
     def __exit__(self, *_: object) -> None:
-        self._rules.close()
+        switched_off.leave(self._rules_before)
         suspended: list[tuple[object, Settings]] = []
         left = 0
         # If none was entered, the thread was in no region, so all that it is in are the body's.

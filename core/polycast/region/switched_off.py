@@ -4,8 +4,7 @@
 """
 
 import threading
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping
 
 import torch
 from torch.compiler import is_dynamo_compiling
@@ -45,7 +44,7 @@ def enter(device: str) -> Mapping[str, int] | None:
 
 
 def leave(before: Mapping[str, int] | None) -> None:
-    """Restore the state before :func:`enter`."""
+    """Restore the state before :func:`enter` or :func:`set_devices`."""
     _thread.off = before
 
 
@@ -54,12 +53,11 @@ def devices() -> frozenset[str]:
     return frozenset(device for device in _thread.off or () if not torch.is_autocast_enabled(device) and is_off(device))
 
 
-@contextmanager
-def for_devices(off: Collection[str]) -> Iterator[None]:
-    """Return a context manager in which autocast counts as switched off by a rule for these devices alone."""
-    before = _thread.off
+def current() -> Mapping[str, int] | None:
+    """Return the argument for :func:`leave` that restores the state after :func:`set_devices`."""
+    return _thread.off
+
+
+def set_devices(off: Collection[str]) -> None:
+    """Let autocast count as switched off by a rule for these devices alone."""
     _thread.off = {device: state.machine.nesting(device) for device in off} or None
-    try:
-        yield
-    finally:
-        _thread.off = before
