@@ -106,7 +106,7 @@ def _ratios(case: Case, sides: Sequence[str]) -> list[Ratio]:
         (CACHED, COPY, (COPY,), _AS_FAST_AS_A_COPY),
         (FASTEST, fastest, (FLOAT32, TORCH, PLAIN), AS_FAST_AS_OTHERS),
         (FASTEST_CACHED, fastest, (FLOAT32, TORCH, PLAIN), AS_FAST_AS_OTHERS),
-        *([(FLOAT8, COPY, (COPY,), None)] if _IN_FLOAT8 in case.what else []),
+        (FLOAT8, COPY, (COPY,), None),
     ]
     return [
         Ratio(f"{case.what}, {ours}", against, ours, theirs, at_most)

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-_DEFAULTS = ("on", "none", "ieee")
+_DEFAULTS = ("on", "any", "none", "ieee")
 """A precision that is not set is that of IEEE 754."""
 
 
@@ -18,10 +18,10 @@ def kernel_settings() -> Mapping[str, str]:
         "cuDNN attention": cuda.cudnn_sdp_enabled(),
         "math attention": cuda.math_sdp_enabled(),
         "cuDNN": torch.backends.cudnn.enabled,
-        "other than deterministic algorithms": not torch.are_deterministic_algorithms_enabled(),
     }
     by_name = {
         **{name: "on" if is_on else "off" for name, is_on in switches.items()},
         "float32 matmuls": cuda.matmul.fp32_precision,
+        "algorithms": "deterministic" if torch.are_deterministic_algorithms_enabled() else "any",
     }
     return {name: value for name, value in by_name.items() if value not in _DEFAULTS}

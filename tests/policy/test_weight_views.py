@@ -1,4 +1,4 @@
-"""How a matrix lies in a parameter, as text in files of equalizations."""
+"""Describe a matrix in a parameter as text, and find it again, as files of equalizations do."""
 
 import pytest
 import torch

@@ -17,7 +17,7 @@ from .device_profile import DeviceProfile
 
 @dataclass(frozen=True)
 class Conditions:
-    """What a profile is measured with: the device, the number of threads, the versions, and what the backend adds."""
+    """The conditions of a measurement: the device, the number of threads, the versions, and what the backend adds."""
 
     device_type: str
     device: str
