@@ -9,7 +9,7 @@ from torch import nn
 
 import polycast
 from polycast import Int8, autocast
-from polycast.engine.recipes.slower import slower_reason
+from polycast.engine.recipes import slower
 from polycast.profiling import profile as profiles
 
 pytestmark = pytest.mark.usefixtures("engine", "no_grad", "int8_kernels")
@@ -65,6 +65,22 @@ def test_another_profile_decides_again_for_known_sizes(use):
                 assert torch.equal(F.linear(X, WEIGHT), EXPECTED) == (seconds > 1)
 
 
+def test_another_number_of_threads_decides_again_for_known_sizes(monkeypatch, profile_of):
+    by_threads = {
+        threads: profile_of(overhead=1e-15, cast=1e-15, int8=seconds, bfloat16=1.0)
+        for threads, seconds in ((1, 0.5), (2, 2.0))
+    }
+    monkeypatch.setattr(slower, "find", lambda device: by_threads[torch.get_num_threads()])
+    before = torch.get_num_threads()
+    try:
+        with autocast("cpu", recipe=RECIPE):
+            for threads in (1, 1, 2, 2, 1):
+                torch.set_num_threads(threads)
+                assert torch.equal(F.linear(X, WEIGHT), EXPECTED) == (threads == 2)
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_a_call_that_int8_speeds_up_is_computed_though_float32_is_faster(use, declined):
     use(int8=2.0, bfloat16=9.0)
     assert declined() == [""]
@@ -115,4 +131,4 @@ def test_traced_calls_fall_back_too(use):
 def test_a_small_convolution_is_declined_by_the_times_of_larger_ones(use):
     use(int8=2.0, bfloat16=1.0)
     image, weight = torch.randn(1, 8, 6, 6), torch.randn(8, 8, 3, 3)
-    assert slower_reason("cpu", "int8", "aten::conv2d", (image, weight)) is not None
+    assert slower.slower_reason("cpu", "int8", "aten::conv2d", (image, weight)) is not None

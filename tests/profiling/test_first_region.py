@@ -58,10 +58,19 @@ def test_what_is_measured_decides(measured, times, way):
 
 
 def test_each_number_of_threads_is_measured(measured, threads):
-    region()
-    threads(2)
-    region()
-    assert measured.count == 2
+    layer = nn.Sequential(nn.Linear(16, 16))
+    with polycast.apply_policy(layer, polycast.Policy(modules={"0": "fastest"})):
+        for number in (1, 2):
+            threads(number)
+            region()
+            with autocast("cpu"):
+                layer(X)
+            assert measured.count == number
+    with polycast.apply_policy(layer, polycast.Policy(modules={"0": "fastest"})), autocast("cpu"):
+        for number in (3, 4):
+            threads(number)
+            layer(X)
+            assert measured.count == number
 
 
 def test_a_rule_of_a_module_measures(measured, capsys):

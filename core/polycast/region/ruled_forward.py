@@ -79,7 +79,7 @@ class RuledForward:
         self._suspended: set[RuleSetId] = set()
         self.rules: Mapping[str, Rule] = {}
         self._rules_by_excluded_keys: dict[int, _ActiveRules] = {}
-        self._regions: dict[tuple[str, torch.dtype, int], _ModuleRegion] = {}
+        self._regions: dict[tuple[str, torch.dtype, int, int], _ModuleRegion] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out caches, and the devices that this process's torch knows."""
@@ -210,9 +210,11 @@ class RuledForward:
             return in_graph
         dtype = rule.dtype or state.machine.dtype(device)
         known = 0 if rule.ops is None else len(rule.ops.resolved)  # a library may define an optional op
-        region = self._regions.get((device, dtype, known))
+        threads = 0 if rule.recipe is None else torch.get_num_threads()  # each number has its profile
+        key = device, dtype, known, threads
+        region = self._regions.get(key)
         if region is None or region.rule is not rule:  # another thread may have changed the rules meanwhile
-            region = self._regions[device, dtype, known] = _ModuleRegion(device, dtype, rule)
+            region = self._regions[key] = _ModuleRegion(device, dtype, rule)
         return region
 
     # The attributes of a bound method that others read.

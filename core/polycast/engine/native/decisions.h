@@ -6,6 +6,7 @@
 #pragma once
 
 #include <ATen/Context.h>
+#include <ATen/Parallel.h>
 
 #include "casting.h"
 #include "user_store.h"
@@ -42,6 +43,7 @@ class CallMetadata {
     push(op << 32 | static_cast<int64_t>(device) << 16 | static_cast<int64_t>(at::autocast::get_autocast_dtype(device)) << 8 |
         (region.store != nullptr ? 1 : 0) | (at::autocast::is_autocast_cache_enabled() ? 2 : 0) |
         (at::globalContext().userEnabledFlashSDP() ? 4 : 0));
+    push(at::get_num_threads());
   }
 
   // Each add() returns false if the argument has metadata that are not compared, or forward-mode AD tracks it. An argument adds the same

@@ -38,6 +38,7 @@ class Action(NamedTuple):
     - the other arguments;
     - which tensors autograd records, and whether an autograd.Function runs, or a backward;
     - whether the region has a WeightCache, whether autocast caches casts, and whether torch may use fused attention;
+    - torch's number of threads, by which the profile is chosen;
     - the policies that are registered: a change of them forgets all actions.
 
     Attributes:
