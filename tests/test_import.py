@@ -3,6 +3,7 @@
 import importlib.metadata
 import json
 import os
+import pydoc
 import subprocess
 import sys
 
@@ -123,7 +124,16 @@ def test_an_unknown_name_is_an_attribute_error():
     import polycast
 
     assert not hasattr(polycast, "compares")
-    assert {*polycast.__all__, "__version__"} <= set(dir(polycast))
+
+
+def test_dir_and_help_show_the_public_names_only():
+    import polycast
+    import polycast.testing
+
+    shown = {name for name in dir(polycast) if not name.startswith("__")}
+    assert shown - {"distributed", "integrations"} == {*polycast.__all__, "testing"}
+    assert "__version__" in dir(polycast)
+    assert "PYTEST" not in pydoc.render_doc(polycast)
 
 
 def test_help_begins_with_what_polycast_is():

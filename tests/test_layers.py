@@ -126,7 +126,7 @@ def use_everything(model, x):
         with polycast.observe(model, timing=True, stacks=True) as seen:
             model(x)
         seen.to_dict()
-        polycast.explain("mm", "cpu", x, x)
+        polycast.explain("mm", x, x, device_type="cpu")
     polycast.tune(model, x, tolerance=1.0, device_type="cpu")
     with polycast.patch_torch(), torch.autocast("cpu"):
         model(x)

@@ -51,7 +51,7 @@ Half.__name__ = Half.__qualname__ = "Half<b>"
 
 
 def test_a_comparison_is_two_tables_and_its_sentences():
-    comparison = polycast.compare(nn.Sequential(Half(4, 4), nn.ReLU()), torch.randn(2, 4), "cpu")
+    comparison = polycast.compare(nn.Sequential(Half(4, 4), nn.ReLU()), torch.randn(2, 4), device_type="cpu")
     shown = tables(comparison)
     assert shown.rows[0][:3] == ["module", "class", "calls"]
     assert ["0", "Half<b>", "1"] in [row[:3] for row in shown.rows]
@@ -81,7 +81,7 @@ def test_what_tune_finds_is_the_table_of_the_policy_and_the_evidence():
 def test_an_explanation_is_a_table_of_the_overloads_and_the_casts():
     x = torch.ones(2, 2)
     with polycast.autocast("cpu"):
-        mm, norm = polycast.explain("mm", "cpu", x, x), polycast.explain("norm", "cpu")
+        mm, norm = polycast.explain("mm", x, x, device_type="cpu"), polycast.explain("norm", device_type="cpu")
     assert tables(mm).captions == ["aten::mm on cpu, a region of bfloat16"]
     assert tables(mm).rows == [
         ["op", "policy", "rule", "effect"],

@@ -1,7 +1,4 @@
-"""Autocast for the CPU.
-
-PYTEST_DONT_REWRITE: pytest, which finds its options in this distribution, has no assertion to rewrite here.
-"""
+"""Autocast for the CPU."""
 
 from collections.abc import Mapping, Sequence
 

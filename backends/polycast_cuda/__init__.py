@@ -1,7 +1,4 @@
-"""Autocast for CUDA (and ROCm, which torch calls cuda too).
-
-PYTEST_DONT_REWRITE: pytest, which finds its options in this distribution, has no assertion to rewrite here.
-"""
+"""Autocast for CUDA (and ROCm, which torch calls cuda too)."""
 
 from collections.abc import Mapping, Sequence
 

@@ -1,7 +1,4 @@
-"""Autocast for the GPUs of Macs, which torch calls mps.
-
-PYTEST_DONT_REWRITE: pytest, which finds its options in this distribution, has no assertion to rewrite here.
-"""
+"""Autocast for the GPUs of Macs, which torch calls mps."""
 
 from collections.abc import Sequence
 

@@ -1,7 +1,4 @@
-"""Autocast for MTIA, Meta's accelerators.
-
-PYTEST_DONT_REWRITE: pytest, which finds its options in this distribution, has no assertion to rewrite here.
-"""
+"""Autocast for MTIA, Meta's accelerators."""
 
 from collections.abc import Sequence
 

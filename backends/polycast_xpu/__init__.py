@@ -1,7 +1,4 @@
-"""Autocast for Intel GPUs, which torch calls xpu.
-
-PYTEST_DONT_REWRITE: pytest, which finds its options in this distribution, has no assertion to rewrite here.
-"""
+"""Autocast for Intel GPUs, which torch calls xpu."""
 
 from collections.abc import Sequence
 

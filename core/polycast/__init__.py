@@ -1,8 +1,6 @@
 """Autocast for PyTorch as a plugin system: mixed precision on any device.
 
 Start with :class:`autocast`. :func:`observe` shows what ran in which dtype, :func:`profile` what is fast on a device.
-
-PYTEST_DONT_REWRITE: pytest, which finds its options in this distribution, has no assertion to rewrite here.
 """
 
 import gc
@@ -265,5 +263,9 @@ if not TYPE_CHECKING:  # type checkers would accept any name
         return value
 
 
+_PUBLIC_MODULES = ("distributed", "integrations", "testing")
+
+
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LAZY_NAMES})
+    here = (name for name in globals() if name.startswith("__") or name in _PUBLIC_MODULES)
+    return sorted({*_LAZY_NAMES, *here})

@@ -120,7 +120,7 @@ def test_the_profile_of_the_cpu_has_it():
 def test_explain_shows_it(by_kernel):
     layer = nn.Linear(300, 200)
     with autocast("cpu", recipe=by_kernel, cache=WeightCache()):
-        told = polycast.explain("linear", "cpu", torch.ones(1, 300), layer.weight, layer.bias)
+        told = polycast.explain("linear", torch.ones(1, 300), layer.weight, layer.bias, device_type="cpu")
     assert (told.way, told.declined) == ("bfloat16 kernel", None)
     assert "bfloat16 kernel takes 0.01 of bfloat16's time" in told.reason
 

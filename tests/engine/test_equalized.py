@@ -220,7 +220,7 @@ def test_kernels_that_take_no_factors_compute_without_them(model, equalized, int
     result = run(layer, x, equalized)
     assert torch.equal(result, run(layer, x, PLAIN))
     with polycast.autocast("cpu"):
-        explanation = polycast.explain("linear", "cpu", x, layer.weight, layer.bias, recipe=equalized)
+        explanation = polycast.explain("linear", x, layer.weight, layer.bias, device_type="cpu", recipe=equalized)
     assert explanation.reason == "not equalized: the kernel takes no factors"
 
 
@@ -229,7 +229,7 @@ def test_explain_says_whether_a_weight_is_equalized(model, e, equalized):
 
     def explained(op, *args, recipe=equalized):
         with polycast.autocast("cpu"):
-            return polycast.explain(op, "cpu", *args, recipe=recipe)
+            return polycast.explain(op, *args, device_type="cpu", recipe=recipe)
 
     strength = next(each.strength for each in e.weights if each.name == "linear")
     found = explained("linear", x, model.linear, None)

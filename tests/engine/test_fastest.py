@@ -205,7 +205,7 @@ def test_what_it_does_not_choose_for_runs_as_without_it(slow, args, reason, reci
         expected = F.linear(*args)
     with autocast("cpu", recipe=slow), recipe_counts() as counts:
         result = F.linear(*args)
-        explained = polycast.explain("linear", "cpu", *args)
+        explained = polycast.explain("linear", *args, device_type="cpu")
     (record,) = counts.records()
     if reason is not None:
         assert torch.equal(result, expected)
@@ -247,21 +247,21 @@ def test_a_changed_weight_is_used_at_once(slow):
 def test_explain_shows_the_way_and_why(slow, quick, kernel, profile_of):
     layer = nn.Linear(32, 32)
     with autocast("cpu", recipe=slow):
-        explained = polycast.explain("linear", "cpu", X, layer.weight, layer.bias)
+        explained = polycast.explain("linear", X, layer.weight, layer.bias, device_type="cpu")
         assert (explained.recipe, explained.way, explained.declined) == ("fastest", "float32", None)
         assert "computes it in float32: float32 takes 0.1" in str(explained)
-        explained = polycast.explain("linear", "cpu", X.bfloat16(), layer.weight, layer.bias)
+        explained = polycast.explain("linear", X.bfloat16(), layer.weight, layer.bias, device_type="cpu")
         assert [argument.is_cast for argument in explained.arguments] == [True, False, False]
-        assert polycast.explain("linear", "cpu").way == ""
-        explained = polycast.explain("linear", "cpu", X, layer.weight, recipe=quick)
+        assert polycast.explain("linear", device_type="cpu").way == ""
+        explained = polycast.explain("linear", X, layer.weight, device_type="cpu", recipe=quick)
         assert (explained.way, [each.seen for each in explained.arguments]) == ("bfloat16", [torch.bfloat16] * 2)
         assert "no other way takes less than 0.92 of bfloat16's time (float32" in explained.reason
         explained = polycast.explain(
             "linear",
-            "cpu",
             X[:4],
             layer.weight,
             None,
+            device_type="cpu",
             recipe=Fastest(profile_of(overhead=1e-15, cast=1e-15, bfloat16=3.0, bfloat16_kernel=0.01)),
         )
         assert explained.way == "bfloat16 kernel"

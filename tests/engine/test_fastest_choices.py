@@ -108,7 +108,7 @@ def test_each_tensor_that_is_converted_takes_the_time_of_a_call(profile_of):
     x = torch.ones(2, 4, 4)
     with autocast("cpu", recipe=Fastest(profile_of(overhead=1e-5, cast=1e-15, bfloat16=1.0))):
         for other, way in ((x, "float32"), (x.bfloat16(), "bfloat16")):
-            assert f"computes it in {way}" in str(polycast.explain("aten::bmm", "cpu", x, other))
+            assert f"computes it in {way}" in str(polycast.explain("aten::bmm", x, other, device_type="cpu"))
 
 
 def test_what_runs_out_of_memory_in_float32_is_not_computed_in_it():
@@ -154,7 +154,7 @@ def test_regions_compute_calls_of_the_same_bucket_alike(crossing, engine):
     ways = {}
     with autocast("cpu", recipe=Fastest(crossing)):
         for rows in (32, 64, 91, 100, 128, 150, 181, 182, 256, 512):
-            told = polycast.explain("linear", "cpu", torch.ones(rows, 128), weight)
+            told = polycast.explain("linear", torch.ones(rows, 128), weight, device_type="cpu")
             ways.setdefault(bucket(rows), set()).add(told.way)
     few, many = dict.fromkeys((32, 64, 128), "bfloat16"), dict.fromkeys((256, 512), "float32")
     assert ways == {size: {way} for size, way in (few | many).items()}
@@ -164,7 +164,7 @@ def test_values_do_not_decide(profile, engine):
     recipe, weight = Fastest(profile), nn.Parameter(torch.randn(64, 64), requires_grad=False)
     with autocast("cpu", recipe=recipe):
         told = [
-            polycast.explain("linear", "cpu", torch.full((9, 64), value), weight).reason
+            polycast.explain("linear", torch.full((9, 64), value), weight, device_type="cpu").reason
             for value in (0.0, 1e30, float("nan"))
         ]
     assert len(set(told)) == 1
@@ -177,7 +177,7 @@ def explained(path):
         for rows, inner, columns in SHAPES:
             weight = nn.Parameter(torch.ones(columns, inner))
             with torch.set_grad_enabled(grad), autocast("cpu", recipe=Fastest(str(path))):
-                told = polycast.explain("linear", "cpu", torch.ones(rows, inner), weight)
+                told = polycast.explain("linear", torch.ones(rows, inner), weight, device_type="cpu")
             found.append([told.way, told.reason])
     return found
 

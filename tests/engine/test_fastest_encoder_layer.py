@@ -247,7 +247,7 @@ def test_a_table_with_other_policies_for_inner_ops_applies(slow, inner, policy):
     seen = []
     for recipe in (None, slow):
         with autocast("cpu", recipe=recipe):
-            declined = polycast.explain(OP.removeprefix("aten::"), "cpu").declined
+            declined = polycast.explain(OP.removeprefix("aten::"), device_type="cpu").declined
             assert declined == (recipe and OTHER_OPS)
             try:
                 seen.append(layer()(X).dtype)
@@ -259,8 +259,8 @@ def test_a_table_with_other_policies_for_inner_ops_applies(slow, inner, policy):
 def test_explain_tells_the_way_of_the_layer(slow):
     given = arguments(layer(), X)
     with autocast("cpu", recipe=slow):
-        every = str(polycast.explain("_transformer_encoder_layer_fwd", "cpu"))
-        call = polycast.explain("_transformer_encoder_layer_fwd", "cpu", *given)
+        every = str(polycast.explain("_transformer_encoder_layer_fwd", device_type="cpu"))
+        call = polycast.explain("_transformer_encoder_layer_fwd", *given, device_type="cpu")
     assert "the recipe fastest computes it, or it runs unchanged, and autocast applies to its inner ops" in every
     assert (call.policy, call.way, call.declined) == (None, "float32", None)
     assert "the recipe fastest computes it in float32: float32 takes 0.09 of bfloat16's time" in str(call)

@@ -345,6 +345,6 @@ def test_what_has_no_gradients_here_runs_in_the_fast_dtype(slow, recipe_counts):
 def test_explain_shows_the_ways_of_forward_and_backward(slow):
     layer, x = nn.Linear(16, 16), torch.randn(4, 16)
     with autocast("cpu", recipe=slow):
-        explained = polycast.explain("linear", "cpu", x, layer.weight, layer.bias)
+        explained = polycast.explain("linear", x, layer.weight, layer.bias, device_type="cpu")
     assert explained.way == "float32"
     assert explained.reason.startswith("forward in float32, backward in float32: 0.")

@@ -278,8 +278,8 @@ def test_compiled_code_has_the_op_of_torch(function, x):
 
 def test_explain(x):
     with fastest():
-        text = str(polycast.explain("gelu", "cpu", x))
-        other = str(polycast.explain("gelu", "cpu", x.float()))
+        text = str(polycast.explain("gelu", x, device_type="cpu"))
+        other = str(polycast.explain("gelu", x.float(), device_type="cpu"))
     assert "the recipe fastest computes it in bfloat16 kernel: the backend's kernel has the same results" in text
     assert "its input is not in the fast dtype" in other
 

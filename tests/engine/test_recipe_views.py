@@ -186,7 +186,7 @@ def test_where_autograd_records_views_run_in_the_fast_dtype(kernels):
 def test_explain_agrees_on_views_and_fake_views(kernels, take):
     def reason_of(x, weight):
         with autocast("cpu"):
-            return polycast.explain("mm", "cpu", x, weight, recipe=Int8(min_size=1)).declined
+            return polycast.explain("mm", x, weight, device_type="cpu", recipe=Int8(min_size=1)).declined
 
     w = new_weight()
     assert reason_of(X, take(w)) is None

@@ -117,7 +117,7 @@ def test_the_fast_dtype_of_the_region_counts(use, declined, recipe_counts):
 def test_explain_says_why_a_call_falls_back(use):
     use(int8=1.0, bfloat16=0.5)
     with autocast("cpu", recipe=RECIPE):
-        text = str(polycast.explain("linear", "cpu", X, WEIGHT))
+        text = str(polycast.explain("linear", X, WEIGHT, device_type="cpu"))
     assert "int8 takes 2 of bfloat16's time, by the profile" in text
 
 

@@ -96,7 +96,7 @@ def test_op_agrees_with_explain(engine, op, call):
     x = torch.ones(4).bfloat16()
     with polycast.observe() as seen, polycast.autocast("cpu", policy={"cumsum": "fp32"}):
         call(x)
-        explained = polycast.explain(op, "cpu")
+        explained = polycast.explain(op, device_type="cpu")
     found = row(seen, op)
     assert (found.policy, found.rule, found.rule_name) == (
         explained.policy and explained.policy.value,

@@ -114,7 +114,7 @@ MODELS = {
 
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
 def test_writes_to_arguments_add_no_error_to_any_module(model):
-    comparison = polycast.compare(nn.Sequential(Calls(*model)), torch.randn(3, 4), "cpu", policy=IN_FLOAT32)
+    comparison = polycast.compare(nn.Sequential(Calls(*model)), torch.randn(3, 4), device_type="cpu", policy=IN_FLOAT32)
     assert {
         module.name: (module.own.relative, module.total.relative) for module in comparison.modules
     } == dict.fromkeys(("", "0", "0.layer", "0.inner"), (0.0, 0.0))
@@ -122,20 +122,20 @@ def test_writes_to_arguments_add_no_error_to_any_module(model):
 
 @pytest.mark.parametrize("model", list(MODELS.values())[:-1], ids=list(MODELS)[:-1])
 def test_the_own_errors_are_those_of_the_fast_dtype(model):
-    comparison = polycast.compare(nn.Sequential(Calls(*model)), torch.randn(3, 4), "cpu")
+    comparison = polycast.compare(nn.Sequential(Calls(*model)), torch.randn(3, 4), device_type="cpu")
     assert max(module.own.relative for module in comparison.modules) < 0.01
 
 
 def test_a_write_to_overlapping_casts_raises():
     with pytest.raises(RuntimeError, match=r"Does \(run in float32 by polycast.compare\) wrote to.*shares memory with"):
-        polycast.compare(Calls(write_and_read, aliased), torch.randn(3, 4), "cpu")
+        polycast.compare(Calls(write_and_read, aliased), torch.randn(3, 4), device_type="cpu")
 
 
 def test_inputs_are_not_modified():
     model = Does(lambda x, items: (items.append(x), items[0].zero_())[1])
     x, items = torch.ones(2, 4), [torch.ones(2)]
     before = list(items)
-    comparison = polycast.compare(model, (x, items), "cpu")
+    comparison = polycast.compare(model, (x, items), device_type="cpu")
     assert items == before
     assert items[0].tolist() == [1, 1]
     assert comparison.modules[0].own.relative == 0
@@ -147,7 +147,7 @@ def test_a_tensor_and_its_views_are_copied_with_their_overlap():
         return first + same
 
     x = torch.arange(4.0)
-    comparison = polycast.compare(Does(forward), (x, x[:2], x[:2]), "cpu")
+    comparison = polycast.compare(Does(forward), (x, x[:2], x[:2]), device_type="cpu")
     assert comparison.modules[0].own.relative == comparison.modules[0].total.relative == 0
     assert x.tolist() == [0, 1, 2, 3]
 
@@ -168,7 +168,7 @@ def test_an_exception_in_a_repeated_call_restores_lists():
         return inner(given[-1][0])
 
     with pytest.raises(ZeroDivisionError):
-        polycast.compare(Calls(inner, outer), torch.randn(3, 4), "cpu")
+        polycast.compare(Calls(inner, outer), torch.randn(3, 4), device_type="cpu")
     assert {dtype for _, dtype in given} == {torch.float32, torch.bfloat16}
     assert all(items[0].dtype is dtype for items, dtype in given)
 

@@ -253,7 +253,7 @@ def test_the_gradients_are_printed_and_written_as_json():
     assert {each["module"] for each in said["gradients"]} == {"(loss)", "0", "1"}
     assert "gradient in   of" in str(comparison)
     assert comparison._repr_html_().count("<table") == 3
-    without = polycast.compare(nn.Linear(8, 8), torch.randn(3, 8), "cpu")
+    without = polycast.compare(nn.Linear(8, 8), torch.randn(3, 8), device_type="cpu")
     assert without.gradients == ()
     assert "gradient" not in str(without)
 

@@ -19,7 +19,7 @@ def cubes(output):
 
 
 def compare(model, x, loss=cubes, **settings):
-    return polycast.compare(model, x, "cpu", loss=loss, **{"policy": POLICY, **settings})
+    return polycast.compare(model, x, device_type="cpu", loss=loss, **{"policy": POLICY, **settings})
 
 
 def own_errors(comparison):

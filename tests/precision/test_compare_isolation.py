@@ -58,7 +58,7 @@ def test_the_model_its_inputs_and_the_generators_are_restored(make):
     model(x.clone()).sum().backward()
     gradients = [(id(p.grad), p.grad.tolist()) for p in model.parameters() if p.grad is not None]
     before, given, state = everything(model), (x._version, x.tolist()), (torch.get_rng_state(), random.getstate())
-    polycast.compare(model, (x,), "cpu")
+    polycast.compare(model, (x,), device_type="cpu")
     assert everything(model) == before
     assert [(id(p.grad), p.grad.tolist()) for p in model.parameters() if p.grad is not None] == gradients
     assert (x._version, x.tolist()) == given
@@ -69,7 +69,7 @@ def test_the_model_its_inputs_and_the_generators_are_restored(make):
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
 def test_each_run_sees_the_same_state_and_random_numbers(make):
     policy = {"linear": "fp32"}  # so that casts cause no error
-    comparison = polycast.compare(make(), torch.randn(3, 4), "cpu", policy=policy)
+    comparison = polycast.compare(make(), torch.randn(3, 4), device_type="cpu", policy=policy)
     assert {(module.own.relative, module.total.relative) for module in comparison.modules} == {(0.0, 0.0)}
 
 
@@ -78,7 +78,7 @@ def test_each_run_has_its_own_key_value_cache():
 
     model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=50)).eval()
     policy = {"addmm": "fp32", "linear": "fp32", "scaled_dot_product_attention": "fp32"}
-    comparison = polycast.compare(model, torch.randint(50, (1, 5)), "cpu", policy=policy)
+    comparison = polycast.compare(model, torch.randint(50, (1, 5)), device_type="cpu", policy=policy)
     assert {module.own.relative for module in comparison.modules} == {0.0}
     assert len(comparison.outputs) == 5
 
@@ -101,7 +101,7 @@ def test_an_exception_restores_the_model(where):
     model = nn.Sequential(nn.Linear(4, 4), Fails(), nn.BatchNorm1d(4))
     before = everything(model)
     with pytest.raises(ZeroDivisionError, match=where):
-        polycast.compare(model, torch.randn(3, 4), "cpu")
+        polycast.compare(model, torch.randn(3, 4), device_type="cpu")
     assert everything(model) == before
     assert "polycast.compare" not in {thread.name for thread in threading.enumerate()}
     assert not torch.is_autocast_enabled("cpu")
@@ -110,7 +110,7 @@ def test_an_exception_restores_the_model(where):
 def test_a_banned_op_raises():
     model = nn.Sequential(nn.Linear(4, 4), nn.Sigmoid(), Loss())
     with pytest.raises(RuntimeError, match="binary_cross_entropy"):
-        polycast.compare(model, torch.randn(3, 4), "cpu", policy={"binary_cross_entropy": "banned"})
+        polycast.compare(model, torch.randn(3, 4), device_type="cpu", policy={"binary_cross_entropy": "banned"})
     assert "polycast.compare" not in {thread.name for thread in threading.enumerate()}
 
 
@@ -131,7 +131,7 @@ def test_an_interrupt_ends_both_runs(monkeypatch):
     with torch.no_grad():
         model[0].weight.fill_(1e6)
     with pytest.raises(KeyboardInterrupt):
-        polycast.compare(model, torch.ones(3, 4), "cpu", torch.float16)
+        polycast.compare(model, torch.ones(3, 4), device_type="cpu", dtype=torch.float16)
     assert len(seen) == 1
     assert "polycast.compare" not in {thread.name for thread in threading.enumerate()}
 
@@ -139,7 +139,7 @@ def test_an_interrupt_ends_both_runs(monkeypatch):
 def test_a_forward_that_writes_to_parameters_is_refused():
     expected = r"writes to its parameter '0\.weight' \(as nn\.Embedding does with max_norm\)"
     with pytest.raises(RuntimeError, match=expected):
-        polycast.compare(nn.Sequential(nn.Embedding(4, 4, max_norm=0.1)), torch.tensor([1, 2]), "cpu")
+        polycast.compare(nn.Sequential(nn.Embedding(4, 4, max_norm=0.1)), torch.tensor([1, 2]), device_type="cpu")
 
 
 def test_only_one_output_of_a_module_is_kept(monkeypatch):
@@ -158,13 +158,13 @@ def test_only_one_output_of_a_module_is_kept(monkeypatch):
             return output
 
     monkeypatch.setattr(numerics.Sums, "of", classmethod(of))
-    polycast.compare(nn.Sequential(*(Noted(4, 4) for _ in range(20))), torch.randn(2, 4), "cpu")
+    polycast.compare(nn.Sequential(*(Noted(4, 4) for _ in range(20))), torch.randn(2, 4), device_type="cpu")
     assert max(most) <= 5
 
 
 def test_a_compiled_model_runs_eagerly():
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
     compiled, x = torch.compile(model, backend="aot_eager"), torch.randn(2, 4)
-    found = {module.name: module.total for module in polycast.compare(compiled, x, "cpu").modules}
-    expected = {module.name: module.total for module in polycast.compare(model, x, "cpu").modules}
+    found = {module.name: module.total for module in polycast.compare(compiled, x, device_type="cpu").modules}
+    expected = {module.name: module.total for module in polycast.compare(model, x, device_type="cpu").modules}
     assert {name: found[f"_orig_mod.{name}".rstrip(".")] for name in expected} == expected

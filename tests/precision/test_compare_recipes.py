@@ -31,7 +31,7 @@ def x():
 
 
 def compare(model, x, **settings):
-    return polycast.compare(model, x, "cpu", **{"recipe": RECIPE, **settings})
+    return polycast.compare(model, x, device_type="cpu", **{"recipe": RECIPE, **settings})
 
 
 def errors(comparison):

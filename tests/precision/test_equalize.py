@@ -181,7 +181,10 @@ def test_weights_are_seen_whose_products_by_as_many_rows_are_slower(profile_of, 
     monkeypatch.setattr(slower, "find", lambda device_type: profile)
     layer, x = linear(), with_outliers()
     with torch.no_grad(), polycast.autocast("cpu"):
-        assert "int8 takes" in polycast.explain("linear", "cpu", x, layer.weight, layer.bias, recipe=RECIPE).declined
+        assert (
+            "int8 takes"
+            in polycast.explain("linear", x, layer.weight, layer.bias, device_type="cpu", recipe=RECIPE).declined
+        )
     assert polycast.equalize(layer, [x], RECIPE).factors(layer.weight) is not None
 
 
@@ -299,7 +302,7 @@ X = torch.randn(2, 32)
         (nn.Linear(32, 24), [X], "int9", ValueError, "'int9' is not a recipe"),
         (nn.ReLU(), [X], RECIPE, ValueError, "ReLU has no parameters, so there is nothing to equalize"),
         (nn.LayerNorm(32), [X], RECIPE, ValueError, "computes no product with a weight of the model on cpu"),
-        (nn.Linear(32, 24), [X], "int8", ValueError, "polycast.compare(model, inputs, 'cpu', recipe='int8')"),
+        (nn.Linear(32, 24), [X], "int8", ValueError, "polycast.compare(model, inputs, recipe='int8')"),
     ],
     ids=[
         *("no module", "no batches", "tensor", "tuple", "dict", "number", "batch", "float8", "none", "unknown recipe"),

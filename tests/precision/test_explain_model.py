@@ -1,6 +1,7 @@
 """``explain`` for a model: the dtypes of its modules, found without computing anything."""
 
 import copy
+import inspect
 import json
 import re
 import threading
@@ -83,7 +84,7 @@ def test_nothing_is_computed_or_changed(model, x, engine):
 
 def test_memory_is_not_needed(engine):
     huge = nn.Linear(2**20, 2**20, device="meta").to_empty(device="meta")
-    explained = polycast.explain(huge, torch.empty(1, 2**20, device="meta"), "cpu")
+    explained = polycast.explain(huge, torch.empty(1, 2**20, device="meta"), device_type="cpu")
     assert [(each.kind, each.compute, each.output) for each in explained.modules] == [
         ("Linear", {"bfloat16": 1}, (torch.bfloat16,))
     ]
@@ -225,14 +226,31 @@ def test_a_model_that_cannot_be_copied_is_refused(x, engine):
         polycast.explain(model, x)
 
 
+def test_the_device_is_a_keyword_and_by_default_the_models():
+    model, x = nn.Linear(4, 4), torch.ones(1, 4)
+    assert polycast.compare(model, x).device_type == polycast.tune(model, x, tolerance=1).evidence.device_type == "cpu"
+    for function in (polycast.compare, polycast.tune, polycast.explain):
+        assert inspect.signature(function).parameters["device_type"].kind is inspect.Parameter.KEYWORD_ONLY
+        with pytest.raises(ValueError, match="^the model is on meta: name the device .*device_type='cpu'$"):
+            function(model.to("meta"), x.to("meta"), **{"tolerance": 1} if function is polycast.tune else {})
+
+
 def test_inputs_of_another_type_are_refused(model, engine):
     with pytest.raises(TypeError, match="^inputs must be a tensor, a tuple of arguments or a dict"):
         polycast.explain(model, [1])
 
 
+def test_a_wrong_call_is_refused_with_the_usage(model):
+    usage = r"^explain\(\) of a model takes explain\(model, inputs, \*, device_type, .*; got {}$"
+    with pytest.raises(TypeError, match=usage.format(r"0 positional arguments after the model, and the keywords \[\]")):
+        polycast.explain(model)
+    with pytest.raises(TypeError, match=usage.format(r"2 .*, and the keywords \['reference'\]")):
+        polycast.explain(model, torch.ones(2, 16), "cpu", reference=None)
+
+
 def test_what_is_neither_an_op_nor_a_model_is_refused(engine):
     with pytest.raises(TypeError):
-        polycast.explain(3, "cpu")
+        polycast.explain(3, device_type="cpu")
 
 
 def test_a_notebook_shows_a_table(model):

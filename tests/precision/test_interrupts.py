@@ -14,7 +14,7 @@ import polycast
 from polycast.precision import handoff
 
 CALLS = {
-    "compare": lambda model, x: polycast.compare(model, x, "cpu"),
+    "compare": lambda model, x: polycast.compare(model, x, device_type="cpu"),
     "tune": lambda model, x: polycast.tune(model, x, tolerance=0.0, device_type="cpu"),
 }
 
@@ -138,7 +138,7 @@ def test_a_timeout_of_another_signal_handler_ends_both_runs():
         model = Interrupted(lambda y: False)
         model.when = lambda y: in_worker() and os.kill(os.getpid(), signal.SIGUSR1) is None and run_on()
         with pytest.raises(Timeout):
-            polycast.compare(model, torch.randn(2, 4), "cpu")
+            polycast.compare(model, torch.randn(2, 4), device_type="cpu")
         with pytest.raises(Timeout):
             polycast.tune(model, torch.randn(2, 4), tolerance=0.0, device_type="cpu")
     finally:

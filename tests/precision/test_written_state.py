@@ -28,7 +28,7 @@ class Normed(torch.nn.Linear):
 @pytest.mark.parametrize("in_place", [False, True])
 def test_writes_to_the_data_of_a_parameter_are_refused(in_place):
     with pytest.raises(RuntimeError, match="writes to its parameter 'weight'"):
-        polycast.compare(Normed(in_place), torch.randn(2, 8), "cpu")
+        polycast.compare(Normed(in_place), torch.randn(2, 8), device_type="cpu")
 
 
 @pytest.mark.filterwarnings("ignore:float32's own output has")
@@ -36,7 +36,7 @@ def test_parameters_with_nan_are_not_taken_for_written_ones():
     model = torch.nn.Linear(4, 4)
     with torch.no_grad():
         model.weight.fill_(torch.nan)
-    assert polycast.compare(model, torch.ones(1, 4), "cpu").is_complete
+    assert polycast.compare(model, torch.ones(1, 4), device_type="cpu").is_complete
 
 
 def test_buffers_in_an_ordered_dict_are_restored():
@@ -44,7 +44,7 @@ def test_buffers_in_an_ordered_dict_are_restored():
     model = torch.nn.BatchNorm1d(4)
     vars(model)["_buffers"] = collections.OrderedDict(model._buffers)
     before = model.running_mean.clone()
-    polycast.compare(model, torch.randn(8, 4), "cpu")
+    polycast.compare(model, torch.randn(8, 4), device_type="cpu")
     assert torch.equal(model.running_mean, before)
 
 
@@ -65,7 +65,7 @@ class Shared(torch.nn.Module):
 
 def test_buffers_that_share_memory_do_so_in_each_run():
     model, x = Shared(), torch.ones(1, 4)
-    found = polycast.compare(model, x, "cpu")
+    found = polycast.compare(model, x, device_type="cpu")
     assert found.outputs["output"].relative < 0.1
     assert torch.equal(model.cache, torch.zeros(2, 4))
     assert torch.equal(model.keys, torch.zeros(4))
@@ -74,12 +74,12 @@ def test_buffers_that_share_memory_do_so_in_each_run():
 def test_sparse_buffers_are_cloned():
     model = torch.nn.Linear(4, 4)
     model.register_buffer("adjacency", torch.eye(4).to_sparse())
-    assert polycast.compare(model, torch.ones(1, 4), "cpu").is_complete
+    assert polycast.compare(model, torch.ones(1, 4), device_type="cpu").is_complete
 
 
 def test_results_are_copied_and_pickled():
     model, x = torch.nn.Linear(4, 4), torch.ones(1, 4)
-    compared = polycast.compare(model, x, "cpu")
+    compared = polycast.compare(model, x, device_type="cpu")
     evidence = polycast.tune(model, x, tolerance=1.0, device_type="cpu").evidence
     for copied in (copy.deepcopy, lambda found: pickle.loads(pickle.dumps(found))):
         assert copied(compared).outputs == compared.outputs

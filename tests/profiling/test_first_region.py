@@ -51,7 +51,7 @@ def test_a_process_that_finds_a_profile_does_not_measure(measured, capsys):
 def test_what_is_measured_decides(measured, times, way):
     measured.times.update(times)
     with autocast("cpu", recipe="fastest"):
-        assert polycast.explain("linear", "cpu", X, WEIGHT).way == way
+        assert polycast.explain("linear", X, WEIGHT, device_type="cpu").way == way
         result = F.linear(X, WEIGHT)
     expected = F.linear(X, WEIGHT).bfloat16() if way == "float32" else F.linear(X.bfloat16(), WEIGHT.bfloat16())
     assert torch.equal(result, expected)

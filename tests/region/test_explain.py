@@ -18,23 +18,23 @@ X = torch.ones(2, 2)
 
 def test_the_text_names_the_policy_the_rule_and_the_casts():
     with polycast.autocast("cpu", policy=Policy({"softmax": "fp32"}, name="careful")):
-        assert str(explain("softmax", "cpu", X.bfloat16(), 0)).splitlines() == [
+        assert str(explain("softmax", X.bfloat16(), 0, device_type="cpu")).splitlines() == [
             "aten::softmax.int on cpu, a region of bfloat16",
             "fp32 (region's policy 'careful'): its inputs are cast to float32",
             "  self: bfloat16 -> float32",
         ]
-        assert str(explain("cat", "cpu", [X, X])).splitlines()[1:] == [
+        assert str(explain("cat", [X, X], device_type="cpu")).splitlines()[1:] == [
             "promote (backend's table): its inputs are cast to float32 if their dtypes differ",
             "  tensors[0]: float32, unchanged",
             "  tensors[1]: float32, unchanged",
         ]
-        assert str(explain("relu", "cpu", X)).splitlines()[1] == (
+        assert str(explain("relu", X, device_type="cpu")).splitlines()[1] == (
             "no policy (none): it runs unchanged, and autocast applies to its inner ops"
         )
 
 
 def test_outside_a_region_it_explains_what_a_region_would_do():
-    assert str(explain("mm", "cpu", X, X)).splitlines() == [
+    assert str(explain("mm", X, X, device_type="cpu")).splitlines() == [
         "aten::mm on cpu, autocast is off",
         "lower_precision_fp (backend's table): its inputs are cast to bfloat16, in a region",
         "  self: float32, unchanged",
@@ -44,7 +44,7 @@ def test_outside_a_region_it_explains_what_a_region_would_do():
 
 def test_a_banned_op_is_explained_with_its_error():
     with polycast.autocast("cpu", policy={"mm": "banned"}):
-        found = explain("mm", "cpu", X, X)
+        found = explain("mm", X, X, device_type="cpu")
         with pytest.raises(RuntimeError, match=f"^{re.escape(found.refusal)}"):
             torch.mm(X, X)
     assert str(found).splitlines()[2] == f"  RuntimeError: {found.refusal}"
@@ -52,7 +52,7 @@ def test_a_banned_op_is_explained_with_its_error():
 
 def test_an_added_dtype_and_a_replaced_overload_are_explained():
     with polycast.autocast("cpu", policy={"sum": "fp32_set_opt_dtype", "norm": "fp32_append_dtype"}):
-        total, norm = explain("sum", "cpu", X.half()), explain("norm", "cpu", X.half(), 2)
+        total, norm = explain("sum", X.half(), device_type="cpu"), explain("norm", X.half(), 2, device_type="cpu")
     assert str(total).splitlines()[2:] == ["  self: float16, unchanged", "  dtype: float32 is given"]
     assert str(norm).splitlines()[2:] == [
         "  self: float16, unchanged",
@@ -63,7 +63,7 @@ def test_an_added_dtype_and_a_replaced_overload_are_explained():
 
 def test_without_arguments_all_overloads_are_explained_those_with_a_policy_first():
     with polycast.autocast("cpu", policy={"norm": "fp32_append_dtype"}):
-        found = explain("norm", "cpu")
+        found = explain("norm", device_type="cpu")
     assert [(each.op, each.policy is not None) for each in (found, *found.others)] == [
         ("aten::norm.Scalar", True),
         ("aten::norm.ScalarOpt_dim", True),
@@ -76,13 +76,15 @@ def test_without_arguments_all_overloads_are_explained_those_with_a_policy_first
 def test_the_inner_region_decides_and_is_named():
     with polycast.autocast("cpu", policy=Policy({"mm": "fp32", "bmm": "fp32"}, name="outer")):
         with polycast.autocast("cpu", policy=Policy({"mm": "promote"}, name="inner")):
-            assert explain("mm", "cpu").rule_name == "inner"
-            assert explain("bmm", "cpu").rule_name == "outer"
-            assert explain("bmm", "cpu", policy=Policy({"bmm": "promote"}, name="asked")).rule_name == "asked"
+            assert explain("mm", device_type="cpu").rule_name == "inner"
+            assert explain("bmm", device_type="cpu").rule_name == "outer"
+            assert (
+                explain("bmm", device_type="cpu", policy=Policy({"bmm": "promote"}, name="asked")).rule_name == "asked"
+            )
             snapshot = polycast.capture()
-        assert explain("mm", "cpu").rule_name == "outer"
+        assert explain("mm", device_type="cpu").rule_name == "outer"
     with snapshot.apply():
-        assert explain("mm", "cpu").rule_name == "inner"
+        assert explain("mm", device_type="cpu").rule_name == "inner"
 
 
 def override(policies, rule="region's policy", name=""):
@@ -109,7 +111,7 @@ def test_a_kernel_of_another_library_is_explained():
     with torch.library._scoped_library("polycast_test", "FRAGMENT") as library:
         library.define("theirs(Tensor x) -> Tensor")
         library.impl("theirs", lambda x: x.clone(), "AutocastCPU")
-        found = explain("polycast_test::theirs", "cpu")
+        found = explain("polycast_test::theirs", device_type="cpu")
         assert (found.policy, found.rule) == (None, "a kernel that is not polycast's")
 
 
@@ -118,18 +120,20 @@ def test_fake_tensors_of_absent_devices_are_explained(device_type, fake, hand_ma
     hand_made(device_type)
     x = torch.ones(2, 2, device=device_type)
     with polycast.autocast(device_type):
-        found = explain("linear", device_type, x, x)
+        found = explain("linear", x, x, device_type=device_type)
         assert torch.nn.functional.linear(x, x).dtype is found.arguments[0].seen is torch.float16
-        assert explain("softmax", device_type, x, 0).policy is CastPolicy.FP32_SET_OPT_DTYPE
+        assert explain("softmax", x, 0, device_type=device_type).policy is CastPolicy.FP32_SET_OPT_DTYPE
 
 
 def test_a_meta_tensor_counts_as_one_on_the_device():
     with polycast.autocast("cpu"):
-        assert [each.seen for each in explain("mm", "cpu", X.to("meta"), X).arguments] == [torch.bfloat16] * 2
+        assert [each.seen for each in explain("mm", X.to("meta"), X, device_type="cpu").arguments] == [
+            torch.bfloat16
+        ] * 2
 
 
 def test_a_call_without_a_tensor_on_the_device_is_not_seen():
-    found = explain("mm", "xpu", X, X)
+    found = explain("mm", X, X, device_type="xpu")
     assert (found.reached, str(found).splitlines()[2]) == (
         False,
         "  no tensor is on xpu: autocast for it does not see this call",
@@ -138,7 +142,7 @@ def test_a_call_without_a_tensor_on_the_device_is_not_seen():
 
 def test_an_explanation_converts_to_json():
     with polycast.autocast("cpu"):
-        assert json.loads(json.dumps(explain("mm", "cpu", X, X.half()).to_dict())) == {
+        assert json.loads(json.dumps(explain("mm", X, X.half(), device_type="cpu").to_dict())) == {
             "op": "aten::mm",
             "device_type": "cpu",
             "enabled": True,
@@ -165,29 +169,35 @@ def test_an_explanation_converts_to_json():
 @pytest.mark.parametrize(
     ("arguments", "error", "text"),
     [
-        (("sofmax", "cpu"), ValueError, "this torch .* has no op 'sofmax'; the nearest are 'softmax'"),
-        ((7, "cpu"), TypeError, "expected a name such as 'mm'"),
-        (("mm", "meta"), RuntimeError, "No polycast backend is installed for 'meta'"),
+        (("sofmax",), ValueError, "this torch .* has no op 'sofmax'; the nearest are 'softmax'"),
+        ((7,), TypeError, "expected a name such as 'mm'"),
         (
-            ("bmm", "cpu", X),
+            ("bmm", X),
             TypeError,
             r"'bmm' does not take these arguments. Its schemas: aten::bmm\(Tensor self, Tensor",
         ),
         (
-            (torch.ops.aten.bmm.default, "cpu", X),
+            (torch.ops.aten.bmm.default, X),
             TypeError,
             "'aten::bmm' does not take these arguments. Its schemas: aten",
         ),
-        ((torch.ops.aten.bmm.default, "cpu", X, X, X), TypeError, "'aten::bmm' does not take these arguments"),
+        ((torch.ops.aten.bmm.default, X, X, X), TypeError, "'aten::bmm' does not take these arguments"),
     ],
     ids=str,
 )
 def test_bad_arguments_raise_errors(arguments, error, text):
     with pytest.raises(error, match=f"^{text}"):
-        explain(*arguments)
+        explain(*arguments, device_type="cpu")
     if error is ValueError:
         with pytest.raises(ValueError, match="^policy: .*sofmax"):
-            explain("mm", "cpu", policy={"sofmax": "fp32"})
+            explain("mm", device_type="cpu", policy={"sofmax": "fp32"})
+
+
+def test_a_device_that_is_missing_or_without_a_backend_raises_an_error():
+    with pytest.raises(TypeError, match=r"^explain\(\) of an op needs the device .*, as device_type='cpu'$"):
+        explain("mm", "cpu", X, X)
+    with pytest.raises(RuntimeError, match="^No polycast backend is installed for 'meta'"):
+        explain("mm", device_type="meta")
 
 
 IMAGE, FILTERS = torch.ones(1, 3, 8, 8), torch.ones(2, 3, 3, 3)
@@ -206,15 +216,15 @@ IMAGE, FILTERS = torch.ones(1, 3, 8, 8), torch.ones(2, 3, 3, 3)
 def test_a_number_is_accepted_for_a_list_of_known_length(args, kwargs, op):
     torch.conv2d(*args, **kwargs)
     with polycast.autocast("cpu"):
-        found = explain("conv2d", "cpu", *args, **kwargs)
+        found = explain("conv2d", *args, device_type="cpu", **kwargs)
     assert (found.op, [each.seen for each in found.arguments]) == (op, [torch.bfloat16, torch.bfloat16])
 
 
 def test_a_number_for_another_argument_is_refused():
     with pytest.raises(TypeError, match=r"^'conv2d' does not take these arguments\. Its schemas: aten::conv2d"):
-        explain("conv2d", "cpu", IMAGE, FILTERS, 1)
+        explain("conv2d", IMAGE, FILTERS, 1, device_type="cpu")
     with pytest.raises(TypeError, match=r"^'conv2d' does not take these arguments\. Its schemas: aten::conv2d"):
-        explain("conv2d", "cpu", IMAGE, FILTERS, stride=1.0)
+        explain("conv2d", IMAGE, FILTERS, device_type="cpu", stride=1.0)
 
 
 def test_a_recipe_gets_lists_as_the_op_does(monkeypatch):
@@ -222,5 +232,5 @@ def test_a_recipe_gets_lists_as_the_op_does(monkeypatch):
     monkeypatch.setattr("polycast.engine.recipes.compute.why_not", lambda *args: asked.append(args[-1]))
     monkeypatch.setattr("polycast.engine.recipes.compute.why_no_kernel", lambda *args: None)
     with polycast.autocast("cpu", recipe=polycast.Int8(ops=("conv2d",))):
-        explain("conv2d", "cpu", IMAGE, FILTERS, stride=1, dilation=2)
+        explain("conv2d", IMAGE, FILTERS, device_type="cpu", stride=1, dilation=2)
     assert list(asked[0])[3:] == [[1, 1], [0, 0], [2, 2], 1]

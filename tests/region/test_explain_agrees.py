@@ -88,12 +88,12 @@ def test_explain_describes_what_the_region_does_for_every_op(engine, policy):
         op = find_op(name)
         if op is None or (policy is not None and entry_problem(name, policy) is not None):
             continue
-        if policy is None and explain(op, "cpu").policy is None:
+        if policy is None and explain(op, device_type="cpu").policy is None:
             continue  # its inner ops are cast instead
         own = None if policy is None else {op: policy}
         for number, (args, kwargs) in enumerate(variants(split(sample(Maker())))):
             with polycast.autocast("cpu", policy=own):
-                explained = explain(op, "cpu", *args, **kwargs)
+                explained = explain(op, *args, device_type="cpu", **kwargs)
                 outcomes[name, number] = outcome(functools.partial(op, *args, **kwargs))
             expected[name, number] = (
                 "RuntimeError"
@@ -142,6 +142,6 @@ def library():
 )
 def test_the_explained_dtypes_are_those_that_the_kernel_sees(engine, library, arguments, dtype, policy, enabled):
     with polycast.autocast("cpu", enabled=enabled, policy={"polycast_test::all": policy}):
-        explained = explain("polycast_test::all", "cpu", *arguments, **dtype)
+        explained = explain("polycast_test::all", *arguments, device_type="cpu", **dtype)
         torch.ops.polycast_test.all(*arguments, **dtype)
     assert [*(argument.seen for argument in explained.arguments), explained.set_dtype or dtype.get("dtype")] == SEEN

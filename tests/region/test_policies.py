@@ -227,7 +227,7 @@ def test_which_rule_decides(engine, library, regions, on_device, on_all):
                 elif said is None and op in on_all:
                     said, rule = on_all[op], "register_op"
                 arguments = (x, 2.0) if op.endswith("other") else (x,)
-                explained = polycast.explain(find_op(op), "cpu", *arguments)
+                explained = polycast.explain(find_op(op), *arguments, device_type="cpu")
                 assert (explained.policy, explained.rule, explained.enabled) == (said, rule, enabled)
                 if enabled and said is CastPolicy.BANNED:
                     with pytest.raises(RuntimeError) as caught:
@@ -257,7 +257,7 @@ def test_a_policy_with_rules_for_modules_is_refused_and_apply_policy_is_named(po
             with refused:
                 polycast.autocast("cpu", policy=form)
         with refused:
-            polycast.explain("mm", "cpu", policy=form)
+            polycast.explain("mm", device_type="cpu", policy=form)
 
 
 def test_policies_do_not_change_the_state_of_other_devices(engine):

@@ -217,21 +217,23 @@ def test_an_invalid_recipe_raises(engine, recipe, error):
 
 def test_it_is_explained(layer):
     with autocast("cpu", recipe=RECIPE):
-        assert "the recipe int8 computes it, or its inputs are cast" in str(polycast.explain("linear", "cpu"))
-        explained = polycast.explain("linear", "cpu", X, layer.weight)
+        assert "the recipe int8 computes it, or its inputs are cast" in str(
+            polycast.explain("linear", device_type="cpu")
+        )
+        explained = polycast.explain("linear", X, layer.weight, device_type="cpu")
         assert (explained.recipe, explained.declined) == ("int8", None)
         assert [argument.is_cast for argument in explained.arguments] == [False, False]
-        assert polycast.explain("linear", "cpu", X[:, :4], layer.weight[:, :4]).declined is None
-        explained = polycast.explain("linear", "cpu", X, layer.weight * 1)
+        assert polycast.explain("linear", X[:, :4], layer.weight[:, :4], device_type="cpu").declined is None
+        explained = polycast.explain("linear", X, layer.weight * 1, device_type="cpu")
         assert "its weight is not a cacheable parameter" in explained.declined
         assert "declines: its weight is not a cacheable parameter" in str(explained)
         odd = nn.Parameter(torch.ones(2, 7))
-        assert polycast.explain("linear", "cpu", X[:, :7], odd).declined == "its features are odd in number"
+        assert polycast.explain("linear", X[:, :7], odd, device_type="cpu").declined == "its features are odd in number"
         meta = torch.ones(2, 8, device="meta"), torch.ones(2, 8, device="meta")
-        assert polycast.explain("linear", "cpu", *meta).declined is None
-        assert polycast.explain("softmax", "cpu").recipe == ""
-    assert polycast.explain("linear", "cpu", X, layer.weight, recipe=RECIPE).recipe == "int8"
-    assert polycast.explain("linear", "cpu", X, layer.weight).recipe == ""
+        assert polycast.explain("linear", *meta, device_type="cpu").declined is None
+        assert polycast.explain("softmax", device_type="cpu").recipe == ""
+    assert polycast.explain("linear", X, layer.weight, device_type="cpu", recipe=RECIPE).recipe == "int8"
+    assert polycast.explain("linear", X, layer.weight, device_type="cpu").recipe == ""
 
 
 def test_fastest_is_read_once_for_each_profile(profile_of, monkeypatch, tmp_path):

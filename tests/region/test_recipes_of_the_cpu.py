@@ -133,9 +133,9 @@ def test_training_runs_in_the_fast_dtype(model, x, recipe):
 
 def test_it_is_explained(model, x, recipe):
     with autocast("cpu"):
-        explained = polycast.explain("linear", "cpu", x, model[0].weight, recipe=recipe)
+        explained = polycast.explain("linear", x, model[0].weight, device_type="cpu", recipe=recipe)
         assert (explained.recipe, explained.declined) == (recipe.short, None)
-        explained = polycast.explain("linear", "cpu", x, model[3].weight, recipe=recipe)
+        explained = polycast.explain("linear", x, model[3].weight, device_type="cpu", recipe=recipe)
     assert explained.declined == "the weight is smaller than the recipe's min_size"
 
 

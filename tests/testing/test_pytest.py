@@ -1,4 +1,4 @@
-"""``pytest --pyargs polycast.testing`` from the outside, and what polycast adds to any other run of pytest: nothing."""
+"""The suite of ``polycast.testing`` from the outside, and what polycast adds to any other run of pytest: nothing."""
 
 import os
 import subprocess
@@ -40,6 +40,9 @@ torch.manual_seed(1)
 """
 
 
+SUITE = ("-m", "pytest", "-p", "no:cacheprovider", "-p", "polycast_pytest", "--pyargs", "polycast.testing")
+
+
 @pytest.fixture
 def folder(tmp_path):
     """A folder of nobody's, with a plugin for ``mtia`` in `site`."""
@@ -55,10 +58,10 @@ def folder(tmp_path):
 def run(folder):
     """Return a function that runs Python in the folder, with the plugin on its path."""
 
-    def run(*arguments):
+    def run(*arguments, **variables):
         others = {name: value for name, value in os.environ.items() if not name.startswith(("POLYCAST_", "PYTEST_"))}
         path = os.pathsep.join([str(folder / "site"), *filter(None, [os.environ.get("PYTHONPATH")])])
-        environment = {**others, "POLYCAST_ENGINE": "reference", "PYTHONPATH": path, "COLUMNS": "200"}
+        environment = {**others, "POLYCAST_ENGINE": "reference", "PYTHONPATH": path, "COLUMNS": "200", **variables}
         command = [sys.executable, "-W", "error", *arguments]
         return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
 
@@ -70,8 +73,8 @@ def suite(run):
     """Return a function that runs the suite; `arguments` follow the name of the device."""
 
     def suite(device, *arguments):
-        options = ["-p", "no:cacheprovider", "-q", "-rA", "--tb=short"]
-        return run("-m", "pytest", "--pyargs", "polycast.testing", *options, "--polycast-backend", device, *arguments)
+        options = ["-q", "-rA", "--tb=short", "--polycast-backend", device]
+        return run(*SUITE, *options, *arguments, PYTEST_DISABLE_PLUGIN_AUTOLOAD="1")
 
     return suite
 
@@ -128,7 +131,7 @@ def test_a_broken_plugin_fails_with_its_cause(folder, suite):
 
 
 def test_no_device_named_is_a_usage_error(run):
-    done = run("-m", "pytest", "-p", "no:cacheprovider", "--pyargs", "polycast.testing")
+    done = run(*SUITE, PYTEST_DISABLE_PLUGIN_AUTOLOAD="1")
     assert done.returncode != 0
     assert "names no backend: set the attribute `backend` to its device type, or run" in done.stdout
 
@@ -139,7 +142,6 @@ import sys
 def test_other(request):
     imported = {name.partition(".")[0] for name in sys.modules}
     assert imported.isdisjoint({"polycast", "torch"})
-    assert "polycast_pytest" in imported
 """
 
 

@@ -7,7 +7,7 @@ import torch
 import typer
 
 from ..policy.names import read_dtype
-from ..precision.explain import explain_model
+from ..precision.explain import explain
 from .built import FastDtype, Target, built, function_of
 from .terminal import console, library_errors, print_json
 
@@ -30,7 +30,7 @@ def run(
         fast = None if dtype is None else read_dtype(dtype)
     model, inputs, *_ = built(target, build())
     with library_errors(), torch.set_grad_enabled(recipe is None):
-        found = explain_model(model, inputs, device, fast, policy, recipe)
+        found = explain(model, inputs, device_type=device, dtype=fast, policy=policy, recipe=recipe)
     if as_json:
         print_json(found.to_dict())
     else:

@@ -41,7 +41,9 @@ class Reduction(enum.Enum):
 
 def run(
     target: Target,
-    device: Annotated[str, typer.Option(metavar="NAME", help="Run the region on this device.")] = "cpu",
+    device: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Run the region on this device. The default is the model's.")
+    ] = None,
     dtype: FastDtype = None,
     tolerance: Annotated[
         float, typer.Option(metavar="NUMBER", help="Accept this error of the output, relative to float32.")

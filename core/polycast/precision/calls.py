@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, TypeAlias
 
 import torch
@@ -116,6 +117,19 @@ def calls_of(model: object, data: object, what: str = "data", like: Calls = ()) 
     if not calls:
         raise ValueError(f"{what} has no batches: pass one call's inputs, or an iterable with at least one batch")
     return tuple(calls)
+
+
+def device_of(model: torch.nn.Module, calls: Iterable[ModelCall]) -> str:
+    """Return the device type of a model's first tensor, or else of its inputs' first.
+
+    Raises:
+        ValueError: it is on meta.
+    """
+    inputs = (tensor for call in calls for _, tensor in tensors_in((call.args, call.kwargs)))
+    device = next(chain(model.parameters(), model.buffers(), inputs), torch.empty(0)).device.type
+    if device == "meta":
+        raise ValueError("the model is on meta: name the device that it is meant for, as device_type='cpu'")
+    return device
 
 
 def _check_structure(first: ModelCall | None, call: ModelCall, what: str, than: str) -> None:

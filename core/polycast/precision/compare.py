@@ -21,7 +21,7 @@ from ..policy.value import Policy, PolicyLike
 from ..region.autocast import autocast
 from ..region.module_rules import apply_policy
 from ..region.resolve import why_disabled
-from .calls import Calls, ModelCall, calls_of
+from .calls import Calls, ModelCall, calls_of, device_of
 from .comparison import Comparison
 from .hooks import run_eagerly
 from .in_use import in_use
@@ -41,11 +41,11 @@ from .values import tensors_in
 def compare(
     model: torch.nn.Module,
     inputs: Any,
-    device_type: str,
+    *,
+    device_type: str | None = None,
     dtype: torch.dtype | None = None,
     policy: PolicyLike | None = None,
     recipe: RecipeLike | None = None,
-    *,
     reference: Reference | torch.nn.Module | None = None,
     loss: Loss | None = None,
     enabled: bool = True,
@@ -66,8 +66,9 @@ def compare(
         model: a module, on the device.
         inputs: a tensor, a tuple of arguments, or a dict of keyword arguments for the model's forward; or an iterable
             of such batches, over which errors are added up.
-        device_type, dtype, policy, recipe: of the region, as in :class:`autocast`; the policy may have rules for
-            modules. The comparison also counts the ops that the recipe computed and declined.
+        device_type, dtype, policy, recipe: of the region, as in :class:`autocast`; the device is by default the
+            model's, and the policy may have rules for modules. The comparison also counts the ops that the recipe
+            computed and declined.
         reference: what to compare with: a :class:`Reference`, which has what differs from the run that is compared; a
             model, in the same region, such as another checkpoint; or None for the same model in float32, outside all
             regions.
@@ -93,10 +94,10 @@ def compare(
     Example:
         >>> import torch, polycast
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh())
-        >>> comparison = polycast.compare(model, torch.randn(2, 4), "cpu")
+        >>> comparison = polycast.compare(model, torch.randn(2, 4))
         >>> comparison.modules[0].name, comparison.modules[0].own.relative < 0.02
         ('0', True)
-        >>> comparison = polycast.compare(model, torch.randn(2, 4), "cpu", loss=lambda y: y.square().mean())
+        >>> comparison = polycast.compare(model, torch.randn(2, 4), loss=lambda y: y.square().mean())
         >>> sorted(each.name for each in comparison.gradients)
         ['(loss)', '0.bias', '0.weight', '1']
     """
@@ -106,6 +107,7 @@ def compare(
     tested = Reference(model, dtype, policy, recipe, enabled, compiled)
     other = Reference.of(reference).over(tested)
     module = None if loss is None else LossModule(loss)
+    device_type = device_of(model, calls) if device_type is None else device_type
     both = [_side(each, device_type, loss) for each in (other, tested)]
     sides = Sides(both[0], both[1], {} if module is None else {LOSS: module})
     with in_use(sides.reference.model, sides.tested.model):

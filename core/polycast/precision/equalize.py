@@ -93,7 +93,7 @@ def equalize(model: torch.nn.Module, batches: Iterable[Any], recipe: RecipeLike)
     if not products.found:
         raise ValueError(
             f"{plain!r} computes no product with a weight of the model on {device_type} that can be equalized. "
-            f"polycast.compare(model, inputs, {device_type!r}, recipe={plain.short!r}) shows the reasons."
+            f"polycast.compare(model, inputs, recipe={plain.short!r}) shows the reasons."
         )
     return Equalization(tuple(products.equalized()))
 

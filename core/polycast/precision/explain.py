@@ -22,7 +22,7 @@ from ..region.explanation import Explanation
 from ..region.module_rules import apply_policy, rules_of
 from ..torch_internals.dispatcher import OpOverload
 from ..torch_internals.private_names import DispatchMode
-from .calls import ModelCall
+from .calls import ModelCall, device_of
 from .compare import enabled_region, wanted_recipe
 from .hooks import in_this_thread, watched
 from .model_explanation import ModelExplanation, ModuleExplanation
@@ -30,15 +30,14 @@ from .values import tensors_in
 
 _MOVES = ("aten::_to_copy", "aten::copy_", "aten::clone", "aten::detach", "aten::empty_like")
 """Ops that compute nothing."""
-_META = "meta"
 
 
 @overload
 def explain(
     subject: Op,
-    device_type: str,
     /,
     *args: Any,
+    device_type: str,
     policy: PolicyLike | None = None,
     recipe: RecipeLike | None = None,
     **kwargs: Any,
@@ -50,6 +49,7 @@ def explain(
     subject: nn.Module,
     inputs: Any,
     /,
+    *,
     device_type: str | None = None,
     dtype: torch.dtype | None = None,
     policy: PolicyLike | None = None,
@@ -57,23 +57,31 @@ def explain(
 ) -> ModelExplanation: ...
 
 
-def explain(subject: Any, /, *args: Any, **kwargs: Any) -> Explanation | ModelExplanation:
+def explain(
+    subject: Any,
+    /,
+    *args: Any,
+    device_type: str | None = None,
+    policy: PolicyLike | None = None,
+    recipe: RecipeLike | None = None,
+    **kwargs: Any,
+) -> Explanation | ModelExplanation:
     """Explain what autocast does to an op, or to the modules of a model. Nothing is computed.
 
-    For an op, ``explain(op, device_type, *args, policy=None, recipe=None, **kwargs)``: what autocast does to it in this
+    For an op, ``explain(op, *args, device_type, policy=None, recipe=None, **kwargs)``: what autocast does to it in this
     thread's region for the device, and which rule decides it. `args` and `kwargs` are arguments of the op, to explain
     the dtype of each tensor; they may be fake tensors, and a tensor on ``meta`` counts as on the device. Without any,
     only the rule is explained, for each overload of the name.
 
-    For a model, ``explain(model, inputs, device_type=None, dtype=None, policy=None, recipe=None)``: for each module,
-    its rule (:func:`apply_policy`), and the dtypes of its weights, of what it computes in, and of its output, in a
-    region inside this thread's. A copy of the model runs on fake tensors, under the current grad mode; compiled modules
-    run eagerly, and torch's transformer layers without their fast path. `inputs` are a tensor, a tuple of arguments, or
-    a dict of keyword arguments; the model and its inputs may be on ``meta``, with a `device_type`.
+    For a model, ``explain(model, inputs, *, device_type=None, dtype=None, policy=None, recipe=None)``: for each
+    module, its rule (:func:`apply_policy`), and the dtypes of its weights, of what it computes in, and of its output,
+    in a region inside this thread's. A copy of the model runs on fake tensors, under the current grad mode; compiled
+    modules run eagerly, and torch's transformer layers without their fast path. `inputs` are a tensor, a tuple of
+    arguments, or a dict of keyword arguments; the model and its inputs may be on ``meta``, with a `device_type`.
 
     Args:
         subject: an op, itself or by a name as in a :class:`Policy`; or a model.
-        device_type: the device whose autocast to explain; for a model, by default that of its first tensor.
+        device_type: the device whose autocast to explain; for a model, by default the model's.
         dtype: the fast dtype, by default that of this thread's region, or the device's.
         policy: explain a region with this ``policy=``, inside this thread's region; for a model, it may have rules for
             modules.
@@ -84,7 +92,7 @@ def explain(subject: Any, /, *args: Any, **kwargs: Any) -> Explanation | ModelEx
 
     Raises:
         TypeError: the op does not take the arguments; `subject` is neither an op nor a model; `inputs` are of another
-            type; or the model is a ScriptModule, or cannot be copied.
+            type; the `device_type` of an op is missing; or the model is a ScriptModule, or cannot be copied.
         ValueError: torch has no such op, with the nearest names; `policy` or `recipe` is invalid; or the model is on
             ``meta``, without a `device_type`, or has lazy modules that were not called.
         RuntimeError: the model's forward depends on values of tensors; or the region cannot run enabled, or not with
@@ -94,7 +102,7 @@ def explain(subject: Any, /, *args: Any, **kwargs: Any) -> Explanation | ModelEx
     Example:
         >>> import torch, polycast
         >>> with polycast.autocast("cpu"):
-        ...     print(polycast.explain("mm", "cpu", torch.ones(2, 2), torch.ones(2, 2).bfloat16()))
+        ...     print(polycast.explain("mm", torch.ones(2, 2), torch.ones(2, 2).bfloat16(), device_type="cpu"))
         aten::mm on cpu, a region of bfloat16
         lower_precision_fp (backend's table): its inputs are cast to bfloat16
           self: float32 -> bfloat16
@@ -106,19 +114,25 @@ def explain(subject: Any, /, *args: Any, **kwargs: Any) -> Explanation | ModelEx
         1 Tanh bfloat16 torch.bfloat16
     """
     if isinstance(subject, nn.Module):
-        return explain_model(subject, *args, **kwargs)
-    return explain_op(subject, *args, **kwargs)
+        if len(args) != 1 or kwargs.keys() - {"dtype"}:
+            raise TypeError(
+                "explain() of a model takes explain(model, inputs, *, device_type, dtype, policy, recipe); got "
+                f"{len(args)} positional arguments after the model, and the keywords {list(kwargs)}"
+            )
+        return _explain_model(subject, *args, device_type, kwargs.get("dtype"), policy, recipe)
+    if device_type is None:
+        raise TypeError("explain() of an op needs the device whose autocast to explain, as device_type='cpu'")
+    return explain_op(subject, device_type, args, kwargs, policy, recipe)
 
 
-def explain_model(
+def _explain_model(
     model: nn.Module,
     inputs: Any,
-    device_type: str | None = None,
-    dtype: torch.dtype | None = None,
-    policy: PolicyLike | None = None,
-    recipe: RecipeLike | None = None,
+    device_type: str | None,
+    dtype: torch.dtype | None,
+    policy: PolicyLike | None,
+    recipe: RecipeLike | None,
 ) -> ModelExplanation:
-    """Explain the modules of a model; see :func:`explain`."""
     from torch._subclasses import FakeTensorMode
 
     call, given, wanted = ModelCall.of(model, inputs), Policy.of(policy or {}), wanted_recipe(recipe)
@@ -130,10 +144,7 @@ def explain_model(
         )
     if any(map(is_lazy, chain(model.parameters(), model.buffers()))):
         raise ValueError("the model has lazy modules, whose parameters have no shapes yet: call it once before")
-    device = device_type or next(chain(model.parameters(), model.buffers(), arguments), torch.empty(0)).device.type
-    if device == _META:
-        raise ValueError("the model is on meta: name the device that it is meant for, as device_type='cpu'")
-    device = get_backend(device).device_type
+    device = get_backend(device_of(model, [call]) if device_type is None else device_type).device_type
     if dtype is None and torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
     region = enabled_region(device, dtype, given.without_modules(), wanted)

@@ -26,7 +26,7 @@ class Reference:
         >>> import torch, polycast
         >>> model, x = torch.nn.Linear(4, 4), torch.randn(2, 4)
         >>> float16 = polycast.Reference(dtype=torch.float16)
-        >>> comparison = polycast.compare(model, x, "cpu", torch.bfloat16, reference=float16)
+        >>> comparison = polycast.compare(model, x, dtype=torch.bfloat16, reference=float16)
         >>> comparison.reference
         'a region of float16 on cpu'
     """

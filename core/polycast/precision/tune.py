@@ -13,7 +13,7 @@ from ..plugins.registry import get_backend
 from ..policy.dtypes import dtype_name
 from ..policy.recipe import RecipeLike
 from ..policy.registered import policies_for
-from .calls import Calls, calls_of
+from .calls import Calls, calls_of, device_of
 from .compare import enabled_region, wanted_recipe
 from .evidence import Tuned, machine
 from .fingerprint import Fingerprint, hash_of_table, name_of_function
@@ -33,7 +33,7 @@ def tune(
     metric: Metric | None = None,
     *,
     tolerance: float,
-    device_type: str,
+    device_type: str | None = None,
     dtype: torch.dtype | None = None,
     over: Literal["modules", "ops"] = "modules",
     objective: Literal["accuracy", "time"] = "accuracy",
@@ -81,7 +81,7 @@ def tune(
             inf count as infinite. None: the relative L2 error over all floating-point tensors in the output; with a
             loss, the larger one of the output and of all gradients.
         tolerance: the largest permitted distance.
-        device_type, dtype: of the region, as in :class:`autocast`.
+        device_type, dtype: of the region, as in :class:`autocast`; the device is by default the model's.
         over: what to choose from, ``"modules"`` or ``"ops"``.
         objective: ``"accuracy"`` or ``"time"``.
         budget: the maximum number of evaluations; at least 2, and 3 with a recipe. None: 16, plus four for each
@@ -120,7 +120,7 @@ def tune(
         >>> import torch, polycast
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
         >>> _ = model[1].weight.data.fill_(1e6)  # more than float16 can hold
-        >>> tuned = polycast.tune(model, torch.ones(1, 4), tolerance=0.01, device_type="cpu", dtype=torch.float16)
+        >>> tuned = polycast.tune(model, torch.ones(1, 4), tolerance=0.01, dtype=torch.float16)
         >>> tuned.policy.modules["1"], tuned.met
         ('fp32', True)
     """
@@ -132,7 +132,7 @@ def tune(
     globs = globs_of(exclude, "exclude"), None if candidates is None else globs_of(candidates, "candidates")
     calls = calls_of(model, data)
     held_out = () if holdout is None else calls_of(model, holdout, "holdout", calls)
-    region = enabled_region(device_type, dtype, recipe=wanted)
+    region = enabled_region(device_of(model, calls) if device_type is None else device_type, dtype, recipe=wanted)
     name = name_of_function(metric) if metric is not None else _DEFAULT if loss is None else _DEFAULT_WITH_LOSS
     arguments = TuneArguments(
         metric, name, region, float(tolerance), over, objective, wanted, loss, reduction, float(margin), *globs

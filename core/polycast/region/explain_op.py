@@ -38,10 +38,10 @@ _Rule: TypeAlias = tuple[CastPolicy | None, str, str]
 def explain_op(
     op: Op,
     device_type: str,
-    *args: Any,
-    policy: PolicyLike | None = None,
-    recipe: RecipeLike | None = None,
-    **kwargs: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    policy: PolicyLike | None,
+    recipe: RecipeLike | None,
 ) -> Explanation:
     """Explain what autocast does to an op in this thread's region for a device; see :func:`polycast.explain`."""
     backend = registry.find(device_type)

@@ -1,7 +1,7 @@
 """The conformance suite of backends. It needs pytest.
 
 Subclass :class:`BackendConformance` in a test file, or run
-``pytest --pyargs polycast.testing --polycast-backend DEVICE``.
+``pytest -p polycast_pytest --pyargs polycast.testing --polycast-backend DEVICE``.
 """
 
 from .conformance import BackendConformance

@@ -52,7 +52,7 @@ class Subject:
         if not self.backend:
             raise pytest.UsageError(
                 f"{type(self).__name__} names no backend: set the attribute `backend` to its device type, or run "
-                "pytest --pyargs polycast.testing with --polycast-backend DEVICE."
+                "pytest -p polycast_pytest --pyargs polycast.testing with --polycast-backend DEVICE."
             )
         return get_backend(self.backend)
 
