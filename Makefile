@@ -69,14 +69,15 @@ stress: $(VENV)/polycast.stamp
 	POLYCAST_ENGINE=native $(VENV)/bin/python tests/engine/stress.py $(STEPS)
 	POLYCAST_ENGINE=reference $(VENV)/bin/python tests/engine/stress.py $(STEPS)
 
-# The native engine's tests under AddressSanitizer and ThreadSanitizer. Another compiler command makes another build, so
-# nothing needs cleaning. Tests that fork while threads run are left out: the sanitizers do not hold their locks over a
-# fork. So is a test of memory: AddressSanitizer does not return freed memory. setarch turns off address randomization,
-# which ThreadSanitizer does not support.
+# The native engine's tests under AddressSanitizer and ThreadSanitizer, each with its own cache of builds, since a build by
+# another compiler command would be used. Tests that fork while threads run are left out: the sanitizers do not hold their
+# locks over a fork. So is a test of memory: AddressSanitizer does not return freed memory. setarch turns off address
+# randomization, which ThreadSanitizer does not support.
 SANITIZED ?= tests/engine tests/observer tests/region
 SANITIZED_OPS ?= $(wildcard tests/backends/test_int*.py) tests/backends/test_few_rows.py
 RACE_STEPS ?= 1000
-preloading = LD_PRELOAD="$$($(CXX) -print-file-name=lib$(1).so) $$($(CXX) -print-file-name=libstdc++.so)"
+preloading = XDG_CACHE_HOME="$(abspath $(VENV))/$(1)" \
+	LD_PRELOAD="$$($(CXX) -print-file-name=lib$(1).so) $$($(CXX) -print-file-name=libstdc++.so)"
 asan: $(VENV)/polycast.stamp
 	CXX="$(CXX) -fsanitize=address -fno-omit-frame-pointer" ASAN_OPTIONS=detect_leaks=0 $(call preloading,asan) \
 		$(VENV)/bin/pytest --installed -k "native and not fork and not memory_does_not_grow and not grow_memory" $(SANITIZED)

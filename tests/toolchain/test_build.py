@@ -102,10 +102,26 @@ def test_threads_try_a_failing_build_once_with_one_warning(compiler, home, monke
     assert (len(warnings_seen), compiler.calls) == (1, 1)
 
 
-def test_without_a_compiler_any_build_for_this_torch_is_used(compiler, home, monkeypatch):
+@pytest.mark.parametrize("command", ["no-such-compiler", "'c++ -O1", "{} -O1"])
+def test_a_build_of_any_compiler_for_this_torch_is_used(compiler, home, monkeypatch, command):
     library = get_or_build(home, ENGINE)
-    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setenv("CXX", command.format(compiler.command))
     assert get_or_build(home, ENGINE) == library
+    assert compiler.calls == 1
+
+
+@pytest.mark.parametrize("command", ["{} -O1", "no-such-compiler"])
+def test_a_build_of_another_compiler_that_does_not_load_is_replaced(compiler, home, monkeypatch, wanted, command):
+    other = get_or_build(home, ENGINE)
+    other.write_bytes(b"\x7fELF for another libc")
+    other.with_suffix(".sha256").write_text(checksum(other))
+    monkeypatch.setenv("CXX", command.format(compiler.command))
+    if command == "no-such-compiler":
+        with pytest.warns(UserWarning, match=f"{other} does not load: .* Remove it to have it built again"):
+            assert wanted("auto").name == "reference"
+    else:
+        assert wanted("auto").name == "native"
+        assert compiler.calls == 2
 
 
 def test_without_a_compiler_and_a_build_the_reference_engine_runs_with_one_warning(home, monkeypatch, wanted):

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import sysconfig
 
 import pytest
 
@@ -10,7 +11,7 @@ from polycast.cli.compiled import OWN
 from polycast.engine.native.engine_library import ENGINE
 from polycast.toolchain import header_excerpts
 from polycast.toolchain.build import get_or_build
-from polycast.toolchain.compiler import FLAGS, compile_library, find_compiler
+from polycast.toolchain.compiler import FLAGS, compile_library, find_compiler, first_error
 from polycast.toolchain.cpp_library import BuildError, CppLibrary
 
 CCACHE = """#!/bin/sh
@@ -77,6 +78,18 @@ def test_a_missing_header_or_struct_is_a_build_error(tmp_path):
     header.write_text("struct Other {\n};\n")
     with pytest.raises(BuildError, match="no struct Wanted is found in .*: this torch is newer than this polycast"):
         header_excerpts._extract_struct(header, "Wanted")
+
+
+@pytest.mark.parametrize("command", ["c++", "clang++"])
+def test_the_error_says_to_install_the_headers_of_python(command, monkeypatch, tmp_path):
+    monkeypatch.setenv("CXX", f"{command} -fsyntax-only")
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path / "none"))
+    compiler = find_compiler()
+    if compiler is None:
+        pytest.skip("it is not here")
+    _, output = compile_library(compiler, ENGINE, ENGINE.read_sources(), tmp_path / "library.so")
+    assert first_error(output).endswith("(install Python's headers; on Debian: apt install python3-dev)")
+    assert "Python.h" in first_error(output)
 
 
 @pytest.mark.parametrize("command", ["c++", "g++", "clang++"])

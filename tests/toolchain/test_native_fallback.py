@@ -19,7 +19,7 @@ import torch
 import polycast
 from polycast.engine import choice, installation
 from polycast.engine.native.engine_library import ENGINE
-from polycast.toolchain import build, build_cache, cpp_library
+from polycast.toolchain import build, cpp_library, prebuilt
 from polycast.toolchain.build import get_or_build
 from polycast.toolchain.cpp_library import BuildError
 
@@ -100,9 +100,9 @@ def no_locks(monkeypatch, folder):
 
 def anything_else(monkeypatch, folder):
     def fail():
-        raise MemoryError("no room for the answer")
+        raise LookupError("no answer")
 
-    monkeypatch.setattr(build_cache, "find_compiler", fail)
+    monkeypatch.setattr(prebuilt, "find_compiler", fail)
 
 
 def no_sources(monkeypatch, folder):
@@ -128,7 +128,7 @@ WAYS = {
     read_only: NO_WRITE.format("Read-only file system"),
     full: NO_WRITE.format("No space left on device"),
     no_locks: NO_WRITE.format("does not appear to support flock"),
-    anything_else: r"MemoryError: no room for the answer\.",
+    anything_else: r"LookupError: no answer\.",
     no_sources: r"its C\+\+ sources are not in .*\. Install polycast with all its files\.",
 }
 

@@ -1,4 +1,4 @@
-"""Build a C++ library once for each torch and compiler, and cache it.
+"""Build a C++ library once for each torch, and cache it.
 
 A build takes a while, several processes may start it at once, and each may be killed halfway. So a library is compiled
 in a temporary folder under a lock, moved into the cache by a rename, and stored with its checksum. A library that does
@@ -21,6 +21,7 @@ from .build_cache import CachedBuild
 from .cache_folder import make_folders
 from .compiler import checksum, compile_library, first_error
 from .cpp_library import BuildError, CppLibrary
+from .prebuilt import require_compiler
 
 _SILENT_WAIT = 5.0
 """Seconds to wait for another process's build before printing a message."""
@@ -41,30 +42,37 @@ def find_build(cache: Path, library: CppLibrary) -> Path | None:
     build = CachedBuild.locate(cache, library)
     path = build.find()
     if path is None:
-        build.check_buildable()
+        build.by(require_compiler()).check_not_failed()
     return path
 
 
-def get_or_build(cache: Path, library: CppLibrary, retry: bool = False) -> Path:
-    """Return the path of a cached build, building it if there is none.
+def get_or_build(cache: Path, library: CppLibrary, *, retry: bool = False, own: bool = False) -> Path:
+    """Return the path of a cached build, by whichever compiler, building it if there is none.
 
-    A build that failed is not tried again, unless `retry`: otherwise each process would.
+    Args:
+        cache: the cache's directory.
+        library: the library.
+        retry: whether to try a build again that failed. Otherwise each process would.
+        own: whether to take only a build by the compiler that is found now.
 
     Raises:
         UntrustedCacheError: other users can write to the cache.
         BuildError: there is no build, and none can be made.
     """
-    build = CachedBuild.locate(cache, library)
     try:
-        path = build.find()
+        build = CachedBuild.locate(cache, library)
+        path = None if own else build.find()
         if path is None:
-            build.check_buildable(retry)
+            build = build.by(require_compiler())
+            path = build.find()
+        if path is None:
+            build.check_not_failed(retry)
             make_folders(cache, build.folder)
             with _lock(build):
                 # Another thread or process may have built it since, or failed to.
                 path = build.find()
                 if path is None:
-                    build.check_buildable(retry)
+                    build.check_not_failed(retry)
                     _remove_leftovers(build.folder)
                     path = _build(build)
         return path

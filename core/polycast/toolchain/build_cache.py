@@ -3,40 +3,40 @@
 import hashlib
 import sysconfig
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from typing_extensions import Self
 
 from .cache_folder import check_folders, others_can_write
-from .compiler import FLAGS, PYTHON_ABI, Compiler, checksum, find_compiler, first_error
+from .compiler import FLAGS, PYTHON_ABI, Compiler, checksum, first_error
 from .cpp_library import BuildError, CppLibrary
-from .prebuilt import no_compiler
 
 
 @dataclass(frozen=True)
 class CachedBuild:
-    """A library's entry in the cache, for the running torch and the installed compiler; it may not be built yet."""
+    """A library's entry in the cache, for the running torch; it may not be built yet."""
 
     library: CppLibrary
     sources: Mapping[str, bytes]
-    compiler: Compiler | None
     cache: Path
     folder: Path
-    """The folder of this compiler's build; without a compiler, the folder above those of all compilers."""
+    """The folder of one compiler's build, or the folder above those of all compilers."""
+    compiler: Compiler | None = None
 
     @classmethod
     def locate(cls, cache: Path, library: CppLibrary) -> Self:
-        """Return the entry of a library."""
+        """Return the entry of a library, of its builds by all compilers."""
         sources = library.read_sources()
         torch_abi = str(torch.compiled_with_cxx11_abi())
         target = (torch.__version__, PYTHON_ABI, torch_abi, sysconfig.get_platform())
-        folder = cache / _digest(*target, *(text.hex() for text in sources.values()))
-        compiler = find_compiler()
-        if compiler is not None:
-            folder /= _digest(*compiler, *FLAGS)
-        return cls(library, sources, compiler, cache, folder)
+        folder = cache / _digest(*target, *FLAGS, *(text.hex() for text in sources.values()))
+        return cls(library, sources, cache, folder)
+
+    def by(self, compiler: Compiler) -> Self:
+        """Return the entry of the build by one compiler."""
+        return replace(self, folder=self.folder / _digest(*compiler), compiler=compiler)
 
     @property
     def path(self) -> Path:
@@ -49,7 +49,7 @@ class CachedBuild:
         return self.path.with_suffix(".log")
 
     def find(self) -> Path | None:
-        """Return the path of a complete build; without a compiler, of any compiler's build.
+        """Return the path of a complete build, or None.
 
         Raises:
             UntrustedCacheError: other users can write to the cache.
@@ -61,14 +61,8 @@ class CachedBuild:
                 return path
         return None
 
-    def check_buildable(self, retry: bool = False) -> None:
-        """Check that there is a compiler and, unless `retry`, that it has not failed before.
-
-        Raises:
-            BuildError: the build is not to be tried.
-        """
-        if self.compiler is None:
-            raise no_compiler()
+    def check_not_failed(self, retry: bool = False) -> None:
+        """Raise BuildError if the compiler has failed before, unless `retry`."""
         if self.log.exists() and not retry:
             hint = self.library.retry_hint
             error = first_error(self._logged())

@@ -144,7 +144,10 @@ def _run_in(folder: Path, command: list[str]) -> "subprocess.CompletedProcess[st
 def first_error(output: str) -> str:
     """Return the first error in a compiler's output, to continue a sentence; empty if none is found."""
     found = _ERROR.search(output)
-    return f": {found[0].strip()}" if found is not None else ""
+    if found is None:
+        return ""
+    remedy = " (install Python's headers; on Debian: apt install python3-dev)" if "Python.h" in found[0] else ""
+    return f": {found[0].strip()}{remedy}"
 
 
 def checksum(library: Path) -> str:

@@ -65,7 +65,15 @@ def load_built(cache: Path, library: CppLibrary, open_: Callable[[Path], _Loaded
     """
     try:
         path = get_or_build(cache, library)
-        return _open(path, open_), describe_built(path)
+        try:
+            return _open(path, open_), describe_built(path)
+        except BuildError:
+            # The compiler of another machine may have made it, for another libc.
+            with contextlib.suppress(BuildError):
+                own = get_or_build(cache, library, own=True)
+                if own != path:
+                    return _open(own, open_), describe_built(own)
+            raise
     except UntrustedCacheError as error:
         untrusted = error
     try:

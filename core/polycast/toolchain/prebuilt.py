@@ -25,6 +25,7 @@ from .archive import Archive, archives_in
 from .cache_folder import check_folders, make_folders, others_can_write
 from .compiler import (
     PYTHON_ABI,
+    Compiler,
     checksum,
     compile_library,
     digest_of_headers,
@@ -109,6 +110,18 @@ def note_unloadable(prebuilt: Prebuilt, error: Exception) -> None:
     _unloadable[prebuilt.archive] = f"{type(error).__name__}: {error}"
 
 
+def require_compiler() -> Compiler:
+    """Return the C++ compiler.
+
+    Raises:
+        BuildError: there is none, or the one that CXX names cannot be run.
+    """
+    compiler = find_compiler()
+    if compiler is None:
+        raise no_compiler()
+    return compiler
+
+
 def no_compiler() -> BuildError:
     """Return the error that there is no C++ compiler, and no prebuilt library for the running torch."""
     keys = {key for archive in archives_in(_FOLDER) for key in archive.checksums()}
@@ -134,11 +147,10 @@ def build_prebuilt(folder: Path, library: CppLibrary) -> Path:
         BuildError: it cannot be built, or would fit no other build of this torch.
     """
     sources = library.read_sources()
-    key, compiler = _key(sources), find_compiler()
+    key = _key(sources)
     if key is None:
         raise BuildError(f"libraries are not prebuilt for torch {torch.__version__} on this Python.")
-    if compiler is None:
-        raise no_compiler()
+    compiler = require_compiler()
     path = folder / key / f"{library.name}.so"
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch:
