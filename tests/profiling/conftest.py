@@ -38,6 +38,7 @@ class Measured:
         self.count = 0
         self.times = {}
         self.noisy = False
+        self.other_load = 0.0
         self.instead = lambda: None
 
     def __call__(self, backend):
@@ -53,6 +54,8 @@ class Measured:
             now.details,
             tuple(Measurement("linear", 128, way, each, noisy=self.noisy) for way, each in times.items()),
             1e10,
+            other_load=self.other_load,
+            date=f"2026-05-0{self.count} 09:30 UTC",
         )
 
 
@@ -103,7 +106,9 @@ class Clock:
 def clock(monkeypatch):
     found = Clock()
     monkeypatch.setattr(time, "perf_counter", found)
-    monkeypatch.setattr(stopwatch, "_involuntary_switches", lambda: 0)  # the machine that runs the tests may be busy
+    # The machine that runs the tests may be busy.
+    monkeypatch.setattr(stopwatch, "_involuntary_switches", lambda: 0)
+    monkeypatch.setattr(op_timer, "load_of_others", lambda: 0.0)
     return found
 
 

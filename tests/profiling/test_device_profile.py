@@ -33,6 +33,8 @@ def made(measurements=MEASURED, **changes):
         "measurements": tuple(measurements),
         "bandwidth": 4e10,
         "omissions": (Omission("bmm", "int8", "it has no weight"),),
+        "other_load": 0.05,
+        "date": "2026-05-01 09:30 UTC",
     }
     return polycast.DeviceProfile(**{**values, **changes})
 
@@ -125,13 +127,14 @@ BAD = {
     "empty": ("", "it is not JSON"),
     "cut off": (made().to_json()[:-40], "it is not JSON"),
     "too deep": ("[" * 10**5, "it is not JSON"),
-    "a list": ("[]", "it is not a profile of format 1"),
-    "another format": (changed(format=2), "it is not a profile of format 1"),
+    "a list": ("[]", "it is not a profile of format 2"),
+    "another format": (changed(format=1), "it is not a profile of format 2"),
     "a changed value": (changed(threads=3), "it was changed: its digest differs"),
     "an unknown key": (changed(more=1), "unexpected keyword argument 'more'"),
     "no measurements": (changed(measurements=None), "it is not a profile"),
     "a wrong type": (changed(threads="4"), "wrong values of threads"),
     "a negative bandwidth": (changed(bandwidth=-1), "wrong values of bandwidth"),
+    "a negative load": (changed(other_load=-1), "wrong values of other_load"),
     "nan": (changed(bandwidth=math.nan), "wrong values of bandwidth"),
     "a negative time": (
         changed(measurements=[{"op": "linear", "rows": 1, "way": "float32", "seconds": -1.0}]),

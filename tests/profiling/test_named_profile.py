@@ -42,7 +42,7 @@ def test_the_variable_is_read_at_each_look_up(elsewhere, monkeypatch):
 
 @pytest.mark.parametrize(
     ("text", "reason"),
-    [(None, "No such file or directory"), ("", "it is not JSON"), ("{}", "it is not a profile of format 1")],
+    [(None, "No such file or directory"), ("", "it is not JSON"), ("{}", "it is not a profile of format 2")],
     ids=["missing", "empty", "another"],
 )
 def test_a_named_profile_that_is_bad_is_an_error(text, reason, kept, tmp_path, monkeypatch, engine):

@@ -320,3 +320,9 @@ def test_the_bandwidth_of_a_device_without_sums_is_unknown(clock, monkeypatch, r
     monkeypatch.setattr(Memory, "sum", fail)
     monkeypatch.setattr(op_timer, "Operands", lambda device_type: Memory(clock, 0.0, 0.01))
     assert run(lambda way, work, before: 1e-3).bandwidth() == 0.0
+
+
+def test_the_load_of_others_is_that_of_the_middle_pass(run, monkeypatch):
+    loads = iter((0.9, 0.1, 0.2, 0.8, 0.0))
+    monkeypatch.setattr(op_timer, "load_of_others", lambda: next(loads))
+    assert run(lambda way, work, before: 1e-4).other_load() == 0.2

@@ -91,3 +91,16 @@ def test_each_function_is_called_first_in_every_second_round_also_of_other_calls
         functions = {name: lambda name=name: called.append(name) for name in ("a", "b")}
         watch.time_interleaved(functions, {"a": 1.0, "b": 1.0}, 0.0)
     assert called == ["b", "a", "a", "b"] * 2
+
+
+@pytest.mark.parametrize(("threads", "processors", "expected"), [(2, 1.5, 0.25), (2, 2.2, 0.0), (8, 3.0, 0.25)])
+def test_the_load_of_others_is_the_processor_time_that_this_process_does_not_get(
+    threads, processors, expected, monkeypatch
+):
+    now = iter(range(100))
+    monkeypatch.setattr(stopwatch, "_available_processors", lambda: 4)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    monkeypatch.setattr(time, "monotonic", lambda: float(next(now)))
+    spent = iter((7.0, 7.0 + 2 * processors))
+    monkeypatch.setattr(time, "process_time", lambda: next(spent))
+    assert stopwatch.load_of_others() == pytest.approx(expected)

@@ -20,7 +20,11 @@ def summary(profile: DeviceProfile) -> str:
     ways = {each.way for each in profile.measurements if each.op == "linear" and each.rows >= _ROWS} - {"float32"}
     ratios = {way: profile.ratio("linear", _ROWS, way) for way in profile.ways("linear") if way in ways}
     shown = ", ".join(f"{way} {ratio:.2g}" for way, ratio in ratios.items() if ratio is not None)
-    return f"linear of {_ROWS} rows takes {shown or 'an unknown part'} of float32's time, by its profile"
+    noise = f" of {profile.date}, which is noisy: run polycast profile {profile.device_type} --refresh"
+    return (
+        f"linear of {_ROWS} rows takes {shown or 'an unknown part'} of float32's time, by its profile"
+        f"{noise * profile.is_noisy}"
+    )
 
 
 def profile_lines(out: Console, profile: DeviceProfile, indentation: int = 0) -> list[str]:

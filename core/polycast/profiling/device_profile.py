@@ -21,10 +21,12 @@ from .measurement import PREEMPTED, Measurement, Omission, is_positive, is_valid
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-_FORMAT = 1
+_FORMAT = 2
 _WIDTH = 1000  # tables are as wide as they need
 _NOISY = 0.25
-"""A profile is noisy if more than this fraction of its measurements is."""
+"""A profile is noisy if more than this fraction of its measurements is,"""
+BUSY = 0.15
+"""or if other processes took more than this part of the processors' time."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -43,6 +45,8 @@ class DeviceProfile:
         measurements: the times.
         bandwidth: the rate at which memory is read, in bytes/s; 0 if it is unknown.
         omissions: what was not measured, and why.
+        other_load: the part of the processors' time that other processes took while it was measured.
+        date: when it was measured, such as ``"2026-05-01 09:30 UTC"``; empty if it was not.
     """
 
     device_type: str
@@ -53,6 +57,8 @@ class DeviceProfile:
     measurements: tuple[Measurement, ...]
     bandwidth: float
     omissions: tuple[Omission, ...] = ()
+    other_load: float = 0.0
+    date: str = ""
 
     def __post_init__(self) -> None:
         for name in ("versions", "details"):
@@ -73,10 +79,15 @@ class DeviceProfile:
 
     @property
     def is_noisy(self) -> bool:
-        """Whether many measurements are noisy or missing, because the machine was busy."""
+        """Whether the machine was busy: many measurements are noisy or missing, or others took much processor time."""
+        return self.noise > 1
+
+    @property
+    def noise(self) -> float:
+        """How noisy it is, to compare profiles: over 1 it is."""
         measured = [each.noisy for each in self.measurements if each.noisy or not each.extrapolated]
         measured += [True for each in self.omissions if each.reason == PREEMPTED]
-        return sum(measured) > _NOISY * len(measured)
+        return max(sum(measured) / max(len(measured), 1) / _NOISY, self.other_load / BUSY)
 
     def ways(self, op: str) -> tuple[str, ...]:
         """Return the ways in which an op was measured, float32 first."""
@@ -189,7 +200,7 @@ class DeviceProfile:
 
     def _check(self) -> None:
         """Raise TypeError unless every value has its type and range."""
-        expected = {"device_type": str, "device": str, "threads": int}
+        expected = {"device_type": str, "device": str, "threads": int, "date": str}
         wrong = [name for name, kind in expected.items() if not isinstance(getattr(self, name), kind)]
         wrong += [
             name
@@ -198,6 +209,8 @@ class DeviceProfile:
         ]
         if self.bandwidth != 0 and not is_positive(self.bandwidth):
             wrong.append("bandwidth")
+        if self.other_load != 0 and not is_positive(self.other_load):
+            wrong.append("other_load")
         if not all(map(is_valid, self.measurements)):
             wrong.append("measurements")
         if not all(isinstance(value, str) for each in self.omissions for value in vars(each).values()):
@@ -213,6 +226,8 @@ class DeviceProfile:
             "versions": dict(self.versions),
             "details": dict(self.details),
             "bandwidth": self.bandwidth,
+            "other_load": self.other_load,
+            "date": self.date,
             "measurements": [dict(vars(each)) for each in self.measurements],
             "omissions": [dict(vars(each)) for each in self.omissions],
         }
@@ -229,7 +244,8 @@ class DeviceProfile:
     @property
     def _heading(self) -> str:
         threads = f"{self.threads} thread{'s' * (self.threads != 1)}"
-        return f"{self.device_type}: {self.device}, {threads}, reads {self.bandwidth / 1e9:.3g} GB/s"
+        date = f", {self.date}" * bool(self.date) + ", noisy" * self.is_noisy
+        return f"{self.device_type}: {self.device}, {threads}, reads {self.bandwidth / 1e9:.3g} GB/s{date}"
 
     def __rich__(self) -> "RenderableType":
         return measurement_table.as_rich(self._heading, self.measurements, self.omissions)

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator
+from datetime import datetime, timezone
 
 import torch
 
@@ -32,6 +33,8 @@ def measure(backend: Backend) -> DeviceProfile:
             **vars(conditions),
             measurements=timer.measurements(),  # may add omissions
             bandwidth=timer.bandwidth(),
+            other_load=timer.other_load(),
+            date=f"{datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC",
             omissions=(*omissions, *timer.omissions),
         )
 

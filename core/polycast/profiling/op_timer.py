@@ -7,6 +7,7 @@ ways. A time is noisy unless a second pass confirms it.
 """
 
 import contextlib
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,7 +20,7 @@ from .cases import OPS, Case, cases
 from .measured_calls import Unsupported, check, prepare
 from .measurement import PREEMPTED, Measurement, Omission
 from .operands import Operands
-from .stopwatch import Stopwatch, disagree
+from .stopwatch import Stopwatch, disagree, load_of_others
 from .ways import MeasuredWay
 
 _ENDS = (1.1, 1.35, 1.6, 1.85, 2.1)
@@ -92,6 +93,7 @@ class OpTimer:
 
     def __init__(self, device_type: str, ways: Sequence[MeasuredWay]) -> None:
         self._start = time.perf_counter()
+        self._loads: list[float] = []
         self.omissions: list[Omission] = []
         self._device_type = device_type
         self._ways = ways
@@ -119,6 +121,8 @@ class OpTimer:
         for end in _ENDS:
             seconds = end * (_QUEUED_PASSES if self._stopwatch.is_queued else 1)
             self._run(self._start + seconds, is_last=end == _ENDS[-1])
+            if not self._stopwatch.is_queued:
+                self._loads.append(load_of_others())
         self._mark_noisy()
 
     def _warm_up(self) -> None:
@@ -138,6 +142,10 @@ class OpTimer:
         ordered = sorted(self._cases, key=lambda case: (OPS.index(case.op), case.size, case.rows))
         found = [self._measurement(case, way) for case in ordered for way in self._ways_of(case)]
         return tuple(each for each in found if each is not None)
+
+    def other_load(self) -> float:
+        """Return the part of the processors' time that others took, in the middle one of the passes."""
+        return statistics.median(self._loads or [0.0])
 
     def bandwidth(self) -> float:
         """Return the rate at which memory is read: the best of a sum and of products with one row; 0 if unknown."""

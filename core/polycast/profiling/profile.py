@@ -18,7 +18,7 @@ from ..plugins.registry import registry
 from ..policy.recipe import Recipe, RecipeLike
 from . import profile_file
 from .conditions import Conditions
-from .device_profile import DeviceProfile
+from .device_profile import BUSY, DeviceProfile
 
 
 @dataclass(frozen=True)
@@ -55,15 +55,16 @@ def profile(device_type: str, *, refresh: bool = False) -> DeviceProfile:
     Ops are timed in float32, in each fast dtype and by each recipe, which takes at most 3 s on a CPU, unless calls of
     the smallest size take 50 ms or more. The result is kept on disk, in ``$XDG_CACHE_HOME/polycast``
     (``~/.cache/polycast``), for this device, number of threads, settings of torch that select kernels, and versions of
-    torch, polycast and the backend. Call it while the machine is otherwise idle: a noisy result is not kept. A message
-    on stderr says that it measures, and why a profile on disk is not used.
+    torch, polycast and the backend. Call it while the machine is otherwise idle: a noisy result is replaced only by a
+    less noisy one, when you measure again. A message on stderr says that it measures, that the result is noisy, and why
+    a profile on disk is not used.
 
     If ``POLYCAST_PROFILE`` is the path of a saved profile of this device type, that one is returned, whichever machine
     it is from.
 
     Args:
         device_type: the device type, such as ``"cpu"``.
-        refresh: measure again, and replace the profile on disk.
+        refresh: measure again, and replace the profile on disk, unless that one is less noisy.
 
     Raises:
         ValueError: `device_type` is not a str, or ``POLYCAST_PROFILE`` is not the path of a profile.
@@ -138,10 +139,13 @@ def forget(key: tuple[str, int, str | None] | None = None, replacement: Lookup |
 
 def _look_up(backend: Backend) -> Lookup:
     named = _named_by_user(backend.device_type)
-    if named is not None:
-        return Lookup(backend, named)
+    return _kept(backend, Conditions.now(backend)) if named is None else Lookup(backend, named)
+
+
+def _kept(backend: Backend, conditions: Conditions) -> Lookup:
+    """Return the profile on disk, or why it is not used."""
     try:
-        return Lookup(backend, profile_file.read(Conditions.now(backend)))
+        return Lookup(backend, profile_file.read(conditions))
     except profile_file.ProfileFileError as error:
         return Lookup(backend, None, str(error))
 
@@ -176,24 +180,38 @@ def _measured(backend: Backend, refresh: bool) -> DeviceProfile:
             found = find(backend.device_type)  # another process may have measured it
             if found is not None:
                 return found
-        warning = look_up(backend.device_type).warning
-        if warning is not None:
-            announce(warning)
+        kept = _kept(backend, conditions)
+        if kept.warning is not None:
+            announce(kept.warning)
         threads = f"{conditions.threads} thread{'s' * (conditions.threads != 1)}"
         announce(f"measuring what is fast on {backend.device_type} with {threads}, once for this torch ...")
-        measured = measure(backend)
-        if measured.is_noisy:
-            announce(
-                "the measurements are noisy, so this process alone uses them. Measure while the machine is idle: "
-                f"polycast profile {backend.device_type}"
-            )
-        else:
+        measured = _better(measure(backend), kept.profile)
+        if measured is not kept.profile:
             try:
                 profile_file.write(conditions, measured)
             except profile_file.ProfileFileError as error:
                 warn_user(f"polycast measured {backend.device_type} for this process alone: {error}")
     forget(key, Lookup(backend, measured) if _named_by_user(backend.device_type) is None else None)
     return measured
+
+
+def _better(measured: DeviceProfile, kept: DeviceProfile | None) -> DeviceProfile:
+    """Return the one to use of two profiles: the new one, unless it is noisy, and the other is less so; say that."""
+    if not measured.is_noisy:
+        return measured
+    better = measured if kept is None or kept.noise > measured.noise else kept
+    used = "the times" if better is measured else f"the profile of {better.date}"
+    is_busy = measured.other_load > BUSY
+    why = (
+        f"other processes took {measured.other_load:.0%} of the processors' time"
+        if is_busy
+        else "repeated times differ"
+    )
+    announce(
+        f"the measurement is noisy ({why}), so {used} will be used until you measure again while the machine is "
+        f"idle: polycast profile {measured.device_type} --refresh. Or set POLYCAST_PROFILE to a profile from --output."
+    )
+    return better
 
 
 def _reset_lock() -> None:

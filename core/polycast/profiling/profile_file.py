@@ -8,6 +8,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from ..common.announce import announce
 from ..toolchain.cache_folder import cache_directory, check_folders, make_folders, others_can_write
 from ..toolchain.cpp_library import BuildError
 from .conditions import Conditions
@@ -15,6 +16,7 @@ from .device_profile import DeviceProfile
 
 _LONGEST_WAIT = 45.0
 """Seconds to wait for another process that measures, which may hang. The first calls on a GPU may take 30 s of them."""
+_QUIET_WAIT = 1.0
 FOLDER = "profiles"
 
 
@@ -44,8 +46,6 @@ def read(conditions: Conditions) -> DeviceProfile | None:
     difference = conditions.difference(profile)
     if difference is not None:
         raise ProfileFileError(f"{path} was measured elsewhere: {difference}")
-    if profile.is_noisy:
-        raise ProfileFileError(f"{path} was measured while the machine was busy")
     return profile
 
 
@@ -79,7 +79,11 @@ def locked(conditions: Conditions) -> Iterator[None]:
         path = _path(conditions)
         make_folders(path.parent.parent, path.parent)
         lock = FileLock(path.with_name(f"{conditions.device_type}.lock"))
-        lock.acquire(timeout=_LONGEST_WAIT)
+        try:
+            lock.acquire(timeout=_QUIET_WAIT)
+        except Timeout:
+            announce(f"waiting for another process that measures {conditions.device_type} ...")
+            lock.acquire(timeout=_LONGEST_WAIT)
     except (BuildError, OSError, NotImplementedError, Timeout):  # measuring twice is no error
         pass
     try:

@@ -39,4 +39,5 @@ def _ratios(backend: Backend, way: str) -> dict[int, float]:
 def _profile_of(backend: Backend) -> DeviceProfile | None:
     if registry.ready.get(backend.device_type) is not backend:
         return None
-    return find_ignoring_errors(backend.device_type)
+    found = find_ignoring_errors(backend.device_type)
+    return None if found is None or found.is_noisy else found

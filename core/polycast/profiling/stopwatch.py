@@ -1,5 +1,6 @@
 """Time functions in interleaved rounds, so that changes of the machine's speed affect all of them alike."""
 
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 
@@ -20,6 +21,9 @@ _MAX_ROUNDS = 40
 _MAX_ESTIMATES = 4
 _RUNNING = 0.9
 """A block was preempted if a thread of the process was, and this thread ran for less than this part of the time."""
+_LOAD_SECONDS = 0.02
+_ELEMENTS_OF_THREAD = 2**16
+"""Twice as many as torch gives one thread at least."""
 _AGREE = 1.25
 """Passes disagree if their two least times differ by more than this factor. A processor that virtual
 machines share may be slower by less than that for a second, for all ways alike."""
@@ -121,6 +125,24 @@ class PreemptionWatch:
 def _involuntary_switches() -> int:
     """Return how often threads of this process were preempted; 0 if the system does not count that."""
     return 0 if resource is None else resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
+
+
+def load_of_others() -> float:
+    """Return the part of the processors' time that other processes took while all of torch's threads computed.
+
+    It is the processor time of this process in the time that passed. 0 to 1; up to 0.05 on an idle machine.
+    """
+    x = torch.full((torch.get_num_threads() * _ELEMENTS_OF_THREAD,), 1.5)
+    result = torch.empty_like(x)
+    wall, processor = time.monotonic(), time.process_time()
+    while time.monotonic() - wall < _LOAD_SECONDS:
+        torch.lgamma(x, out=result)  # takes long for its memory
+    passed, processors = time.monotonic() - wall, min(torch.get_num_threads(), _available_processors())
+    return max(0.0, 1 - (time.process_time() - processor) / (passed * processors))
+
+
+def _available_processors() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _can_synchronize(device_type: str) -> bool:
