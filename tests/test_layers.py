@@ -206,7 +206,6 @@ def test_no_file_has_more_than_350_lines(folder):
 HOST_AND_ACCELERATORS = {"cpu", "cuda", "xpu", "mps", "mtia", "maia", "hpu", "ipu", "xla"}
 MAY_NAME_A_DEVICE = {
     "distributed.py": "the device of a process group without an accelerator",
-    "common/random_state.py": "the CPU's generator is torch's own",
     "engine/overlap.py": "a mask is in host memory",
     "engine/reference/store.py": "host memory may be shared by processes",
     "observer/rerun.py": "the generator of the host's random numbers",

@@ -2,6 +2,7 @@
 
 import random
 import threading
+import types
 import weakref
 
 import pytest
@@ -64,6 +65,54 @@ def test_the_model_its_inputs_and_the_generators_are_restored(make):
     assert (x._version, x.tolist()) == given
     assert torch.equal(torch.get_rng_state(), state[0])
     assert random.getstate() == state[1]
+
+
+class OnSecond(torch.Tensor):
+    """A tensor that says to be on the second of two devices."""
+
+    device = torch.device("xpu", 1)
+
+
+class Drawing(nn.Module):
+    """Draws from the generator of the second device, whose states it is given."""
+
+    def __init__(self, states):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self._states = states
+
+    def forward(self, x, on_second):
+        self._states[1] = self._states[1] + 1
+        return self.layer(x) * self._states[1]
+
+
+@pytest.mark.parametrize(
+    ("run", "what"), [("compare", "parameter"), ("compare", "input"), ("tune", "buffer"), ("equalize", "buffer")]
+)
+def test_runs_draw_the_same_numbers_on_every_device_of_a_model_and_restore_its_generators(run, what, monkeypatch):
+    states = [torch.ones(1), torch.ones(1)]
+    index = lambda device: torch.device(device).index or 0  # noqa: E731
+    fake = types.SimpleNamespace(
+        device_count=lambda: 2,
+        get_rng_state=lambda device="xpu": states[index(device)],
+        set_rng_state=lambda state, device="xpu": states.__setitem__(index(device), state),
+    )
+    monkeypatch.setattr(torch, "xpu", fake)
+    model, on_second = Drawing(states), torch.ones(1).as_subclass(OnSecond)
+    if what == "parameter":
+        model.held = nn.Parameter(on_second)
+    if what == "buffer":
+        model.register_buffer("held", on_second)
+    args = torch.randn(3, 4), on_second if what == "input" else None
+    if run == "compare":
+        compared = polycast.compare(model, args, device_type="cpu", policy={"linear": "fp32"})
+        assert {module.total.relative for module in compared.modules} == {0.0}
+    elif run == "tune":
+        assert polycast.tune(model, args, tolerance=1e-2, device_type="cpu").evidence.met
+    else:
+        with pytest.raises(ValueError, match="computes no product"):
+            polycast.equalize(model, [args], "int8")
+    assert states == [1, 1]
 
 
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from itertools import chain
 from typing import Any, TypeAlias
 
 import torch
@@ -17,8 +18,7 @@ SameRandomNumbers: TypeAlias = Callable[[], AbstractContextManager[None]]
 
 def same_random_numbers(model: nn.Module | None) -> SameRandomNumbers:
     """Return a function that opens a block, which draws the same random numbers as the code after this call."""
-    device = next(model.parameters(), torch.empty(0)).device if model is not None else "cpu"
-    generators = RandomState(device)
+    generators = RandomState("cpu", () if model is None else chain(model.parameters(), model.buffers()))
     states = generators.get()
 
     @contextmanager

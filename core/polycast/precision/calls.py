@@ -3,7 +3,6 @@
 import inspect
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any, TypeAlias
 
 import torch
@@ -119,14 +118,19 @@ def calls_of(model: object, data: object, what: str = "data", like: Calls = ()) 
     return tuple(calls)
 
 
+def tensors_of(model: torch.nn.Module, calls: Iterable[ModelCall]) -> list[torch.Tensor]:
+    """Return the parameters and buffers of a model, and the tensors in its inputs."""
+    inputs = (tensor for call in calls for _, tensor in tensors_in((call.args, call.kwargs)))
+    return [*model.parameters(), *model.buffers(), *inputs]
+
+
 def device_of(model: torch.nn.Module, calls: Iterable[ModelCall]) -> str:
     """Return the device type of a model's first tensor, or else of its inputs' first.
 
     Raises:
         ValueError: it is on meta.
     """
-    inputs = (tensor for call in calls for _, tensor in tensors_in((call.args, call.kwargs)))
-    device = next(chain(model.parameters(), model.buffers(), inputs), torch.empty(0)).device.type
+    device = next(iter(tensors_of(model, calls)), torch.empty(0)).device.type
     if device == "meta":
         raise ValueError("the model is on meta: name the device that it is meant for, as device_type='cpu'")
     return device

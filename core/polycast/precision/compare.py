@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ..common.random_state import RandomState
 from ..errors import warn_user
 from ..plugins.checks import check_availability, check_recipe
 from ..plugins.registry import get_backend
@@ -21,7 +22,7 @@ from ..policy.value import Policy, PolicyLike
 from ..region.autocast import autocast
 from ..region.module_rules import apply_policy
 from ..region.resolve import why_disabled
-from .calls import Calls, ModelCall, calls_of, device_of
+from .calls import Calls, ModelCall, calls_of, device_of, tensors_of
 from .comparison import Comparison
 from .hooks import run_eagerly
 from .in_use import in_use
@@ -153,9 +154,10 @@ def _profiled(side: Side, call: ModelCall, loss: LossModule | None) -> tuple[Mod
                 loss(output)
             return output
 
+    random = RandomState(side.region.device, tensors_of(side.model, [call]))
     stance = nullcontext() if side.compiled else run_eagerly()
     with stance, apply_policy(side.model, side.policy):
-        return profiled(side.model, run, side.names, side.region.device)
+        return profiled(side.model, run, side.names, random)
 
 
 def wanted_recipe(recipe: RecipeLike | None) -> Recipe | None:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ..common.plain_text import first_of
+from ..common.random_state import RandomState
 from ..engine.casts.weights import parameter_of
 from ..engine.recipes.calibration import calibrators
 from ..engine.recipes.equalized import activations_of, matrix_of
@@ -15,7 +16,7 @@ from ..engine.recipes.plan import Plan
 from ..policy.equalization import Equalization, EqualizedWeight, fingerprint_of
 from ..policy.recipe import Recipe, RecipeLike, read_recipe
 from ..policy.weight_views import TRANSPOSED, WHOLE, parameters_by_name, view_of
-from .calls import ModelCall
+from .calls import ModelCall, tensors_of
 from .compare import enabled_region
 from .equalized_product import EqualizedProduct
 from .hooks import run_eagerly
@@ -82,7 +83,7 @@ def equalize(model: torch.nn.Module, batches: Iterable[Any], recipe: RecipeLike)
         return count
 
     with ExitStack() as stack:
-        stack.enter_context(isolated(device_type))
+        stack.enter_context(isolated(RandomState(device_type, tensors_of(model, ()))))
         stack.enter_context(run_eagerly())
         stack.enter_context(_in_eval_mode(model))
         stack.callback(calibrators.remove, products.add)
@@ -181,7 +182,7 @@ class _Products:
                 "polycast.observe() names the op that makes the first of them."
             )
         for key, (name, view, parameter, product) in self.found.items():
-            with isolated(product.matrix.device.type):
+            with isolated(RandomState(product.matrix.device.type, [product.matrix])):
                 chosen = product.choose() if len(product.activations.rows) else None
             if chosen is not None:
                 yield EqualizedWeight(

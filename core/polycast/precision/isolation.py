@@ -96,17 +96,17 @@ class ModelState:
 
 
 @contextmanager
-def isolated(device_type: str, state: ModelState | None = None) -> Iterator[None]:
+def isolated(random: RandomState, state: ModelState | None = None) -> Iterator[None]:
     """Run a block outside of the caller's regions, without gradients, and restore random number generators after it.
 
     It also leaves ``inference_mode``: tensors made in it have no versions, so that writes to them are not detected, and
     other threads, which are not in it, may not write to them.
 
     Args:
-        device_type: the device of the generators.
+        random: the random number generators.
         state: the state that the block may write: it runs on clones.
     """
-    generators, on_clones = RandomState(device_type).preserved(), (state or ModelState([])).on_clones()
+    generators, on_clones = random.preserved(), (state or ModelState([])).on_clones()
     with torch.inference_mode(False), torch.no_grad(), outside_regions(), generators, on_clones:
         yield
 

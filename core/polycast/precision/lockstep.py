@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from ..common.random_state import RandomState
-from .calls import ModelCall
+from .calls import ModelCall, tensors_of
 from .gradient_calls import GradientCall, aligned
 from .handoff import Handoff
 from .hooks import CallKey
@@ -43,7 +43,8 @@ class Lockstep:
 
     def __init__(self, sides: Sides, call: ModelCall, record: Record, loss: LossModule | None = None) -> None:
         self.sides, self.record = sides, record
-        self.generators = RandomState(sides.tested.region.device)
+        tensors = [*tensors_of(sides.reference.model, ()), *tensors_of(sides.tested.model, [call])]
+        self.generators = RandomState(sides.tested.region.device, tensors)
         self.waiting: Returned | None = None
         self.early: dict[CallKey, tuple[Gradients, Gradients]] = {}
         self.own_gradients: dict[str, torch.Tensor] = {}

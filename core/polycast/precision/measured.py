@@ -5,10 +5,11 @@ from typing import Any
 
 import torch
 
+from ..common.random_state import RandomState
 from ..errors import warn_user
 from ..policy.value import Policy
 from ..region.module_rules import apply_policy
-from .calls import Calls, ModelCall
+from .calls import Calls, ModelCall, tensors_of
 from .failures import may_come_from_policy, short_text
 from .isolation import ModelState, isolated
 from .minimal_set import Choice
@@ -38,6 +39,7 @@ class Measured:
         """
         self.calls = calls
         self._model, self._arguments, self._state = model, arguments, state
+        self._random = RandomState(arguments.region.device, tensors_of(model, calls))
         self._references: list[Any] | None = None
         if arguments.loss is None:
             self._references = outputs
@@ -63,7 +65,7 @@ class Measured:
             warn_user(sums.nonfinite_warning("metric must handle them" if has_metric else ignores))
 
     def _run(self, call: ModelCall, region: Any = None) -> Any:
-        with isolated(self._arguments.region.device, self._state):
+        with isolated(self._random, self._state):
             return run_once(self._model, call, self._arguments.loss, region)
 
     def _reference(self, number: int) -> Any:
@@ -88,7 +90,7 @@ class Measured:
         return Trial(choice.members, self._arguments.reduced(distances), error, choice.in_fast_dtype, each)
 
     def _distance(self, output: Any, reference: Any) -> float:
-        with isolated(self._arguments.region.device, self._state):
+        with isolated(self._random, self._state):
             return distance_of(self._arguments.distance(output, reference))
 
     def run_reference(self) -> None:

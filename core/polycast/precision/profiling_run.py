@@ -7,7 +7,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from .calls import Calls, ModelCall
+from ..common.random_state import RandomState
+from .calls import Calls, ModelCall, tensors_of
 from .hooks import in_this_thread, run_eagerly, watched_modules
 from .isolation import ModelState, find_writes, isolated
 from .values import Contents
@@ -131,10 +132,10 @@ def profile_runs(
             return call.run(model)
 
     names = {module: name for name, module in model.named_modules()}
-    profile, outputs = ModelProfile(), []
+    profile, outputs, random = ModelProfile(), [], RandomState(device_type, tensors_of(model, calls))
     for call in calls:
         with run_eagerly():
-            found, output = profiled(model, partial(run, call), names, device_type)
+            found, output = profiled(model, partial(run, call), names, random)
         profile.add(found)
         outputs.append(output)
     return profile, outputs
@@ -150,7 +151,7 @@ def check_not_scripted(model: torch.nn.Module) -> None:
 
 
 def profiled(
-    model: torch.nn.Module, run: Callable[[], _T], names: Mapping[torch.nn.Module, str], device_type: str
+    model: torch.nn.Module, run: Callable[[], _T], names: Mapping[torch.nn.Module, str], random: RandomState
 ) -> tuple[ModelProfile, _T]:
     """Call a function that runs a model, outside all regions and without side effects.
 
@@ -166,6 +167,6 @@ def profiled(
         with watched_modules(names, in_this_thread(profiler)):
             return run()
 
-    with isolated(device_type):
+    with isolated(random):
         result, profiler.profile.state = find_writes(model, watched_run)
     return profiler.profile, result

@@ -313,7 +313,7 @@ def run_both(both: Lockstep) -> tuple[RunResult, RunResult]:
         return reference if threading.get_ident() == caller else None
 
     with ExitStack() as stack:
-        stack.enter_context(isolated(sides.tested.region.device))
+        stack.enter_context(isolated(both.generators))
         stack.enter_context(sides.applied())
         if both.loss is not None:  # a call that checkpoint begins to compute again does not end in the middle
             stack.enter_context(set_checkpoint_early_stop(False))

@@ -7,11 +7,12 @@ from typing import NamedTuple
 
 import torch
 
+from ..common.random_state import RandomState
 from ..errors import warn_user
 from ..region.autocast import autocast
 from .blocks import Blocks, candidates_in
 from .by_profile import modules_faster_in_float32
-from .calls import Calls, text_of
+from .calls import Calls, tensors_of, text_of
 from .candidates import ModuleCandidates, OpCandidates, chosen_ops, ops_seen
 from .compare import compare_with_float32
 from .evidence import Evidence, Holdout, Tuned, machine
@@ -47,6 +48,7 @@ class Tuner:
         self._model, self._calls, self._arguments = model, calls, arguments
         region = self._region = arguments.region
         self._fast = None if arguments.recipe is None else autocast(region.device, region.fast_dtype)
+        self._random = RandomState(region.device, tensors_of(model, calls))
         has_loss = arguments.loss is not None
         self._profile, outputs = profile_runs(model, (*calls, *holdout), region.device, has_loss)
         self._measured = Measured(model, calls, arguments, self._profile.state, outputs[: len(calls)])
@@ -60,7 +62,7 @@ class Tuner:
             self._candidates = ModuleCandidates(self._blocks, region.fast_dtype, arguments.recipe)
             self.names, self._excluded = self._blocks.names, sorted(self._blocks.excluded)
         else:
-            with isolated(region.device, self._profile.state):
+            with isolated(self._random, self._profile.state):
                 seen = ops_seen(model, calls[0], self._fast or region)
             self.names, self._excluded = chosen_ops(seen, arguments.exclude, arguments.candidates)
             self._candidates = OpCandidates(arguments.recipe, self._excluded)
@@ -153,7 +155,7 @@ class Tuner:
     ) -> tuple[_Found, Timings]:
         """Return the fastest of the proposed choices that keep the tolerance, and the timings."""
         has_recipe, over = self._arguments.recipe is not None, self._arguments.over
-        with isolated(self._region.device, self._profile.state):
+        with isolated(self._random, self._profile.state):
             timer = ModelTimer(self._model, self._calls, self._region, self._profile, self._fast)
             proposed = {PLAIN_REGION: NO_POLICY}
             by_profile = None if has_recipe or over == "ops" else self._by_profile()
