@@ -21,10 +21,13 @@ _TRANSFORMS_UNKNOWN = (
     "whether ops are transformed is unknown: the reference engine caches no casts, recipes compute nothing"
 )
 _WRITES_UNDER_FUNCTORCH = "rules lose what modules under torch.func write to arguments that are cast"
+_CAST_UNDER_MODES = "on the reference engine, dispatch modes see weights cast at each use"
 _NOT_CACHED = "compiled code casts the weights of a WeightCache at each call"
 
 is_tracing: Callable[[], bool] = torch.jit.is_tracing  # type: ignore[attr-defined]
 dispatch_mode_count: Callable[[], int] = read("torch._C._len_torch_dispatch_stack", lambda: 1, _TRANSFORMS_UNKNOWN)
+_dispatch_mode: Callable[[Any], Any] = read("torch._C._get_dispatch_mode", lambda key: object(), _CAST_UNDER_MODES)
+_TRACING_MODES: Any = read("torch._C._TorchDispatchModeKey", None, _CAST_UNDER_MODES)
 are_functorch_transforms_active: Callable[[], bool] = read(
     "torch._C._are_functorch_transforms_active", lambda: True, _TRANSFORMS_UNKNOWN
 )
@@ -34,7 +37,18 @@ _is_functorch_wrapped: Callable[[torch.Tensor], bool] = read(
 _functorch_unwrapped: Callable[[torch.Tensor], torch.Tensor] | None = read(
     "torch._C._functorch.get_unwrapped", None, _WRITES_UNDER_FUNCTORCH
 )
+is_cached_tensor: Callable[[torch.Tensor], bool] = read(
+    "torch._C._is_cached_tensor",
+    lambda tensor: False,
+    "on the reference engine, casts of outputs of CUDA graph trees are cached",
+)
 _has_level = read("torch.autograd.forward_ad._current_level", None, _TRANSFORMS_UNKNOWN) is not None
+
+
+def is_traced_by_modes() -> bool:
+    """Return whether torch's own dispatch modes trace ops, which do not run."""
+    keys = () if _TRACING_MODES is None else (_TRACING_MODES.FAKE, _TRACING_MODES.PROXY, _TRACING_MODES.FUNCTIONAL)
+    return not keys or any(_dispatch_mode(key) is not None for key in keys)
 
 
 def is_forward_ad_active() -> bool:

@@ -10,7 +10,9 @@ from ...torch_internals.private_names import (
     are_functorch_transforms_active,
     behind_functional_tensor,
     dispatch_mode_count,
+    is_cached_tensor,
     is_forward_ad_active,
+    is_traced_by_modes,
     is_tracing,
     storage_use_count,
     tensor_base,
@@ -32,7 +34,8 @@ def is_weight(tensor: torch.Tensor, *, for_prepacking: bool = False) -> bool:
     """Return whether a tensor is a weight, whose casts may be cached; with `for_prepacking`, which may be prepacked.
 
     Weights are float32 leaves that require grad, and frozen parameters. Other subclasses than Parameter are cast at
-    each use, so that their own dispatch sees it, and so are weights that FSDP gathers.
+    each use, so that their own dispatch sees it, and so are weights that FSDP gathers, and, as in torch, those that it
+    marks because their values change between uses.
     """
     kind = type(tensor)
     return (
@@ -44,6 +47,7 @@ def is_weight(tensor: torch.Tensor, *, for_prepacking: bool = False) -> bool:
         and not tensor.is_nested
         and not tensor.is_inference()
         and not tensor.is_neg()
+        and not is_cached_tensor(tensor)
     )
 
 
@@ -170,10 +174,13 @@ def storages_are_rewritten() -> bool:
 
 def caching_is_safe() -> bool:
     """Return whether no dispatch mode, compiler, tracer or transform intercepts the ops."""
-    return not (
-        dispatch_mode_count()
-        or torch.compiler.is_compiling()
-        or is_tracing()
-        or are_functorch_transforms_active()
-        or is_forward_ad_active()
-    )
+    return not (dispatch_mode_count() or _are_transformed())
+
+
+def only_modes_see_casts() -> bool:
+    """Return whether dispatch modes intercept the ops, and only see them, as far as known."""
+    return bool(dispatch_mode_count()) and not (is_traced_by_modes() or _are_transformed())
+
+
+def _are_transformed() -> bool:
+    return torch.compiler.is_compiling() or is_tracing() or are_functorch_transforms_active() or is_forward_ad_active()

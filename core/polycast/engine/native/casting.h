@@ -25,7 +25,8 @@ C10_ALWAYS_INLINE bool is_fast_or_float32(ScalarType dtype) {
 }
 
 // Return whether a tensor is a weight: a float32 leaf that requires grad, or a Parameter that does not; for prepacking, also in
-// bfloat16 or float16. Not other subclasses, nor tensors with a forward-mode tangent, which a cached cast would lose.
+// bfloat16 or float16. Not other subclasses, nor tensors with a forward-mode tangent, which a cached cast would lose, nor, as in
+// torch, those that it marks because their values change between uses.
 bool is_weight(const Tensor& tensor, bool for_prepacking = false) {
   const TensorImpl* const impl = tensor.unsafeGetTensorImpl();
   const ScalarType dtype = tensor.scalar_type();
@@ -38,6 +39,9 @@ bool is_weight(const Tensor& tensor, bool for_prepacking = false) {
   const PyObject* const object = impl->pyobj_slot()->load_pyobj();
   const auto* const type = object == nullptr ? THPVariableClass : reinterpret_cast<const PyObject*>(Py_TYPE(object));
   const auto* const meta = torch::autograd::impl::get_autograd_meta(tensor);
+  if (at::caching::is_cached_tensor(tensor)) {
+    return false;
+  }
   if (meta == nullptr) {
     return type == ParameterClass;
   }
@@ -50,12 +54,20 @@ C10_ALWAYS_INLINE const Tensor* weight_of(const Tensor& tensor, bool for_prepack
   return is_weight(tensor, for_prepacking) ? &tensor : viewed_weight(tensor, for_prepacking);
 }
 
-// Return whether no dispatch mode, tracer or functorch transform intercepts the ops.
-bool caching_is_safe() {
+// What intercepts the ops: nothing; dispatch modes that only see them, as far as known; or a tracer or functorch transform.
+enum class Interception : uint8_t { kNone, kSeen, kTransformed };
+
+Interception interception() {
   static constexpr c10::DispatchKeySet kInterceptors{
       DispatchKey::Python, DispatchKey::Tracer, DispatchKey::FuncTorchDynamicLayerFrontMode};
-  return !c10::impl::tls_local_dispatch_key_set().included_.has_any(kInterceptors);
+  const c10::DispatchKeySet active = c10::impl::tls_local_dispatch_key_set().included_ & kInterceptors;
+  if (C10_LIKELY(active.empty())) {
+    return Interception::kNone;
+  }
+  return active == c10::DispatchKeySet(DispatchKey::Python) && !is_traced() ? Interception::kSeen : Interception::kTransformed;
 }
+
+bool caching_is_safe() { return interception() == Interception::kNone; }
 
 // Whether autograd has to see an argument: it requires grad, in grad mode, or has a forward-mode tangent.
 struct Differentiation {
@@ -102,6 +114,14 @@ struct CastSpec {
     return dtype != ScalarType::Undefined && tensor.scalar_type() != dtype && is_eligible(tensor, device);
   }
 };
+
+// Return whether torch would cache the cast of a tensor where dispatch modes see it: of a weight that requires grad. They may write
+// weights unseen, so no other cast is cached there, and none in a user store.
+bool is_cached_where_modes_see_casts(const Tensor& tensor, const CastSpec& spec) {
+  return interception() == Interception::kSeen && is_weight(tensor) && tensor.requires_grad() &&
+      at::autocast::is_autocast_cache_enabled() && !captures(tensor, spec.is_capturing.function()) &&
+      spec.region.innermost != nullptr;  // asking whether the device captures may have ended the region
+}
 
 Tensor plain_cast(const Tensor& tensor, const CastSpec& spec) {
   std::optional<at::AutoDispatchBelowADInplaceOrView> below_autograd;
@@ -175,6 +195,12 @@ Tensor find_or_cast(const Tensor& tensor, const CastSpec& spec, SeenCast& seen) 
   if (C10_UNLIKELY(spec.dtype != at::kFloat && !caching_is_safe())) {
     if (Tensor traced = cast_of_traced(tensor, spec.dtype, spec.device); traced.defined()) {
       return traced;
+    }
+    if (is_cached_where_modes_see_casts(tensor, spec)) {
+      seen.looked_for = true;
+      seen.is_new = false;
+      const std::shared_ptr<ThreadRegions> regions = this_thread.regions;
+      return regions->casts.cast(tensor, spec.dtype, Use::of_weight(tensor), seen.is_new);
     }
   }
   return plain_cast(tensor, spec);

@@ -203,8 +203,8 @@ class RegionStore {
     PendingCollectives::instance().drop_finished();  // a finished one holds the memory of its weights until then
     const uint64_t position = position_;
     auto entry = std::make_unique<CachedCast>(weight, use.is_view);
-    const bool is_admitted = entry->admission.allows(weight, use.is_view) && !is_written_elsewhere(weight, entry->stamp);
-    const bool shares = caches && is_admitted && entry->admission.sees_all_writes &&
+    bool is_admitted = entry->admission.allows(weight, use.is_view) && !is_written_elsewhere(weight, entry->stamp);
+    bool shares = caches && is_admitted && entry->admission.sees_all_writes &&
         threads_with_regions.load(std::memory_order_relaxed) > 1;
     ProbationQueue::Reservation reservation;
     Tensor cast, reusable;
@@ -218,6 +218,9 @@ class RegionStore {
       }
       cast = make_cast(weight, dtype, std::move(reusable));
       is_new = true;
+      if (cast.key_set().has(DispatchKey::Python) || cast.scalar_type() != dtype) {  // a dispatch mode has replaced it
+        is_admitted = shares = false;
+      }
     }
     Tensor recorded;
     if (use.history && shares) {

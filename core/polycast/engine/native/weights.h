@@ -44,6 +44,10 @@ Tensor make_cast(const Tensor& weight, ScalarType dtype, Tensor reusable = {}, b
   if (c10::InferenceMode::is_enabled()) {
     normal_tensors.emplace(false);
   }
+  if (c10::impl::TorchDispatchModeTLS::any_modes_set()) {
+    const at::NoGradGuard no_history;
+    return weight.to(dtype);  // as they would see torch cast it
+  }
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   if (can_cast_on_cpu(weight, dtype)) {
     if (!reuses && lasts) {

@@ -20,7 +20,7 @@ from ...policy.schemas import flatten_arguments
 from ...torch_internals.dispatcher import DispatchKeySet, OpOverload, excluding, keys_below, keys_of, redispatch
 from ..casts.cast_cache import cache_by_identity
 from ..casts.traced import cast_of_traced
-from ..casts.weights import Source, caching_is_safe, is_weight, weight_of
+from ..casts.weights import Source, caching_is_safe, is_weight, only_modes_see_casts, weight_of
 from ..disable_dynamo import disable_dynamo
 from ..fastest.in_dtype import should_make_contiguous
 from ..kernels import Kernels, refusal
@@ -143,8 +143,8 @@ class _Kernel:
         op, args, kwargs, dtype = call
         if dtype is None:
             return op(*args, **kwargs)
-        caches = dtype is not torch.float32 and torch.is_autocast_cache_enabled() and caching_is_safe()
-        caches = caches and not self._backend.is_capturing()
+        caches = dtype is not torch.float32 and torch.is_autocast_cache_enabled()
+        caches = caches and (caching_is_safe() or only_modes_see_casts()) and not self._backend.is_capturing()
         cast = _caster(self._device_type, dtype, self._machine.weight_caster(self._device_type) if caches else None)
         return op(*map(cast, args), **{name: cast(value) for name, value in kwargs.items()})
 

@@ -164,14 +164,20 @@ class PythonStateMachine:
 
         It is given the weight that the tensor is or is a view of. The history of a view is that of one use, as torch's
         is: to share one would add up the gradients of several uses in the fast dtype.
+
+        Where dispatch modes see the casts, only those are kept that torch keeps, and only in the region: the modes may
+        write weights unseen.
         """
         if not self.nesting(device_type):
             return None
         _, cache = self.innermost(device_type)
         own = self._regions.store
-        store = own if cache is None else self.store(cache)
+        only_as_torch = not caching_is_safe()
+        store = own if cache is None or only_as_torch else self.store(cache)
 
         def cast(tensor: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
+            if only_as_torch and not (tensor is weight and weight.requires_grad):
+                return None
             link = tensor.requires_grad and torch.is_grad_enabled()
             if tensor is weight:
                 if link:

@@ -73,7 +73,7 @@ class PythonStore:
                 stamp, storage = version_stamp(tensor), track(tensor)  # before the cast is made
                 admitted = self._admits(source)
                 entry = Entry(stamp, storage, (_make_cast(tensor, dtype),), sees_all_writes=sees_all_writes)
-                self._insert(key, source, entry, admitted)
+                self._insert(key, source, entry, admitted and _is_plain(entry.cast, dtype))
             elif self._verify and not _are_equal(tensor.detach().to(dtype), entry.cast):
                 raise StaleWeightError(STALE)
             return entry.cast
@@ -162,7 +162,7 @@ class PythonStore:
             return recorded
         entry = Entry(stamp, storage, (with_history(weight, cast),), sees_all_writes=sees_all_writes)
         with self._lock:
-            if drops == self._drops and admitted:
+            if drops == self._drops and admitted and _is_plain(cast, dtype):
                 self._with_history[key] = entry
         return entry.cast
 
@@ -300,7 +300,12 @@ class PythonStore:
 
 def _make_cast(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     with torch.inference_mode(False), torch.no_grad():  # an inference tensor could not be saved for backward
-        return weight.detach().to(dtype)
+        return weight.to(dtype)
+
+
+def _is_plain(cast: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Return whether a cast is as it was made, and no dispatch mode has replaced it."""
+    return type(cast) is torch.Tensor and cast.dtype is dtype
 
 
 def _sees_all_writes(source: Source) -> bool:

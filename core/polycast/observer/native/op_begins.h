@@ -4,8 +4,6 @@
 
 #pragma once
 
-#include <c10/core/impl/TorchDispatchModeTLS.h>
-
 #include "autocast.h"
 #include "entered_regions.h"
 #include "numerics.h"
@@ -49,14 +47,6 @@ const std::array<DispatchKey, c10::COMPILE_TIME_MAX_DEVICE_TYPES>& autocast_keys
     return found;
   }();
   return keys;
-}
-
-// Return whether ops are traced and do not run.
-bool is_traced() {
-  using Mode = c10::impl::TorchDispatchModeKey;
-  using Modes = c10::impl::TorchDispatchModeTLS;
-  return Modes::any_modes_set() &&
-      (Modes::get_mode(Mode::FAKE) || Modes::get_mode(Mode::PROXY) || Modes::get_mode(Mode::FUNCTIONAL));
 }
 
 // Return the device whose autocast a tensor reaches, by its dispatch keys; -1: none.

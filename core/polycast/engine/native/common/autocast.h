@@ -23,6 +23,12 @@ Tensor cached_cast(at::ScalarType to_type, const Tensor& arg, c10::DeviceType de
 
 }  // namespace at::autocast
 
+namespace at::caching {
+
+bool is_cached_tensor(const at::Tensor& t);
+
+}  // namespace at::caching
+
 namespace {
 
 // Return a device's own dispatch key; the names differ by a prefix.

@@ -9,6 +9,7 @@
 #include <ATen/core/ivalue.h>
 #include <ATen/record_function.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <c10/util/SmallVector.h>
 #include <c10/util/flat_hash_map.h>
 
@@ -70,6 +71,14 @@ struct Overridden : c10::TensorImpl {
         (impl.key_set().has(DispatchKey::Python) && (impl.*&Overridden::matches_policy)(SizesStridesPolicy::CustomSizes));
   }
 };
+
+// Return whether torch's own dispatch modes trace ops, which do not run.
+bool is_traced() {
+  using Mode = c10::impl::TorchDispatchModeKey;
+  using Modes = c10::impl::TorchDispatchModeTLS;
+  return Modes::any_modes_set() &&
+      (Modes::get_mode(Mode::FAKE) || Modes::get_mode(Mode::PROXY) || Modes::get_mode(Mode::FUNCTIONAL));
+}
 
 bool has_known_sizes(const Tensor& tensor) { return !Overridden::sizes_of(*tensor.unsafeGetTensorImpl()); }
 
