@@ -21,12 +21,12 @@ SECTIONS = [
     "versions",
     "compiler",
     "engine",
-    "ops",
     "cpu",
     "accelerator",
-    "backends",
-    "profiles",
     "environment",
+    "backends",
+    "ops",
+    "profiles",
     "checks",
 ]
 BROKEN = "raise RuntimeError('the driver is gone')\n"
@@ -102,6 +102,7 @@ def test_only_relevant_variables_are_shown(engine, examine, monkeypatch):
     monkeypatch.setenv("ACME_TOKEN", "secret")
     _, found = examine()
     assert found["environment"]["POLYCAST_BLOCK"] == "xpu"
+    assert "\n  POLYCAST_BLOCK: xpu\n" in CliRunner().invoke(app, ["doctor"]).stdout
     assert "ACME_TOKEN" not in found["environment"]
 
 

@@ -78,7 +78,7 @@ def test_a_provider_that_is_not_installed_is_an_error_when_its_device_is_used(ru
     plugin("acme-one", "cpu")
     answer = run(
         """
-        uses = [polycast.get_backend, polycast.autocast, polycast.is_autocast_available, lambda _: polycast.backends()]
+        uses = [polycast.get_backend, polycast.autocast, polycast.is_autocast_available, polycast.backends().get]
         answer = [*(error_of(use, "cpu") for use in uses), polycast.get_backend("xpu").device_type]
         """,
         POLYCAST_PROVIDER="cpu=Acme_Three",

@@ -164,8 +164,9 @@ def test_the_status_of_a_built_in_names_this_distribution(name):
     assert (status.state == "ready") == polycast.is_autocast_available(name) == (status.reason == "")
 
 
-def test_the_statuses_are_a_sorted_read_only_snapshot(hand_made):
+def test_the_statuses_are_sorted_read_only_and_kept_once_read(hand_made):
     before = polycast.backends()
+    assert before["hpu"].state == "missing"
     hand_made("hpu")
     assert list(polycast.backends()) == list(before) == sorted(before)
     assert (before["hpu"].state, polycast.backends()["hpu"].state) == ("missing", "ready")

@@ -32,6 +32,18 @@ def test_a_plugin_that_hangs_at_import_blocks_only_users_of_its_device(run, plug
     assert answer == ["torch.bfloat16", True, True, True, [], ["hpu", "hpu"], "ready"]
 
 
+def test_the_status_of_a_device_imports_no_plugin_of_another(run, plugin):
+    plugin("acme-hpu", "hpu")
+    plugin("acme-npu", "npu", RENAME.format("npu"))
+    answer = run("""
+        statuses = polycast.backends()
+        answer = [statuses["cpu"].state, "hpu" in statuses, "privateuseone" in statuses]
+        answer += [[name for name in ("acme_hpu", "acme_npu", "polycast_cuda") if name in sys.modules]]
+        answer += [statuses["npu"].state, "acme_npu" in sys.modules, "acme_hpu" in sys.modules]
+    """)
+    assert answer == ["ready", True, False, [], "ready", True, False]
+
+
 def test_a_second_name_for_torchs_out_of_tree_device_breaks_its_plugin(run, plugin):
     plugin("acme-npu", "npu", RENAME.format("npu"))
     plugin("acme-tpu", "tpu", RENAME.format("tpu"))

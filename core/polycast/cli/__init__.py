@@ -3,6 +3,7 @@
 import re
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Annotated, Any
 
 import typer
@@ -10,6 +11,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from ..common.versions import __version__
 from . import build, demo, devices, doctor, explain, new_backend, ops, profile, run, tune
+from .terminal import plain_warnings, stdout_for_json
 
 
 class _FlagsWithoutTypes:
@@ -30,6 +32,10 @@ class _Command(_FlagsWithoutTypes, TyperCommand):
         if settings.get("help"):
             settings["help"] = re.sub(r"(?<!\n)\n(?!\n)", " ", settings["help"])
         super().__init__(*args, **settings)
+
+    def invoke(self, ctx: Any) -> Any:
+        with plain_warnings(), stdout_for_json() if ctx.params.get("as_json") else nullcontext():
+            return super().invoke(ctx)
 
 
 class _Commands(_FlagsWithoutTypes, TyperGroup):

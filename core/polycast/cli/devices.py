@@ -1,7 +1,7 @@
 """``polycast devices``: list the backends."""
 
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -11,13 +11,13 @@ from rich.text import Text
 from ..errors import BackendBrokenError
 from ..plugins.backend_loader import BackendStatus
 from ..plugins.checks import check_recipe
-from ..plugins.registry import backends, get_backend
+from ..plugins.registry import backends, get_backend, registry
 from ..policy.dtypes import dtype_name
 from ..policy.recipe import Float8, Int4, Int8
 from ..profiling.profile import look_up
 from .compiled import origins
 from .profile import summary
-from .terminal import console, engine_lines, library_errors, print_json, print_line, print_table, table
+from .terminal import blame_at_end, console, engine_lines, library_errors, print_json, print_line, print_rows
 
 _STYLES = {
     "ready": "green",
@@ -27,6 +27,8 @@ _STYLES = {
     "blocked": "dim",
     "missing": "dim",
 }
+_WIDE = 72
+"""Columns of a terminal that is wide enough for two dtypes in a row."""
 
 
 @dataclass(frozen=True)
@@ -79,13 +81,18 @@ class ListedDevice:
         }
 
 
-def known_devices() -> list[ListedDevice]:
-    """Return every device that has a backend or could have one.
+def known_devices() -> Iterator[ListedDevice]:
+    """Yield every device that has a backend or could have one, each when its plugin has been imported.
 
     Raises:
         ValueError: a ``POLYCAST_`` variable has an invalid value.
     """
-    return [_ask(status) for status in backends().values()]
+    statuses, loaders = backends(), registry.loaders()
+    with blame_at_end() as where:
+        for name in statuses:
+            candidates = loaders[name].candidates if name in loaders else ()
+            where(f"the plugin of {name!r}: {', '.join(map(str, candidates))}")
+            yield _ask(statuses[name])
 
 
 def _ask(status: BackendStatus) -> ListedDevice:
@@ -110,13 +117,11 @@ def show(
 ) -> None:
     """List the backend of every device: its state, its dtypes and where it comes from."""
     with library_errors():
-        devices = known_devices()
-        engine = None if as_json else engine_lines()
-        ops = {} if as_json else origins()
-    if engine is None:
-        print_json([device.as_json() for device in devices])
-    else:
-        _print(devices, engine, ops, verbose)
+        if as_json:
+            devices = list(known_devices())
+            print_json([device.as_json() for device in devices])
+        else:
+            devices = _print(verbose)
     broken = [device for device in devices if device.failure is not None]
     if verbose:
         for device in broken:
@@ -126,26 +131,38 @@ def show(
         typer.echo("polycast devices --verbose shows the tracebacks.")
 
 
-def _print(devices: list[ListedDevice], engine: list[str], ops: Mapping[str, str], verbose: bool) -> None:
-    rows = table("device", "state", "default", "supported", "from")
-    for device in devices:
-        status = device.status
-        rows.add_row(
-            status.device_type,
-            Text(status.state, _STYLES[status.state]),
-            dtype_name(status.default_dtype) if status.default_dtype is not None else "-",
-            ", ".join(device.supported_dtypes) if device.supported_dtypes is not None else "-",
-            f"{status.distribution} {status.version}".strip() or "-",
-        )
-    out = console()
-    print_table(out, rows)
+def _print(verbose: bool) -> list[ListedDevice]:
+    """Print the devices, and return them."""
+    engine, out, devices = engine_lines(), console(), list[ListedDevice]()
+    default, supported = len("bfloat16"), len("bfloat16, float16" if out.width >= _WIDE else "supported")
+    names, states = max(map(len, backends())), max(map(len, _STYLES))
+    widths = {"device": names, "state": states, "default": default, "supported": supported, "from": None}
+
+    def rows() -> Iterator[tuple[str | Text, ...]]:
+        for device in known_devices():
+            devices.append(device)
+            yield _row(device)
+
+    print_rows(out, widths, rows())
     out.print()
     missing = [device for device in devices if device.status.state == "missing"]
     lines = [line for device in devices if device not in missing for line in _lines_of(device, verbose)]
     if missing:
         lines.append(plugins_needed([device.status for device in missing]))
-    for line in [*lines, *engine, *(f"Ops of {package}: {origin}" for package, origin in ops.items())]:
+    for line in [*lines, *engine, *(f"Ops of {package}: {origin}" for package, origin in origins().items())]:
         print_line(out, line)
+    return devices
+
+
+def _row(device: ListedDevice) -> tuple[str | Text, ...]:
+    status = device.status
+    return (
+        status.device_type,
+        Text(status.state, _STYLES[status.state]),
+        dtype_name(status.default_dtype) if status.default_dtype is not None else "-",
+        ", ".join(device.supported_dtypes) if device.supported_dtypes is not None else "-",
+        f"{status.distribution} {status.version}".strip() or "-",
+    )
 
 
 def _lines_of(device: ListedDevice, verbose: bool) -> list[str]:

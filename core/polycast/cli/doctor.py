@@ -172,17 +172,21 @@ def _ready() -> list[str]:
     return [name for name, status in backends().items() if status.state == "ready"]
 
 
-def _checks() -> dict[str, str | None]:
-    """Return the problem of each check; None: it passed."""
-    ready = _try(_ready)
-    if isinstance(ready, str):
-        return {"the backends are found": ready}
-    broken = [status for status in backends().values() if status.state in ("broken", "conflict")]
-    return {
-        **{f"a region on {name} works": _try(partial(_region_works, name)) for name in ready},
-        **{f"linear layers on {name} are right": _try(partial(_linears_are_right, name)) for name in ready},
-        **{f"the backend of {status.device_type} is valid": status.reason for status in broken},
-    }
+def _checks() -> Iterator[dict[str, str | None]]:
+    """Yield the checks with their problems; None: it passed."""
+    statuses = _try(lambda: list(backends().values()))
+    if isinstance(statuses, str):
+        yield {"name": "the backends are found", "problem": statuses}
+        return
+    for check, problem in (
+        ("a region on {} works", _region_works),
+        ("linear layers on {} are right", _linears_are_right),
+    ):
+        for name in _ready():
+            yield {"name": check.format(name), "problem": _try(partial(problem, name))}
+    for status in statuses:
+        if status.state in ("broken", "conflict"):
+            yield {"name": f"the backend of {status.device_type} is valid", "problem": status.reason}
 
 
 def _profiles(measures: bool) -> dict[str, object]:
@@ -196,23 +200,19 @@ def _profile(device_type: str, measures: bool) -> object:
     return found.warning if profile is None else profile.to_dict()
 
 
-def diagnose(measures: bool = False) -> dict[str, Any]:
-    """Return all sections, as JSON values; one that failed is a str that says why.
-
-    Args:
-        measures: measure the devices that have no profile.
-    """
+def _sections(measures: bool) -> Mapping[str, Callable[[], Any]]:
+    """Return a function for each section that returns, or yields, JSON values; the last ones import plugins."""
     return {
-        "versions": _try(lambda: {**versions(), "platform": platform.platform()}),
-        "compiler": _try(_compiler),
-        "engine": _try(_engine),
-        "ops": _try(_ops),
-        "cpu": _try(_cpu),
-        "accelerator": _try(_accelerator),
-        "backends": _try(lambda: [device.as_json() for device in known_devices()]),
-        "profiles": _try(partial(_profiles, measures)),
-        "environment": _try(_environment),
-        "checks": [{"name": name, "problem": problem} for name, problem in _checks().items()],
+        "versions": lambda: {**versions(), "platform": platform.platform()},
+        "compiler": _compiler,
+        "engine": _engine,
+        "cpu": _cpu,
+        "accelerator": _accelerator,
+        "environment": _environment,
+        "backends": lambda: (device.as_json() for device in known_devices()),
+        "ops": _ops,
+        "profiles": partial(_profiles, measures),
+        "checks": _checks,
     }
 
 
@@ -226,46 +226,62 @@ def run(
 
     The exit status is 1 if a check fails.
     """
-    found = diagnose(measures)
-    wrong = [check for check in found["checks"] if check["problem"] is not None]
+    found, out = {}, console()
+
+    def show(line: str) -> None:
+        if not as_json:
+            print_line(out, line)
+
+    for section, find in _sections(measures).items():
+        show(f"{section}:")
+        found[section] = _try(partial(_show, section, find, show))
+        if isinstance(found[section], str):  # the error
+            show(f"  {found[section]}")
     if as_json:
         print_json(found)
-    else:
-        _print(found)
-    if wrong:
+    if any(check["problem"] is not None for check in found["checks"]):
         raise typer.Exit(1)
 
 
-def _print(found: Mapping[str, Any]) -> None:
-    out = console()
-    for line in _lines(found):
-        print_line(out, line)
+_LISTS: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
+    "backends": lambda device: f"{device['device_type']}: {_of_device(device)}",
+    "ops": lambda ops: f"{ops['package']}: {ops['from']}",
+    "checks": lambda check: f"{check['name']}: {check['problem'] or 'ok'}",
+}
+"""The sections that are lists, with the line of an item."""
 
 
-def _lines(found: Mapping[str, Any]) -> Iterator[str]:
-    for section, content in found.items():
-        yield f"{section}:"
-        if section == "backends" and not isinstance(content, str):
-            for device in content:
-                yield f"  {device['device_type']}: {_of_device(device)}"
-        elif section == "profiles" and not isinstance(content, str):
-            for name, profile in content.items():
-                yield from _of_profile(name, profile)
-        elif section == "ops" and isinstance(content, list) and content:
-            for ops in content:
-                yield f"  {ops['package']}: {ops['from']}"
-        elif section == "checks":
-            for check in content:
-                yield f"  {check['name']}: {check['problem'] or 'ok'}"
-        elif isinstance(content, Mapping):
-            if section == "compiler" and content.get("path", "") is None:
-                content = {"command": content["command"], "path": "there is none"}
-            for name, value in content.items():
-                yield from _of_value(name.replace("_", " "), value)
-            if not content:
-                yield "  no relevant variable is set"
-        else:
-            yield f"  {content or 'none'}"
+def _show(section: str, find: Callable[[], Any], show: Callable[[str], None]) -> Any:
+    """Return what a section has; show its lines, those of a list as they are known."""
+    if section not in _LISTS:
+        content = find()
+        for line in _lines(section, content):
+            show(line)
+        return content
+    items = []
+    for item in find():
+        items.append(item)
+        show(f"  {_LISTS[section](item)}")
+    if not items:
+        show("  none")
+    return items
+
+
+def _lines(section: str, content: Mapping[str, Any] | None) -> Iterator[str]:
+    if content is None:
+        yield "  none"
+    elif section == "profiles":
+        for name, profile in content.items():
+            yield from _of_profile(name, profile)
+    elif section == "environment":
+        yield from (f"  {name}: {value}" for name, value in content.items())
+        if not content:
+            yield "  no relevant variable is set"
+    else:
+        if section == "compiler" and content["path"] is None:
+            content = {"command": content["command"], "path": "there is none"}
+        for name, value in content.items():
+            yield from _of_value(name.replace("_", " "), value)
 
 
 def _of_value(name: str, value: object) -> Iterator[str]:

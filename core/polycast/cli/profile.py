@@ -10,7 +10,7 @@ from ..profiling.device_profile import DeviceProfile
 from ..profiling.measurement_table import as_lines
 from ..profiling.profile import profile
 from .output import check_output
-from .terminal import console, library_errors, print_line
+from .terminal import console, library_errors, print_json, print_line
 
 _ROWS = 128
 
@@ -50,7 +50,7 @@ def run(
         if output is not None:
             found.save(output)
     if as_json:
-        typer.echo(found.to_json(), nl=False)
+        print_json(found.to_dict())
     elif output is None:
         out = console()
         for line in profile_lines(out, found):

@@ -2,19 +2,25 @@
 
 import io
 import json
+import os
+import subprocess
 import sys
 import textwrap
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, redirect_stdout, suppress
+from itertools import chain
+from pathlib import Path
+from typing import Any, TextIO
 
 import torch
 import typer
 from rich import box
-from rich.console import Console, JustifyMethod
+from rich.console import Console, JustifyMethod, RenderableType
 from rich.table import Table
 
 from ..common import env
+from ..common.announce import announce
 from ..engine.choice import build_failure, choose_engine
 from ..errors import SlowDtypeWarning
 
@@ -56,6 +62,18 @@ def print_table(out: Console, rows: Table) -> None:
     out.print(rows)
 
 
+def print_rows(out: Console, widths: Mapping[str, int | None], rows: Iterable[tuple[RenderableType, ...]]) -> None:
+    """Print a table with these widths of columns, each row as soon as it is known; None: what is left."""
+    for row in chain([None], rows):
+        line = table(*widths)
+        for column, width in zip(line.columns, widths.values(), strict=True):
+            column.width = width
+        if row is not None:
+            line.show_header = False
+            line.add_row(*row)
+        out.print(line)
+
+
 def print_line(out: Console, line: str) -> None:
     """Print a line of text: whole or, in a terminal, wrapped between words, with twice its indentation."""
     lines = [line]
@@ -66,9 +84,84 @@ def print_line(out: Console, line: str) -> None:
         out.print(each, soft_wrap=True)
 
 
+_for_json: TextIO | None = None
+"""The stdout of a command that prints JSON."""
+
+
+@contextmanager
+def stdout_for_json() -> Iterator[None]:
+    """Reserve stdout for :func:`print_json`: what plugins and libraries print goes to stderr until the process ends.
+
+    The file descriptor is not restored, because C libraries print their buffers at the end of the process.
+    """
+    global _for_json
+    sys.stdout.flush()
+    _for_json = sys.stdout
+    with suppress(OSError):  # it is no file
+        number = sys.stdout.fileno()
+        _for_json = os.fdopen(os.dup(number), "w", encoding="utf-8")
+        os.dup2(2, number)
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        _for_json = None
+
+
 def print_json(value: object) -> None:
     """Print a value as JSON."""
-    typer.echo(json.dumps(value, indent=2))
+    typer.echo(json.dumps(value, indent=2), file=_for_json)
+
+
+@contextmanager
+def plain_warnings() -> Iterator[None]:
+    """Show warnings of a command without the line of typer that called it."""
+    show = warnings.showwarning
+
+    def show_plainly(message: Any, category: Any, filename: str, *where: Any) -> None:
+        if Path(filename).parent.name in ("typer", "click"):
+            announce(str(message))
+        else:
+            show(message, category, filename, *where)
+
+    with warnings.catch_warnings():
+        setattr(warnings, "showwarning", show_plainly)
+        yield
+
+
+_BLAME = """
+import sys
+last = b""
+for line in sys.stdin.buffer:
+    if not line.strip():
+        break
+    last = line
+else:
+    last and sys.exit("polycast: the process ended in " + last.decode().strip())
+"""
+
+
+@contextmanager
+def blame_at_end() -> Iterator[Callable[[str], None]]:
+    """Yield a function that says where this process is; if the process ends there, another one prints it on stderr."""
+    try:
+        command = [sys.executable, "-I", "-S", "-c", _BLAME]
+        nowhere = subprocess.DEVNULL
+        reader = subprocess.Popen(command, 0, stdin=subprocess.PIPE, stdout=nowhere, start_new_session=True)
+    except OSError:  # no process can be started
+        yield lambda text: None
+        return
+
+    def where(text: str) -> None:
+        assert reader.stdin is not None
+        with suppress(OSError):  # the reader was killed
+            reader.stdin.write(" ".join(text.split()).encode() + b"\n")
+
+    with reader:
+        try:
+            yield where
+        finally:
+            where("")
 
 
 def engine_lines() -> list[str]:
@@ -113,6 +206,8 @@ def library_errors() -> Iterator[None]:
     try:
         env.engine()
         yield
+    except BrokenPipeError:
+        raise  # typer exits without a word
     except (OSError, ValueError, RuntimeError) as error:
         typer.echo(f"polycast: {error}", err=True)
         raise typer.Exit(2) from error

@@ -2,6 +2,8 @@
 
 import contextlib
 import sys
+import threading
+from collections.abc import Iterator
 
 
 def announce(text: str) -> None:
@@ -9,3 +11,16 @@ def announce(text: str) -> None:
     with contextlib.suppress(OSError, ValueError, AttributeError):  # a daemon's stderr may be closed, or None
         sys.stderr.write(f"polycast: {text}\n")
         sys.stderr.flush()
+
+
+@contextlib.contextmanager
+def announce_if_slow(text: str, seconds: float = 2.0) -> Iterator[None]:
+    """Print a line on stderr if the block takes longer."""
+    timer = threading.Timer(seconds, announce, (text,))
+    timer.daemon = True
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(RuntimeError):  # no thread can be started, as while the interpreter ends
+            timer.start()
+            stack.callback(timer.join)  # a fork warns of threads
+            stack.callback(timer.cancel)
+        yield

@@ -6,12 +6,14 @@ own device only, and the user reads what is wrong with it.
 
 import importlib.metadata
 import threading
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
 import pluggy
 import torch
 
+from ..common.announce import announce_if_slow
 from ..common.env import canonical_name
 from ..errors import BackendBrokenError, BackendConflictError, BackendNotFoundError, InvalidBackendError
 from . import hookspecs
@@ -161,8 +163,13 @@ class BackendLoader:
             )
         if self.failure is None:
             self._loading = True
+            waiting = (
+                f"still importing the plugin of {self.device_type!r}, {candidate}. POLYCAST_BLOCK={self.device_type} "
+                "leaves it out."
+            )
             try:
-                return _load_plugin(candidate, self.device_type)
+                with nullcontext() if candidate.built_in else announce_if_slow(waiting):
+                    return _load_plugin(candidate, self.device_type)
             except PLUGIN_ERRORS as error:
                 self.failure = error
             finally:

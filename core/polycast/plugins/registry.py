@@ -4,6 +4,7 @@ import difflib
 import os
 import threading
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 
@@ -20,6 +21,8 @@ from .statuses import BackendStatuses
 
 _ANY_ACCELERATOR = ("gpu", "accelerator")
 """Names of no device in particular."""
+_UNNAMED = "privateuseone"
+"""torch's name of an out-of-tree device that no plugin has named."""
 
 
 class Registry:
@@ -112,16 +115,12 @@ class Registry:
 
     def statuses(self) -> BackendStatuses:
         """See :func:`backends`."""
-        loaders = self.loaders().copy()
-        statuses = {name: loader.status() for name, loader in loaders.items()}
-        for name in autocast_supported_devices():  # asked after loading, as a plugin may name a device
-            if name not in loaders:
-                reason = (
-                    f"A plugin is needed: no distribution has an entry point {name!r} in the group "
-                    f"{hookspecs.ENTRY_POINT_GROUP!r}.{_discovery_hint()}"
-                )
-                statuses[name] = BackendStatus(name, "missing", reason)
-        return BackendStatuses(statuses)
+        find = {name: loader.status for name, loader in self.loaders().copy().items()}
+        will_be_named = any(_torch_device_type(name) is None for name in find)  # by a plugin, when it is imported
+        for name in autocast_supported_devices():
+            if name not in find and not (will_be_named and name == _UNNAMED):
+                find[name] = partial(_missing, name)
+        return BackendStatuses(find)
 
     def register(self, backend: Backend) -> None:
         """Register a valid backend by hand; the kernels of the one before it are uninstalled."""
@@ -152,6 +151,14 @@ class Registry:
                 del loaders[name]
 
 
+def _missing(name: str) -> BackendStatus:
+    reason = (
+        f"A plugin is needed: no distribution has an entry point {name!r} in the group "
+        f"{hookspecs.ENTRY_POINT_GROUP!r}.{_discovery_hint()}"
+    )
+    return BackendStatus(name, "missing", reason)
+
+
 def _discovery_hint() -> str:
     return "" if env.discovery() else " Plugins of third parties are ignored, because POLYCAST_DISCOVERY is off."
 
@@ -175,9 +182,10 @@ if hasattr(os, "register_at_fork"):
 
 
 def backends() -> Mapping[str, BackendStatus]:
-    """Return the status of every device type that has a backend or a torch Autocast key, as a read-only snapshot.
+    """Return the status of every device type that has a backend or a torch Autocast key, in a read-only mapping.
 
-    ``print`` and notebooks show a table. This imports every plugin that is not blocked.
+    A status is found when it is first read, which imports the plugin of that device only. ``print`` and notebooks show
+    a table of all.
 
     Raises:
         ValueError: a ``POLYCAST_`` variable has an invalid value.

@@ -1,11 +1,10 @@
 """`BackendStatuses`: the result of ``backends()``, a mapping that prints as a table."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
-from ..common.html_table import html_table
 from ..common.plain_text import as_text, under_the_head
 from ..policy.dtypes import dtype_name
 from .backend_loader import BackendStatus
@@ -18,25 +17,36 @@ _WIDTH = 1000  # tables are as wide as they need
 
 
 class BackendStatuses(Mapping[str, BackendStatus]):
-    """The status of each device type, in alphabetical order; immutable."""
+    """The status of each device type, in alphabetical order; each is found when it is first read, and then kept.
 
-    def __init__(self, statuses: Mapping[str, BackendStatus]) -> None:
-        self._statuses = dict(sorted(statuses.items()))
+    Args:
+        find: a function for each device type that returns its status, and may import a plugin.
+    """
+
+    def __init__(self, find: Mapping[str, Callable[[], BackendStatus]]) -> None:
+        self._find = dict(sorted(find.items()))
+        self._found: dict[str, BackendStatus] = {}
 
     @override
     def __getitem__(self, device_type: str) -> BackendStatus:
-        return self._statuses[device_type]
+        if device_type not in self._found:
+            self._found[device_type] = self._find[device_type]()
+        return self._found[device_type]
+
+    @override
+    def __contains__(self, device_type: object) -> bool:
+        return device_type in self._find
 
     @override
     def __iter__(self) -> Iterator[str]:
-        return iter(self._statuses)
+        return iter(self._find)
 
     @override
     def __len__(self) -> int:
-        return len(self._statuses)
+        return len(self._find)
 
     def _rows(self) -> Iterator[tuple[str, ...]]:
-        for status in self._statuses.values():
+        for status in self.values():
             dtype = "-" if status.default_dtype is None else dtype_name(status.default_dtype)
             source = f"{status.distribution} {status.version}".strip() or "-"
             yield status.device_type, status.state, dtype, source, status.reason
@@ -53,4 +63,6 @@ class BackendStatuses(Mapping[str, BackendStatus]):
         return as_text(self.__rich__(), _WIDTH)
 
     def _repr_html_(self) -> str:
+        from ..common.html_table import html_table
+
         return html_table(_COLUMNS, self._rows())

@@ -1,0 +1,80 @@
+"""``polycast devices`` and ``polycast doctor`` with plugins that print, hang, or end the process."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.slow
+PRINTS = """
+import atexit, ctypes, os
+print("hello from Python")
+os.system("echo hello from another process")
+ctypes.CDLL(None).printf(b"hello from C\\n")
+atexit.register(print, "hello at the end")
+raise OSError("no driver")
+"""
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Return a function that starts a command with a plugin for ``hpu`` of this source."""
+
+    def start(source, *arguments, **variables):
+        (tmp_path / "acme_hpu.py").write_text(source)
+        metadata = tmp_path / "acme_hpu-1.5.dist-info"
+        metadata.mkdir()
+        (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: acme-hpu\nVersion: 1.5\n")
+        (metadata / "entry_points.txt").write_text("[polycast.backends]\nhpu = acme_hpu\n")
+        others = {name: value for name, value in os.environ.items() if not name.startswith("POLYCAST_")}
+        path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+        environment = {**others, "POLYCAST_ENGINE": "reference", "PYTHONPATH": path, **variables}
+        command = [sys.executable, "-m", "polycast", *arguments]
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+
+    return start
+
+
+@pytest.mark.parametrize("command", ["devices", "doctor"])
+def test_json_is_all_of_stdout_whatever_a_plugin_prints(start, command):
+    out, err = start(PRINTS, command, "--json").communicate()
+    found = json.loads(out)
+    devices = found if command == "devices" else found["backends"]
+    assert {each["device_type"]: each["state"] for each in devices}["hpu"] == "broken"
+    for who in ("from Python", "from another process", "from C", "at the end"):
+        assert f"hello {who}\n" in err
+
+
+@pytest.mark.parametrize("command", ["devices", "doctor"])
+@pytest.mark.parametrize("end", ["os._exit(3)", "os.kill(os.getpid(), signal.SIGKILL)"])
+def test_a_plugin_that_ends_the_process_is_named_below_the_rows_before_it(start, command, end):
+    out, err = start(f"import os, signal\n{end}", command).communicate()
+    assert err == "polycast: the process ended in the plugin of 'hpu': acme-hpu 1.5 (acme_hpu)\n"
+    assert [line.split()[0].strip(":") for line in out.splitlines()[-2:]] == ["cpu", "cuda"]
+
+
+@pytest.mark.parametrize("command", ["devices", "doctor"])
+def test_a_plugin_that_hangs_is_named_below_the_rows_before_it(start, command):
+    process = start("import time\ntime.sleep(600)", command)
+    try:
+        assert process.stderr.readline() == (
+            "polycast: still importing the plugin of 'hpu', acme-hpu 1.5 (acme_hpu). "
+            "POLYCAST_BLOCK=hpu leaves it out.\n"
+        )
+    finally:
+        process.kill()
+    out, err = process.communicate()
+    assert [line.split()[0].strip(":") for line in out.splitlines()[-2:]] == ["cpu", "cuda"]
+    assert err == "polycast: the process ended in the plugin of 'hpu': acme-hpu 1.5 (acme_hpu)\n"
+
+
+@pytest.mark.parametrize(
+    "command", [("devices",), ("doctor", "--json"), ("run", "--wrap", "cpu", "/dev/null")], ids=str
+)
+def test_a_warning_is_shown_without_the_code_of_the_command_line(start, command):
+    said = start("raise OSError('no driver')", *command, POLYCAST_BLOCK="hpuu").communicate()[1].splitlines()
+    text = "polycast: POLYCAST_BLOCK names 'hpuu', which no installed distribution offers a backend for: did you mean "
+    assert said[0].startswith(text)
+    assert len(said) == (2 if command[0] == "run" else 1)  # a summary
