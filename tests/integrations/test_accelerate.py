@@ -1,6 +1,8 @@
 """``prepare`` for Accelerate."""
 
 import copy
+import pickle
+import types
 
 import pytest
 import torch
@@ -72,6 +74,60 @@ def test_a_copy_of_a_prepared_model_computes_with_its_own_weights(modules, accel
             parameter.zero_()
         assert copied(torch.ones(1, 8)) == 0
         assert model(torch.ones(1, 8)) != 0
+
+
+COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda model: pickle.loads(pickle.dumps(model))}
+
+
+def dtypes_in_a_region(model):
+    found = []
+    handles = [layer.register_forward_hook(lambda _, inputs, output: found.append(output.dtype)) for layer in model]
+    with polycast.autocast("cpu"):
+        model(torch.ones(1, 8))
+    for handle in handles:
+        handle.remove()
+    return found
+
+
+@pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
+def test_a_copy_of_a_wrapped_model_has_rules_of_its_own(copied, accelerator, layers, engine):
+    rules = polycast.apply_policy(layers, polycast.Policy({"relu": "fp32"}, modules={"2": "fp32"}))
+    model = accelerator().prepare(layers)
+    one, other = copied(model), copied(copied(model))
+    assert "" in polycast.rules_of(one)
+    assert polycast.rules_of(one) == polycast.rules_of(other) == polycast.rules_of(model)
+    rules.remove()
+    polycast.remove_policy(other)
+    assert polycast.rules_of(other) == {}
+    assert [dtypes_in_a_region(each)[1:] for each in (model, one, other)] == [
+        [torch.bfloat16, torch.bfloat16],
+        [torch.float32, torch.float32],
+        [torch.bfloat16, torch.bfloat16],
+    ]
+    polycast.apply_policy(other, {"relu": "fp32"})
+    assert dtypes_in_a_region(other)[1:] == [torch.float32, torch.bfloat16]
+
+
+@pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
+def test_a_copy_of_a_prepared_model_has_settings_of_its_own(copied, accelerator, layers, engine):
+    runner = accelerator()
+    model = prepare(runner, layers, policy=polycast.Policy({"relu": "fp32"}, modules={"2": "fp32"}))
+    other = copied(model)
+    prepare(runner, other, policy={"tanh": "fp32"})
+    assert [dtypes_in_a_region(each)[1:] for each in (model, other, copied(other))] == [
+        [torch.float32, torch.float32],
+        [torch.bfloat16, torch.bfloat16],
+        [torch.bfloat16, torch.bfloat16],
+    ]
+
+
+def test_a_forward_with_rules_that_is_bound_to_another_module_is_refused(accelerator, layers):
+    polycast.apply_policy(layers, {"relu": "fp32"})
+    model = accelerator().prepare(layers)
+    other = torch.nn.Sequential()
+    other.forward = types.MethodType(model.forward.__func__, other)
+    with pytest.raises(TypeError, match="was bound to a Sequential that is no deep copy of its module. Use copy.deep"):
+        other(torch.ones(1, 8))
 
 
 def test_an_unwrapped_model_runs_under_its_rules(accelerator, layers, policy, dtypes, engine):

@@ -1,20 +1,20 @@
 """The settings of regions in a training run: applied to its model, and saved in its checkpoints."""
 
-import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
+from typing_extensions import Self
 
 from ..engine.persistence.weight_cache import WeightCache
 from ..errors import warn_user
 from ..policy.recipe import Recipe, RecipeLike, read_recipe
 from ..policy.value import Policy, PolicyLike
 from ..region.autocast import autocast
+from ..region.instance_forward import InstanceForward, forward_of
 from ..region.module_rules import apply_policy, remove_rules_of_runs
-from ..region.ruled_forward import REPLICATE, forward_of, like_unbound, rebound, refuse_replicas
 from ..torch_internals.dispatcher import is_any_autocast_enabled
 
 
@@ -61,6 +61,10 @@ class RegionSettings:
         """Leave out the cache, which cannot be pickled."""
         return {**vars(self), "cache": None}
 
+    def __deepcopy__(self, memo: object) -> Self:
+        """Return itself: copies of a model run with the same settings."""
+        return self
+
     def state_dict(self) -> dict[str, str]:
         """Return the policy and the recipe as text; a cache is not part of a checkpoint."""
         texts = {"policy": "" if self.policy is None else self.policy.text()}
@@ -104,8 +108,7 @@ def run_in_regions(model: nn.Module, settings: RegionSettings, dtype: torch.dtyp
     """
     forward, before = forward_of(model, _ForwardInRegion), dict(vars(model))
     if forward is None:
-        vars(model).setdefault(REPLICATE, refuse_replicas)
-        model.forward = _ForwardInRegion(model, before.get("forward"), settings, dtype)
+        _ForwardInRegion(model, settings, dtype).put()
     try:
         settings.apply_rules(model)
     except BaseException:
@@ -116,17 +119,14 @@ def run_in_regions(model: nn.Module, settings: RegionSettings, dtype: torch.dtyp
         forward.replace_settings(settings, dtype)
 
 
-class _ForwardInRegion:
-    """The ``forward`` of a model that runs in regions; unlike a function, it is copied with the model."""
+class _ForwardInRegion(InstanceForward):
+    """The ``forward`` of a model that runs in regions."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        inner: Callable[..., Any] | None,
-        settings: RegionSettings,
-        dtype: torch.dtype | None,
-    ) -> None:
-        self._model, self._inner, self._settings, self._dtype = model, inner, settings, dtype
+    kept_as = "_polycast_regions"
+
+    def __init__(self, model: nn.Module, settings: RegionSettings, dtype: torch.dtype | None) -> None:
+        super().__init__(model)
+        self._settings, self._dtype = settings, dtype
 
     def replace_settings(self, settings: RegionSettings, dtype: torch.dtype | None) -> None:
         """Use other settings; their dtype counts if this forward is around one that opens regions."""
@@ -145,35 +145,9 @@ class _ForwardInRegion:
     def _device_type(self) -> str | None:
         """Return the device of the model's first parameter in memory; without a dtype, the first with autocast on."""
         default = torch.empty(0).device.type
-        devices = (each.device.type for each in self._model.parameters() if not each.is_meta)
+        devices = (each.device.type for each in self.module.parameters() if not each.is_meta)
         if self._dtype is not None:
             return next(devices, default)
         if not is_any_autocast_enabled():
             return None
         return next((each for each in chain(devices, (default,)) if torch.is_autocast_enabled(each)), None)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "_ForwardInRegion":
-        model, inner = copy.deepcopy((self._model, self._inner), memo)
-        return _ForwardInRegion(model, inner, self._settings, self._dtype)
-
-    # The attributes of a bound method, which Accelerate makes one of its own from, and copies with the model.
-
-    @property
-    def __wrapped__(self) -> Callable[..., Any]:
-        """The forward that is called, whose signature ``inspect`` reports."""
-        return self._inner if self._inner is not None else type(self._model).forward.__get__(self._model)
-
-    @property
-    def __self__(self) -> nn.Module:
-        return self._model
-
-    @property
-    def __func__(self) -> Callable[..., Any]:
-        """The unbound function; of a copy of the model, it runs the copy."""
-
-        def forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if model is self._model:
-                return self(*args, **kwargs)
-            return _ForwardInRegion(model, rebound(self._inner, model), self._settings, self._dtype)(*args, **kwargs)
-
-        return like_unbound(forward, self)

@@ -11,7 +11,8 @@ import types
 from typing import Any
 
 from ..torch_internals.patcher import Patch, expect, method_of
-from .ruled_forward import FORWARD, RuledForward
+from .instance_forward import FORWARD
+from .ruled_forward import RuledForward
 
 
 def look_past_rules(patch: Patch) -> None:

@@ -19,7 +19,8 @@ from ..policy.op_policies import OpPolicies
 from ..policy.recipe import Recipe
 from ..policy.value import Policy, PolicyLike
 from ..torch_internals import changes
-from .ruled_forward import ANY_DEVICE, FORWARD, Rule, RuledForward, RuleSetId, ruled_forward_of
+from .instance_forward import FORWARD
+from .ruled_forward import ANY_DEVICE, Rule, RuledForward, RuleSetId, ruled_forward_of
 
 
 class ModuleRules:
@@ -65,7 +66,7 @@ class ModuleRules:
     def _put(self, name: str, module: nn.Module, rules: Mapping[str, Rule]) -> None:
         forward = ruled_forward_of(module)
         if forward is None:
-            forward = RuledForward(module, vars(module).get(FORWARD))
+            forward = RuledForward(module)
             forward.put()
         forward.add(self.rule_set, rules)
         self._forwards.append(forward)

@@ -1,9 +1,7 @@
 """The forward of a module under rules: a callable object that runs the module in the regions of its rules."""
 
-import inspect
-from collections.abc import Callable, Mapping
-from types import MethodType
-from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar
+from collections.abc import Mapping
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import nn
@@ -19,22 +17,11 @@ from ..torch_internals.dispatcher import autocast_supported_devices
 from . import switched_off
 from .autocast import autocast
 from .cast_arguments import CastArguments
+from .instance_forward import InstanceForward, forward_of
 from .policies import override_of_ops
 from .recipes import usable_recipe
 
-FORWARD = "forward"
 ANY_DEVICE = ""
-_BOUND = "_polycast_bound"
-"""An attribute of an unbound function: the forward that it is of."""
-REPLICATE = "_replicate_for_data_parallel"
-
-
-class _Bound(Protocol):
-    @property
-    def __self__(self) -> nn.Module: ...
-
-
-_ForwardT = TypeVar("_ForwardT", bound=_Bound)
 
 
 class Rule(NamedTuple):
@@ -62,18 +49,17 @@ class RuleSetId:
     """Whether a training run applies them, in place of those of an earlier run."""
 
 
-class RuledForward:
+class RuledForward(InstanceForward):
     """The ``forward`` of a module that is under rules.
 
     Attributes:
-        module: the module.
-        inner: the instance's own forward before; None if it had none, so that its class's is called.
         rules: by device, the rules that decide: those added last.
     """
 
-    def __init__(self, module: nn.Module, inner: Callable[..., Any] | None) -> None:
-        self.module = module
-        self.inner = inner
+    kept_as = "_polycast_rules"
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
         self._devices = _known_devices()
         self._entries: list[tuple[RuleSetId, Mapping[str, Rule]]] = []
         self._suspended: set[RuleSetId] = set()
@@ -83,15 +69,10 @@ class RuledForward:
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out caches, and the devices that this process's torch knows."""
-        return {name: value for name, value in vars(self).items() if name not in _CACHES}
+        return {name: value for name, value in super().__getstate__().items() if name not in _CACHES}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, _devices=_known_devices(), _rules_by_excluded_keys={}, _regions={})
-
-    def put(self) -> None:
-        """Install this object as the forward of the module."""
-        self.module.forward = self
-        vars(self.module).setdefault(REPLICATE, refuse_replicas)
+        super().__setstate__({**state, "_devices": _known_devices(), "_rules_by_excluded_keys": {}, "_regions": {}})
 
     def add(self, rule_set: RuleSetId, rules: Mapping[str, Rule]) -> None:
         """Put the module under rules; those added last decide."""
@@ -126,15 +107,8 @@ class RuledForward:
     def _keep(self, entries: list[tuple[RuleSetId, Mapping[str, Rule]]]) -> None:
         self._entries = entries
         self._update()
-        attributes = vars(self.module)
-        if self._entries or attributes.get(FORWARD) is not self:  # somebody has wrapped it since
-            return
-        if self.inner is None:
-            del attributes[FORWARD]
-        else:
-            attributes[FORWARD] = self.inner
-        if attributes.get(REPLICATE) is refuse_replicas:
-            del attributes[REPLICATE]
+        if not self._entries:
+            self.take_out()
 
     def _update(self) -> None:
         active = [rules for rule_set, rules in self._entries if rule_set not in self._suspended]
@@ -217,38 +191,6 @@ class RuledForward:
             region = self._regions[key] = _ModuleRegion(device, dtype, rule)
         return region
 
-    # The attributes of a bound method that others read.
-
-    @property
-    def __wrapped__(self) -> Callable[..., Any]:
-        """The forward that is called, whose signature ``inspect`` reports."""
-        return self.inner if self.inner is not None else type(self.module).forward.__get__(self.module)
-
-    @property
-    def __self__(self) -> nn.Module:
-        return self.module
-
-    @property
-    def __func__(self) -> Callable[..., Any]:
-        """The unbound function; of a copy of the module that others have wrapped with it, it runs the copy."""
-
-        def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            return self.of(module)(*args, **kwargs)
-
-        return like_unbound(forward, self)
-
-    def of(self, module: nn.Module) -> "RuledForward":
-        """Return the forward of a module, or of a copy of it, with the same rules."""
-        if module is self.module:
-            return self
-        forward = RuledForward(module, rebound(self.inner, module))
-        forward.rules = self.rules
-        return forward
-
-    @property
-    def __name__(self) -> str:
-        return FORWARD
-
     @property
     def __globals__(self) -> NoReturn:
         # TorchScript reads this before it compiles a function; nothing else requires it.
@@ -276,46 +218,11 @@ class _ModuleRegion(autocast):
             self._settings = self._settings._replace(override=override)
 
 
-def rebound(forward: Callable[..., Any] | None, module: nn.Module) -> Callable[..., Any] | None:
-    """Return an instance's own forward for a copy of the instance; a function has none, and is returned as it is."""
-    unbound = getattr(forward, "__func__", None)
-    return forward if unbound is None else MethodType(unbound, module)
-
-
-def like_unbound(function: Callable[..., Any], forward: Any) -> Callable[..., Any]:
-    """Give the unbound function of a module's forward its signature, and what `forward_of` reads.
-
-    It has no ``__wrapped__``: Accelerate follows these to the function to bind when it unwraps a model.
-    """
-    signature = inspect.signature(type(forward.__self__).forward)
-    vars(function).update({"__signature__": signature, _BOUND: forward})
-    return function
-
-
 def _known_devices() -> tuple[str, ...]:
     """Return the devices that this process's torch knows."""
     return tuple(autocast_supported_devices())
 
 
-def refuse_replicas() -> NoReturn:
-    """Raise, in place of a module's ``_replicate_for_data_parallel``, which nn.DataParallel calls."""
-    raise RuntimeError(
-        "a model under the rules of polycast.apply_policy, or that polycast.integrations runs in regions, cannot be "
-        "replicated by nn.DataParallel: replicas would call the original's forward. Use DistributedDataParallel (the "
-        "Trainer does in processes of torchrun), or remove the rules before."
-    )
-
-
 def ruled_forward_of(module: nn.Module) -> RuledForward | None:
     """Return the forward with a module's rules, even if it was wrapped since; None if it has none."""
     return forward_of(module, RuledForward)
-
-
-def forward_of(module: nn.Module, kind: type[_ForwardT]) -> _ForwardT | None:
-    """Return the forward of some class that a module has, even if it was wrapped since; None if it has none."""
-    forward = vars(module).get(FORWARD)
-    while forward is not None:
-        if isinstance(forward, kind):
-            return forward if forward.__self__ is module else None
-        forward = getattr(forward, "__wrapped__", None) or getattr(forward, _BOUND, None)
-    return None
