@@ -1,16 +1,21 @@
 """An error of a signal handler, such as a timeout, leaves the right regions open at every point."""
 
+import contextlib
 import ctypes
+import functools
 import gc
 import random
 import signal
 import sys
+from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import polycast
-from polycast.engine import state
+from polycast.engine import inference, state
+from polycast.region import suspend, switched_off
 
 pytestmark = pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="signals of POSIX")
 
@@ -107,3 +112,79 @@ def test_timeouts_at_random_points_leave_no_region_open(region):
                 with region, region:
                     pass
         assert state.machine.nesting("cpu") == 0
+
+
+class Strike:
+    """Raises before the given bytecode of those that enter and leave regions, as a handler of a signal may."""
+
+    FILES = str(Path(suspend.__file__).parent), inference.__file__
+
+    def __init__(self, bytecode):
+        self.left = bytecode
+
+    def __enter__(self):
+        sys.settrace(self.trace)
+
+    def __exit__(self, *_):
+        sys.settrace(None)
+
+    def trace(self, frame, event, _):
+        if not frame.f_code.co_filename.startswith(self.FILES):
+            return None
+        frame.f_trace_opcodes = True
+        if event in ("call", "opcode"):
+            self.left -= 1
+            if self.left == -1:
+                raise Timeout
+        return self.trace
+
+
+def steps():
+    yield torch.ones(1)
+    yield torch.ones(1)
+
+
+class Double(torch.autograd.Function):
+    @staticmethod
+    @polycast.custom_fwd(device_type="cpu", cast_inputs=torch.float32)
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    @polycast.custom_bwd(device_type="cpu")
+    def backward(ctx, grad):
+        return grad * 2
+
+
+def recomputed(reentrant, captured):
+    layer, x = torch.nn.Linear(2, 2), torch.ones(1, 2, requires_grad=True)
+    out = captured.wrap(lambda: checkpoint(layer, x, use_reentrant=reentrant))()
+    return lambda: out.sum().backward()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda captured: captured.wrap(lambda: torch.ones(1)),
+        lambda captured: lambda: list(captured.wrap(steps)()),
+        functools.partial(recomputed, True),
+        functools.partial(recomputed, False),
+        lambda captured: captured.wrap(lambda: Double.apply(torch.ones(1, requires_grad=True)).backward()),
+    ],
+    ids=["a function", "a generator", "reentrant checkpoint", "checkpoint", "autograd.Function"],
+)
+def test_an_error_before_any_bytecode_that_enters_or_leaves_captured_regions_leaves_none_open(engine, make):
+    with polycast.autocast("cpu", policy={"softmax": "fp32"}):
+        captured = polycast.capture()
+    make(captured)()  # what the first one puts in place is in place
+    bytecode, strike = 0, None
+    while strike is None or strike.left < 0:
+        function, strike = make(captured), Strike(bytecode)
+        with contextlib.suppress(Timeout), strike:
+            function()
+        del function
+        assert (state.machine.nesting("cpu"), torch.is_autocast_enabled("cpu")) == (0, False), bytecode
+        assert switched_off.current() is None
+        bytecode += 1
+    assert bytecode > 100

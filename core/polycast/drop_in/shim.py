@@ -25,7 +25,7 @@ from ..errors import BackendNotFoundError
 from ..plugins.registry import is_autocast_available, registry
 from ..region import custom_function
 from ..region.autocast import autocast, own_attributes
-from ..region.decorate import decorate
+from ..region.decorate import decorate, in_block
 from ..region.entry import enter
 from ..region.suspend import Suspendable
 from ..torch_internals import changes
@@ -208,7 +208,7 @@ def autocast_decorator(autocast_instance: Any, func: _F) -> _F:
         _follow(autocast_instance, region)
         return region._suspendable()
 
-    return decorate(func, lambda: autocast_instance, suspendable)
+    return decorate(func, in_block(autocast_instance), suspendable)
 
 
 def _by_device(ours: Callable[..., Any]) -> Callable[..., Any]:

@@ -36,9 +36,9 @@ def in_function() -> bool:
 def as_in_forward(in_function: bool) -> Iterator[None]:
     """Treat what a backward recomputes as its forward was: run by an autograd.Function or not."""
     before, backward = _thread.forward, current_graph_task_id()
-    _thread.forward = backward, in_function
-    state.machine.set_recomputing(backward)
     try:
+        _thread.forward = backward, in_function
+        state.machine.set_recomputing(backward)
         yield
     finally:
         _thread.forward = before

@@ -18,7 +18,7 @@ from ..plugins.registry import registry
 from ..policy.names import OpName
 from ..policy.recipe import RecipeLike
 from ..policy.value import PolicyLike
-from .decorate import decorate
+from .decorate import decorate, in_block
 from .entry import prepare
 from .resolve import resolve
 from .suspend import Suspendable
@@ -150,7 +150,7 @@ class autocast(RegionBase, TorchAutocast):
                 f"autocast()(func) requires a callable, but got {type(func).__name__}. To run a block in the region, "
                 f"write: with polycast.autocast({self.device!r}): ..."
             )
-        return decorate(func, lambda: self, self._suspendable)
+        return decorate(func, in_block(self), self._suspendable)
 
     def _suspendable(self) -> Suspendable:
         return Suspendable(self._settings)

@@ -1,7 +1,7 @@
 """Capture a thread's regions, to enter them on another thread."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -24,8 +24,7 @@ class Snapshot:
     switched_off: frozenset[str] = frozenset()
     """The devices that a module rule has switched autocast off for."""
 
-    @contextmanager
-    def apply(self) -> Iterator[None]:
+    def apply(self) -> AbstractContextManager[None]:
         """Return a context manager that enters the regions on the current thread.
 
         Autocast is disabled inside for devices that had no region when the snapshot was taken.
@@ -41,8 +40,7 @@ class Snapshot:
             >>> thread.start(); thread.join()
             True
         """
-        with Regions(*self.regions, around=self._disabled_here, off_by_rule=self.switched_off):
-            yield
+        return self._regions()
 
     def wrap(self, func: _F) -> _F:
         """Return `func` wrapped so that its body runs in the regions; see :class:`autocast` for generators.
@@ -54,7 +52,16 @@ class Snapshot:
             raise TypeError(
                 f"wrap(func) requires a callable, but got {type(func).__name__}: pass the function, do not call it"
             )
-        return decorate(func, self.apply, self._suspendable)
+        return decorate(func, self._wrap_plain, self._suspendable)
+
+    def _wrap_plain(self, func: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return call_in(self, func, *args, **kwargs)
+
+        return call
+
+    def _regions(self) -> Regions:
+        return Regions(*self.regions, around=self._disabled_here, off_by_rule=self.switched_off)
 
     def _suspendable(self) -> Suspendable:
         return Suspendable(*self.regions, around=self._disabled_here, off_by_rule=self.switched_off)
@@ -67,6 +74,11 @@ class Snapshot:
         for other in snapshot():
             if other.device_type not in captured:
                 yield Settings(other.device_type, False, other.dtype, absolute=True)
+
+
+def call_in(snapshot: Snapshot, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Call a function in the regions of a snapshot."""
+    return snapshot._regions().call(function, *args, **kwargs)
 
 
 def capture() -> Snapshot:

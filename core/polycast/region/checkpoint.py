@@ -15,7 +15,7 @@ from ..engine.disable_dynamo import disable_dynamo
 from ..engine.inference import as_in_forward, in_function
 from ..torch_internals.patcher import Patch
 from ..torch_internals.private_names import dynamo_disabled
-from .capture import Snapshot, capture
+from .capture import Snapshot, call_in, capture
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,8 @@ class _InRegions:
 
     @dynamo_disabled  # as torch's checkpoint is
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with self.snapshot.apply(), as_in_forward(self.in_function):
-            return self.function(*args, **kwargs)
+        with as_in_forward(self.in_function):
+            return call_in(self.snapshot, self.function, *args, **kwargs)
 
 
 class _Recomputed:

@@ -86,8 +86,7 @@ def custom_fwd(fwd: Any = None, *, device_type: str, cast_inputs: torch.dtype | 
         try:
             args = tuple([casts.of(value) for value in args])
             kwargs = {name: casts.of(value) for name, value in kwargs.items()}
-            with Regions(Settings(device_type, False, get_autocast_dtype(device_type))):
-                return fwd(*args, **kwargs)
+            return Regions(Settings(device_type, False, get_autocast_dtype(device_type))).call(fwd, *args, **kwargs)
         finally:
             casts.restore()
 
@@ -125,8 +124,7 @@ def custom_bwd(bwd: Any = None, *, device_type: str) -> Any:
                 f"{bwd.__qualname__} is decorated with custom_bwd, but its forward did not record its autocast state. "
                 "Decorate forward with polycast.custom_fwd."
             ) from None
-        with Regions(settings):
-            return bwd(ctx, *args, **kwargs)
+        return Regions(settings).call(bwd, ctx, *args, **kwargs)
 
     return decorated
 

@@ -17,12 +17,27 @@ from .suspend import Suspendable
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
-def decorate(func: _F, plain: Callable[[], AbstractContextManager[Any]], suspendable: Callable[[], Suspendable]) -> _F:
+def in_block(region: AbstractContextManager[Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return a decorator of plain functions, which run in a ``with`` block of a region."""
+
+    def wrap(func: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with region:
+                return func(*args, **kwargs)
+
+        return call
+
+    return wrap
+
+
+def decorate(
+    func: _F, wrap_plain: Callable[[Callable[..., Any]], Callable[..., Any]], suspendable: Callable[[], Suspendable]
+) -> _F:
     """Return `func` wrapped so that its body runs in regions.
 
     Args:
         func: a function, generator function, coroutine function or asynchronous generator function.
-        plain: returns the context manager for the body of a plain function.
+        wrap_plain: decorates a plain function.
         suspendable: returns the context manager for the steps of other bodies; called once for each body.
     """
     is_function = inspect.isroutine(func) or isinstance(func, functools.partial)
@@ -62,12 +77,7 @@ def decorate(func: _F, plain: Callable[[], AbstractContextManager[Any]], suspend
 
         wrapper = types.coroutine(steps) if _can_be_awaited(kind) else steps
     else:
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            with plain():
-                return func(*args, **kwargs)
-
-        wrapper = call
+        wrapper = wrap_plain(func)
     functools.update_wrapper(wrapper, func)
     # torch.jit.script raises an error with this text.
     setattr(wrapper, "__script_unsupported", "@autocast() decorator is not supported in script mode")
@@ -104,22 +114,18 @@ class _Stepwise:
 
 
 def _steps(body: Any, active: Suspendable) -> Generator[Any, Any, Any]:
-    """Run a generator or a coroutine as ``yield from`` does, with `active` entered for each step."""
+    """Run a generator or a coroutine as ``yield from`` does, each step in `active`."""
     try:
-        with active:
-            item = body.send(None)
+        item = active.call(body.send, None)
         while True:
             try:
                 sent = yield item
             except GeneratorExit:
-                with active:
-                    body.close()
+                active.call(body.close)
                 raise
             except BaseException as error:  # the body sees what the caller throws
-                with active:
-                    item = body.throw(error)
+                item = active.call(body.throw, error)
             else:
-                with active:
-                    item = body.send(sent)
+                item = active.call(body.send, sent)
     except StopIteration as stop:
         return stop.value

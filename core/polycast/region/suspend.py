@@ -1,6 +1,7 @@
 """Regions that are entered together: for a block, or for each step of code that is suspended between the steps."""
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any
 
 import torch
 
@@ -27,41 +28,53 @@ class Regions:
         around: Callable[[], Iterable[Settings]] | None = None,
         off_by_rule: Collection[str] | None = None,
     ) -> None:
+        self._regions: Sequence[Settings] = regions
         self._around = around
         self._off_by_rule = off_by_rule
-        self._count = len(regions)
         self._owner, self._owner_around = object(), object()  # not self, in a cycle with what it suspends
-        self._to_enter: list[tuple[object, Settings]] = [(self._owner, settings) for settings in regions]
-        """These regions, and then those to enter inside."""
         self._entered: list[object] = []
-        """The owners of these regions and those around them."""
+        """The owners of these regions and those around them; the last may not be entered yet."""
 
     @disable_dynamo
     def __enter__(self) -> None:
-        own = self._to_enter[: self._count]
+        own = [(self._owner, settings) for settings in self._regions]
         if self._around is not None:
             own = [*((self._owner_around, settings) for settings in self._around()), *own]
-        rules_before = switched_off.current()
-        entered: list[object] = []
+        self._rules_before = switched_off.current()
         try:
-            _enter_all(own, entered)
-            if self._off_by_rule is not None:  # before the regions inside, where these do not count
+            for owner, settings in own:
+                self._entered.append(owner)  # first: a signal handler may raise as soon as it is entered
+                _enter(owner, settings)
+            if self._off_by_rule is not None:
                 switched_off.set_devices(self._off_by_rule)
-            if len(self._to_enter) > self._count:
-                _enter_all(self._to_enter[self._count :], entered)
         except BaseException:
-            switched_off.leave(rules_before)
-            for owner in reversed(entered):
-                _leave(owner)
+            self._leave_all()
             raise
-        self._rules_before = rules_before
-        self._entered = entered[: len(own)]
 
     @disable_dynamo
     def __exit__(self, *_: object) -> None:
-        switched_off.leave(self._rules_before)
-        for owner in reversed(self._entered):
-            _leave(owner)
+        self._leave_all()
+
+    def call(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Call a function in the regions, which a block leaves open if a signal handler raises just as it ends."""
+        try:
+            with self:
+                return function(*args, **kwargs)
+        finally:
+            if self._entered:
+                self._leave_all()
+
+    def _leave_all(self) -> None:
+        try:
+            switched_off.leave(self._rules_before)
+            while self._entered:
+                _leave(self._entered[-1])
+                self._entered.pop()
+        except BaseException:  # of a signal handler
+            switched_off.leave(self._rules_before)
+            while self._entered:
+                state.machine.leave(self._entered.pop())
+            raise
 
 
 class Suspendable(Regions):
@@ -71,37 +84,50 @@ class Suspendable(Regions):
     step enters them again, with the state that they had reached, on whatever thread it runs.
     """
 
+    _suspended: Sequence[tuple[object, Settings]] = ()
+
+    @disable_dynamo
+    def __enter__(self) -> None:
+        super().__enter__()
+        try:
+            for owner, settings in self._suspended:
+                _enter(owner, settings)
+        except BaseException:
+            self.__exit__()
+            raise
+
     @disable_dynamo
     def __exit__(self, *_: object) -> None:
-        switched_off.leave(self._rules_before)
-        suspended: list[tuple[object, Settings]] = []
-        left = 0
-        # If none was entered, the thread was in no region, so all that it is in are the body's.
-        while (last := state.machine.last()) is not None and (left < len(self._entered) or not self._entered):
-            owner, settings = last
-            is_around = owner is self._owner_around
-            if not is_around:
-                reached = settings._replace(
+        reached: list[tuple[object, Settings]] = []
+        is_alone = not self._entered  # the thread was in no region, so all that it is in are the body's
+        try:
+            switched_off.leave(self._rules_before)
+            while (self._entered or is_alone) and (last := state.machine.last()) is not None:
+                owner, settings = last
+                now = settings._replace(
                     enabled=torch.is_autocast_enabled(settings.device_type),
                     dtype=torch.get_autocast_dtype(settings.device_type),
                     cache_enabled=torch.is_autocast_cache_enabled(),
                 )
-                suspended.append((owner, reached))
-            _leave(owner)
-            left += is_around or owner is self._owner
-        self._to_enter = suspended[::-1]
+                _leave(owner)
+                if owner is self._owner or owner is self._owner_around:
+                    self._entered.pop()
+                if owner is not self._owner_around:
+                    reached.insert(0, (owner, now))
+        except BaseException:
+            self._leave_all()
+            raise
+        own = len(self._regions)
+        self._regions, self._suspended = [settings for _, settings in reached[:own]], reached[own:]
 
 
-def _enter_all(regions: Iterable[tuple[object, Settings]], entered: list[object]) -> None:
-    for owner, settings in regions:
-        in_function_mode = enter(owner, settings)
-        if in_function_mode:
-            try:
-                record_entry(settings)
-            except BaseException:
-                state.machine.leave(owner)
-                raise
-        entered.append(owner)
+def _enter(owner: object, settings: Settings) -> None:
+    if enter(owner, settings):  # in a function mode
+        try:
+            record_entry(settings)
+        except BaseException:
+            state.machine.leave(owner)
+            raise
 
 
 def _leave(owner: object) -> None:
