@@ -5,6 +5,7 @@ the processor computes by them. Every product is compared with what the weight h
 taken, and exits with 1 where one went wrong.
 """
 
+import contextlib
 import faulthandler
 import gc
 import os
@@ -96,6 +97,8 @@ class Thread:
         self.aliases = []
         self.generators = []
         self.steps = 0
+        self.in_autograd = threading.Lock()
+        """Held while torch may hold a mutex of autograd's without the GIL: a child would wait for it for ever."""
 
     def new_weight(self, shape=(4, 4)):
         value = float(self.random.randrange(16))
@@ -110,7 +113,8 @@ class Thread:
 
     def use(self, weight):
         mode = self.random.choice([torch.no_grad, torch.enable_grad, torch.inference_mode])
-        with mode():
+        records = weight.requires_grad and mode is torch.enable_grad
+        with self.in_autograd if records else contextlib.nullcontext(), mode():
             out = self.random.choice(PRODUCTS)(weight)
         expected = 4 * weight.detach()[0, 0].item()
         assert out.dtype is torch.get_autocast_dtype("cpu")
@@ -121,8 +125,9 @@ class Thread:
             32, 4, requires_grad=True
         )  # of more elements than the weight: "fastest" saves it in the fast dtype
         value = weight.detach()[0, 0].item()
-        out = self.random.choice([torch.mm, torch.nn.functional.linear])(x, weight)
-        of_x, of_weight = torch.autograd.grad(out.sum(), (x, weight))
+        with self.in_autograd:
+            out = self.random.choice([torch.mm, torch.nn.functional.linear])(x, weight)
+            of_x, of_weight = torch.autograd.grad(out.sum(), (x, weight))
         assert torch.all(out.detach() == 4 * value), (out, weight)
         assert torch.all(of_x == 4 * value), (of_x, weight)
         assert torch.all(of_weight == 32), of_weight
@@ -139,7 +144,8 @@ class Thread:
         if len(self.graphs) > 3:
             x, out, value = self.graphs.pop(self.random.randrange(3))
             try:
-                (gradient,) = torch.autograd.grad(out, x)
+                with self.in_autograd:
+                    (gradient,) = torch.autograd.grad(out, x)
             except RuntimeError as error:  # "fastest" saves the weight itself, as float32 does
                 if "modified by an inplace operation" not in str(error):
                     raise
@@ -248,9 +254,12 @@ def run(thread, steps, errors):
         raise
 
 
-def fork(caches, shared):
-    """Return whether a child forked now can use everything, in time."""
-    child = os.fork()
+def fork(caches, shared, threads):
+    """Return whether a child forked now, while no thread is in autograd, can use everything, in time."""
+    with contextlib.ExitStack() as stack:
+        for each in threads:
+            stack.enter_context(each.in_autograd)
+        child = os.fork()
     if not child:
         faulthandler.dump_traceback_later(120, exit=True)
         thread = Thread(0, caches, shared, [Contended() for _ in range(2)])
@@ -278,7 +287,7 @@ def main(steps, seed=0, forks=10):
     running = [threading.Thread(target=run, args=(thread, steps, errors)) for thread in threads]
     for one in running:
         one.start()
-    forked = [fork(caches, shared) for _ in range(forks if hasattr(os, "fork") else 0)]
+    forked = [fork(caches, shared, threads) for _ in range(forks if hasattr(os, "fork") else 0)]
     for one in running:
         one.join()
     print(sum(thread.steps for thread in threads), "steps,", forked.count(False), "children failed")

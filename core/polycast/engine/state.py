@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 import torch
 from typing_extensions import Self
 
+from ..common.atfork import hold_during_fork
 from ..plugins.backend import Availability, Backend
 from .casts.cast_cache import CastCache, CastStore
 from .disable_dynamo import disable_dynamo
@@ -247,6 +248,16 @@ def set_region_class(cls: type[RegionBase], resolve: Callable[..., tuple[Setting
     global _methods
     _methods = _Methods(cls, resolve, [getattr(cls, name) for name in _METHODS])
     set_state_machine(machine)
+
+
+_clearing = threading.RLock()
+hold_during_fork(lambda: [_clearing])
+
+
+def clear_torchs_cache() -> None:
+    """Clear torch's own cache of casts, but not during a fork: the child would find the cache's mutex held."""
+    with _clearing:
+        torch.clear_autocast_cache()
 
 
 def not_entered(owner: object) -> RuntimeError:

@@ -114,7 +114,7 @@ def clear_autocast_cache(all_threads: bool = False) -> None:
         raise TypeError(f"all_threads must be a bool, got {all_threads!r}")
     state.machine.clear_own_casts(all_threads)
     process_cache.clear()
-    torch.clear_autocast_cache()
+    state.clear_torchs_cache()
 
 
 def autocast_nesting(device_type: str) -> int:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from typing_extensions import override
 
+from ...common.atfork import hold_during_fork
 from ...errors import StaleWeightError
 from ...plugins.backend import Backend, overrides_is_capturing
 from ...policy.cast_policy import CastPolicy
@@ -60,6 +61,20 @@ class _NativeAction(NamedTuple):
     process_store: Any
 
 
+class _TorchsCache:
+    """Torch's cache as a lock to hold during a fork; see native/regions.h."""
+
+    def __init__(self, extension: ModuleType) -> None:
+        self._extension = extension
+
+    def acquire(self, blocking: bool = True) -> bool:
+        is_acquired: bool = self._extension.acquire_for_fork(blocking)
+        return is_acquired
+
+    def release(self) -> None:
+        self._extension.release_after_fork()
+
+
 class NativeEngine:
     """The engine in C++."""
 
@@ -80,6 +95,8 @@ class NativeEngine:
             self._perform_recipe,
             torch.UntypedStorage(2)[:1],  # type: ignore[no-untyped-call]
         )
+        torchs_cache = _TorchsCache(extension)
+        hold_during_fork(lambda: [torchs_cache])
         self._extension = extension
         self._watched: WatchedWrites | None = None
         # See StateMachine.

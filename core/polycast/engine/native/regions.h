@@ -13,6 +13,7 @@
 #include "frames.h"
 #include "observed.h"
 #include "region_store.h"
+#include "torchs_cache.h"
 #include "user_store.h"
 
 namespace {
@@ -210,9 +211,7 @@ std::optional<bool> leave_region(PyObject* owner) {
   }
   const std::unique_ptr<Frame> frame = regions.frames.remove(found);  // freed on return, which may run Python
   if (at::autocast::decrement_nesting() == 0) {
-    // A thread that holds the lock of torch's cache may wait for the GIL, to free a cast that has a Python object.
-    const WithoutGil others_may_run;
-    at::autocast::clear_cache();
+    TorchsCache::clear();
   }
   if (regions.frames.newest() == nullptr) {
     PendingCollectives::instance().drop_finished();
@@ -246,6 +245,17 @@ PyObject* leave(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   TORCH_INTERNAL_ASSERT(count == 1);
   const std::optional<bool> left = leave_region(arguments[0]);
   return left ? PyBool_FromLong(*left) : Py_NewRef(Py_None);
+}
+
+// acquire_for_fork(blocking) -> bool
+PyObject* acquire_for_fork(PyObject*, PyObject* blocking) {
+  return PyBool_FromLong(TorchsCache::acquire_for_fork(blocking == Py_True));
+}
+
+// release_after_fork()
+PyObject* release_after_fork(PyObject*, PyObject*) {
+  TorchsCache::release_after_fork();
+  return Py_NewRef(Py_None);
 }
 
 // dtype(device_type) -> torch.dtype

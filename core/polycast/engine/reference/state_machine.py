@@ -17,7 +17,7 @@ from ..casts.cast_cache import CastCache
 from ..casts.not_prepacked import INTERCEPTED, NO_WEIGHT, NOT_CACHED
 from ..casts.weights import Source, caching_is_safe, covers, weight_of
 from ..override import Override
-from ..state import Settings
+from ..state import Settings, clear_torchs_cache
 from .frames import Frame, NoAutocast, ThreadRegions
 from .store import PythonStore
 
@@ -75,7 +75,7 @@ class PythonStateMachine:
             torch.set_autocast_cache_enabled(frame.cache_enabled_before)
         regions.pass_on(frame)
         if torch.autocast_decrement_nesting() == 0:
-            torch.clear_autocast_cache()
+            clear_torchs_cache()
         if regions.newest is None:
             regions.store.clear()
         return is_function_mode_enabled()
