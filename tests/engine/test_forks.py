@@ -248,54 +248,6 @@ else:
     print(os.waitpid(child, 0)[1] == 0)
 """
 
-CLEARING = """
-import os, signal, threading, time
-import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-import polycast
-
-
-class Ends:
-    def __del__(self):  # while torch's cache is cleared
-        begun.set()
-        forks.wait()
-        time.sleep(0.5)
-
-
-class Marks(TorchDispatchMode):
-    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        if op is torch.ops.aten.mm.default:
-            args[1].ends = Ends()  # the cast in torch's cache, whose Python object lives on
-        return op(*args, **(kwargs or {}))
-
-
-def clear():
-    if CLEAR:
-        polycast.clear_autocast_cache()
-    else:
-        with polycast.autocast("cpu"):
-            pass
-
-
-begun, forks = threading.Event(), threading.Event()
-weight = torch.nn.Parameter(torch.ones(2, 2))
-torch.set_autocast_enabled("cpu", True)
-with Marks():
-    torch.mm(torch.ones(2, 2), weight)  # by torch's kernel
-torch.set_autocast_enabled("cpu", False)
-thread = threading.Thread(target=clear)
-thread.start()
-begun.wait()
-os.register_at_fork(before=forks.set)  # before the locks are taken
-child = os.fork()
-if not child:
-    signal.alarm(20)
-    clear()
-    os._exit(0)
-print(os.waitpid(child, 0)[1])
-thread.join()
-"""
-
 
 def run(program, engine, timeout, *arguments):
     """Return what a program wrote, save that something is compiled. Python warns of forks among threads, as here."""
@@ -363,10 +315,3 @@ def test_a_child_casts_weights_that_its_parent_has_cast_on_several_threads(engin
 def test_a_child_imports_what_another_thread_was_importing(module):
     printed, _ = run(IMPORTING, "native", 60, module)  # it says that it measures, too
     assert printed == "0\n"
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform has no fork")
-@pytest.mark.parametrize("engine", ["native", "reference"])
-@pytest.mark.parametrize("by_hand", [True, False], ids=["by hand", "at the end of a region"])
-def test_a_fork_waits_for_a_thread_that_clears_torchs_cache(engine, by_hand):
-    assert run(CLEARING.replace("CLEAR:", f"{by_hand}:"), engine, timeout=120) == ("0\n", "")
