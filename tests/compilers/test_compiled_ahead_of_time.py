@@ -38,10 +38,12 @@ def test_code_that_was_compiled_ahead_of_time_without_policies_is_refused_with_s
 def test_the_key_of_the_cache_on_disk_has_the_policies_and_autocasts_state():
     from torch._functorch._aot_autograd.autograd_cache import AOTAutogradCacheDetails
 
+    graph = torch.fx.symbolic_trace(square)
+
     def ours_in_key(policies, dtype=None):
         details = object.__new__(AOTAutogradCacheDetails)
         with polycast.autocast("cpu", dtype=dtype, policy=policies), contextlib.suppress(TypeError):
-            details.__init__()  # polycast adds to the key, then calls torch's, which lacks its arguments here
+            details.__init__(graph)  # polycast adds to the key, then calls torch's, which lacks its arguments here
         return vars(details)
 
     tanh_down = {"tanh": "lower_precision_fp"}
@@ -52,3 +54,6 @@ def test_the_key_of_the_cache_on_disk_has_the_policies_and_autocasts_state():
     assert found[0] == {}
     assert [found.index(key) for key in found] == [0, 1, 1, 3, 1]
     assert ours_in_key(MM_UP, torch.float16) not in found
+    with polycast.register_op("aten::sort", "fp32"):
+        assert ours_in_key(None) not in found
+    assert ours_in_key(None) == {}

@@ -94,6 +94,50 @@ print(json.dumps([found["autograd_cache_hit"], found["autograd_cache_miss"]]))
     assert [run_over_caches(script, name) for name in ("up", "up", "as it is")] == [miss, hit, miss]
 
 
+def test_the_cache_on_disk_has_graphs_with_regions_and_keeps_their_settings_apart(run_over_caches):
+    """Code that is loaded computes as its region says; so does its backward."""
+    script = """
+from torch._dynamo.utils import counters
+@torch.library.custom_op("polycast_tests::twice", mutates_args=())
+def twice(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+twice.register_fake(torch.empty_like)
+settings = {
+    "plain": {},
+    "float16": {"dtype": torch.float16},
+    "cache": {"cache": polycast.WeightCache()},
+    "int8": {"recipe": "int8"},
+    **{policy: {"policy": POLICIES[policy]} for policy in ("up", "down")},
+}
+torch.manual_seed(0)
+layer, x = torch.nn.Linear(256, 256, bias=False), torch.randn(64, 256)
+def compare(name):
+    def function(x):
+        with polycast.autocast("cpu", **settings[name]):
+            return torch.mm(layer(x), x.T), twice(x.detach())
+    counters.clear()
+    torch._dynamo.reset()
+    with torch.set_grad_enabled(name != "int8"):
+        compiled, expected = torch.compile(function, fullgraph=True)(x), function(x)
+    if name != "int8":
+        compiled[0].float().mean().backward()
+    found = counters["aot_autograd"]
+    is_right = all(torch.allclose(*each, rtol=0.05, atol=0.5) for each in zip(compiled, expected, strict=True))
+    dtypes = " ".join(str(each.dtype).removeprefix("torch.") for each in compiled)
+    return [found["autograd_cache_hit"], found["autograd_cache_miss"], dtypes, is_right]
+found = {name: compare(name) for name in settings}
+with polycast.register_op(twice, "lower_precision_fp"):
+    found["registered"] = compare("plain") if sys.argv[1] == "second" else None
+print(json.dumps(found))
+"""
+    dtypes = dict.fromkeys(("plain", "cache", "int8", "down"), "bfloat16 float32")
+    dtypes |= {"float16": "float16 float32", "up": "float32 float32"}
+    first = {name: [0, 1, found, True] for name, found in dtypes.items()}
+    second = {name: [1, 0, found, True] for name, found in dtypes.items()}
+    assert run_over_caches(script, "first") == {**first, "registered": None}
+    assert run_over_caches(script, "second") == {**second, "registered": [0, 1, "bfloat16 bfloat16", True]}
+
+
 def test_code_that_a_process_saved_before_any_policies_is_loaded_for_none(run_over_caches):
     script = """
 import torch._dynamo

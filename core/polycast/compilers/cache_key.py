@@ -1,8 +1,9 @@
 """Extend the keys of the caches on disk by what compiled code depends on and torch's own keys leave out.
 
 For AOTAutograd that is the overrides of regions, as a text, with the state that some versions of torch leave out;
-whether policies or module rules are in the code itself, which its backward depends on; and whether a region has a
-cache, so that casts of weights are an operator of polycast's. Without any of these, the key is torch's own.
+the policies that are registered for single ops; whether policies or module rules are in the code itself, which its
+backward depends on; and whether a region has a cache, so that casts of weights are an operator of polycast's. Without
+any of these, the key is torch's own. The regions in a graph are in torch's key, as code with constant arguments.
 """
 
 import functools
@@ -12,8 +13,11 @@ from typing import Any
 import torch
 
 from ..engine.snapshot import guard_text, overrides_text, snapshot
+from ..policy.registered import registrations
 from ..torch_internals.patcher import Patch, expect, method_of
+from ..torch_internals.private_names import enter_autocast, exit_autocast
 from . import backward
+from .graph_regions import enter_in_a_graph
 
 _MARK = "polycast"
 """An attribute of the objects that keys are hashes of."""
@@ -26,21 +30,38 @@ def extend_autograds(patch: Patch) -> None:
     """Extend the keys of AOTAutograd's cache."""
     from torch._functorch._aot_autograd.autograd_cache import AOTAutogradCacheDetails
 
-    init: Any = method_of(AOTAutogradCacheDetails, "__init__", "self")
+    init: Any = method_of(AOTAutogradCacheDetails, "__init__", "self", "gm")
     trial = object.__new__(AOTAutogradCacheDetails)
     setattr(trial, _MARK, "never active")
     expect(b"never active" in pickle.dumps(trial), "the key of the cache is not made of the attributes of its details")
 
     @functools.wraps(init)
-    def init_with_ours(self: Any, *args: Any, **kwargs: Any) -> None:
-        regions, inside = snapshot(), backward.is_marked()
+    def init_with_ours(self: Any, gm: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> None:
+        regions = snapshot()
+        inside = backward.is_marked() or bool(gm.graph.find_nodes(op="call_function", target=enter_in_a_graph))
         has_cache = any(region.cache is not None for region in regions)
-        if overrides_text() or inside or has_cache:
+        registered = sorted((str(each.device_type), *each.ops, each.policy.name) for each in registrations)
+        if overrides_text() or inside or has_cache or registered:
             states = [(region.device_type, region.enabled, str(region.dtype)) for region in regions]
-            setattr(self, _MARK, (inside, has_cache, guard_text(), states, _CODE))
-        init(self, *args, **kwargs)
+            setattr(self, _MARK, (inside, has_cache, guard_text(), states, registered, _CODE))
+        init(self, gm, *args, **kwargs)
 
     patch.replace(AOTAutogradCacheDetails, "__init__", init_with_ours)
+
+
+def cache_graphs_with_regions(patch: Patch) -> None:
+    """Let AOTAutograd cache graphs with regions, as later versions of torch do for their own regions."""
+    from torch._functorch._aot_autograd import autograd_cache
+
+    check_node_safe: Any = method_of(autograd_cache, "check_node_safe", "node")
+    functions = (enter_autocast, exit_autocast, enter_in_a_graph)
+
+    @functools.wraps(check_node_safe)
+    def check_node_safe_but_regions(node: torch.fx.Node) -> None:
+        if node.op != "call_function" or node.target not in functions:
+            check_node_safe(node)
+
+    patch.replace(autograd_cache, "check_node_safe", check_node_safe_but_regions)
 
 
 def extend_inductors(patch: Patch) -> None:

@@ -125,6 +125,7 @@ def cache_enabled_in_graph(settings: Settings, overridden: str | None) -> Any:
 def _prepare_dynamo() -> None:
     changes.make(changes.NESTED_REGIONS)
     changes.make(changes.REGIONS_IN_GRAPHS)
+    changes.make(changes.GRAPHS_ON_DISK)
 
 
 def _recipe_of(text: str) -> Recipe:

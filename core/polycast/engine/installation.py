@@ -165,6 +165,8 @@ def kernels_of(device_type: str, also: Iterable[str] = ()) -> Kernels:
         if kernels is None:
             # Without the lock: a plugin may be imported, which can run anything, and an engine compiled.
             backend, engine = registry.find(device_type), choose_engine()
+            if registrations:
+                changes.make(changes.CACHE_KEYS)
             with _lock:
                 is_unchanged = registry.find(device_type) is backend and chosen() is engine
                 if device_type not in installed and is_unchanged:
@@ -189,6 +191,7 @@ def register(new: Registration) -> None:
     Raises:
         ValueError: an op has another policy registered.
     """
+    changes.make(changes.CACHE_KEYS)
     with _lock:
         refuse_conflict(new)
         registrations.append(new)

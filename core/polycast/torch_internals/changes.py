@@ -17,6 +17,7 @@ BACKWARD = "backward"
 NESTED_REGIONS = "nested regions"
 CACHED_CASTS = "cached casts"
 REGIONS_IN_GRAPHS = "regions in graphs"
+GRAPHS_ON_DISK = "graphs on disk"
 CHECKPOINT = "checkpoint"
 COMPILATIONS = "compilations"
 FUSED_ATTENTION = "fused attention"
@@ -34,8 +35,8 @@ FOR_OVERRIDES = (GUARDS, CACHE_KEYS, BACKWARD, NESTED_REGIONS, CHECKPOINT, FUSED
 """The features that regions with an override or a cache need; torch's autocast state holds neither."""
 
 _EAGER = (
-    "From the first region with policy= or cache= on, compiled functions run eagerly, which is slower: use a torch "
-    "that polycast supports."
+    "From the first region with policy= or cache=, or the first register_op(), on, compiled functions run eagerly, "
+    "which is slower: use a torch that polycast supports."
 )
 _GRAPH_CAPTURE = "torch._functorch._aot_autograd.graph_capture"
 _SUBGRAPHS = "torch._higher_order_ops.invoke_subgraph"
@@ -132,6 +133,16 @@ FEATURES = {
                 "torch.fx.passes.split_module",
                 ("torch.fx.passes.split_module.split_module",),
                 "compilers.graph_regions:let_graphs_with_regions_be_split",
+            ),
+        ),
+    ),
+    GRAPHS_ON_DISK: Feature(
+        "Each process compiles the functions that enter a region, instead of loading their code from disk.",
+        (
+            Change(
+                "torch._functorch._aot_autograd.autograd_cache",
+                ("torch._functorch._aot_autograd.autograd_cache.check_node_safe",),
+                "compilers.cache_key:cache_graphs_with_regions",
             ),
         ),
     ),
