@@ -153,6 +153,15 @@ def test_float16_and_bfloat16_can_be_stacked(amp):
         assert torch.stack([X.half(), X.bfloat16()]).dtype is torch.float32
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@defect("the norms of nested tensors are not autocast", raises=RuntimeError)
+def test_an_encoder_computes_padded_sequences(amp):
+    encoder = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2).eval()
+    with amp.autocast("cpu"), torch.no_grad():
+        result = encoder(torch.ones(1, 3, 8), src_key_padding_mask=torch.tensor([[False, False, True]]))
+    assert result.dtype is torch.bfloat16
+
+
 @defect("forward has no ctx to record its state in", raises=AttributeError)
 def test_custom_fwd_works_with_setup_context(amp):
     class Square(torch.autograd.Function):

@@ -123,15 +123,20 @@ def test_a_call_that_autograd_records_raises_as_in_torch(cache):
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_a_nested_tensor_raises_as_in_torch(cache):
-    module = layer().requires_grad_(False)
+@pytest.mark.parametrize("options", [{}, {"norm_first": True}, {"activation": "gelu"}], ids=str)
+def test_nested_tensors_are_computed_in_the_fast_dtype_with_cached_weights(cache, options):
+    module = layer(**options).requires_grad_(False)
     nested = torch.nested.nested_tensor([X[0], X[1, :4]])
-    messages = []
-    for region in (torch.autocast("cpu"), polycast.autocast("cpu", cache=cache)):
-        with region, pytest.raises(RuntimeError) as raised:
-            module(nested)
-        messages.append(str(raised.value))
-    assert messages[0] == messages[1]
+    expected = module(nested)
+    for given in (nested, nested.bfloat16()):
+        with polycast.autocast("cpu", cache=cache):
+            result = module(given)
+        assert (result.is_nested, result.dtype) == (True, torch.bfloat16)
+        for found, exact in zip(result.unbind(), expected.unbind(), strict=True):
+            assert float((found - exact).norm() / exact.norm()) < 0.01
+    assert cache.stats().misses == len(list(module.parameters()))
+    with polycast.autocast("cpu", policy={"_transformer_encoder_layer_fwd": "fp32"}):
+        assert module(nested.bfloat16()).dtype is torch.float32
 
 
 def test_fake_tensors_are_as_in_torch(cache):

@@ -96,6 +96,18 @@ def test_layers_with_a_padding_mask_are_computed_as_one(slow, recipe_counts, dty
     assert [(each.op, each.declined) for each in counts.records()] == [(OP, "")]
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("profile", ["slow", "quick"])
+def test_nested_tensors_are_computed_in_the_fast_dtype(profile, request):
+    encoder = nn.TransformerEncoder(layer(), 2)
+    expected = encoder(X, src_key_padding_mask=padding())
+    for _ in range(2):
+        with autocast("cpu", recipe=request.getfixturevalue(profile)):
+            result = encoder(X, src_key_padding_mask=padding())
+        assert result.dtype is torch.bfloat16
+        assert float((result - expected).norm() / expected.norm()) < 0.01
+
+
 @pytest.mark.parametrize("profile", ["slow", "quick"])
 def test_its_operations_are_counted_once(engine, profile, request):
     if engine == "reference":

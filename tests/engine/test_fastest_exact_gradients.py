@@ -81,13 +81,10 @@ def test_gradients_of_products_err_by_roundings_to_the_fast_dtype_alone(fast, fl
         ours = gradients(function, args, gradient, autocast("cpu", fast, recipe=float32_way))
         torchs = gradients(function, args, gradient, torch.autocast("cpu", fast))
         exact = gradients(function, [each.detach().double() for each in args], gradient.double())
-        # Activations are saved in the fast dtype, weights as they are: each term of a gradient has the error of the
-        # other operand.
+        # The casts are saved: each term of a gradient has the error of the other operand.
         magnitudes = [each.detach().double().abs() for each in args]
         magnitude = gradients(function, magnitudes, gradient.double().abs())
         errors = [rounding_error(each, fast) for each in magnitudes]
-        if isinstance(args[1], nn.Parameter):
-            errors[1].zero_()
         of_saved = gradients(function, errors, gradient.double().abs())
         for at, (one, of_torch, wanted, arg) in enumerate(zip(ours, torchs, exact, args, strict=True)):
             assert (one.dtype, one.shape) == (arg.dtype, arg.shape)

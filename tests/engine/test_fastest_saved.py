@@ -1,4 +1,6 @@
-"""The memory that products of the recipe "fastest" save for their backward: no more than those of a plain region."""
+"""What products of the recipe "fastest" save for their backward: no more than a plain region, and nothing else."""
+
+import functools
 
 import pytest
 import torch
@@ -65,3 +67,81 @@ def test_no_more_is_saved_than_in_a_plain_region(op, ways, dtype, profile_of, mo
         monkeypatch.setattr(fastest_plan, "choose_recorded", lambda *_: Ways(*ways, "for a test"))
     recipe = Fastest(profile_of(overhead=1e-15, cast=1e-15, bfloat16=1e9))
     assert saved_bytes(function, x, weight, autocast("cpu", recipe=recipe)) <= plain
+
+
+def pointwise(op, x, w):
+    return op((x + w).bfloat16())
+
+
+OTHERS = {
+    "matmul": (lambda x, w: torch.matmul(x, w), (8, 64), (64, 40)),
+    "matmul of batches": (lambda x, w: torch.matmul(x, w), (3, 4, 64), (3, 64, 40)),
+    "bmm by a weight": (lambda x, w: torch.bmm(x, w), (3, 4, 64), (3, 64, 40)),
+    "baddbmm": (lambda x, w: torch.baddbmm(x[:, :, :1], x, w), (3, 4, 64), (3, 64, 40)),
+    "conv2d padded": (lambda x, w: F.conv2d(x, w, padding="same"), (3, 8, 11, 9), (16, 8, 3, 3)),
+    "conv3d": (lambda x, w: F.conv3d(x, w), (2, 4, 5, 6, 7), (6, 4, 3, 2, 1)),
+    "attention with a mask": (
+        lambda x, w: F.scaled_dot_product_attention(x, x, w * 1, x[0, 0, :, :24].detach()),
+        *((2, 3, 24, 32), (2, 3, 24, 32)),
+    ),
+    "attention of bfloat16 with a mask": (
+        lambda x, w: F.scaled_dot_product_attention(
+            *(each.bfloat16() for each in (x, x, w + x)), x[0, 0, :, :24].detach()
+        ),
+        *((2, 3, 24, 32), (2, 3, 24, 32)),
+    ),
+    **{
+        op.__name__: (functools.partial(pointwise, op), (200, 100), (100,))
+        for op in (F.gelu, F.mish, F.silu, torch.sigmoid, torch.tanh)
+    },
+}
+WRITES = {
+    "the activation": lambda x, w, result: x.detach().zero_(),
+    "the weight": lambda x, w, result: w.detach().mul_(2),
+    "the weight's data": lambda x, w, result: w.data.mul_(2),
+    "the weight to other memory": lambda x, w, result: setattr(w, "data", torch.zeros_like(w)),
+    "the result": lambda x, w, result: result.detach().zero_(),
+}
+
+
+def gradients(function, shapes, dtype, region, write=None):
+    """Return the gradients after a write, or None if the backward raises that a tensor was modified."""
+    torch.manual_seed(0)
+    x, weight = torch.randn(shapes[0]).to(dtype).requires_grad_(), nn.Parameter(torch.randn(shapes[1]))
+    with region:
+        for _ in range(2):  # the second call runs natively
+            result = function(x, weight)
+    gradient = torch.randn(result.shape).to(result.dtype)
+    if write is not None:
+        write(x, weight, result)
+    try:
+        return torch.autograd.grad(result, (x, weight), gradient)
+    except RuntimeError as error:
+        if "modified by an inplace operation" not in str(error):
+            raise
+        return None
+
+
+def equal(one, other):
+    return one is not None and all(torch.equal(*pair) for pair in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("op", OPS | OTHERS)
+def test_what_a_plain_region_lets_a_program_write_before_the_backward_may_be_written(op, profile_of, monkeypatch):
+    function, *shapes = (OPS | OTHERS)[op]
+    recipe = Fastest(profile_of(overhead=1e-15, cast=1e-15, bfloat16=1e9))
+    for dtype in (torch.float32, torch.bfloat16):
+
+        def found(region, write=None, dtype=dtype):
+            return gradients(function, shapes, dtype, region, write)
+
+        of_plain = found(autocast("cpu"))
+        writes = {name: write for name, write in WRITES.items() if equal(found(autocast("cpu"), write), of_plain)}
+        assert len(writes) > 1
+        for ways in WAYS:
+            with monkeypatch.context() as patch:
+                if ways is not None:
+                    patch.setattr(fastest_plan, "choose_recorded", lambda *_, ways=ways: Ways(*ways, "for a test"))
+                expected = found(autocast("cpu", recipe=recipe))
+                for name, write in writes.items():
+                    assert equal(found(autocast("cpu", recipe=recipe), write), expected), (name, ways, dtype)

@@ -133,7 +133,7 @@ def test_a_forward_in_float32_has_the_bits_of_inference(op, slow):
             assert torch.equal(function(x, weight), recorded)
 
 
-def test_activations_are_saved_in_the_fast_dtype_and_weights_as_they_are(slow):
+def test_activations_and_weights_are_saved_in_the_fast_dtype(slow):
     layer, saved = nn.Linear(32, 16), []
     x = torch.randn(64, 32)
 
@@ -144,19 +144,7 @@ def test_activations_are_saved_in_the_fast_dtype_and_weights_as_they_are(slow):
     with autocast("cpu", recipe=slow), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         layer(x.requires_grad_())
     kept = {(each.dtype, tuple(each.shape)) for each in saved}
-    assert kept == {(torch.bfloat16, (64, 32)), (torch.float32, (16, 32))}
-    assert [each.data_ptr() for each in saved if each.dtype is torch.float32] == [layer.weight.data_ptr()]
-
-
-def test_torch_records_what_the_native_engine_has_no_function_for(slow):
-    layer, x = nn.Linear(32, 16), torch.randn(8, 32)  # fewer activations than weights: it saves no more memory
-    with autocast("cpu", recipe=slow):
-        results = [torch.matmul(x, layer.weight.t()) for _ in range(3)]
-    for result in results:
-        assert type(result.grad_fn).__name__ == "ToCopyBackward0"
-        layer.zero_grad()
-        result.sum().backward()
-        assert torch.equal(layer.weight.grad, torch.ones(16, 8) @ x)
+    assert kept == {(torch.bfloat16, (64, 32)), (torch.bfloat16, (16, 32))}
 
 
 def test_nothing_is_saved_for_gradients_that_are_not_needed(slow):
@@ -169,7 +157,7 @@ def test_nothing_is_saved_for_gradients_that_are_not_needed(slow):
 
     with autocast("cpu", recipe=slow), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         layer(torch.randn(8, 32, requires_grad=True))
-    assert saved == [torch.float32]
+    assert saved == [torch.bfloat16]
 
 
 def test_the_gradient_of_a_gradient(op, recipe):
@@ -249,16 +237,6 @@ def test_tied_weights_add_up_their_gradients_in_float32(recipe):
     F.linear(F.linear(x.double(), exact), exact.t()).sum().backward()
     assert both.dtype is torch.float32
     assert float((both - exact.grad).norm() / exact.grad.norm()) < 0.02
-
-
-def test_a_weight_that_changes_before_the_backward_raises(slow):
-    layer = nn.Linear(16, 16)
-    with autocast("cpu", recipe=slow):
-        result = layer(torch.randn(4, 16, requires_grad=True))
-    with torch.no_grad():
-        layer.weight.add_(1)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        result.sum().backward()
 
 
 @pytest.mark.parametrize("cached", [True, False])

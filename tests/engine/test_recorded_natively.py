@@ -20,6 +20,7 @@ CALLS = {
     "linear with a bias": (lambda x, w: F.linear(x, w, w[:, 0]), (3, 48, 16), (8, 16)),
     "linear of a view": (lambda x, w: F.linear(x, w.t()), (48, 8), (8, 16)),
     "mm": (lambda x, w: torch.mm(x, w), (48, 16), (16, 8)),
+    "matmul of batches": (lambda x, w: torch.matmul(x, w), (3, 48, 16), (16, 8)),
     "mm of activations": (lambda x, w: torch.mm(x, (w * 2).t()), (48, 16), (8, 16)),
     "addmm": (lambda x, w: torch.addmm(w[0], x, w), (48, 16), (16, 8)),
     "addmm of a column": (lambda x, w: torch.addmm(x[:, :1], x, w, beta=0.5, alpha=2), (48, 16), (16, 8)),
@@ -91,9 +92,7 @@ def test_all_calls_have_the_bits_of_the_first(call, recipe, fast, given, needed)
         with autocast("cpu", fast, recipe=recipe):
             results.append(function(x, weight))
     assert [result.dtype for result in results] == [fast] * 3
-    assert [is_native(result) for result in results] == [False, *[is_native(results[-1])] * 2]
-    # What torch records itself is recorded by torch each time.
-    assert is_native(results[-1]) or type(results[-1].grad_fn).__name__ == "ToCopyBackward0"
+    assert [is_native(result) for result in results] == [False, True, True]
     gradient = torch.randn(results[0].shape).to(fast)
     inputs = [each for each in (x, weight) if each.requires_grad]
     expected, *others = [torch.autograd.grad(result, inputs, gradient) for result in results]
@@ -239,19 +238,15 @@ def test_a_backward_in_a_region_computes_in_float32(call, recipe):
         assert all(torch.equal(*pair) for pair in zip(found[0], others, strict=True))
 
 
-def test_a_second_backward_and_a_changed_weight_raise(recipe):
+def test_a_second_backward_raises(recipe):
     x, weight = made([(48, 16), (8, 16)])
     with autocast("cpu", recipe=recipe):
-        results = [F.linear(x, weight) for _ in range(3)]
+        results = [F.linear(x, weight) for _ in range(2)]
     results[1].sum().backward()
     with pytest.raises(
         RuntimeError, match="backward through the graph a second time|after they have already been freed"
     ):
         results[1].sum().backward()
-    with torch.no_grad():
-        weight.add_(1)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        results[2].sum().backward()
 
 
 def test_saved_tensors_go_through_hooks(recipe):
@@ -267,7 +262,7 @@ def test_saved_tensors_go_through_hooks(recipe):
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             result = F.linear(x, weight)
     assert is_native(result)
-    assert seen == [torch.bfloat16, torch.float32]
+    assert seen == [torch.bfloat16, torch.bfloat16]
     result.sum().backward()
     assert weight.grad.dtype is torch.float32
 

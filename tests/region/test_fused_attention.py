@@ -129,3 +129,35 @@ def test_uninstalling_gives_torch_its_function_back():
     assert mha.get_fastpath_enabled.__module__ == "torch.backends.mha"
     with polycast.autocast("cpu", recipe=RECIPE):
         assert not mha.get_fastpath_enabled()
+
+
+def padded(layers, **options):
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), layers, **options).eval()
+    mask = torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
+    return lambda x: model(x, src_key_padding_mask=mask)[~mask]
+
+
+def of_nested(make):
+    model = make()
+    return lambda x: torch.cat(model(torch.nested.nested_tensor([x[0], x[1, :3]])).unbind())
+
+
+NESTED = {
+    "an encoder with a padding mask": lambda: padded(2),
+    "one that does not check its mask": lambda: padded(2, mask_check=False),
+    "one that makes no nested tensors": lambda: padded(2, enable_nested_tensor=False),
+    "an encoder of nested tensors": lambda: of_nested(encoder),
+    "an attention of nested tensors": lambda: of_nested(attention),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("make", NESTED.values(), ids=NESTED)
+def test_nested_tensors_are_computed_in_each_region(make):
+    model = make()
+    expected = model(X)
+    for region in ({}, {"cache": polycast.WeightCache()}, {"recipe": RECIPE}):
+        for _ in range(2):
+            with polycast.autocast("cpu", **region):
+                result = model(X)
+            assert float((result - expected).norm() / expected.norm()) < 0.05, region

@@ -1,8 +1,11 @@
 """Disable the fused path of torch's attention modules in regions whose recipe computes linears.
 
 In eval mode, nn.MultiheadAttention and nn.TransformerEncoder call one fused op. On cuda, torch disables it under
-autocast; on other devices it does not. The recipe "fastest" computes the fused op itself; no other recipe does.
+autocast; on other devices it does not. The recipe "fastest" computes the fused op itself; no other recipe does. Torch
+computes nested tensors by the fused op only, so for these it stays enabled.
 """
+
+import sys
 
 import torch
 
@@ -23,6 +26,13 @@ def _recipe_computes_linears() -> bool:
     )
 
 
+@constant_to_dynamo
+def _is_for_nested_tensors() -> bool:
+    """Return whether the module's forward that asks for the fused path was given a nested tensor."""
+    given = sys._getframe(2).f_locals.values()
+    return any(isinstance(each, torch.Tensor) and each.is_nested for each in given)
+
+
 def ask_for_recipe(patch: Patch) -> None:
     """Make torch's attention modules ask whether the region has a recipe."""
     from torch.backends import mha
@@ -33,7 +43,7 @@ def ask_for_recipe(patch: Patch) -> None:
     # It does not call torch's: Dynamo has a rule for the function by this name, and so would have none for torch's.
     def get_fastpath_enabled() -> bool:
         if not torch.jit.is_scripting():  # type: ignore[attr-defined]
-            return mha._is_fastpath_enabled and not _recipe_computes_linears()
+            return mha._is_fastpath_enabled and (not _recipe_computes_linears() or _is_for_nested_tensors())
         return True
 
     patch.replace(mha, "get_fastpath_enabled", get_fastpath_enabled)

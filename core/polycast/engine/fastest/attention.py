@@ -83,8 +83,8 @@ class RecordedAttention(NamedTuple):
     def _recomputed(self, forward: torch.dtype, backward: torch.dtype, fast: torch.dtype) -> torch.Tensor:
         op, args, positions = self.op, self.args, self._positions
         others = [None if at in positions else arg for at, arg in enumerate(args)]
-        # A mask of numbers is saved as it is: it is often shared, and may have numbers that the fast dtype has not.
-        saved = [args[at].to(fast) if at < 3 else _mask_to_save(args[at]) for at in positions]
+        # A mask of numbers is not rounded: it may have numbers that the fast dtype has not.
+        saved = [args[at].to(fast) if at < 3 else _mask_to_save(args[at], fast) for at in positions]
         kernels = _enabled_kernels()
 
         def compute() -> torch.Tensor:
@@ -130,12 +130,12 @@ def _to_save(mask: torch.Tensor, dtype: torch.dtype, fast: torch.dtype) -> torch
     """
     if mask.dtype is torch.bool:
         return torch.zeros_like(mask, dtype=fast).masked_fill_(~mask, -torch.inf)
-    return _mask_to_save(mask.to(dtype))
+    return _mask_to_save(mask.to(dtype), fast)
 
 
-def _mask_to_save(mask: torch.Tensor) -> torch.Tensor:
+def _mask_to_save(mask: torch.Tensor, fast: torch.dtype) -> torch.Tensor:
     """Return a mask, or a copy where autograd cannot save it, or torch saves a converted one: it may change."""
-    return mask.clone() if mask.dtype is torch.bool or mask.is_inference() else mask
+    return mask.clone() if mask.dtype is not fast or mask.is_inference() else mask
 
 
 def _enabled_kernels() -> list[SDPBackend]:

@@ -1,7 +1,8 @@
 """Products that autograd records, computed partly in float32.
 
-What is saved for the backward are the activations in the fast dtype, with their autograd history, as in any region, and
-the weight itself. The backward consists of ops that autograd can record, so that it can be differentiated again.
+What is saved for the backward are the casts of the operands, with their autograd history, as in any region, so that
+either may be written before the backward. The backward consists of ops that autograd can record, so that it can be
+differentiated again.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,12 +21,14 @@ class Computation(NamedTuple):
     Attributes:
         ways: the ways for the forward and the gradients.
         dtype: the fast dtype.
+        cast: of the second operand, if the forward or the backward needs it.
         in_float32, in_fast: compute the forward in that dtype. The result has the fast dtype.
         gradients: returns the gradients of the operands.
     """
 
     ways: Ways
     dtype: torch.dtype
+    cast: torch.Tensor
     in_float32: Callable[[], torch.Tensor]
     in_fast: Callable[[], torch.Tensor]
     gradients: "Gradients"
@@ -66,13 +69,13 @@ class RecordedProduct(torch.autograd.Function):
     def forward(
         ctx: Any, computation: Computation, first: torch.Tensor, second: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        """Compute the product; `first` and `second` are what is saved: casts, or a weight."""
+        """Compute the product; `first` is a cast if it is saved, and `second` a cast or a weight."""
         ctx.set_materialize_grads(False)
         ctx.ways, ctx.dtype, ctx.gradients = computation.ways, computation.dtype, computation.gradients
         ctx.shapes = first.shape, second.shape, None if bias is None else bias.shape
         ctx.dtypes = first.dtype, second.dtype, None if bias is None else bias.dtype
         _, for_first, for_second, _ = ctx.needs_input_grad
-        ctx.save_for_backward(first if for_second else None, second if for_first else None)
+        ctx.save_for_backward(first if for_second else None, computation.cast if for_first else None)
         with disable_autocast():
             return (computation.in_float32 if computation.ways.forward is Way.FLOAT32 else computation.in_fast)()
 
@@ -147,11 +150,11 @@ class Convolution(torch.autograd.Function):
         second: torch.Tensor,
         bias: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Compute the convolution; `first` is the cast of the images, and `second` the weight, or its cast."""
+        """Compute the convolution; `first` is the cast of the images, and `second` a cast or a weight."""
         ctx.set_materialize_grads(False)
         ctx.ways, ctx.dtype, ctx.settings = computation.ways, computation.dtype, settings
         ctx.dtypes = first.dtype, second.dtype, None if bias is None else bias.dtype
-        ctx.save_for_backward(first, second)
+        ctx.save_for_backward(first, computation.cast)
         with disable_autocast():
             return (computation.in_float32 if computation.ways.forward is Way.FLOAT32 else computation.in_fast)()
 

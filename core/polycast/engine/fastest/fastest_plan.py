@@ -227,10 +227,8 @@ class FastestPlan(Plan):
     ) -> tuple[Results | None, Action | None]:
         ways = found.ways if found.recorded is not None and _is_recorded(args) else None
         if found.recorded is not None and ways is not None and not ways.are_all_fast:
-            action = found.recorded.native_action(ways, dtype)
-            if action is not None or not ways.is_recorded_by_torch:
-                result = found.recorded.compute(ways, dtype, lambda weight: _cached_cast(weight, dtype, cache))
-                return result, action
+            result = found.recorded.compute(ways, dtype, lambda weight: _cached_cast(weight, dtype, cache))
+            return result, found.recorded.native_action(ways, dtype)
         if found.way is Way.FLOAT32:
             return cast_results(results_of(op, args, torch.float32), dtype), FLOAT32
         if found.way in (Way.KERNEL, Way.FLOAT32_KERNEL):

@@ -10,6 +10,7 @@ from ...torch_internals.private_names import size_hint
 from ..recipes.actions import Action, ActionKind
 from .attention import RecordedAttention
 from .autograd_functions import Computation, Convolution, ConvolutionSettings, Gradients, RecordedProduct
+from .choose_way import Way
 from .convolution_axes import by_axis, kernel_spans
 from .in_dtype import in_dtype
 from .recorded_ways import RecordedOperands, Ways
@@ -82,7 +83,7 @@ class Recorded(NamedTuple):
 
     def native_action(self, ways: Ways, dtype: torch.dtype) -> Action | None:
         """Return what the native engine does for calls like this one; None if it has no autograd function for them."""
-        if not ways.is_float32 or self.op not in _NATIVE:
+        if not ways.is_float32 or self.op not in _NATIVE or (self.op == "aten::matmul" and self.second.dim() != 2):
             return None
         if self.settings is not None:
             x, weight, _, *settings, _ = self.args
@@ -104,18 +105,20 @@ class Recorded(NamedTuple):
         saves_both = self.settings is not None  # a convolution
         if second.requires_grad or saves_both:
             first = first.to(dtype)
-        if not self.is_weight and (self.first.requires_grad or saves_both):
-            second = second.to(dtype)
+        cast = second
+        if ways.forward is Way.FAST or self.first.requires_grad or saves_both:
+            cast = cast_weight(second) if self.is_weight else second.to(dtype)
+        if not self.is_weight:
+            second = cast  # the gradient of a weight keeps the weight's dtype
 
         def in_fast() -> torch.Tensor:
-            weight = cast_weight(self.second) if self.is_weight else second
-            args = [first if arg is self.first else weight if arg is self.second else arg for arg in self.args]
+            args = [first if arg is self.first else cast if arg is self.second else arg for arg in self.args]
             return in_dtype(self.op, args, dtype)
 
         def in_float32() -> torch.Tensor:
             return in_dtype(self.op, self.args, torch.float32).to(dtype)
 
-        computation = Computation(ways, dtype, in_float32, in_fast, self.gradients)
+        computation = Computation(ways, dtype, cast, in_float32, in_fast, self.gradients)
         if self.settings is None:
             result: torch.Tensor = RecordedProduct.apply(computation, first, second, self.bias)  # type: ignore[no-untyped-call]
         else:
@@ -144,7 +147,10 @@ def _settings(
     return ConvolutionSettings(strides, by_axis(0 if padding == "valid" else padding, axes), dilations, groups)
 
 
-_NATIVE = {"aten::linear", "aten::mm", "aten::addmm", "aten::conv1d", "aten::conv2d", "aten::conv3d"}
+_NATIVE = {
+    *("aten::linear", "aten::mm", "aten::addmm", "aten::matmul"),
+    *("aten::conv1d", "aten::conv2d", "aten::conv3d"),
+}
 """The products for which the native engine has an autograd function in float32; see native/recorded.h."""
 _RECORDED = {
     *("aten::linear", "aten::mm", "aten::addmm", "aten::matmul", "aten::bmm", "aten::baddbmm"),

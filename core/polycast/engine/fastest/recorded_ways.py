@@ -47,11 +47,6 @@ class RecordedOperands(NamedTuple):
     second_needed: bool
     is_recomputed: bool = False
 
-    @property
-    def may_be_saved(self) -> bool:
-        """Whether saving float32 operands takes no more memory than saving their casts. The weight takes none."""
-        return self.is_weight and (not self.second_needed or self.first <= self.second)
-
 
 class Ways(NamedTuple):
     """The ways to compute the forward, and the gradients of the first and the second operand; and why.
@@ -60,8 +55,6 @@ class Ways(NamedTuple):
         forward, first, second: the ways. Of an attention, `first` is that of the whole backward.
         reason: why.
         is_float32: whether the forward and the gradients that are needed are all computed in float32.
-        is_recorded_by_torch: whether they are, and torch may record the op and its conversions, without polycast's
-            autograd function: what it saves takes no more memory than the casts of both operands.
     """
 
     forward: Way
@@ -69,7 +62,6 @@ class Ways(NamedTuple):
     second: Way
     reason: str
     is_float32: bool = False
-    is_recorded_by_torch: bool = False
 
     @property
     def are_all_fast(self) -> bool:
@@ -93,7 +85,7 @@ def _choose(profile: DeviceProfile, dtype: torch.dtype, workload: Workload, oper
     costs = _Costs(profile, dtype, workload, operands)
     if not costs.are_known:
         if is_unsupported(profile, workload.op, dtype_name(dtype)):
-            return ALL_FLOAT32._replace(is_recorded_by_torch=operands.may_be_saved)
+            return ALL_FLOAT32
         return ALL_FAST._replace(reason=f"the profile has no {dtype_name(dtype)} or float32 {workload.op}")
     both = (Way.FAST, Way.FLOAT32)
     first_choices = both if operands.first_needed else (Way.FAST,)
@@ -113,8 +105,7 @@ def _choose(profile: DeviceProfile, dtype: torch.dtype, workload: Workload, oper
     backward = " and ".join(dict.fromkeys(needed)) or "none"
     ratio = NO_FAST_KERNEL if math.isinf(fast) else f"{total[best] / fast:.2f} of {dtype_name(dtype)}'s time"
     reason = f"forward in {names[0]}, backward in {backward}: {ratio}"
-    is_float32 = Way.FAST not in (best[0], *_of_needed(best, operands))
-    return Ways(*best, reason, is_float32, operands.may_be_saved and is_float32)
+    return Ways(*best, reason, is_float32=Way.FAST not in (best[0], *_of_needed(best, operands)))
 
 
 def _of_needed(ways: tuple[Way, Way, Way], operands: RecordedOperands) -> list[Way]:
@@ -158,15 +149,14 @@ class _Costs:
         """Return the seconds of forward and backward in these ways."""
         needed = self._operands
         ways = {forward, *_of_needed((forward, first, second), needed)}
-        is_fast = ways == {Way.FAST}
         seconds = self._forward(forward, self._seconds[0])
         if needed.first_needed:
-            seconds += self._gradient_of_first(first, is_fast, self._seconds[1])
+            seconds += self._gradient_of_first(first, self._seconds[1])
         if needed.second_needed:
             seconds += self._gradient_of_second(second, self._seconds[2])
         if Way.FLOAT32 in (first, second):
             seconds += self._from(self._workload.result)
-        if is_fast or (needed.may_be_saved and ways == {Way.FLOAT32}):
+        if ways == {Way.FAST}:
             return seconds  # torch records it
         if needed.is_recomputed:
             return seconds + self._seconds[0][first] + _RECOMPUTING_FUNCTION_SECONDS
@@ -181,19 +171,21 @@ class _Costs:
             seconds += self._to(has.first)
         if has.second_is_wide and (way is Way.FAST or has.first_needed):
             seconds += self._to(has.second)
+        if has.is_weight and not has.is_cached and (way is Way.FAST or has.first_needed):
+            seconds += self._to_weight(has.second)
         if way is Way.FAST:
-            return seconds + (self._to_weight(has.second) if has.is_weight and not has.is_cached else 0.0)
+            return seconds
         if not has.first_is_wide:
             seconds += self._from(has.first)
         if not has.second_is_wide and not has.is_weight:
             seconds += self._from(has.second)
         return seconds + self._to(self._workload.result)
 
-    def _gradient_of_first(self, way: Way, is_saved: bool, of_way: Mapping[Way, float]) -> float:
+    def _gradient_of_first(self, way: Way, of_way: Mapping[Way, float]) -> float:
         has = self._operands
         if way is Way.FAST:
-            return of_way[way] + (self._to_weight(has.second) if has.is_weight and not is_saved else 0.0)
-        return of_way[way] + self._to(has.first) + (0.0 if has.is_weight else self._from(has.second))
+            return of_way[way]
+        return of_way[way] + self._to(has.first) + (self._from_weight if has.is_weight else self._from)(has.second)
 
     def _gradient_of_second(self, way: Way, of_way: Mapping[Way, float]) -> float:
         has = self._operands

@@ -156,7 +156,9 @@ std::optional<Tensors> find_parts(const Action& action, const RecipeCall& call, 
 std::optional<Results> compute(const Action& action, const RecipeCall& call, torch::jit::Stack& arguments, bool records) {
   const ScalarType fast = at::autocast::get_autocast_dtype(call.device);
   if (action.kind == Action::Kind::kRecorded) {
-    const Tensor result = record({call.handle, arguments, action.weight, action.constants, fast});
+    const Tensor result = record(
+        {call.handle, arguments, action.weight, action.constants,
+         {fast, call.device, call.has_only_autograd, region_of(call.device), call.is_capturing}});
     return result.defined() ? std::optional(Results{result}) : std::nullopt;
   }
   if (action.kind == Action::Kind::kOperator) {

@@ -104,7 +104,10 @@ class Kernel final : public c10::OperatorKernel {
       }
     }
     const DeviceRegion& region = region_of(device_);
-    const Policy policy = this->policy(region);
+    Policy policy = this->policy(region);
+    if (policy == Policy::kNone && is_composed_ && argument(stack, 0).toTensor().is_nested()) {
+      policy = Policy::kLowerPrecisionFp;  // for nested tensors it calls ops without the dispatcher, so autocast would miss their inputs
+    }
     if (policy == Policy::kNone) {
       // Skip autograd's kernel where casts of weights may be cached: below it, views of weights do not know their base, so autocast would
       // not find their casts.

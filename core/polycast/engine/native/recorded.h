@@ -1,5 +1,5 @@
 // Autograd functions for matmuls and convolutions in float32, and for fused attention: engine/fastest/autograd_functions.py and attention.py, in
-// C++. They save activations in the fast dtype, and the weight itself.
+// C++. They save the casts of the operands, so that either may be written before the backward.
 
 #pragma once
 
@@ -21,7 +21,9 @@ struct RecordedCall {
   torch::jit::Stack& arguments;
   size_t second;                            // of a matmul or convolution, the position of the weight, or of the second matrix
   const std::vector<c10::IValue>& dtypes;  // of an attention, those to compute the forward and the backward in
-  ScalarType fast;
+  const CastSpec spec;                      // to the fast dtype
+  Tensor cast = {};                         // of the second operand, if the backward needs it
+  const ScalarType fast = spec.dtype;
 };
 
 // Runs a backward: autocast is off, and so is autograd unless it records the backward. Holds the saved tensors.
@@ -46,7 +48,7 @@ class RecordedProduct : public torch::autograd::Function<RecordedProduct> {
  public:
   static constexpr bool is_traceable = true;  // by compiled autograd
 
-  // Compute a call. `first` and `second` are what is saved.
+  // Compute a call. `first` is a cast if it is saved, and `second` a cast or a weight.
   static Tensor forward(
       Context* context, const RecordedCall& call, const Tensor& first, const Tensor& second, const std::optional<Tensor>& bias) {
     torch::jit::Stack& arguments = call.arguments;
@@ -55,7 +57,7 @@ class RecordedProduct : public torch::autograd::Function<RecordedProduct> {
     const bool is_convolution = kind == kConvolution;
     context->set_materialize_grads(false);
     context->save_for_backward(
-        {is_convolution || second.requires_grad() ? first : Tensor(), is_convolution || first.requires_grad() ? second : Tensor()});
+        {is_convolution || second.requires_grad() ? first : Tensor(), call.cast});
     auto& data = context->saved_data;
     data["kind"] = static_cast<int64_t>(kind);
     if (bias) {
@@ -238,12 +240,13 @@ class FusedAttention : public torch::autograd::Function<FusedAttention> {
     const bool rounds = std::any_of(
         call.dtypes.begin(), call.dtypes.end(), [&](const c10::IValue& each) { return each.toScalarType() == call.fast; });
     const Tensor rounded = rounds ? converted(mask, call.fast) : mask;
-    return rounded.is_inference() ? rounded.clone() : rounded;  // autograd saves no inference tensors
+    // autograd saves no inference tensors, and torch saves a converted mask: this one may change
+    return rounded.is_inference() || rounded.scalar_type() != call.fast ? rounded.clone() : rounded;
   }
 };
 
 // Compute a call that autograd records; return an undefined tensor if Python has to be asked.
-Tensor record(const RecordedCall& call) {
+Tensor record(RecordedCall call) {
   if (call.arguments.size() == FusedAttention::kCount) {
     return FusedAttention::record(call);
   }
@@ -257,8 +260,11 @@ Tensor record(const RecordedCall& call) {
   if (is_convolution || second.requires_grad()) {
     first = first.to(call.fast);
   }
-  if ((is_convolution || first.requires_grad()) && weight_of(second) == nullptr) {
-    second = second.to(call.fast);
+  if (is_convolution || first.requires_grad()) {
+    call.cast = call.spec.applies_to(second) ? cast(second, call.spec) : second;
+    if (weight_of(second) == nullptr) {
+      second = call.cast;  // the gradient of a weight keeps the weight's dtype
+    }
   }
   return RecordedProduct::apply(call, first, second, bias);
 }

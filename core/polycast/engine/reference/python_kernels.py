@@ -110,6 +110,9 @@ class _Kernel:
             policy = (
                 self._machine.policy(self._name, self._device_type, self._policy) if is_on else CastPolicy.PASSTHROUGH
             )
+        if policy is None and self._device_keys is not None and args[0].is_nested:
+            # For nested tensors it calls ops without the dispatcher, so autocast would miss their inputs.
+            policy = CastPolicy.LOWER_PRECISION_FP
         # As if there were no kernel here: the ops that this one is made of are autocast.
         if policy is None and self._below is not None:
             skips_autograd = self._device_keys is not None and self._is_plain(args, kwargs)
