@@ -211,6 +211,7 @@ MAY_NAME_A_DEVICE = {
     "observer/rerun.py": "the generator of the host's random numbers",
     "precision/runs.py": "torch's default device is thread-local",
     "profiling/operands.py": "the numbers are drawn on the host",
+    "profiling/stopwatch.py": "the load of the host's processors",
     "region/recording_scaler.py": "the default of torch.amp.GradScaler; values in host memory are read without waiting",
     "region/unfused.py": "ops that torch fuses on the CPU only",
     "torch_internals/dispatcher.py": "the fallback for torch's list of devices",

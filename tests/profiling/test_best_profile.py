@@ -14,7 +14,7 @@ def test_a_noisy_profile_is_kept_with_a_message_until_a_better_one_is_measured(n
     vars(measured).update(noise)
     first = polycast.profile("cpu")
     assert first.is_noisy
-    why = "repeated times differ" if measured.noisy else "other processes took 31% of the processors' time"
+    why = "repeated times differ" if measured.noisy else "other processes or a limit took 31% of the processors' time"
     assert (
         f"polycast: the measurement is noisy ({why}), so the times will be used until you measure again while the "
         "machine is idle: polycast profile cpu --refresh. Or set POLYCAST_PROFILE to a profile from --output.\n"
@@ -34,10 +34,10 @@ def test_the_least_noisy_profile_is_kept(measured, kept, capsys):
         assert polycast.profile("cpu", refresh=True).date == f"2026-05-0{date} 09:30 UTC"
         forget()
         assert find("cpu").date == f"2026-05-0{date} 09:30 UTC"
-    assert (
-        "(other processes took 20% of the processors' time), so the profile of 2026-05-04 09:30 UTC will be used"
-        in (capsys.readouterr().err)
+    said = (
+        "took 20% of the processors' time), so the profile of 2026-05-04 09:30 UTC will be used until you measure again"
     )
+    assert said in capsys.readouterr().err
 
 
 def test_a_process_that_waits_for_another_one_says_so(measured, kept, monkeypatch, capsys):

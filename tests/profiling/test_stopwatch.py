@@ -103,4 +103,8 @@ def test_the_load_of_others_is_the_processor_time_that_this_process_does_not_get
     monkeypatch.setattr(time, "monotonic", lambda: float(next(now)))
     spent = iter((7.0, 7.0 + 2 * processors))
     monkeypatch.setattr(time, "process_time", lambda: next(spent))
-    assert stopwatch.load_of_others() == pytest.approx(expected)
+    devices = set()
+    monkeypatch.setattr(torch, "empty_like", lambda x: devices.add(x.device.type))
+    with torch.device("meta"):  # a default device that computes nothing
+        assert stopwatch.load_of_others() == pytest.approx(expected)
+    assert devices == {"cpu"}

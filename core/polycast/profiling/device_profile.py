@@ -45,7 +45,7 @@ class DeviceProfile:
         measurements: the times.
         bandwidth: the rate at which memory is read, in bytes/s; 0 if it is unknown.
         omissions: what was not measured, and why.
-        other_load: the part of the processors' time that other processes took while it was measured.
+        other_load: the part of the processors' time that other processes, or a limit, took while it was measured.
         date: when it was measured, such as ``"2026-05-01 09:30 UTC"``; empty if it was not.
     """
 

@@ -203,7 +203,7 @@ def _better(measured: DeviceProfile, kept: DeviceProfile | None) -> DeviceProfil
     used = "the times" if better is measured else f"the profile of {better.date}"
     is_busy = measured.other_load > BUSY
     why = (
-        f"other processes took {measured.other_load:.0%} of the processors' time"
+        f"other processes or a limit took {measured.other_load:.0%} of the processors' time"
         if is_busy
         else "repeated times differ"
     )

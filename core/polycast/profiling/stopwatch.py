@@ -128,11 +128,11 @@ def _involuntary_switches() -> int:
 
 
 def load_of_others() -> float:
-    """Return the part of the processors' time that other processes took while all of torch's threads computed.
+    """Return the part of the processors' time that other processes or a limit took while all threads of torch computed.
 
-    It is the processor time of this process in the time that passed. 0 to 1; up to 0.05 on an idle machine.
+    It compares the processor time of this process with the time that passed. 0 to 1; up to 0.05 on an idle machine.
     """
-    x = torch.full((torch.get_num_threads() * _ELEMENTS_OF_THREAD,), 1.5)
+    x = torch.full((torch.get_num_threads() * _ELEMENTS_OF_THREAD,), 1.5, device="cpu")
     result = torch.empty_like(x)
     wall, processor = time.monotonic(), time.process_time()
     while time.monotonic() - wall < _LOAD_SECONDS:
