@@ -1,5 +1,7 @@
 """Dispatch modes of the program, which see casts, and may write weights."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -102,3 +104,76 @@ def test_what_a_mode_returns_in_place_of_a_cast_is_used_once(replace):
                 replaced = torch.mm(replace(X), weight)
                 assert type(replaced) is (Wrapped if replace is Wrapped else torch.Tensor)
         assert torch.equal(torch.mm(X, weight), torch.mm(X, weight.detach().bfloat16()))
+
+
+class Writes(TorchDispatchMode):
+    """Writes in its handler of neg, where torch counts no versions."""
+
+    def __init__(self, write):
+        super().__init__()
+        self.write = write
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.neg.default:
+            self.write()
+        return result
+
+
+WRITES = {
+    "in place": lambda weight: weight.mul_(2),
+    "out=": lambda weight: torch.mul(weight.detach(), 2, out=weight.detach()),
+    "foreach": lambda weight: torch._foreach_mul_([weight], 2),
+    "a view": lambda weight: weight.detach().view(-1).mul_(2),
+    "data": lambda weight: weight.data.mul_(2),
+}
+REGIONS = {
+    "plain": lambda: {},
+    "cache": lambda: {"cache": polycast.WeightCache()},
+    "recipe": lambda: {"recipe": polycast.Int8(min_size=1)},
+}
+
+
+@pytest.mark.usefixtures("int8_kernels")
+@pytest.mark.parametrize("thread", [False, True], ids=["", "on another thread"])
+@pytest.mark.parametrize("settings", REGIONS.values(), ids=REGIONS)
+def test_a_write_in_the_handler_of_a_mode_is_seen(settings, thread):
+    """torch's regions keep casts of weights that require grad, whatever is written, and no others."""
+    for name, write in WRITES.items():
+        check_write(name, write, settings(), thread)
+
+
+def check_write(name, write, settings, thread):
+    weight = parameter(requires_grad=False)
+    mode = Writes(lambda: write(weight))
+
+    def product():
+        with polycast.autocast("cpu", **settings):
+            return torch.mm(X, weight).float()
+
+    with ThreadPoolExecutor(1) as other, torch.no_grad(), polycast.autocast("cpu"):
+        call = (
+            (lambda function: other.submit(torch.no_grad()(function)).result())
+            if thread
+            else (lambda function: function())
+        )
+        before = [product() for _ in range(3)][-1]
+        call(mode.__enter__)
+        again = product() if thread else before
+        assert torch.equal(again, before)
+        call(lambda: torch.neg(X))
+        if thread:
+            assert torch.allclose(product(), 2 * before), name
+        call(lambda: mode.__exit__(None, None, None))
+        assert torch.allclose(product(), 2 * before), name
+
+
+def test_a_mode_that_writes_nothing_drops_no_casts(engine):
+    weight, cache = parameter(), polycast.WeightCache()
+    for _ in range(2):
+        with torch.no_grad(), polycast.autocast("cpu", cache=cache):
+            torch.mm(X, weight)
+        with Writes(lambda: None):
+            torch.neg(X)
+            torch.ones(4).mul_(2)
+    assert cache.stats().hits == (engine == "native")  # Python does not see what ops write

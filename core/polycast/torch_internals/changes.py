@@ -208,8 +208,8 @@ FEATURES = {
         outlives_uninstall=True,
     ),
     WRITES: Feature(
-        "Cached casts may be stale after writes through DLPack or with the version set back, and "
-        "torch.utils.swap_tensors refuses weights that have cached casts.",
+        "Cached casts may be stale after writes through DLPack, with the version set back, in dispatch modes or by "
+        "CUDA graphs, and torch.utils.swap_tensors refuses weights that have cached casts.",
         (
             Change(
                 "torch.autograd.grad_mode",
@@ -221,6 +221,19 @@ FEATURES = {
                 "torch.utils.dlpack",
                 ("torch.Tensor.__dlpack__", "torch.utils.dlpack.to_dlpack", "torch.to_dlpack"),
                 "engine.casts.unversioned_writes:export_aliases",
+            ),
+            Change(
+                "torch.utils._python_dispatch",
+                (
+                    "torch.utils._python_dispatch.TorchDispatchMode.__enter__",
+                    "torch.utils._python_dispatch.TorchDispatchMode.__exit__",
+                ),
+                "engine.casts.hidden_ops:watch_modes",
+            ),
+            Change(
+                "torch.cuda.graphs",
+                ("torch.*.*Graph.capture_begin", "torch.*.*Graph.capture_end", "torch.*.*Graph.replay"),
+                "engine.casts.hidden_ops:watch_graphs",
             ),
         ),
         outlives_uninstall=True,

@@ -2,7 +2,7 @@
 
 torch's fused optimizers write so, and collectives: the engines hook these ops. So do optimizers of other libraries,
 whose kernels take pointers: a hook of torch.optim runs after each step. See alias_hooks.h and alias_hooks.py for
-aliases of a weight's memory.
+aliases of a weight's memory, and hidden_ops.py for ops that run where torch counts no versions, or without Python.
 """
 
 import functools
@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ...torch_internals import changes
 from ...torch_internals.patcher import Patch, method_of
+from .hidden_ops import HiddenOps, tell_of_hidden_ops
 
 FUSED_OPTIMIZERS = tuple(
     f"aten::_fused_{name}_{overload}" for name in ("adagrad", "adam", "adamw", "sgd") for overload in ("", ".tensor_lr")
@@ -68,16 +69,19 @@ class WatchedWrites:
     Args:
         note_writes: is called with tensors that were written without a new version.
         forget: is called with tensors whose entries, and references to them, are to be dropped.
+        hidden_ops: is told of dispatch modes and graphs.
     """
 
     def __init__(
         self,
         note_writes: Callable[[Iterable[torch.Tensor]], None],
         forget: Callable[[Iterable[torch.Tensor]], None],
+        hidden_ops: HiddenOps,
     ) -> None:
         global _note_writes, _forget
         _note_writes, _forget = note_writes, forget
         self._handle: RemovableHandle = register_optimizer_step_post_hook(_after_step)
+        tell_of_hidden_ops(hidden_ops)
         changes.make(changes.WRITES)
         _clear_method_lists()
 
@@ -86,6 +90,7 @@ class WatchedWrites:
         global _note_writes, _forget
         self._handle.remove()
         changes.undo(changes.WRITES)
+        tell_of_hidden_ops(None)
         _clear_method_lists()
         _note_writes = _forget = _ignore
 

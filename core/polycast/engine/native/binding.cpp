@@ -11,11 +11,11 @@
 #include "forks.h"
 #include "methods.h"
 #include "observed.h"
+#include "recorded_writes.h"
 #include "regions.h"
 #include "registrations.h"
 #include "stored_entries.h"
 #include "user_store.h"
-#include "write_hooks.h"
 
 namespace {
 
@@ -31,6 +31,7 @@ void acquire_locks() {
   acquire(SharedCasts::index().mutex());
   acquire(PendingCollectives::instance().mutex());
   acquire(UnreliableCounters::instance().mutex());
+  acquire(CapturedWrites::mutex());
   acquire(InvalidationLog::instance().mutex());
   acquire(DeferredDestruction::queue().mutex());
 }
@@ -145,15 +146,51 @@ PyObject* unwatch_writes(PyObject*, PyObject*) {
   return Py_NewRef(Py_None);
 }
 
-// note_writes(tensors)
+// note_writes(tensors); of None, any tensor
 PyObject* note_writes(PyObject*, PyObject* tensors) {
   Storages written;
+  if (tensors == Py_None) {
+    const WithoutGil others_may_run;
+    InvalidationLog::instance().add_all();
+    for (const auto& store : all_stores()) {
+      store->clear();
+    }
+    return Py_NewRef(Py_None);
+  }
   for (const Tensor& tensor : convert_items(tensors, &tensor_of)) {
     if (tensor.has_storage()) {
       written.insert(storage_of(tensor));
     }
   }
+  CapturedWrites::note(written);
   invalidate(written);
+  return Py_NewRef(Py_None);
+}
+
+// enter_mode()
+PyObject* enter_mode(PyObject*, PyObject*) {
+  ModesOfThread::enter();
+  return Py_NewRef(Py_None);
+}
+
+// leave_mode()
+PyObject* leave_mode(PyObject*, PyObject*) {
+  ModesOfThread::leave();
+  return Py_NewRef(Py_None);
+}
+
+// begin_capture() -> a GraphCapture
+PyObject* begin_capture(PyObject*, PyObject*) { return Holder<GraphCapture>::wrap(std::make_shared<GraphCapture>()); }
+
+PyObject* make_capture(PyTypeObject*, PyObject*, PyObject*) { return begin_capture(nullptr, nullptr); }
+
+PyObject* capture_end(PyObject* self, PyObject*) {
+  Holder<GraphCapture>::unwrap(self)->end();
+  return Py_NewRef(Py_None);
+}
+
+PyObject* capture_note_replay(PyObject* self, PyObject*) {
+  Holder<GraphCapture>::unwrap(self)->note_replay();
   return Py_NewRef(Py_None);
 }
 
@@ -235,7 +272,10 @@ PyMethodDef functions[] = {
     {"region_methods", &raising<&region_methods>, METH_VARARGS, "Return __init__, __enter__ and __exit__."},
     {"watch_writes", &raising<&watch_writes>, METH_VARARGS, "Install the hooks that see writes without a version."},
     {"unwatch_writes", &raising<&unwatch_writes>, METH_NOARGS, "Remove these hooks."},
-    {"note_writes", &raising<&note_writes>, METH_O, "Drop what is cached of tensors that were written."},
+    {"note_writes", &raising<&note_writes>, METH_O, "Drop what is cached of tensors that were written; None: of all."},
+    {"enter_mode", &raising<&enter_mode>, METH_NOARGS, "Watch the writes of this thread's dispatch modes from now on."},
+    {"leave_mode", &raising<&leave_mode>, METH_NOARGS, "Note that this thread has left a dispatch mode."},
+    {"begin_capture", &raising<&begin_capture>, METH_NOARGS, "Note what is written while a graph is captured."},
     {"forget", &raising<&forget>, METH_O, "Drop the entries of weights and the references to them."},
     {"prepacked", &raising<&prepacked>, METH_VARARGS, "Return a prepacked weight, None if it cannot be prepacked, or the number of the reason why it cannot be cached."},
     {"forget_actions", &raising<&forget_actions>, METH_NOARGS, "Drop the actions that are kept for calls by a recipe, and the resolved settings of regions, on all threads."},
@@ -249,6 +289,11 @@ PyMethodDef store_methods[] = {
     {"statistics", &raising<&store_statistics>, METH_NOARGS, "Return its statistics."},
     {"entries", &raising<&store_entries>, METH_NOARGS, "Return its valid entries."},
     {"adopt", &raising<&store_adopt>, METH_VARARGS, "Add an entry that was made earlier; return whether it was added."},
+    {nullptr, nullptr, 0, nullptr}};
+
+PyMethodDef capture_methods[] = {
+    {"end", &raising<&capture_end>, METH_NOARGS, "Note that the capture has ended."},
+    {"note_replay", &raising<&capture_note_replay>, METH_NOARGS, "Drop what is cached of the weights that a replay writes."},
     {nullptr, nullptr, 0, nullptr}};
 
 PyMethodDef registrations_methods[] = {
@@ -268,6 +313,7 @@ PyMODINIT_FUNC PyInit_polycast_native() {
   PyObject* const module = PyModule_Create(&definition);
   if (module == nullptr || !add_class<const Override, &make_override>(module, "polycast_native.Override", no_methods) ||
       !add_class<UserStore, &make_store>(module, "polycast_native.UserStore", store_methods) ||
+      !add_class<GraphCapture, &make_capture>(module, "polycast_native.GraphCapture", capture_methods) ||
       !add_class<KernelRegistrations, &make_registrations>(module, "polycast_native.KernelRegistrations", registrations_methods)) {
     Py_XDECREF(module);
     return nullptr;

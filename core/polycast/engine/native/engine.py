@@ -164,7 +164,7 @@ class NativeEngine:
         """Watch for writes to weights that do not increment the version."""
         if self._watched is None:
             self._extension.watch_writes(FUSED_OPTIMIZERS, COLLECTIVES)
-            self._watched = WatchedWrites(self._extension.note_writes, self._extension.forget)
+            self._watched = WatchedWrites(self._extension.note_writes, self._extension.forget, self._extension)
 
     def unwatch_writes(self) -> None:
         """Undo :meth:`watch_writes`."""

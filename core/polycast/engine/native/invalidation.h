@@ -110,6 +110,69 @@ class PendingCollectives {
   Pending pending_;
 };
 
+// The storages that were written while a device's graph was captured, which each replay writes again.
+class CapturedWrites {
+ public:
+  ~CapturedWrites() { end(); }
+
+  void begin() {
+    std::lock_guard<std::mutex> lock(mutex());
+    captures().push_back(this);
+    any_.store(true, std::memory_order_release);
+  }
+
+  void end() {
+    std::lock_guard<std::mutex> lock(mutex());
+    std::erase(captures(), this);
+    any_.store(!captures().empty(), std::memory_order_release);
+    for (auto it = storages_.begin(); it != storages_.end();) {
+      it = it->second.expired() ? storages_.erase(it) : std::next(it);
+    }
+  }
+
+  static bool are_noted() { return any_.load(std::memory_order_acquire); }
+
+  // Note storages that are alive, for all graphs that are being captured, on whichever thread.
+  static void note(const Storages& written) {
+    if (!are_noted()) {
+      return;
+    }
+    std::lock_guard<std::mutex> lock(mutex());
+    for (CapturedWrites* const capture : captures()) {
+      for (const StorageImpl* const storage : written) {
+        capture->storages_.emplace(storage, weak_reference(storage));
+      }
+    }
+  }
+
+  // Return those of which something may be cached.
+  Storages cached_storages() {
+    std::lock_guard<std::mutex> lock(mutex());
+    Storages alive;
+    for (const auto& [storage, reference] : storages_) {
+      if (!reference.expired() && count_weak_references(storage) > 2) {  // this one, and one of something that is cached
+        alive.insert(storage);
+      }
+    }
+    return alive;
+  }
+
+  static std::mutex& mutex() {
+    static auto* const only = new std::mutex();
+    return *only;
+  }
+
+ private:
+  static std::vector<CapturedWrites*>& captures() {
+    static auto* const only = new std::vector<CapturedWrites*>();
+    return *only;
+  }
+
+  static inline std::atomic<bool> any_{false};
+
+  ska::flat_hash_map<const StorageImpl*, c10::weak_intrusive_ptr<StorageImpl>> storages_;
+};
+
 // Defined in user_store.h.
 void invalidate_user_stores(const Storages& written);
 
@@ -144,11 +207,18 @@ class PrepackGuard {
   const StorageImpl* const storage_;
 };
 
-// Drop what is cached of a tensor's memory, which was just exposed to code that may write it. Nothing is cached of a storage
-// without weak references, since a VersionStamp has one.
+// Return whether something may be cached of a storage: a VersionStamp has a weak reference to it.
+bool may_be_cached(const StorageImpl* storage) { return count_weak_references(storage) > 1; }
+
+// Drop what is cached of a tensor's memory, which was just exposed to code that may write it.
 void invalidate_alias(const Tensor& tensor) {
-  if (tensor.defined() && tensor.has_storage() && count_weak_references(storage_of(tensor)) > 1 &&
-      !PrepackGuard::covers(storage_of(tensor))) {
+  if (!tensor.defined() || !tensor.has_storage() || PrepackGuard::covers(storage_of(tensor))) {
+    return;
+  }
+  if (C10_UNLIKELY(CapturedWrites::are_noted())) {
+    CapturedWrites::note({storage_of(tensor)});
+  }
+  if (may_be_cached(storage_of(tensor))) {
     invalidate({storage_of(tensor)});
   }
 }

@@ -35,6 +35,7 @@ class WriteHook final : public c10::OperatorKernel {
         collect_storages((*stack)[stack->size() - arguments.size() + i], written);
       }
     }
+    CapturedWrites::note(written);
     try {
       handle.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, DispatchKey::ADInplaceOrView), stack);
     } catch (...) {  // it may have written some of them

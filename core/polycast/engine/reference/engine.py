@@ -18,6 +18,7 @@ from ...torch_internals.dispatcher import (
 )
 from ..casts.unversioned_writes import COLLECTIVES, FUSED_OPTIMIZERS, WatchedWrites
 from ..kernels import Kernels
+from . import invalidation
 from .invalidation import forget, note_writes
 from .python_kernels import PythonKernels
 from .rules import tensors_in
@@ -45,7 +46,7 @@ class ReferenceEngine(PythonStateMachine):
         """Watch for writes to weights that do not increment the version."""
         if self._watched is None:
             changes.make(changes.ALIASES)
-            self._watched = WatchedWrites(note_writes, forget)
+            self._watched = WatchedWrites(note_writes, forget, invalidation)
             below = keys_below(_VERSIONING_KEY)
             for name in (*FUSED_OPTIMIZERS, *COLLECTIVES):
                 op = find_op(name)

@@ -24,6 +24,9 @@ class Invalidated(Protocol):
     def invalidate(self, storages: Set[int]) -> None:
         """Drop the casts of weights in storages that were written."""
 
+    def invalidate_all(self) -> None:
+        """Drop all casts but those that torch would keep, whatever is written."""
+
     def forget(self, weight: torch.Tensor) -> None:
         """Drop the entries of a weight, and the reference to it."""
 
@@ -34,6 +37,10 @@ _pending: dict[int, StorageWeakRef] = {}
 """The storages that a collective may still write, by identity."""
 _tracked: set[int] = set()
 """The storages of weights that were cast, by identity. Some of the casts may be gone."""
+
+
+_modes = 0
+"""The number of dispatch modes that threads are in."""
 
 
 class _Thread(threading.local):
@@ -93,13 +100,41 @@ def note_alias(tensor: torch.Tensor) -> None:
                 note_writes([tensor])
 
 
-def note_writes(tensors: Iterable[torch.Tensor], *, is_pending: bool = False) -> None:
+def enter_mode() -> None:
+    """Cache no casts, but those that torch would, until a dispatch mode is left: it may write any weight."""
+    global _modes
+    with _lock:
+        _modes += 1
+    note_writes(None)
+
+
+def leave_mode() -> None:
+    """Note that a dispatch mode was left, perhaps one that was entered before this was called for modes."""
+    global _modes
+    with _lock:
+        _modes = max(0, _modes - 1)
+
+
+def modes_may_write() -> bool:
+    """Return whether a thread is in a dispatch mode."""
+    return _modes > 0
+
+
+def begin_capture() -> None:
+    """Return None: Python does not see what ops write. So each replay drops all casts."""
+
+
+def note_writes(tensors: Iterable[torch.Tensor] | None, *, is_pending: bool = False) -> None:
     """Drop the casts of weights that were written without a new version.
 
     Args:
-        tensors: the weights, or tensors on their memory.
+        tensors: the weights, or tensors on their memory; None if any weight may have been written.
         is_pending: whether the writes may go on. Then no casts are cached until the storages are freed.
     """
+    if tensors is None:
+        for store in all_stores():
+            store.invalidate_all()
+        return
     written = {
         storage._cdata: StorageWeakRef(storage)  # type: ignore[no-untyped-call]
         for storage in (TensorBase.untyped_storage(tensor) for tensor in tensors if tensor.layout is torch.strided)

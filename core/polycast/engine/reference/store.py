@@ -15,7 +15,7 @@ from ..casts.cast_cache import EntryKind, StoredEntry
 from ..casts.not_prepacked import NO_ROOM, VIEWS_ARE_FULL, WRITTEN_UNSEEN
 from ..casts.weights import STALE, Source, TensorBase, has_other_holders, storages_are_rewritten, weight_of
 from .byte_budget import ByteBudget, Key
-from .invalidation import add_store, all_stores, may_be_written, prepack_guard, track
+from .invalidation import add_store, all_stores, may_be_written, modes_may_write, prepack_guard, track
 from .store_entry import Entry, Prepacked, version_stamp
 
 
@@ -183,7 +183,7 @@ class PythonStore:
             return False
         if self._of_region:
             return sees_all_writes or (self._as_torch(source) and not (has_others and storages_are_rewritten()))
-        return not has_others
+        return not (has_others or modes_may_write())
 
     def _find(self, key: Key, source: Source) -> Entry | None:
         entry = self._entries.get(key)
@@ -253,6 +253,15 @@ class PythonStore:
             self._drops += 1
         del dropped
 
+    def invalidate_all(self) -> None:
+        """Drop all casts but those that torch would keep, whatever is written: a region keeps them as such."""
+        with self._lock:
+            for key, entry in [*_items(self._entries), *_items(self._with_history)]:
+                entry.sees_all_writes = False
+                if not self._of_region:
+                    self._erase(key)
+            self._drops += 1
+
     def forget(self, weight: torch.Tensor) -> None:
         """Drop the entries of a weight, and the reference to it."""
         with self._lock:
@@ -309,8 +318,8 @@ def _is_plain(cast: torch.Tensor, dtype: torch.dtype) -> bool:
 
 
 def _sees_all_writes(source: Source) -> bool:
-    """Return whether nothing else holds a weight's memory, and it is not that of an array."""
-    if has_other_holders(source.tensor, source.holders):
+    """Return whether nothing else holds a weight's memory, it is not that of an array, and no mode may write it."""
+    if has_other_holders(source.tensor, source.holders) or modes_may_write():
         return False
     return not source.tensor.is_cpu or bool(TensorBase.untyped_storage(source.tensor).resizable())
 

@@ -55,6 +55,14 @@ const StorageImpl* storage_of(const Tensor& tensor) {
   return tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
 }
 
+// Return a weak reference to a storage that is alive.
+c10::weak_intrusive_ptr<StorageImpl> weak_reference(const StorageImpl* storage) {
+  auto borrowed = c10::intrusive_ptr<StorageImpl>::reclaim(const_cast<StorageImpl*>(storage));
+  c10::weak_intrusive_ptr<StorageImpl> reference(borrowed);
+  borrowed.release();
+  return reference;
+}
+
 // Return a storage's weak reference count, in which all strong references together count as one.
 size_t count_weak_references(const StorageImpl* storage) {
   auto borrowed = c10::intrusive_ptr<StorageImpl>::reclaim(const_cast<StorageImpl*>(storage));

@@ -107,6 +107,7 @@ enum class Holders : uint8_t { kNone, kVersioned, kUnversioned };
 //   either of these during the cast                         the stamp is taken before
 //   another tensor at the address of a dead weight          the weak references
 //   ops that write and count no version                     write_hooks.h
+//   ops in a dispatch mode's handler or a device's graph    recorded_writes.h
 //   memory that another process writes                      is_shared(): the cast is not cached
 //   others that hold the memory during the cast             holders(): not cached where their writes are not seen
 //   an alias made later: .data, NumPy, DLPack, a pointer    alias_hooks.h: the alias drops the cast
