@@ -89,6 +89,41 @@ def test_a_captured_graph_sees_later_updates_of_the_weights(cache):
     assert torch.equal(captured, expected)
 
 
+@pytest.mark.parametrize("part", ["step", "callable"])
+def test_casts_in_a_cache_are_fresh_while_graphs_train(part):
+    """The graph is of a whole training step, or of the forward and backward of a callable."""
+    net, x, cache = model(), inputs(), polycast.WeightCache()
+    if part == "callable":
+        torch.cuda.make_graphed_callables(net, (x,))  # replaces its forward
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+
+    def step():
+        optimizer.zero_grad(set_to_none=False)
+        with polycast.autocast("cuda", enabled=part == "step"):
+            loss = net(x).float().square().mean()
+        loss.backward()
+        optimizer.step()
+
+    if part == "step":
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            step(), step()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            step()
+    for _ in range(3):
+        graph.replay() if part == "step" else step()
+        with torch.no_grad():
+            with polycast.autocast("cuda", cache_enabled=False):
+                expected = net[0](x)
+            for _ in range(2):
+                with polycast.autocast("cuda", cache=cache):
+                    assert torch.equal(net[0](x), expected)
+    assert cache.stats().hits >= 2
+
+
 def test_regions_on_several_streams_give_the_same_bits():
     net, x = model(), inputs()
     with torch.no_grad(), polycast.autocast("cuda"):
