@@ -282,3 +282,29 @@ def test_inputs_in_a_graph_stay_in_it(engine):
     x = torch.randn(2, 4, requires_grad=True) * 1
     explained = polycast.explain(model, (x,), device_type="cpu")
     assert "Linear" in str(explained)
+
+
+class Holding(nn.Module):
+    """Has weights that `parameters` does not list and, if told, an alias of one that it does."""
+
+    def __init__(self, has_alias):
+        super().__init__()
+        captured = torch.randn(16, 16, requires_grad=True)
+        self.listed, self.captured = nn.Parameter(torch.randn(16, 16)), lambda x: x @ captured
+        self.unlisted = [nn.Parameter(torch.randn(16, 16), requires_grad=False)]
+        self.plain = torch.randn(16, 16, requires_grad=True)
+        self.register_buffer("alias", self.listed.detach() if has_alias else None)
+
+    def forward(self, x):
+        return self.captured(x @ self.listed @ self.unlisted[0] @ self.plain)
+
+
+def test_explaining_a_model_drops_no_casts_from_a_cache(x, engine):
+    model = Holding(has_alias=engine == "native")  # the reference engine caches none beside it
+    cache = polycast.WeightCache()
+    with torch.no_grad(), polycast.autocast("cpu", cache=cache):
+        model(x)
+        (explained,) = polycast.explain(model, x).modules
+        model(x)
+    assert explained.compute == {"bfloat16": 4}
+    assert (cache.stats().misses, cache.stats().hits) == (4, 4)

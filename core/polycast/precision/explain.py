@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
 
 from ..engine.recipes.recipe_listeners import listeners as recipe_listeners
 from ..plugins.registry import get_backend
@@ -30,6 +31,7 @@ from .values import tensors_in
 
 _MOVES = ("aten::_to_copy", "aten::copy_", "aten::clone", "aten::detach", "aten::empty_like")
 """Ops that compute nothing."""
+_PLAIN = torch.Tensor, nn.Parameter
 
 
 @overload
@@ -151,10 +153,11 @@ def _explain_model(
     modules = given.for_device(region.device).modules
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     faking = _Faking(mode, device)
-    fakes = {id(each): faking.fake(each) for each in (*model.parameters(), *model.buffers(), *arguments)}
+    held = [tensor for _, tensor in tensors_in([vars(module) for module in model.modules()])]
+    fakes = {id(each): faking.fake(each) for each in (*held, *arguments)}
     copied, args, kwargs = _copied((model, call.args, dict(call.kwargs)), fakes, faking)
     with apply_policy(copied, Policy(modules=modules)):
-        calls = _Calls(copied)
+        calls = _Calls(copied, faking)
         with ExitStack() as stack:
             stack.enter_context(region)
             stack.enter_context(watched(copied, in_this_thread(calls)))
@@ -167,19 +170,25 @@ def _explain_model(
 
 
 class _Faking(TorchFunctionMode):
-    """Makes fake tensors of the tensors that deepcopy refuses, those of a graph, such as old weight norm's weights."""
+    """Makes fake tensors, also in place of those that deepcopy copies, or refuses because they are of a graph."""
 
     def __init__(self, mode: Any, device_type: str) -> None:
         super().__init__()
         self._mode, self._device = mode, torch.device(device_type)
+        self._made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def fake(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a fake tensor; of a tensor on meta, one on the device.
+        """Return the fake tensor of a tensor; of one on meta, one on the device.
 
         torch's conversion reads the storage. After that a WeightCache could miss writes to a weight, and drops its
         casts.
         """
-        if type(tensor) is not nn.Parameter or tensor.layout is not torch.strided or tensor.is_nested:
+        if id(tensor) not in self._made:
+            self._made[id(tensor)] = tensor, self._make(tensor)
+        return self._made[id(tensor)][1]
+
+    def _make(self, tensor: torch.Tensor) -> torch.Tensor:
+        if type(tensor) not in _PLAIN or tensor.layout is not torch.strided or tensor.is_nested:
             converted: torch.Tensor = self._mode.from_tensor(tensor)
             if not converted.is_meta:
                 return converted
@@ -188,10 +197,14 @@ class _Faking(TorchFunctionMode):
             made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
         if isinstance(tensor, nn.Parameter):
             return nn.Parameter(made, tensor.requires_grad)
-        return made.requires_grad_(tensor.requires_grad)
+        made.requires_grad_(tensor.requires_grad)
+        if tensor.is_leaf:
+            return made
+        with self._mode, torch.enable_grad():
+            return made.clone()  # which may be written in place
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.Tensor.__deepcopy__ and not args[0].is_leaf:
+        if func is torch.Tensor.__deepcopy__:
             return self.fake(args[0])
         return func(*args, **(kwargs or {}))
 
@@ -221,8 +234,9 @@ def _run(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Non
 class _Calls(DispatchMode):  # type: ignore[misc]
     """Records the calls of a model's modules, and the ops in each; a watcher of modules and a mode below autocast."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, faking: _Faking) -> None:
         super().__init__()
+        self._faking = faking
         self._names = {module: name for name, module in model.named_modules()}
         self._rules = rules_of(model)
         self._open: list[_Module] = []
@@ -253,7 +267,8 @@ class _Calls(DispatchMode):  # type: ignore[misc]
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self._open and (what := _computes_in(op, args)) is not None:
             self._open[-1].compute[what] += 1
-        return op(*args, **(kwargs or {}))
+        args, kwargs = tree_map_only(_is_plain, self._faking.fake, (args, kwargs or {}))
+        return op(*args, **kwargs)
 
     def explanations(self) -> Iterator[ModuleExplanation]:
         """Yield the explanation of each module that ran ops, or has a rule of its own."""
@@ -279,6 +294,10 @@ class _Module:
         return ModuleExplanation(
             self.name, kind, self.calls, self.rule, weights, compute, tuple(self.output), self.declined
         )
+
+
+def _is_plain(value: Any) -> bool:
+    return type(value) in _PLAIN
 
 
 def _floating(tensors: Iterable[torch.Tensor]) -> Iterator[torch.dtype]:
