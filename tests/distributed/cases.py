@@ -128,6 +128,19 @@ def registered_method_of_the_root():
 
 
 @case
+def called_twice_in_a_region():
+    """Return the parameters without a gradient where the result of a first call was dropped."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+    for unit in (model[0], model[2], model):
+        fsdp.fully_shard(unit)
+    with polycast.autocast("cpu"):
+        model(torch.ones(4, 8))
+        y = model(torch.ones(4, 8))
+    y.sum().backward()
+    return [name for name, parameter in model.named_parameters() if parameter.grad is None]
+
+
+@case
 def recomputed():
     """Return the dtypes that a checkpointed unit receives in forward and in backward, with FSDP's policy and ours."""
     runs = []

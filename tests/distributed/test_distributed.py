@@ -101,6 +101,10 @@ def test_a_checkpointed_unit_receives_the_same_when_it_is_recomputed(results):
         pytest.skip(f"torch {torch.__version__}: FSDP2 casts no inputs in a recomputation that is not reentrant")
 
 
+def test_a_model_that_is_called_twice_in_a_region_trains(results):
+    assert results["called_twice_in_a_region"] == []
+
+
 @pytest.mark.parametrize("wrap", ["ddp", "fsdp2"])
 def test_a_checkpoint_is_recomputed_with_the_policies_of_the_forward(results, wrap):
     result = results["recomputed_with_policies"][wrap]
