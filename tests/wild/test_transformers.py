@@ -130,3 +130,19 @@ def test_a_program_generates_the_same_words_under_polycast_run(engine, tmp_path)
     assert found, summary
     assert "cpu bfloat16 3" in found[1]
     assert int(found[2]) > int(found[3]) > 0
+
+
+@pytest.mark.usefixtures("engine")
+def test_a_static_cache_holds_keys_of_norms_in_float32():
+    pytest.importorskip("transformers", minversion="5.24", reason="one dtype for keys and values: see docs/limits.md")
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "head_dim": 8}
+    config = transformers.Qwen3Config(**sizes, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2)
+    model = transformers.Qwen3ForCausalLM(config).bfloat16().eval()
+    polycast.apply_policy(model, polycast.Policy(modules={"**.k_norm": "fp32"}))
+    cache = transformers.StaticCache(config=config, max_cache_len=8)
+    with torch.no_grad(), polycast.autocast("cpu"):
+        for words in (torch.arange(4)[None], torch.tensor([[4]])):
+            model(words, cache=cache)
+    (layer,) = cache.layers
+    assert (layer.keys.dtype, layer.values.dtype) == (torch.float32, torch.bfloat16)
+    assert layer.keys[0, 0].any(dim=-1).tolist() == [True] * 5 + [False] * 3
