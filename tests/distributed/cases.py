@@ -10,7 +10,7 @@ import warnings
 import torch
 from torch import distributed, nn
 from torch.distributed import fsdp
-from training import name, recomputed_with_policies, sharded, training
+from training import called_twice_in_a_region, name, recomputed_with_policies, sharded, training
 
 import polycast
 from polycast.distributed import MixedPrecision, fully_shard
@@ -25,6 +25,7 @@ def case(function):
 
 case(training)
 case(recomputed_with_policies)
+case(called_twice_in_a_region)
 
 
 class Child(nn.Module):
@@ -125,19 +126,6 @@ def registered_method_of_the_root():
     y = model.generate(torch.ones(2, 100), scale=torch.ones(()))
     y.sum().backward()
     return [model.seen["c.generate"], name(y.dtype), name(model.layer.weight.grad.dtype)]
-
-
-@case
-def called_twice_in_a_region():
-    """Return the parameters without a gradient where the result of a first call was dropped."""
-    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
-    for unit in (model[0], model[2], model):
-        fsdp.fully_shard(unit)
-    with polycast.autocast("cpu"):
-        model(torch.ones(4, 8))
-        y = model(torch.ones(4, 8))
-    y.sum().backward()
-    return [name for name, parameter in model.named_parameters() if parameter.grad is None]
 
 
 @case

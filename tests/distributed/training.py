@@ -86,3 +86,13 @@ def recomputed_with_policies():
             "runs": [runs for _, _, runs in trained],
         }
     return results
+
+
+def called_twice_in_a_region():
+    """Return the parameters without a gradient where the result of a first call was dropped."""
+    model = sharded(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)))
+    with polycast.autocast("cpu"):
+        model(torch.ones(4, 8))
+        y = model(torch.ones(4, 8))
+    y.sum().backward()
+    return [key for key, parameter in model.named_parameters() if parameter.grad is None]
