@@ -65,6 +65,22 @@ def test_a_compiled_backward_is_traced_outside_of_regions_as_it_runs_in_eager_mo
     torch.testing.assert_close(found, gradient(Model()))
 
 
+@pytest.mark.parametrize(
+    "outside", [True, pytest.param(False, marks=pytest.mark.xfail(strict=True, raises=RuntimeError))]
+)
+def test_a_backward_of_a_region_in_the_code_runs_outside_of_regions(outside):
+    layer, x = nn.utils.parametrizations.weight_norm(nn.Linear(16, 16)), torch.randn(4, 16)
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def function(x):
+        with polycast.autocast("cpu", policy=POLICY):
+            return layer(x)
+
+    loss = function(x).sum()
+    with polycast.autocast("cpu", enabled=not outside):  # torch disables autocast only if it was on at compile time
+        loss.backward()
+
+
 def test_where_a_backward_is_configured_to_be_autocast_it_is():
     with torch._functorch.config.patch(backward_pass_autocast=[{"device_type": "cpu"}]):
         found = gradient(Model("fp32"), polycast.autocast("cpu"), "aot_eager")
