@@ -19,6 +19,7 @@ OPS = {
     "linear": (lambda x, w: F.linear(x, w), (48, 64), (40, 64)),
     "linear of few rows": (lambda x, w: F.linear(x, w), (4, 64), (40, 64)),
     "linear of batches": (lambda x, w: F.linear(x, w), (3, 16, 64), (40, 64)),
+    "linears that share a weight": (lambda x, w: F.linear(F.linear(x, w), w), (4, 64), (64, 64)),
     "mm": (lambda x, w: torch.mm(x, w), (48, 64), (64, 40)),
     "addmm": (lambda x, w: torch.addmm(x[0, :1], x, w), (48, 64), (64, 40)),
     "matmul of activations": (lambda x, w: torch.matmul(x, (w * 1).mT), (3, 48, 64), (3, 40, 64)),

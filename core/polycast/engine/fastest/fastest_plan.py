@@ -281,14 +281,14 @@ def _is_recorded(args: Sequence[Any]) -> bool:
 
 
 def _cached_cast(weight: torch.Tensor, dtype: torch.dtype, cache: CastCache | None) -> torch.Tensor:
-    """Return a weight's cast from the region's cache. For a view of the whole weight, return that view of the cast."""
+    """Return a weight's cast from the region. For a view of the whole weight, return that view of the cast."""
     if weight.dtype is dtype:
         return weight
     if cache is not None and not caching_is_safe():
         traced = cast_of_traced(weight, dtype, weight.device.type)
         return weight.to(dtype) if traced is None else traced
     parameter = parameter_of(weight)
-    if parameter is None or cache is None or not covers(weight, parameter) or not is_dense(parameter):
+    if parameter is None or not caching_is_safe() or not covers(weight, parameter) or not is_dense(parameter):
         return weight.to(dtype)
-    cast: torch.Tensor = torch.ops.polycast.cached_cast(parameter, dtype)
+    cast: torch.Tensor = torch.ops.polycast.cached_cast(parameter, dtype, -1)
     return cast if weight is parameter else cast.as_strided(weight.shape, weight.stride(), 0)

@@ -26,8 +26,13 @@ class CachedCastKernel final : public c10::OperatorKernel {
 
   Tensor operator()(const Tensor& weight, ScalarType dtype, int64_t cache) {
     const at::NoGradGuard no_history;
+    if (const DeviceRegion& region = region_of(device_); cache < 0 && region.innermost != nullptr && is_eligible(weight, device_) &&
+        cacheable_weight(weight, dtype, is_capturing_) == &weight && region.innermost != nullptr) {
+      SeenCast unseen;
+      return alias_of(cast_of_weight(weight, {dtype, device_, /*has_only_autograd=*/true, region, is_capturing_}, unseen));
+    }
     std::shared_ptr<UserStore> store;
-    if (cache != 0) {
+    if (cache > 0) {
       store = named_store(cache);
     } else if (UserStore* const of_region = region_of(device_).store; of_region != nullptr) {
       store = of_region->shared_from_this();

@@ -164,7 +164,10 @@ class _CachedCast:
         with torch.no_grad():
             if not caches or self._backend.is_capturing():
                 return weight.to(dtype)
-            found = cache_by_identity(cache) if cache else self._machine.innermost(self._backend.device_type)[1]
+            if cache < 0 and (cast_weight := self._machine.weight_caster(self._backend.device_type)) is not None:
+                cast = cast_weight(weight, weight, dtype)
+                return weight.to(dtype) if cast is None else cast.detach()
+            found = cache_by_identity(cache) if cache > 0 else self._machine.innermost(self._backend.device_type)[1]
             if found is None:
                 return weight.to(dtype)
             return found.store("reference", PythonStore).cast(Source(weight, weight), dtype)
