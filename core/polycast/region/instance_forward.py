@@ -64,8 +64,9 @@ class InstanceForward:
     def __setstate__(self, state: dict[str, Any]) -> None:
         is_put = state.pop(_IS_PUT)
         vars(self).update(state)
-        if is_put:  # pickle looks a bound method of the module, such as a wrapped forward, up by its name
-            vars(self.module)[FORWARD] = self
+        attributes = vars(self.module)
+        if is_put and self.kept_as not in attributes:  # the module is a copy, whose attributes are not there yet
+            attributes[FORWARD] = self  # which pickle finds in place of a bound method: it looks these up by name
 
     # The attributes of a bound method that others read.
 
