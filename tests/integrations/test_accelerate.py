@@ -76,7 +76,11 @@ def test_a_copy_of_a_prepared_model_computes_with_its_own_weights(modules, accel
         assert model(torch.ones(1, 8)) != 0
 
 
-COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda model: pickle.loads(pickle.dumps(model))}
+COPIES = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
+    "both": lambda model: pickle.loads(pickle.dumps(copy.deepcopy(model))),
+}
 
 
 def dtypes_in_a_region(model):

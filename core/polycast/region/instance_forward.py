@@ -40,10 +40,8 @@ class InstanceForward:
     def put(self) -> None:
         """Install this object as the forward of the module."""
         self.module.forward = self
-        attributes = vars(self.module)
-        attributes.setdefault(_REPLICATE, _refuse_replicas)
-        attributes[self.kept_as] = self
-        attributes[FORWARD] = attributes.pop(FORWARD)  # behind it, for __setstate__
+        vars(self.module).setdefault(_REPLICATE, _refuse_replicas)
+        self._keep_before_forward()
 
     def take_out(self) -> None:
         """Restore the forward before, unless somebody has wrapped this one since."""
@@ -64,9 +62,17 @@ class InstanceForward:
     def __setstate__(self, state: dict[str, Any]) -> None:
         is_put = state.pop(_IS_PUT)
         vars(self).update(state)
+        if is_put and self.kept_as not in vars(self.module):  # it is a copy, whose attributes are not there yet
+            self._keep_before_forward()
+
+    def _keep_before_forward(self) -> None:
+        """Put this object into the module twice, in the order in which it has to be unpickled.
+
+        Pickle looks a bound method, such as a wrapped forward, up by its name: it finds this object, if that is there.
+        """
         attributes = vars(self.module)
-        if is_put and self.kept_as not in attributes:  # the module is a copy, whose attributes are not there yet
-            attributes[FORWARD] = self  # which pickle finds in place of a bound method: it looks these up by name
+        attributes.pop(FORWARD, None)
+        attributes.update({self.kept_as: self, FORWARD: self})
 
     # The attributes of a bound method that others read.
 
