@@ -26,7 +26,7 @@ class RunOverrides:
     Args:
         policy: a policy for each outermost region.
         recipe: a recipe for each outermost region.
-        cache: a cache for each region that is entered under ``no_grad``.
+        cache: a cache for each region that is entered under ``no_grad``, also with ``cache_enabled=False``.
         wrap: device type and dtype of a region around each outermost call of a module.
         summary: stops counting when a region is entered after its time.
     """
@@ -45,6 +45,7 @@ class RunOverrides:
         self._policy = policy
         self.recipe = recipe
         self._regions: dict[tuple[str, torch.dtype | None], Iterator[int]] = {}
+        self._with_grad = itertools.count()
         self._override = functools.lru_cache(self._override_uncached)  # a program has few, and enters them often
 
     def apply(self, settings: Settings) -> Settings:
@@ -56,7 +57,9 @@ class RunOverrides:
         if self._summary is not None:
             self._summary.end_if_late()
         is_outermost = not state.machine.nesting(settings.device_type)
-        caches = self.cache is not None and settings.cache_enabled is not False and not torch.is_grad_enabled()
+        caches = self.cache is not None and not torch.is_grad_enabled()
+        if not caches and settings.enabled:
+            next(self._with_grad)
         return self._override(settings, is_outermost, caches)
 
     def _override_uncached(self, settings: Settings, is_outermost: bool, caches: bool) -> Settings:
@@ -65,12 +68,28 @@ class RunOverrides:
             backend = registry.find(settings.device_type)
             usable = None if self.recipe is None else usable_recipe(self.recipe, backend, settings.enabled)
             override = override_of(self._policy, settings.device_type, usable)
-        return settings._replace(cache=self.cache if caches else None, override=override)
+        if caches:
+            settings = settings._replace(cache=self.cache, cache_enabled=True)
+        return settings._replace(override=override)
 
     @property
     def dtypes(self) -> list[tuple[str, torch.dtype]]:
         """The device and fast dtype of each enabled region."""
         return [(device, dtype) for device, dtype in self._regions if dtype is not None]
+
+    def cache_summary(self) -> str:
+        """Return what the cache did and, without hits, why. Call it once: it advances a counter."""
+        assert self.cache is not None
+        stats, with_grad = self.cache.stats(), next(self._with_grad)
+        why = "no region cast a weight"
+        if with_grad:
+            why = (
+                f"{with_grad} region{'s' * (with_grad > 1)} entered with grad on; it is for those under torch.no_grad()"
+            )
+        elif stats.misses:
+            why = "each weight was cast once"
+        reason = "" if stats.hits else f" ({why})"
+        return f"weight cache: {stats.hits} hits{reason}, {stats.misses} misses, {stats.bytes / 2**20:.1f} MiB"
 
     def counts(self) -> dict[str, int]:
         """Return how many regions were entered, by device and dtype. Call it once: it advances the counters."""

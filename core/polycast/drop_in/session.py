@@ -91,8 +91,7 @@ def _summary(overrides: RunOverrides, recipe: "RecipeSummary | None") -> str:
     each = ", ".join(f"{name} {count}" for name, count in counts.items())
     parts = [f"polycast: {choose_engine().name} engine", f"{total} region{'s' * (total > 1)} ({each})"]
     if overrides.cache is not None:
-        stats = overrides.cache.stats()
-        parts.append(f"weight cache: {stats.hits} hits, {stats.misses} misses, {stats.bytes / 2**20:.1f} MiB")
+        parts.append(overrides.cache_summary())
     if recipe is not None:
         parts.append(recipe.text())
     slow = () if recipe is not None and recipe.is_complete() else _slow_dtypes(overrides)

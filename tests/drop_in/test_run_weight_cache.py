@@ -1,0 +1,46 @@
+"""``polycast run --weight-cache``: which regions of a program share the cache, and why it has no hits."""
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+PROGRAM = """
+import torch
+model, x = torch.nn.Linear(4, 4), torch.ones(1, 4)
+for _ in range(3):
+{}
+"""
+GENERATE = """
+    with torch.autocast("cpu"), torch.no_grad():
+        model(x)
+"""
+WITHOUT_CACHE = """
+    with torch.inference_mode(), torch.autocast("cpu", cache_enabled=False):
+        model(x)
+"""
+ONCE = """
+    with torch.no_grad(), torch.autocast("cpu"):
+        torch.nn.Linear(4, 4)(x)
+"""
+NO_WEIGHT = """
+    with torch.no_grad(), torch.autocast("cpu"):
+        model.bfloat16()(x)
+"""
+
+
+@pytest.mark.parametrize("engine", ["native", "reference"])
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (WITHOUT_CACHE, "4 hits, 2 misses"),
+        (GENERATE, "0 hits (3 regions entered with grad on; it is for those under torch.no_grad()), 0 misses"),
+        (ONCE, "0 hits (each weight was cast once), 6 misses"),
+        (NO_WEIGHT, "0 hits (no region cast a weight), 0 misses"),
+    ],
+    ids=["cache_enabled=False", "generate", "once", "no weight"],
+)
+def test_the_summary_has_the_hits_or_why_there_are_none(polycast_run, tmp_path, body, said, engine):
+    (tmp_path / "program.py").write_text(PROGRAM.format(body))
+    done = polycast_run("--engine", engine, "--weight-cache", "program.py", folder=tmp_path)
+    assert f"\n{done.stderr}".endswith(f", weight cache: {said}, 0.0 MiB\n"), done.stderr
+    assert done.stderr.startswith(f"polycast: {engine} engine, 3 regions (cpu bfloat16 3), ")
