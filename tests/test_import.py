@@ -88,6 +88,28 @@ def test_out_dtype_is_the_function_not_the_package():
     assert polycast.out_dtype is sys.modules["polycast.out_dtype.operator"].out_dtype
 
 
+REGIONS = """
+import sys, torch
+before = set(sys.modules)
+import polycast
+layer, x = torch.nn.Linear(64, 64), torch.ones(2, 64)
+with polycast.autocast("cpu"):
+    layer(x)
+with torch.no_grad(), polycast.autocast("cpu", cache=polycast.WeightCache(), policy={"mm": "fp32"}, recipe="int8"):
+    layer(x)
+with polycast.patch_torch(), torch.autocast("cpu"):
+    layer(x)
+print(sorted((set(sys.modules) - before).intersection(sys.stdlib_module_names)))
+"""
+
+
+@pytest.mark.slow
+def test_regions_import_nothing_that_a_file_beside_the_script_may_shadow(engine):
+    command = [sys.executable, "-W", "ignore", "-c", REGIONS]
+    done = subprocess.run(command, env={**ENVIRONMENT, "POLYCAST_ENGINE": engine}, capture_output=True, text=True)
+    assert done.stdout == "[]\n", done.stderr
+
+
 COMPILED = """
 import torch, polycast
 

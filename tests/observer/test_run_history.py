@@ -231,6 +231,16 @@ def test_values_that_a_later_version_wrote_are_ignored():
     assert StepRecord.from_dict(values).skip == skipped(1).skip
 
 
+@pytest.mark.parametrize("text", ["garbage", "\x89PNG", '{"epoch": 1', '[{"step": 1', '{"step": -1}', "{" * 100_000])
+def test_a_file_of_something_else_without_a_last_line_is_refused_and_kept(text, tmp_path):
+    path = tmp_path / "run.jsonl"
+    path.write_text(text)
+    for read in (polycast.RunHistory.load, lambda path: polycast.RunLog(path, resume=True).step().__enter__()):
+        with pytest.raises(ValueError, match=r"line 1: "):
+            read(path)
+    assert path.read_text() == text
+
+
 @pytest.mark.parametrize(
     ("line", "text"),
     [

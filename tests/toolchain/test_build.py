@@ -91,7 +91,7 @@ def test_threads_try_a_failing_build_once_with_one_warning(compiler, home, monke
         both.wait()
         return FileLock(path)
 
-    monkeypatch.setattr(build, "FileLock", lock)
+    monkeypatch.setattr("filelock.FileLock", lock)
     with (
         pytest.warns(UserWarning, match="the native engine cannot be built") as warnings_seen,
         ThreadPoolExecutor(2) as threads,

@@ -19,7 +19,7 @@ import torch
 import polycast
 from polycast.engine import choice, installation
 from polycast.engine.native.engine_library import ENGINE
-from polycast.toolchain import build, cpp_library, prebuilt
+from polycast.toolchain import cpp_library, prebuilt
 from polycast.toolchain.build import get_or_build
 from polycast.toolchain.cpp_library import BuildError
 
@@ -95,7 +95,7 @@ def no_locks(monkeypatch, folder):
     def refuse(path):
         raise NotImplementedError("FileSystem does not appear to support flock")
 
-    monkeypatch.setattr(build, "FileLock", refuse)
+    monkeypatch.setattr("filelock.FileLock", refuse)
 
 
 def anything_else(monkeypatch, folder):

@@ -1,6 +1,5 @@
 """Tables as HTML, which notebooks show instead of a ``repr``."""
 
-import html
 from collections.abc import Iterable, Sequence
 
 
@@ -8,7 +7,7 @@ def html_table(columns: Sequence[str], rows: Iterable[Iterable[object]], heading
     """Return a table, with its heading above it."""
     lines = [
         "<table>",
-        *([f"<caption>{html.escape(heading)}</caption>"] if heading else []),
+        *([f"<caption>{_escape(heading)}</caption>"] if heading else []),
         f"<thead><tr>{_row('th', columns)}</tr></thead>",
         "<tbody>",
         *(f"<tr>{_row('td', row)}</tr>" for row in rows),
@@ -20,8 +19,14 @@ def html_table(columns: Sequence[str], rows: Iterable[Iterable[object]], heading
 
 def html_lines(lines: Iterable[str]) -> str:
     """Return lines of text, each as a paragraph."""
-    return "\n".join(f"<p>{html.escape(line)}</p>" for line in lines)
+    return "\n".join(f"<p>{_escape(line)}</p>" for line in lines)
+
+
+def _escape(text: str) -> str:
+    import html  # imported here, as a script may have an html.py beside it
+
+    return html.escape(text)
 
 
 def _row(tag: str, cells: Iterable[object]) -> str:
-    return "".join(f"<{tag}>{html.escape(str(cell))}</{tag}>" for cell in cells)
+    return "".join(f"<{tag}>{_escape(str(cell))}</{tag}>" for cell in cells)

@@ -98,6 +98,13 @@ def records_of(lines: Iterable[str]) -> Iterator[StepRecord]:
         try:
             yield StepRecord.from_dict(json.loads(line))
         except (ValueError, RecursionError) as error:
-            if not line.endswith("\n"):
+            if _is_beginning_of_step(line):
                 return
             raise ValueError(f"line {number}: {error}") from error
+
+
+def _is_beginning_of_step(line: str) -> bool:
+    """Return whether a line is an incomplete one of :func:`line_of`."""
+    first = '{"step": '
+    begun = line.rstrip("\0")  # a power failure leaves zeros
+    return not line.endswith(("\n", "}")) and (begun.startswith(first) or first.startswith(begun))

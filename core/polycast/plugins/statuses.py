@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
+from ..common.html_table import html_table
 from ..common.plain_text import as_text, under_the_head
 from ..policy.dtypes import dtype_name
 from .backend_loader import BackendStatus
@@ -63,6 +64,4 @@ class BackendStatuses(Mapping[str, BackendStatus]):
         return as_text(self.__rich__(), _WIDTH)
 
     def _repr_html_(self) -> str:
-        from ..common.html_table import html_table
-
         return html_table(_COLUMNS, self._rows())

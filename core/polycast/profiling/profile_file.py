@@ -6,8 +6,6 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from filelock import FileLock, Timeout
-
 from ..common.announce import announce
 from ..toolchain.cache_folder import cache_directory, check_folders, make_folders, others_can_write
 from ..toolchain.cpp_library import BuildError
@@ -74,6 +72,8 @@ def write(conditions: Conditions, profile: DeviceProfile) -> Path:
 @contextlib.contextmanager
 def locked(conditions: Conditions) -> Iterator[None]:
     """Hold the lock of measuring a device, so that no other process of the user measures it; if possible."""
+    from filelock import FileLock, Timeout
+
     lock = None
     try:
         path = _path(conditions)

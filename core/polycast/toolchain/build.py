@@ -14,8 +14,6 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from filelock import FileLock, Timeout
-
 from ..common.announce import announce
 from .build_cache import CachedBuild
 from .cache_folder import make_folders
@@ -87,6 +85,8 @@ def get_or_build(cache: Path, library: CppLibrary, *, retry: bool = False, own: 
 @contextlib.contextmanager
 def _lock(build: CachedBuild) -> Iterator[None]:
     """Hold the lock of a build. Print a message while waiting for long: the other build may hang."""
+    from filelock import FileLock, Timeout
+
     lock = FileLock(build.folder / "lock")
     try:
         lock.acquire(timeout=_SILENT_WAIT)

@@ -1,7 +1,6 @@
 """The cache of builds: where each build is, and whether it is complete and can be trusted."""
 
 import hashlib
-import sysconfig
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,7 +9,7 @@ import torch
 from typing_extensions import Self
 
 from .cache_folder import check_folders, others_can_write
-from .compiler import FLAGS, PYTHON_ABI, Compiler, checksum, first_error
+from .compiler import FLAGS, PLATFORM, PYTHON_ABI, Compiler, checksum, first_error
 from .cpp_library import BuildError, CppLibrary
 
 
@@ -30,7 +29,7 @@ class CachedBuild:
         """Return the entry of a library, of its builds by all compilers."""
         sources = library.read_sources()
         torch_abi = str(torch.compiled_with_cxx11_abi())
-        target = (torch.__version__, PYTHON_ABI, torch_abi, sysconfig.get_platform())
+        target = (torch.__version__, PYTHON_ABI, torch_abi, PLATFORM)
         folder = cache / _digest(*target, *FLAGS, *(text.hex() for text in sources.values()))
         return cls(library, sources, cache, folder)
 

@@ -2,17 +2,19 @@
 
 It compiles for Python's limited API, so a library serves every Python from 3.10 on. A free-threaded Python has no
 limited API, and needs libraries of its own.
+
+What only compiling needs is imported there: beside a script, a module of the user may have the name ``shlex``.
 """
 
 import hashlib
 import os
+import platform
 import re
-import shlex
 import shutil
 import subprocess
 import sys
-import sysconfig
 from collections.abc import Iterable, Mapping, Sequence
+from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,7 +33,8 @@ class Compiler(NamedTuple):
 
 # torch.utils.cpp_extension knows torch's folders too, but its import looks for CUDA and prints about it.
 _TORCH = Path(torch.__file__).parent
-PYTHON_ABI = str(sysconfig.get_config_var("SOABI")) if sysconfig.get_config_var("Py_GIL_DISABLED") else "abi3"
+PYTHON_ABI = EXTENSION_SUFFIXES[0].split(".")[1] if "t" in getattr(sys, "abiflags", "") else "abi3"
+PLATFORM = f"{sys.platform}-{platform.machine()}"
 
 # NDEBUG as in torch's own libraries: without it at::RecordFunction has another layout. No fused multiply-add unless the
 # code asks for it: results would depend on the processor.
@@ -58,6 +61,8 @@ def find_compiler() -> Compiler | None:
     Raises:
         BuildError: the compiler that CXX names cannot be run.
     """
+    import shlex
+
     command = os.environ.get("CXX", "c++")
     try:
         words = shlex.split(command)
@@ -79,6 +84,8 @@ def compile_library(
     Raises:
         BuildError: torch's headers are missing, or differ from those that polycast knows.
     """
+    import shlex
+
     compile_ = _compile_command(compiler, library, sources, path.parent)
     libraries = (f"-L{_TORCH / 'lib'}", "-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python")
     # The process that loads the library provides Python's symbols; macOS's linker has to be told.
@@ -125,6 +132,9 @@ def digest_of_headers(headers: Iterable[str]) -> str:
 
 def _compile_command(compiler: Compiler, library: CppLibrary, sources: Mapping[str, bytes], folder: Path) -> list[str]:
     """Write the sources to a folder, and return the command that compiles them there."""
+    import shlex
+    import sysconfig
+
     for name, text in sources.items():  # the package may be inside an archive
         (folder / name).write_bytes(text)
     if library.uses_excerpts:

@@ -12,7 +12,6 @@ import hashlib
 import os
 import re
 import sys
-import sysconfig
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from torch.torch_version import TorchVersion
 from .archive import Archive, archives_in
 from .cache_folder import check_folders, make_folders, others_can_write
 from .compiler import (
+    PLATFORM,
     PYTHON_ABI,
     Compiler,
     checksum,
@@ -175,4 +175,4 @@ def _key(sources: Mapping[str, bytes], any_patch: bool = False) -> str | None:
         return None
     source = hashlib.sha256(b"\0".join(part for name, text in sources.items() for part in (name.encode(), text)))
     release = f"{version[1].rpartition('.')[0]}.*" if any_patch else version[1]
-    return f"torch-{release}-{sysconfig.get_platform()}-{source.hexdigest()[:16]}"
+    return f"torch-{release}-{PLATFORM}-{source.hexdigest()[:16]}"

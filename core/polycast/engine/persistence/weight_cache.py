@@ -49,7 +49,7 @@ class WeightCache(CastCache):
         that were loaded from that go on using it. Its format is that of safetensors.
 
         Args:
-            path: the file.
+            path: the file; of a symbolic link, the file that it points to is replaced.
             model: the model whose parameters were cast; entries of others are left out. None: the only module that has
                 them. Pass the same module to :meth:`load`.
 
