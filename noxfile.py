@@ -1,10 +1,12 @@
-"""Run the tests on each Python and torch of the table in pyproject.toml: `make matrix`."""
+"""Run the tests on the table of Pythons and torches in pyproject.toml, and on the lowest requirements: `make matrix`."""
 
 import shutil
+from pathlib import Path
 
 import nox
 
-MATRIX = nox.project.load_toml("pyproject.toml")["tool"]["polycast"]["matrix"]
+PROJECT = nox.project.load_toml("pyproject.toml")
+MATRIX = PROJECT["tool"]["polycast"]["matrix"]
 
 
 @nox.session
@@ -23,3 +25,17 @@ def tests(session: nox.Session, torch: str) -> None:
         )
     finally:
         shutil.rmtree(environment, ignore_errors=True)  # some 5 GB, with the CUDA libraries of torch
+
+
+@nox.session(python=MATRIX[0]["python"])
+def floors(session: nox.Session) -> None:
+    """Run the tests of what uses the requirements on the lowest version of each, and the lowest torch."""
+    requirements = [each.partition(";")[0].strip() for each in PROJECT["project"]["dependencies"]]
+    lowest = [each.replace(">=", "==") for each in requirements if not each.startswith("torch")]
+    constraints = Path(session.create_tmp()) / "floors.txt"
+    constraints.write_text("\n".join(lowest))
+    session.install(MATRIX[0]["torch"], "numpy")
+    # The lowest typer uses what later versions of click deprecate.
+    session.install("--constraint", str(constraints), ".", "click==8.2.*", "hypothesis", "pytest", "pytest-xdist")
+    tests = session.posargs or ["tests/cli", "tests/engine/test_weight_cache.py", "tests/plugins", "tests/policy"]
+    session.run("pytest", "--installed", "-m", "not slow", *tests)

@@ -79,11 +79,11 @@ def test_the_requirements_of_each_extra():
         "jinja2>=3.1",
         "pluggy>=1.5",
         "typing-extensions>=4.10",
-        "rich>=13",
+        "rich>=14.3",
         "safetensors>=0.5",
         'tomli>=2; python_version < "3.11"',
         "tomli-w>=1",
-        "typer>=0.15",
+        "typer>=0.16",
     }
     assert requirements["demo"] == ["scikit-learn>=1.4"]
     assert requirements["bench"] == ["transformers>=4.50"]
