@@ -20,7 +20,7 @@ from torch._subclasses import FakeTensorMode
 
 import polycast
 from polycast.engine import installation
-from polycast.engine.recipes import slower
+from polycast.engine.fastest import slower
 from polycast.engine.recipes.recipe_listeners import listeners as recipe_listeners
 from polycast.observer.recipe_counts import RecipeCounts
 from polycast.plugins.registry import registry

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from .common.versions import __version__ as __version__
     from .drop_in.patch import patch_torch
     from .engine.casts.cast_cache import WeightCacheStats
+    from .engine.fastest.fastest_recipe import Fastest
     from .engine.installation import install, uninstall
     from .engine.persistence.weight_cache import WeightCache
     from .engine.register_backend import register_backend, unregister_backend
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
     from .plugins.registry import backends, get_backend, is_autocast_available
     from .policy.cast_policy import CastPolicy, policy_table
     from .policy.equalization import Equalization
-    from .policy.recipe import Fastest, Float8, Int4, Int8, NoRecipe, Recipe
+    from .policy.recipe import Float8, Int4, Int8, NoRecipe, Recipe
     from .policy.standard import STANDARD_POLICIES, STANDARD_REMEDIES
     from .policy.value import Policy
     from .precision.compare import compare
@@ -99,7 +100,7 @@ _LAZY_NAMES = {
     "Equalization": "policy.equalization",
     "Evidence": "precision.evidence",
     "Explanation": "region.explanation",
-    "Fastest": "policy.recipe",
+    "Fastest": "engine.fastest.fastest_recipe",
     "Float8": "policy.recipe",
     "Int4": "policy.recipe",
     "Int8": "policy.recipe",

@@ -15,7 +15,7 @@ from torch import nn
 
 import polycast
 from polycast import Int8
-from polycast.engine.recipes import slower
+from polycast.engine.fastest import slower
 from polycast.testing.low_bit import run_prepacked
 from polycast_cpu.int8 import Int8Matmul
 

@@ -9,7 +9,7 @@ from torch import nn
 
 import polycast
 from polycast import Int8, autocast
-from polycast.engine.recipes import slower
+from polycast.engine.fastest import slower
 from polycast.profiling import profile as profiles
 
 pytestmark = pytest.mark.usefixtures("engine", "no_grad", "int8_kernels")

@@ -5,12 +5,12 @@ import threading
 import pytest
 import torch
 import torch.nn.functional as F
+from polycast.engine.recipes.calibration import calibrators
 from torch import nn
 
 import polycast
 from polycast import Int8
-from polycast.engine.recipes import slower
-from polycast.engine.recipes.calibration import calibrators
+from polycast.engine.fastest import slower
 from polycast.precision.activations import Activations
 
 AVAILABLE = polycast.get_backend("cpu").recipe_availability(polycast.Int8())

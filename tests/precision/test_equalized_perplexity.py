@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import polycast
-from polycast.engine.recipes import slower
+from polycast.engine.fastest import slower
 
 AVAILABLE = polycast.get_backend("cpu").recipe_availability(polycast.Int8())
 pytestmark = [

@@ -229,8 +229,8 @@ def test_a_number_for_another_argument_is_refused():
 
 def test_a_recipe_gets_lists_as_the_op_does(monkeypatch):
     asked = []
-    monkeypatch.setattr("polycast.engine.recipes.compute.why_not", lambda *args: asked.append(args[-1]))
-    monkeypatch.setattr("polycast.engine.recipes.compute.why_no_kernel", lambda *args: None)
+    monkeypatch.setattr("polycast.engine.recipes.kernel_plan.KernelPlan.why_not", lambda *args: asked.append(args[-1]))
+    monkeypatch.setattr("polycast.engine.recipes.kernel_plan.KernelPlan.why_no_kernel", lambda *args: None)
     with polycast.autocast("cpu", recipe=polycast.Int8(ops=("conv2d",))):
         explain("conv2d", IMAGE, FILTERS, device_type="cpu", stride=1, dilation=2)
     assert list(asked[0])[3:] == [[1, 1], [0, 0], [2, 2], 1]

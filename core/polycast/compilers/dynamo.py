@@ -14,11 +14,10 @@ import torch
 
 from ..engine.casts.cast_cache import CastCache, cache_by_identity
 from ..engine.casts.traced import can_leave_casts
-from ..engine.fastest.recipe_profile import with_profile
 from ..engine.installation import kernels_of, support_overrides
 from ..engine.override import MODULE_RULE, Override, make_override
 from ..engine.state import Settings
-from ..policy.recipe import Fastest, Recipe, read_recipe
+from ..policy.recipe import Recipe, read_recipe
 from ..torch_internals import changes
 from . import backward
 from .graph_breaks import break_graph
@@ -76,9 +75,9 @@ def region_of_rule(
     region = object.__new__(cls)
     region.__init__(device_type, dtype, enabled)  # type: ignore[misc]
     found = Override.of_text(device_type, override, MODULE_RULE, rule)
-    if isinstance(found.recipe, Fastest):
-        policies, recipe = frozenset(found.policies.items()), with_profile(found.recipe, device_type, measure=True)
-        found = make_override(device_type, policies, MODULE_RULE, rule, recipe, None)
+    if found.recipe is not None:
+        recipe = found.recipe.resolved(device_type, measure=True)
+        found = make_override(device_type, frozenset(found.policies.items()), MODULE_RULE, rule, recipe, None)
     _move_to_graph(region, found, None)
     return region
 

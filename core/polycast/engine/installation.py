@@ -13,7 +13,7 @@ from . import state
 from .casts.cast_cache import caches_alive
 from .choice import choose_engine, chosen, reset_engine
 from .kernels import Kernels, autocast_key, installed
-from .recipes.plan import process_cache
+from .recipes.kernel_plan import process_cache
 from .snapshot import guard_on
 from .state import Settings, ready, ready_with_cache
 

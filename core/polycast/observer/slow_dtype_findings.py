@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
+from ..engine.fastest.fastest_recipe import Fastest
 from ..policy.dtypes import FLOAT32
-from ..policy.recipe import Fastest
 from .facts import Facts
 from .matmul_records import Matmul, MatmulRows
 from .matmuls import is_by_recipe

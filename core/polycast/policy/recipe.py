@@ -4,10 +4,11 @@ import functools
 from collections.abc import Sequence
 from typing import Any, Literal, TypeAlias
 
+from ..common import manifests
 from .names import hint
 from .recipe_base import Recipe as Recipe
-from .recipe_base import kinds, restored
-from .recipe_settings import FASTEST_OPS, MATMULS, ObjectDigest
+from .recipe_base import find_kind, kinds, restored
+from .recipe_settings import MATMULS, ObjectDigest
 
 
 class Int8(Recipe):
@@ -98,60 +99,6 @@ class Float8(Recipe):
     min_size: int = 2**22
 
 
-class Fastest(Recipe):
-    """Compute each op the fastest way that is at least as accurate as the fast dtype.
-
-    The ops are matmuls, convolutions, attention, and recurrent and encoder layers.
-
-    A profile (:func:`polycast.profile`) says how long each takes. The ways are
-
-    - torch's kernel for the fast dtype, with the weight's cached cast, as without a recipe;
-    - the backend's own kernel for the fast dtype, with the same cast, or with the float32 weight as it is;
-    - float32: the weight as it is, neither cast nor cached, and the activations converted.
-
-    The backend's kernels, if it has any, compute elementwise ops of one tensor, such as `gelu`, with torch's results.
-
-    Outputs have the fast dtype. In training, forward and backward are chosen separately, and activations are saved in
-    the fast dtype. The choice depends on the op, on the sizes of its arguments up to a factor of two, on their dtypes,
-    on whether autograd records it, and on whether the region has a `WeightCache` that will have the weight's cast.
-
-    Args:
-        profile: a :class:`DeviceProfile`, or the path of a saved one, so that choices are the same on every machine.
-            None: the profile of this machine, which the first region measures if there is none.
-        ops: the ops to compute the fastest way, by names as in a :class:`Policy`; of these, those with the policy
-            LOWER_PRECISION_FP, and encoder layers and elementwise ops without a policy.
-        min_size: the smallest number of elements of a weight, or of the second matrix, for which to choose. It does not
-            apply to elementwise ops.
-
-    Raises:
-        TypeError: `profile` is neither; `ops` are not names; or `min_size` is not an int.
-        ValueError: torch has no such op; or `min_size` is negative.
-
-    Example:
-        >>> import torch, polycast
-        >>> model = torch.nn.Linear(1024, 1024)
-        >>> with torch.no_grad(), polycast.autocast("cpu", recipe=polycast.Fastest()):  # doctest: +SKIP
-        ...     model(torch.randn(1, 1024)).dtype
-        torch.bfloat16
-    """
-
-    kind = "fastest"
-    needs_kernels = False
-    profile: Any = None
-    ops: Sequence[str] = FASTEST_OPS
-    min_size: int = 0
-
-    def check(self) -> None:
-        """See :class:`Recipe`."""
-        profile = self.profile
-        if (
-            profile is not None
-            and not isinstance(profile, str)
-            and not isinstance(getattr(profile, "digest", None), str)
-        ):
-            raise TypeError(f"profile must be a DeviceProfile, the path of a saved one, or None, got {profile!r}")
-
-
 class NoRecipe(Recipe):
     """No recipe: in a region inside one with a recipe, policies apply as usual."""
 
@@ -175,7 +122,7 @@ def read_recipe(recipe: object) -> Recipe:
         raise TypeError(f"recipe is the class {recipe.__name__}: call it, {recipe.__name__}()")
     if not isinstance(recipe, str):
         raise TypeError(f"recipe must be a Recipe such as polycast.Int8(), the name of one, or None, got {recipe!r}")
-    of_kind: Any = kinds.get(recipe.partition(":")[0])
+    of_kind: Any = find_kind(recipe.partition(":")[0])
     return _of_name(recipe, of_kind)
 
 
@@ -186,7 +133,9 @@ def _of_name(recipe: str, of_kind: type[Recipe] | None) -> Recipe:
     setting_of = {} if of_kind is None else _words(of_kind)
     settings = {setting_of[word]: word for word in words if word in setting_of}
     if of_kind is None or len(settings) < len(words):
-        known = [name for kind, each in kinds.items() for name in (kind, *(f"{kind}:{word}" for word in _words(each)))]
+        known = [
+            name for kind, each in all_kinds().items() for name in (kind, *(f"{kind}:{word}" for word in _words(each)))
+        ]
         raise ValueError(f"{recipe!r} is not a recipe: {hint(recipe, known)}")
     return restored(of_kind, settings)
 
@@ -196,14 +145,21 @@ def _words(kind: type[Recipe]) -> dict[str, str]:
     return {word: setting for setting, words in kind.named_settings().items() for word in words}
 
 
+def all_kinds() -> dict[str, type[Recipe]]:
+    """Return the classes of recipes by kind, with those of plugins."""
+    for name in manifests.names("recipes"):
+        find_kind(name)
+    return kinds
+
+
 def all_recipes() -> list[Recipe]:
     """Return a recipe of each kind except "none", with the default settings."""
-    return [restored(kind, {}) for name, kind in kinds.items() if name != NoRecipe.kind]
+    return [restored(kind, {}) for name, kind in all_kinds().items() if name != NoRecipe.kind]
 
 
 def is_recipe_name(text: str) -> bool:
     """Return whether a text names a recipe."""
-    return text.partition(":")[0] in kinds
+    return find_kind(text.partition(":")[0]) is not None
 
 
 def _check_equalization(value: object) -> None:

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal, TypeVar, get_args, get_origin, get_ty
 
 from typing_extensions import Self, dataclass_transform
 
+from ..common import manifests
 from .names import hint, known_overloads, read_op
 from .recipe_settings import SIMPLE_TYPES, is_object, read_setting, text_of, value_of
 
@@ -60,6 +61,8 @@ class Recipe:
     kind: ClassVar[str]
     needs_kernels: ClassVar[bool] = True
     """Whether a device supports the recipe only if its backend says so."""
+    plan_class: ClassVar[str] = "polycast.engine.recipes.kernel_plan:KernelPlan"
+    """The subclass of `Plan` that computes the recipe, as ``module:class``. It is imported at the first use."""
     _defaults: ClassVar[Mapping[str, Any]] = MappingProxyType({})
     _expected: ClassVar[Mapping[str, Any]] = MappingProxyType({})
     """The values or the type that `read_setting` accepts, by setting."""
@@ -104,6 +107,23 @@ class Recipe:
     def check(self) -> None:
         """Raise TypeError or ValueError if the settings cannot be used. A subclass may override it."""
 
+    @property
+    def resolves_alike(self) -> bool:
+        """Whether `resolved` returns the same each time, until a profile is measured."""
+        return True
+
+    def resolved(self, device_type: str, measure: bool) -> "Recipe":
+        """Return the recipe with what it takes from this machine. A subclass may override it; others return themselves.
+
+        Args:
+            device_type: of the region.
+            measure: whether it may take the time to measure the device.
+
+        Raises:
+            RuntimeError: it cannot be used on the device now; the message says why.
+        """
+        return self
+
     @classmethod
     def of_text(cls, text: str) -> "Recipe":
         """Return the recipe with a `text`. An object that this process does not have is an `ObjectDigest`.
@@ -116,7 +136,10 @@ class Recipe:
         call = _parsed(f"settings({settings}")
         if not isinstance(call, ast.Call):
             raise ValueError(f"{text!r} is not the text of a recipe")
-        return restored(kinds[kind], {str(each.arg): value_of(each.value) for each in call.keywords})
+        of_kind = find_kind(kind)
+        if of_kind is None:
+            raise KeyError(kind)
+        return restored(of_kind, {str(each.arg): value_of(each.value) for each in call.keywords})
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -217,6 +240,13 @@ class Recipe:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return restored, (type(self), self.settings)
+
+
+def find_kind(name: str) -> type[Recipe] | None:
+    """Return the class of a kind of recipes, which may be that of a plugin; None if there is none."""
+    if name not in kinds:
+        manifests.find("recipes", name)  # which imports it
+    return kinds.get(name)
 
 
 def restored(kind: type[_Class], settings: Mapping[str, Any]) -> _Class:

@@ -10,9 +10,9 @@ import torch
 from ..common.plain_text import first_of
 from ..common.random_state import RandomState
 from ..engine.casts.weights import parameter_of
-from ..engine.recipes.calibration import calibrators
 from ..engine.recipes.equalized import activations_of, matrix_of
 from ..engine.recipes.plan import Plan
+from ..engine.recipes.recipe_listeners import calibrators
 from ..policy.equalization import Equalization, EqualizedWeight, fingerprint_of
 from ..policy.recipe import Recipe, RecipeLike, read_recipe
 from ..policy.weight_views import TRANSPOSED, WHOLE, parameters_by_name, view_of

@@ -8,7 +8,7 @@ import torch
 from ..plugins.backend import Backend, LowBitKernel
 from ..plugins.checks import PLUGIN_ERRORS, check_availability, check_dtype, check_recipe
 from ..policy.dtypes import dtype_name
-from ..policy.recipe import Fastest, Recipe, all_recipes
+from ..policy.recipe import Recipe, all_recipes
 from .measurement import Omission
 
 
@@ -57,7 +57,7 @@ def ways_of(backend: Backend) -> tuple[list[MeasuredWay], list[Omission]]:
 
 
 def _ways_by(recipe: Recipe, kernels: Mapping[str, LowBitKernel], backend: Backend) -> list[MeasuredWay]:
-    if recipe.kind != Fastest.kind:
+    if recipe.needs_kernels:
         return [MeasuredWay(recipe.kind, backend.default_dtype, backend.default_dtype, kernels)]
     of_fast_dtype = {op: kernel for op, kernel in kernels.items() if kernel.uses_cast}
     dtypes = backend.supported_dtypes() if of_fast_dtype else ()

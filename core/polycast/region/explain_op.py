@@ -9,7 +9,7 @@ import torch
 
 from ..engine import state
 from ..engine.kernels import autocast_key, installed, refusal
-from ..engine.recipes import compute
+from ..engine.recipes.compute import plan_of
 from ..engine.reference.rules import OpCall, apply_rule, is_eligible
 from ..engine.state import Settings
 from ..plugins.backend import Backend
@@ -76,10 +76,13 @@ def explain_in(
     assert region.override is not None  # it has the recipe
     assert call.arguments is not None
     arguments = flatten_arguments(existing_op(chosen), (), bound)
-    reason = compute.why_not(region.override, chosen, backend.device_type, arguments)
+    plan = plan_of(region.override, backend.device_type)
+    if plan is None:
+        return call
+    reason = plan.why_not(chosen, arguments)
     if reason is not None:
         return replace(call, declined=reason)
-    computed = compute.how_computed(region.override, chosen, backend.device_type, arguments, region.cache, region.dtype)
+    computed = plan.explain(chosen, arguments, region.cache, region.dtype)
     call = replace(call, way=computed.way, reason=computed.reason)
     if computed.dtype is not region.dtype:
         seen = (replace(each, seen=computed.dtype or each.dtype) for each in call.arguments or ())
@@ -95,7 +98,8 @@ def _without_arguments(op: str, region: Settings, backend: Backend) -> Explanati
         return found
     if policy is not CastPolicy.LOWER_PRECISION_FP and not (policy is None and op in WITHOUT_POLICY):
         return found
-    declined = compute.why_no_kernel(override, op, region.device_type)
+    plan = plan_of(override, region.device_type)
+    declined = None if plan is None else plan.why_no_kernel(op)
     return replace(found, recipe=override.recipe.short, declined=declined)
 
 

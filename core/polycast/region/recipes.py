@@ -5,12 +5,11 @@ from collections.abc import Sequence
 import torch
 
 from ..common import env
-from ..engine.fastest.recipe_profile import with_profile
 from ..engine.state import DictItem
 from ..errors import RecipeDisabledWarning, warn_user
 from ..plugins.backend import Availability, Backend
 from ..plugins.checks import check_recipe
-from ..policy.recipe import Fastest, NoRecipe, Recipe, RecipeLike, read_recipe
+from ..policy.recipe import NoRecipe, Recipe, RecipeLike, read_recipe
 from ..profiling import profile
 from .slow_dtype import warn_if_slow
 
@@ -28,7 +27,7 @@ def profile_dependencies() -> Sequence[DictItem]:
 def checked_recipe(given: RecipeLike | None, backend: Backend, enabled: bool, dtype: torch.dtype) -> Recipe | None:
     """Return what `usable_recipe` does, or None if no recipe is given; warn if the region runs in a slow dtype."""
     recipe = None if given is None else usable_recipe(given, backend, enabled)
-    if enabled and (recipe is None or isinstance(recipe, NoRecipe)):
+    if enabled and (recipe is None or not recipe.ops):
         warn_if_slow(backend, dtype)
     return recipe
 
@@ -36,10 +35,10 @@ def checked_recipe(given: RecipeLike | None, backend: Backend, enabled: bool, dt
 def usable_recipe(given: RecipeLike, backend: Backend, enabled: bool) -> Recipe:
     """Return the recipe to use in a region. If its device does not support the given one, warn and return NoRecipe().
 
-    The recipe `Fastest` gets the profile of the device, which is measured if there is none.
+    It is resolved, which may measure the device; see :meth:`polycast.Recipe.resolved`.
 
     Raises:
-        TypeError, ValueError: `given` is not a recipe, or its profile is of another device or cannot be read.
+        TypeError, ValueError: `given` is not a recipe, or cannot be resolved.
     """
     key = given, backend, enabled, torch.get_num_threads(), env.profile()
     kept = profile.usable_recipes
@@ -47,12 +46,12 @@ def usable_recipe(given: RecipeLike, backend: Backend, enabled: bool) -> Recipe:
     if found is not None:
         return found
     recipe = asked = read_recipe(given)
-    if isinstance(recipe, NoRecipe):
+    if not recipe.ops:
         return recipe
     answer = check_recipe(backend, recipe) if enabled else Availability(True)
-    if answer.available and isinstance(recipe, Fastest):
+    if answer.available:
         try:
-            recipe = with_profile(recipe, backend.device_type, measure=enabled)
+            recipe = recipe.resolved(backend.device_type, measure=enabled)
         except RuntimeError as error:
             answer = Availability(False, str(error))
     if not answer.available:
@@ -65,11 +64,6 @@ def usable_recipe(given: RecipeLike, backend: Backend, enabled: bool) -> Recipe:
     if answer.reason and (backend.device_type, answer.reason) not in _warned:
         _warned.add((backend.device_type, answer.reason))
         warn_user(f"{recipe!r} on {backend.device_type}: {answer.reason}")
-    if is_memoized(asked, recipe):
+    if recipe is not asked and asked.resolves_alike:
         kept[key] = recipe
     return recipe
-
-
-def is_memoized(given: RecipeLike, usable: Recipe | None) -> bool:
-    """Return whether `usable_recipe` memoizes a result: not if the file of its profile may change."""
-    return isinstance(usable, Fastest) and not (isinstance(given, Fastest) and isinstance(given.profile, str))

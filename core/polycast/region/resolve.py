@@ -12,12 +12,12 @@ from ..errors import AutocastDisabledWarning, warn_user
 from ..plugins.backend import Availability, Backend
 from ..plugins.checks import check_availability, check_dtype
 from ..plugins.registry import registry
-from ..policy.recipe import Fastest, NoRecipe, RecipeLike
+from ..policy.recipe import RecipeLike, read_recipe
 from ..policy.recipe_base import kinds
 from ..policy.value import PolicyLike
 from ..torch_internals.private_names import skip_frames
 from .policies import override_of
-from .recipes import checked_recipe, is_memoized, profile_dependencies
+from .recipes import checked_recipe, profile_dependencies
 from .slow_dtype import warn_if_slow
 
 _new_tuple = tuple.__new__
@@ -98,17 +98,11 @@ def _dependencies(
     items: list[DictItem] = [(registry.ready, settings.device_type, backend)]
     if recipe is not None:
         usable = None if settings.override is None else settings.override.recipe
-        if usable is None or isinstance(usable, NoRecipe):
+        if usable is None or not usable.ops or not read_recipe(recipe).resolves_alike:
             return None
-        if not isinstance(usable, Fastest):
-            if settings.enabled:
-                questions.append(("recipe_availability", usable))
-            if isinstance(recipe, str):
-                items.append((kinds, usable.kind, type(usable)))
-        elif is_memoized(recipe, usable):
-            items += profiles
-        else:
-            return None
+        if settings.enabled and usable.needs_kernels:
+            questions.append(("recipe_availability", usable))
+        items += [(kinds, usable.kind, type(usable)), *profiles]
     for method, _ in questions:
         code = getattr(getattr(backend, method), "__code__", None)
         if code is None or not {*code.co_freevars} <= {"__class__"}:

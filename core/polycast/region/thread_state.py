@@ -4,7 +4,7 @@ import torch
 
 from ..engine import state
 from ..engine.installation import kernels_of
-from ..engine.recipes.plan import process_cache
+from ..engine.recipes.kernel_plan import process_cache
 from ..errors import BackendNotFoundError
 from ..plugins.checks import check_dtype
 from ..plugins.registry import registry

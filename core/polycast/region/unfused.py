@@ -12,7 +12,7 @@ import torch
 from ..engine import state
 from ..engine.inference import in_function
 from ..engine.recipes.plan import is_special
-from ..policy.recipe import Fastest, Recipe
+from ..policy.recipe import Recipe
 from ..torch_internals.patcher import Patch
 from ..torch_internals.private_names import is_intercepted, skip_frames
 
@@ -35,7 +35,7 @@ def _computes(op: str, weights: Sequence[torch.Tensor], inputs: Sequence[torch.T
     if torch.compiler.is_compiling():
         return False
     recipe = recipe_for(op, _HOST)
-    if recipe is None or isinstance(recipe, Fastest) or any(each.numel() < recipe.min_size for each in weights):
+    if recipe is None or not recipe.needs_kernels or any(each.numel() < recipe.min_size for each in weights):
         return False
     tensors = (*weights, *inputs)
     dtypes = torch.float32, torch.get_autocast_dtype(_HOST)

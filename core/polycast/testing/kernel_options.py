@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
+from ..engine.fastest.fastest_recipe import Fastest
 from ..plugins.backend import LowBitKernel
-from ..policy.recipe import Fastest
 from ..policy.recipe_settings import POINTWISE_OPS
 from ..policy.schemas import existing_op, flatten_arguments, unflatten_arguments
 from .low_bit import LINEAR_OPS, LinearOp, assert_within, run_prepacked

@@ -12,9 +12,9 @@ from ...torch_internals.dispatcher import disable_autocast, dispatch_key_for_dev
 from ...torch_internals.private_names import size_hint
 from ..casts.weights import caching_is_safe
 from ..recipes.actions import Action, ActionKind
+from ..recipes.in_dtype import in_dtype
 from ..recipes.plan import FLOATS, is_special
 from .choose_way import dtype_of
-from .in_dtype import in_dtype
 from .recorded_ways import RecordedOperands, Ways
 
 _FUSED, _FUSED_BACKWARD = (f"aten::_scaled_dot_product_flash_attention_for_cpu{part}" for part in ("", "_backward"))

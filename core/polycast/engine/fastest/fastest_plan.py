@@ -8,7 +8,6 @@ from typing_extensions import override
 
 from ...plugins.backend import Backend, LowBitKernel
 from ...policy.dtypes import dtype_name
-from ...policy.recipe import Fastest
 from ...policy.recipe_settings import COMPOSED_OPS, POINTWISE_OPS, resolve
 from ...policy.registered import policies_for
 from ...profiling.device_profile import DeviceProfile
@@ -24,11 +23,13 @@ from ..casts.weights import caching_is_safe, covers, is_dense, is_weight, parame
 from ..inference import in_function
 from ..kernels import runs_in_fast_dtype_only
 from ..recipes.actions import AS_IT_IS, CACHED_CAST, FALL_BACK, FLOAT32, Action, ActionKind, Results
-from ..recipes.plan import FLOATS, NO_KERNEL, SMALL, SUBCLASS, Plan, is_special
+from ..recipes.in_dtype import cast_results, results_of
+from ..recipes.kernel_plan import KernelPlan
+from ..recipes.plan import FLOATS, NO_KERNEL, SMALL, SUBCLASS, Computed, Performed, is_special
 from ..recipes.recipe_listeners import listeners, notify
 from .attention import RecordedAttention
 from .choose_way import NO_FAST_KERNEL, Conversions, Way, choose, is_unsupported, name_of
-from .in_dtype import cast_results, results_of
+from .fastest_recipe import Fastest
 from .recorded import NO_GRADIENTS, Recorded, recorded_call
 from .recorded_ways import Ways, choose_recorded
 from .workloads import Workload, weight_position, workload_of
@@ -53,7 +54,7 @@ _UNKEPT = (INTERCEPTED, SUBCLASS, NO_PROFILE)
 """Reasons that may not hold for the next call with the same metadata."""
 
 
-class FastestPlan(Plan):
+class FastestPlan(KernelPlan):
     """The recipe on a device: chooses a way for each call, and computes it.
 
     Call `perform` and `plan_call`: `compute` and `unsupported_reason` do not apply.
@@ -91,10 +92,16 @@ class FastestPlan(Plan):
         found = self.plan_call(op, args, None, torch.get_autocast_dtype(self.device_type))
         return found if isinstance(found, str) else None
 
-    def perform(
-        self, op: str, args: Sequence[Any], cache: CastCache | None, checked: bool
-    ) -> tuple[Results | None, Action | None]:
-        """Compute an op, and notify listeners; see ``compute.perform``."""
+    @override
+    def explain(self, op: str, args: Sequence[Any], cache: CastCache | None, dtype: torch.dtype) -> Computed:
+        found = self.plan_call(op, args, cache, dtype)
+        if isinstance(found, str):
+            return Computed()
+        dtypes = {Way.FAST: dtype, Way.FLOAT32: torch.float32}
+        return Computed(name_of(found.way, dtype), found.reason, dtypes.get(found.way))
+
+    @override
+    def perform(self, op: str, args: Sequence[Any], cache: CastCache | None, checked: bool) -> Performed:
         dtype = torch.get_autocast_dtype(self.device_type)
         if not checked and is_intercepted():
             found: PlannedCall | str = INTERCEPTED

@@ -8,11 +8,11 @@ import torch
 from ...profiling.cases import ATTENTION
 from ...torch_internals.private_names import size_hint
 from ..recipes.actions import Action, ActionKind
+from ..recipes.in_dtype import in_dtype
 from .attention import RecordedAttention
 from .autograd_functions import Computation, Convolution, ConvolutionSettings, Gradients, RecordedProduct
 from .choose_way import Way
 from .convolution_axes import by_axis, kernel_spans
-from .in_dtype import in_dtype
 from .recorded_ways import RecordedOperands, Ways
 from .workloads import weight_position
 

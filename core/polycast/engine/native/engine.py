@@ -25,7 +25,7 @@ from ..kernels import Kernels, autocast_key, refusal
 from ..override import Override
 from ..recipes import compute
 from ..recipes.actions import AS_IT_IS, CACHED_CAST, ActionKind, Results
-from ..recipes.plan import process_cache
+from ..recipes.kernel_plan import process_cache
 from ..state import Settings
 
 # The numbers that C++ has for the same names, which bind() checks.

@@ -21,8 +21,8 @@ from .. import state
 from ..casts.cast_cache import CastCache, EntryKind
 from ..casts.not_prepacked import WRITTEN_UNSEEN
 from ..installation import watch_writes
-from ..recipes.plan import Plan
-from ..recipes.plans import plan_for
+from ..recipes.compute import plan_for
+from ..recipes.kernel_plan import KernelPlan
 from ..recipes.prepacked_format import PrepackedFormat
 from .digests import digests, sample_digests
 from .manifest import Manifest, SavedEntry, SavedTensor, SavedWeight, View
@@ -94,7 +94,7 @@ def _check_weights(saved: Mapping[str, SavedWeight], parameters: Mapping[str, nn
             raise ValueError(f"the parameter {name!r} is {here}, and was {weight}")
 
 
-def _plan(wanted: PrepackedFormat) -> Plan:
+def _plan(wanted: PrepackedFormat) -> KernelPlan:
     try:
         recipe = Recipe.of_text(wanted.recipe)
     except (KeyError, ValueError) as error:
@@ -112,6 +112,7 @@ def _plan(wanted: PrepackedFormat) -> Plan:
         raise ValueError(
             f"it has weights for {wanted.op} with the recipe {recipe!r}, and here {plan.why_no_kernel(wanted.op)}"
         )
+    assert isinstance(plan, KernelPlan)  # it has kernels
     here = plan.prepacked_format(wanted.op)
     for name in ("backend", "kernel"):
         was, now = getattr(wanted, name), getattr(here, name)
@@ -121,7 +122,7 @@ def _plan(wanted: PrepackedFormat) -> Plan:
 
 
 def _are_prepacked_alike(
-    entries: Sequence[SavedEntry], plans: Mapping[PrepackedFormat, Plan], parameters: Mapping[str, nn.Parameter]
+    entries: Sequence[SavedEntry], plans: Mapping[PrepackedFormat, KernelPlan], parameters: Mapping[str, nn.Parameter]
 ) -> dict[str, bool]:
     """Prepack one weight of each format, the smallest; return by description whether it has the bytes of the file.
 
@@ -150,7 +151,7 @@ def _adopt(
     manifest: Manifest,
     file: TensorFile,
     parameters: Mapping[str, nn.Parameter],
-    plans: Mapping[PrepackedFormat, Plan],
+    plans: Mapping[PrepackedFormat, KernelPlan],
 ) -> None:
     watch_writes()
     store = state.machine.store(cache)

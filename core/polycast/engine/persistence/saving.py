@@ -15,7 +15,7 @@ from ...policy import tensor_file
 from ...policy.dtypes import dtype_name
 from ..casts.cast_cache import CastCache, StoredEntry
 from ..casts.weights import is_dense
-from ..recipes.plan import format_of_id
+from ..recipes.kernel_plan import format_of_id
 from .digests import digests, sample_digests
 from .manifest import Manifest, SavedEntry, SavedTensor, SavedWeight
 

@@ -23,9 +23,9 @@ from ..casts.cast_cache import CastCache, cache_by_identity
 from ..casts.not_prepacked import INTERCEPTED, NO_WEIGHT
 from ..casts.weights import parameter_of
 from ..disable_dynamo import disable_dynamo
-from ..fastest.in_dtype import in_dtype
+from .compute import plan_for
+from .in_dtype import in_dtype
 from .plan import Plan
-from .plans import plan_for
 from .recipe_listeners import notify
 
 

@@ -1,229 +1,90 @@
-"""A recipe on a device: the backend's kernels, the calls that they support, and prepacked weights.
+"""`Plan`: computes the ops of a recipe on a device."""
 
-Prepacked weights are cached in the region's WeightCache or, without one, in a cache of the process: to prepack in each
-region would cost more than a recipe saves.
-"""
-
-import itertools
-import threading
-import weakref
-from collections.abc import Hashable, Mapping, Sequence
-from typing import Any
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from ...common.atfork import hold_during_fork
-from ...plugins.backend import Backend, LowBitKernel, overrides_is_capturing
-from ...plugins.checks import check_recipe
-from ...policy.dtypes import dtype_name
-from ...policy.recipe import Recipe
-from ...torch_internals.private_names import disable_current_modes, has_python_key
+from ...plugins.backend import Backend, LowBitKernel
+from ...policy.recipe_base import Recipe
+from ...torch_internals.private_names import has_python_key
 from ..casts.cast_cache import CastCache
-from ..casts.not_prepacked import NO_WEIGHT, NOT_CACHED
-from ..casts.weights import caching_is_safe, parameter_of
-from .actions import FALL_BACK, Action, ActionKind
-from .equalized import checked_prepack
-from .prepacked_format import PrepackedFormat, format_of
-from .prepacking import prepacked
-from .slower import slower_reason
+from .actions import Action, Results
 
 NO_KERNEL = "the backend has no kernel for it"
 RECORDS = "autograd records it, and quantized kernels have no backward"
 SMALL = "the weight is smaller than the recipe's min_size"
-CANNOT_PREPACK = "the weight cannot be prepacked"
 SUBCLASS = "a tensor is of a subclass that sees each op itself, or has no memory"
 
 FLOATS = frozenset((torch.float32, torch.bfloat16, torch.float16))
-_CONSTANTS = (bool, int, float, str, torch.dtype, type(None))
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
-_lock = threading.RLock()  # reentrant: the garbage collector may run ops
-hold_during_fork(lambda: [_lock])
-_ids_by_backend: list[tuple[weakref.ref[Backend], dict[Hashable, int]]] = []
-"""The ids of prepacked weights by backend; another instance of its class may prepack differently."""
-_unused_ids = itertools.count(1)
-_formats: dict[int, PrepackedFormat] = {}
-"""By their id, the format of prepacked weights."""
+Performed: TypeAlias = tuple[Results | None, Action | None]
+"""The results, or None if the op falls back; and the action for like calls, or None if Python decides each time."""
 
 
-class _ProcessCache:
-    """The cache of prepacked weights for regions without a WeightCache."""
+class Computed(NamedTuple):
+    """How a recipe computes a call, for `explain`.
 
-    def __init__(self) -> None:
-        self._cache: CastCache | None = None
+    Attributes:
+        way: the name of the way that the recipe has chosen; empty for a recipe with one way.
+        reason: why, or what else is to say of it.
+        dtype: the dtype that the recipe casts tensors to; None for a kernel of the backend.
+    """
 
-    @property
-    def cache(self) -> CastCache:
-        found = self._cache
-        if found is None:
-            found = self._cache = CastCache()
-        return found
-
-    @property
-    def existing(self) -> CastCache | None:
-        """The cache, if it exists."""
-        return self._cache
-
-    def clear(self) -> None:
-        """Empty the cache."""
-        found = self._cache
-        if found is not None:
-            found.clear()
-
-    def drop(self) -> None:
-        """Delete the cache; the next use makes another."""
-        self._cache = None
+    way: str = ""
+    reason: str = ""
+    dtype: torch.dtype | None = None
 
 
-process_cache = _ProcessCache()
+class Plan(ABC):
+    """Computes the ops of one recipe with one backend. Equal recipes share it.
 
-
-class Plan:
-    """Computes ops by one recipe with the kernels of one backend."""
+    Attributes:
+        kernels: the backend's kernels for the recipe, by op.
+    """
 
     def __init__(self, backend: Backend, recipe: Recipe) -> None:
         self.backend = backend
         self.recipe = recipe
-        self._min_size = recipe.min_size
         self.device_type = backend.device_type
-        accelerator = torch.accelerator.current_accelerator()
-        self._may_capture = overrides_is_capturing(backend) or (
-            accelerator is not None and accelerator.type == backend.device_type
-        )
         self.kernels: Mapping[str, LowBitKernel] = {}
-        self.unavailable_reason = NO_KERNEL
-        answer = check_recipe(backend, recipe)
-        if answer.available:
-            with disable_current_modes(), torch.inference_mode(False):  # kernels may create tensors
-                self.kernels = backend.low_bit_kernels(recipe)
-        else:
-            self.unavailable_reason = answer.reason
-        self._prepack_ids = {op: _prepack_id(backend, recipe, op, kernel) for op, kernel in self.kernels.items()}
-        self._prepack = {op: checked_prepack(kernel, recipe, op) for op, kernel in self.kernels.items()}
-        for op, kernel in self.kernels.items():
-            _formats.setdefault(self._prepack_ids[op], format_of(backend, recipe, op, kernel))
-        self._actions = {op: self._action(op, kernel) for op, kernel in self.kernels.items()}
 
-    def _action(self, op: str, kernel: LowBitKernel) -> Action | None:
-        """Return the action that calls a kernel's operator; None without one, or if Python must check for a capture."""
-        if kernel.operator is None or self._may_capture:
-            return None
-        for constant in kernel.constants:
-            if not isinstance(constant, _CONSTANTS):
-                raise TypeError(
-                    f"{type(kernel).__name__}.constants must be numbers, strings, dtypes or None, got {constant!r}"
-                )
-        return Action(
-            ActionKind.OPERATOR, kernel.weight, self._prepack_ids[op], kernel.operator, tuple(kernel.constants)
-        )
-
-    def prepack_id(self, op: str) -> int:
-        """Return the id of the weights that an op's kernel prepacks: the same for those that are interchangeable."""
-        return self._prepack_ids[op]
-
-    def prepacked_format(self, op: str) -> PrepackedFormat:
-        """Return the format of the weights that an op's kernel prepacks."""
-        return format_of(self.backend, self.recipe, op, self.kernels[op])
-
-    def prepack(self, op: str, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return a weight as an op's kernel prepacks it; empty if it cannot."""
-        return self._prepack[op](weight) or ()
-
-    def unsupported_reason(
-        self, op: str, args: Sequence[Any], checked: bool = False, by_profile: bool = True
-    ) -> str | None:
-        """Return why an op falls back to the fast dtype, or None. It may still do so if its weight cannot be prepacked.
+    @abstractmethod
+    def perform(self, op: str, args: Sequence[Any], cache: CastCache | None, checked: bool) -> Performed:
+        """Compute an op, and notify listeners.
 
         Args:
             op: by its name in the dispatcher.
             args: its arguments, in the order of the schema.
-            checked: whether the caller has checked the tensors.
-            by_profile: whether it falls back where the device's profile says that the kernel is slower.
+            cache: the region's WeightCache, or None.
+            checked: whether the caller has checked that the tensors are floating-point, strided and on the device, that
+                they are of no subclass or transform, that nothing intercepts ops, and that autograd records nothing.
         """
-        kernel = self.kernels.get(op)
-        if kernel is None:
-            return self.unavailable_reason
-        if not checked and (reason := self._unsupported_tensor(args, torch.is_grad_enabled())) is not None:
-            return reason
-        weight = args[kernel.weight]
-        if not isinstance(weight, torch.Tensor):
-            return "its weight is no tensor"
-        if weight.numel() < self._min_size:
-            return SMALL
-        reason = kernel.unsupported_reason(*args)
-        return slower_reason(self.device_type, self.recipe.kind, op, args) if reason is None and by_profile else reason
 
-    def _unsupported_tensor(self, args: Sequence[Any], records: bool) -> str | None:
-        for arg in args:
-            if isinstance(arg, torch.Tensor):
-                if arg.device.type != self.device_type and not arg.is_meta:
-                    return f"a tensor is on {arg.device.type}"
-                if arg.dtype not in FLOATS:
-                    return f"a tensor is {dtype_name(arg.dtype)}"
-                if arg.layout is not torch.strided or arg.is_nested:
-                    return "a tensor is not strided"
-                if records and arg.requires_grad:
-                    return RECORDS
-        return None
-
-    def why_no_kernel(self, op: str) -> str | None:
-        """Return why the recipe has no kernel for an op; None if it has one."""
-        return None if op in self.kernels else self.unavailable_reason
-
-    def why_not(self, op: str, args: Sequence[Any]) -> str | None:
-        """Return why a call would fall back, given arguments that may be fake; None if it would not."""
-        if op not in self.kernels:
-            return self.unavailable_reason
-        weight = args[self.kernels[op].weight]
-        if isinstance(weight, torch.Tensor) and not weight.is_meta and parameter_of(weight) is None:
-            return NO_WEIGHT
-        return self.unsupported_reason(op, args)
-
+    @abstractmethod
     def compute(
         self, op: str, args: Sequence[Any], cache: CastCache | None, checked: bool = False
     ) -> tuple[torch.Tensor | str, Action | None]:
-        """Compute an op.
+        """Compute an op, as compiled code does: notify nobody.
 
         Returns:
-            Its result, or why it falls back (see :meth:`unsupported_reason`); and the action that does the same for
-            calls with the same metadata, or None if there is none.
+            Its result, or why it falls back; and the action that does the same for calls with the same metadata, or
+            None if there is none.
         """
-        reason = self.unsupported_reason(op, args, checked)
-        if reason is not None:
-            return reason, FALL_BACK
-        kernel = self.kernels[op]
-        weight: torch.Tensor = args[kernel.weight]
-        if self._may_capture and self.backend.is_capturing():
-            return NOT_CACHED, None
-        # Traced tensors are of subclasses too, but caching is not safe then.
-        if not checked and any(isinstance(arg, torch.Tensor) and is_special(arg) for arg in args) and caching_is_safe():
-            return SUBCLASS, None
-        where = process_cache.cache if cache is None else cache
-        prepared = prepacked(where, weight, self._prepack_ids[op], self._prepack[op])
-        if prepared is None:
-            return CANNOT_PREPACK, None
-        if isinstance(prepared, str):
-            return prepared, None
-        result = kernel.run(prepared, *args)
-        dtype = torch.get_autocast_dtype(self.device_type)
-        return result if result.dtype is dtype else result.to(dtype), self._actions[op]
 
+    @abstractmethod
+    def why_no_kernel(self, op: str) -> str | None:
+        """Return why the recipe computes no call of an op; None if it may compute some."""
 
-def format_of_id(prepack_id: int) -> PrepackedFormat:
-    """Return the format of the prepacked weights that have an id."""
-    return _formats[prepack_id]
+    @abstractmethod
+    def why_not(self, op: str, args: Sequence[Any]) -> str | None:
+        """Return why a call would fall back, given arguments that may be fake; None if it would not."""
 
-
-def _prepack_id(backend: Backend, recipe: Recipe, op: str, kernel: LowBitKernel) -> int:
-    # Not by kernel: equal recipes share prepacked weights, and may have kernels of their own.
-    key = recipe.format, kernel.prepack_key, op if kernel.prepack_key is None else None
-    with _lock:
-        _ids_by_backend[:] = [known for known in _ids_by_backend if known[0]() is not None]
-        ids = next((ids for of, ids in _ids_by_backend if of() is backend), None)
-        if ids is None:
-            ids = {}
-            _ids_by_backend.append((weakref.ref(backend), ids))
-        return ids.setdefault(key, next(_unused_ids))
+    @abstractmethod
+    def explain(self, op: str, args: Sequence[Any], cache: CastCache | None, dtype: torch.dtype) -> Computed:
+        """Return how a call that does not fall back is computed, given arguments that may be fake."""
 
 
 def is_special(tensor: torch.Tensor) -> bool:

@@ -22,9 +22,9 @@ from ..casts.cast_cache import cache_by_identity
 from ..casts.traced import cast_of_traced
 from ..casts.weights import Source, caching_is_safe, is_weight, only_modes_see_casts, weight_of
 from ..disable_dynamo import disable_dynamo
-from ..fastest.in_dtype import should_make_contiguous
 from ..kernels import Kernels, refusal
 from ..recipes import compute
+from ..recipes.in_dtype import should_make_contiguous
 from .rules import OpCall, apply_rule, is_eligible
 from .state_machine import PythonStateMachine
 from .store import PythonStore

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from ...policy.schemas import existing_op, unflatten_arguments
-from ..recipes.actions import Results
-from ..recipes.plan import FLOATS
+from .actions import Results
+from .plan import FLOATS
 
 _overload = functools.cache(existing_op)
 

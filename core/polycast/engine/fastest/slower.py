@@ -9,10 +9,10 @@ import torch
 from ...policy.dtypes import dtype_name
 from ...profiling.device_profile import DeviceProfile
 from ...profiling.profile import changed, find
-from ..fastest.choose_way import Way, bucket, seconds_by_way
-from ..fastest.cost import seconds_to_cast
-from ..fastest.workloads import Workload, workload_of
-from .actions import forget_actions
+from ..recipes.actions import forget_actions
+from .choose_way import Way, bucket, seconds_by_way
+from .cost import seconds_to_cast
+from .workloads import Workload, workload_of
 
 changed.add(forget_actions)  # what was decided by another profile
 _MARGIN = 1.1
