@@ -1,4 +1,4 @@
-"""Run the tests on the table of Pythons and torches in pyproject.toml, and on the lowest requirements: `make matrix`."""
+"""Run the tests on the table of Pythons and torches in pyproject.toml, and the lowest requirements: `make matrix`."""
 
 import shutil
 from pathlib import Path

@@ -1,7 +1,7 @@
 """The borders between the core and what is to become plugins of it: which names cross them.
 
-``borders.txt`` lists the names that cross today. The list may only get shorter: a plugin imports what ``polycast`` exports,
-and the core imports no plugin. After a change that makes it shorter, run ``python tests/test_borders.py``.
+``borders.txt`` lists the names that cross today. The list may only get shorter: a plugin imports what ``polycast``
+exports, and the core imports no plugin. After a change that makes it shorter, run ``python tests/test_borders.py``.
 """
 
 import ast
