@@ -18,7 +18,8 @@ import torch
 from typing_extensions import Self
 
 EntryKind: TypeAlias = torch.dtype | int
-"""The kind of an entry: the dtype of a cast, or the id of a prepacked weight (`Plan.prepack_id`, recipes/plan.py)."""
+"""The kind of an entry: the dtype of a cast, or the id of a prepacked weight (`KernelPlan.prepack_id`,
+recipes/kernel_plan.py)."""
 
 
 @dataclass(frozen=True)
