@@ -40,6 +40,8 @@ class HiddenOps(Protocol):
         """Drop what is cached of all weights: any may have been written."""
 
 
+WRITES_NOTHING = "_polycast_writes_nothing"
+"""An attribute of dispatch modes that write no real tensor."""
 _told: HiddenOps | None = None
 _GRAPHS = (
     ("torch.cuda.graphs", "CUDAGraph"),
@@ -89,7 +91,7 @@ def watch_modes(patch: Patch) -> None:
 
 def _told_of(mode: Any) -> HiddenOps | None:
     traced = torch.compiler.is_compiling() or getattr(mode, "_mode_key", None) is not None
-    return None if traced else _told
+    return None if traced or getattr(mode, WRITES_NOTHING, False) else _told
 
 
 def watch_graphs(patch: Patch) -> None:
