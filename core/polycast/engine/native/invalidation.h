@@ -112,6 +112,8 @@ class PendingCollectives {
 
 // The storages that were written while a device's graph was captured, which each replay writes again.
 class CapturedWrites {
+  using Written = ska::flat_hash_map<const StorageImpl*, c10::weak_intrusive_ptr<StorageImpl>>;
+
  public:
   ~CapturedWrites() { end(); }
 
@@ -122,12 +124,14 @@ class CapturedWrites {
   }
 
   void end() {
+    Written alive, dead;  // destroyed after the lock is released: a storage may have an object in Python
     std::lock_guard<std::mutex> lock(mutex());
     std::erase(captures(), this);
     any_.store(!captures().empty(), std::memory_order_release);
-    for (auto it = storages_.begin(); it != storages_.end();) {
-      it = it->second.expired() ? storages_.erase(it) : std::next(it);
+    for (auto& [storage, reference] : storages_) {
+      (reference.expired() ? dead : alive).emplace(storage, std::move(reference));
     }
+    storages_.swap(alive);
   }
 
   static bool are_noted() { return any_.load(std::memory_order_acquire); }
@@ -170,7 +174,7 @@ class CapturedWrites {
 
   static inline std::atomic<bool> any_{false};
 
-  ska::flat_hash_map<const StorageImpl*, c10::weak_intrusive_ptr<StorageImpl>> storages_;
+  Written storages_;
 };
 
 // Defined in user_store.h.
