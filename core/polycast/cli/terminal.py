@@ -8,7 +8,7 @@ import sys
 import textwrap
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, redirect_stdout, suppress
+from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
 from itertools import chain
 from pathlib import Path
 from typing import Any, TextIO
@@ -97,15 +97,16 @@ def stdout_for_json() -> Iterator[None]:
     global _for_json
     sys.stdout.flush()
     _for_json = sys.stdout
-    with suppress(OSError):  # it is no file
-        number = sys.stdout.fileno()
-        _for_json = os.fdopen(os.dup(number), "w", encoding="utf-8")
-        os.dup2(2, number)
-    try:
-        with redirect_stdout(sys.stderr):
+    with ExitStack() as stack:
+        with suppress(OSError):  # it is no file
+            number = sys.stdout.fileno()
+            _for_json = stack.enter_context(os.fdopen(os.dup(number), "w", encoding="utf-8"))
+            os.dup2(2, number)
+        stack.enter_context(redirect_stdout(sys.stderr))
+        try:
             yield
-    finally:
-        _for_json = None
+        finally:
+            _for_json = None
 
 
 def print_json(value: object) -> None:
