@@ -9,6 +9,7 @@ import torch
 import polycast
 from polycast.engine.installation import forget_choice
 from polycast.engine.recipes import compute
+from polycast.torch_internals.builtin_functions import const_data_ptr
 
 from .saved_layers import run
 
@@ -37,7 +38,7 @@ def double_unseen():
 
     def double(weight):
         memory = ctypes.c_float * weight.numel()
-        values = memory.from_address(torch._C.TensorBase.data_ptr(weight))
+        values = memory.from_address(const_data_ptr(weight))
         values[:] = [2 * value for value in values]
 
     return double

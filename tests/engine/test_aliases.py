@@ -1,159 +1,32 @@
-"""Writes through aliases that share no version counter with the weight: .data, arrays, storages, pointers."""
+"""Writes through aliases that share no version counter with the weight: .data, arrays, storages, sparse tensors."""
 
-import contextlib
-import ctypes
+import weakref
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils import swap_tensors
+from torch.utils.dlpack import from_dlpack, to_dlpack
 
 import polycast
 
-pytestmark = pytest.mark.usefixtures("engine", "int8_kernels")
+from .each_cache import (
+    SIZE,
+    frozen,
+    is_right,
+    product,
+    regions_with_cache,
+    regions_with_recipe,
+    sparse,
+    sparse_rows,
+    with_each_cache,
+)
 
-SIZE = 4
-X = torch.ones(SIZE, SIZE, dtype=torch.bfloat16)
-
-
-def frozen(value=1.0):
-    return nn.Parameter(torch.full((SIZE, SIZE), value), requires_grad=False)
-
-
-def product(weight):
-    return torch.nn.functional.linear(X, weight)
-
-
-def is_right(weight):
-    """Return whether the result of an op is that of the weight's current value."""
-    with torch.no_grad():
-        out = product(weight)
-        expected = SIZE * weight.detach()[0, 0].float()
-    assert torch.equal(out, out[0, 0].expand_as(out))
-    return abs(out[0, 0].item() - expected.item()) <= 0.01 * abs(expected.item())
-
-
-# Each way to cache something of a weight yields a function that returns the context of one use.
-@contextlib.contextmanager
-def plain_region():
-    with polycast.autocast("cpu"):
-        yield lambda: contextlib.nullcontext()
-
-
-@contextlib.contextmanager
-def regions_with_cache():
-    cache = polycast.WeightCache()
-    yield lambda: polycast.autocast("cpu", cache=cache)
-
-
-@contextlib.contextmanager
-def regions_with_recipe():
-    polycast.clear_autocast_cache()
-    yield lambda: polycast.autocast("cpu", recipe=polycast.Int8(min_size=1))
-    polycast.clear_autocast_cache()
-
-
-CACHES = {
-    "a plain region": plain_region,
-    "a cache": regions_with_cache,
-    "a recipe": regions_with_recipe,
-}
-with_each_cache = pytest.mark.parametrize("regions", CACHES.values(), ids=CACHES)
-
-
-def add_to_data(weight):
-    weight.data += 1
-
-
-def write_row(weight):
-    for row in range(SIZE):
-        weight.data[row] = 3.0
-
-
-def write_in_array(weight):
-    weight.detach().numpy()[:] = 3
-
-
-def write_as_array(weight):
-    np.asarray(weight.detach())[:] = 3
-
-
-def write_by_dlpack(weight):
-    np.from_dlpack(weight.detach())  # read-only in NumPy; torch writes it
-    torch.from_dlpack(weight.detach()).fill_(3)
-
-
-def write_by_capsule(weight):
-    torch.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(weight.detach())).fill_(3)
-
-
-def write_in_storage(weight):
-    weight.untyped_storage().copy_(torch.full((SIZE, SIZE), 3.0).untyped_storage())
-
-
-def write_in_typed_storage(weight):
-    weight.detach().storage()[0 : SIZE * SIZE] = 3.0
-
-
-def write_at_pointer(weight):
-    threes = torch.full((SIZE, SIZE), 3.0)
-    ctypes.memmove(weight.data_ptr(), threes.data_ptr(), threes.nbytes)
-
-
-def write_in_a_custom_op(weight):
-    with torch.library._scoped_library("polycast_test", "FRAGMENT") as library:
-        library.define("write_(Tensor(a!) x) -> ()")
-        library.impl("write_", lambda x: x.detach().numpy().fill(3), "CPU")
-        torch.ops.polycast_test.write_(weight.detach())
-
-
-def write_where_versions_are_preserved(weight):
-    with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(weight):
-        weight.fill_(3)
-
-
-WRITES = {
-    "data += 1": add_to_data,
-    "data.add_": lambda weight: weight.data.add_(1),
-    "data[i] =": write_row,
-    "data.view(-1)": lambda weight: weight.data.view(-1).fill_(3),
-    "data of data": lambda weight: weight.data.data.fill_(3),
-    "data of detach()": lambda weight: weight.detach().data.fill_(3),
-    "data of a view": lambda weight: weight.view(-1).data.fill_(3),
-    "foreach": lambda weight: torch._foreach_add_([weight.data], 1.0),
-    "out=": lambda weight: torch.add(X.float(), 2, out=weight.data),
-    "a parameter of data": lambda weight: nn.Parameter(weight.data, requires_grad=False).fill_(3),
-    "set_": lambda weight: torch.empty(0).set_(weight.detach()).fill_(3),
-    "numpy()": write_in_array,
-    "numpy.asarray": write_as_array,
-    "DLPack": write_by_dlpack,
-    "a DLPack capsule": write_by_capsule,
-    "untyped_storage()": write_in_storage,
-    "storage()": write_in_typed_storage,
-    "data_ptr()": write_at_pointer,
-    "a custom op in Python": write_in_a_custom_op,
-    "a preserved version": write_where_versions_are_preserved,
-}
-
-
-@with_each_cache
-@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
-def test_a_write_is_seen(regions, write):
-    weight = frozen()
-    with regions() as region:
-        for turn in range(3):
-            for _ in range(3):
-                with region():
-                    assert is_right(weight)
-            with torch.no_grad():
-                weight.fill_(turn - 5.0)
-            for _ in range(3):
-                with region():
-                    assert is_right(weight)
-            write(weight)
-            with region():
-                assert is_right(weight)
-
+pytestmark = [
+    pytest.mark.usefixtures("engine", "int8_kernels"),
+    pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta"),
+]
 
 ALIASES = {
     "data": (lambda weight: weight.data, lambda alias, value: alias.fill_(value)),
@@ -167,6 +40,16 @@ ALIASES = {
         lambda alias, value: alias.copy_(torch.full((SIZE, SIZE), value).untyped_storage()),
     ),
     "set_": (lambda weight: torch.empty(0).set_(weight.detach()), lambda alias, value: alias.fill_(value)),
+    "a DLPack capsule": (
+        lambda weight: from_dlpack(to_dlpack(weight.detach())),
+        lambda alias, value: alias.fill_(value),
+    ),
+    "a weak reference to the storage": (
+        lambda weight: weakref.ref(weight.untyped_storage()),
+        lambda alias, value: alias().copy_(torch.full((SIZE, SIZE), value).untyped_storage()),
+    ),
+    "a sparse tensor": (sparse, lambda alias, value: alias._values().fill_(value)),
+    "a compressed sparse tensor": (sparse_rows, lambda alias, value: alias.values().fill_(value)),
 }
 
 
@@ -256,6 +139,8 @@ def test_a_write_is_seen_in_grad_mode_with_a_cache():
             assert product(weight)[0, 0] == SIZE * weight[0, 0].item()
             assert product(weight)[0, 0] == SIZE * weight[0, 0].item()
             weight.data.fill_(turn + 7)
+            assert product(weight)[0, 0] == SIZE * weight[0, 0].item()
+            from_dlpack(to_dlpack(weight)).fill_(turn + 9)
         assert product(weight)[0, 0] == SIZE * weight[0, 0].item()
 
 
@@ -279,13 +164,14 @@ def test_an_adapter_merged_inside_a_region_takes_effect():
 
 
 @with_each_cache
-def test_a_cached_frozen_weight_can_be_swapped(regions):
+@pytest.mark.parametrize("swap", [torch.utils.swap_tensors, swap_tensors], ids=["attribute", "name"])
+def test_a_cached_frozen_weight_can_be_swapped(regions, swap):
     weight = frozen()
     with regions() as region:
         for _ in range(3):
             with region():
                 assert is_right(weight)
-        torch.utils.swap_tensors(weight, frozen(5.0))
+        swap(weight, frozen(5.0))
         assert weight[0, 0] == 5
         for _ in range(3):
             with region():

@@ -1,4 +1,4 @@
-"""The hooks on methods of torch.Tensor that can make aliases: how they are installed and removed."""
+"""The hooks on methods and functions that can make aliases: how they are installed and removed."""
 
 import gc
 
@@ -9,48 +9,75 @@ import polycast
 from polycast.engine import installation
 
 pytestmark = pytest.mark.usefixtures("engine")
-HOOKED = ("data", "numpy", "untyped_storage", "data_ptr", "set_")
+HOOKED = ("data", "numpy", "untyped_storage", "data_ptr", "apply_", "map_", "map2_")
+BUILTINS = (torch._C._to_dlpack, torch._C._to_dlpack_versioned, torch._C._autograd._get_data_attr)
 
 
-def attributes():
-    others = (torch.utils.swap_tensors, torch.utils.dlpack.to_dlpack, torch.to_dlpack, torch.Tensor.__dlpack__)
+def changed():
+    """Return what the hooks change that Python can see."""
     preserve = torch.autograd.grad_mode._unsafe_preserve_version_counter
-    return [vars(torch.Tensor).get(name) for name in HOOKED], others, preserve.__exit__
+    seen = [vars(torch.Tensor).get(name) for name in HOOKED]
+    return seen, preserve.__exit__, torch.utils.weakref, [function.__self__ for function in BUILTINS]
 
 
-def test_uninstall_removes_the_hooks(monkeypatch):
+def test_uninstall_removes_the_hooks(monkeypatch, engine):
     monkeypatch.setattr(installation, "caches_alive", ())  # a cache that another test leaves keeps the hooks
     polycast.clear_autocast_cache()
     polycast.uninstall()
     gc.collect()
-    before = attributes()
+    before = changed()
     with polycast.autocast("cpu"):
-        used = attributes()
+        used = changed()
     polycast.uninstall()
-    assert used != before
-    assert attributes() == before
+    assert all(one != other for one, other in zip(used[1:], before[1:], strict=True))
+    assert (used[0] != before[0]) == (engine == "reference")  # the other changes torch's functions in C
+    assert changed() == before
 
 
-def test_uninstall_leaves_a_replaced_hook():
+def test_a_hook_that_another_library_installs_stays_and_calls_polycasts(engine):
     polycast.install("cpu")
-    mine = property(lambda tensor: torch._C.TensorBase.data.__get__(tensor))
+    torchs = vars(torch._C.TensorBase)["data"] if engine == "native" else vars(torch.Tensor)["data"]
+    mine = property(lambda tensor: torchs.__get__(tensor))
     torch.Tensor.data = mine
     try:
+        weight = torch.nn.Parameter(torch.ones(4, 4), requires_grad=False)
+        with polycast.autocast("cpu"):
+            assert [torch.mm(weight, weight)[0, 0] for _ in range(3)] == [4, 4, 4]
+            weight.data.fill_(2)
+            assert torch.mm(weight, weight)[0, 0] == 16
         polycast.uninstall()
         assert vars(torch.Tensor)["data"] is mine
         with polycast.autocast("cpu"):
             assert vars(torch.Tensor)["data"] is mine
     finally:
         del torch.Tensor.data
+        polycast.uninstall()
 
 
 @pytest.mark.parametrize("name", HOOKED)
 def test_a_hook_has_the_name_and_signature_of_torchs_method(name):
     polycast.install("cpu")
-    hook, torchs = vars(torch.Tensor)[name], vars(torch._C.TensorBase)[name]
-    assert hook is not torchs
+    hook, torchs = getattr(torch.Tensor, name), vars(torch._C.TensorBase)[name]
     assert hook.__doc__ == torchs.__doc__
     assert getattr(hook, "__name__", name) == torchs.__name__ == name
+
+
+def test_a_replaced_builtin_function_is_the_same_object_and_raises_torchs_errors():
+    polycast.install("cpu")
+    assert torch.to_dlpack is torch.utils.dlpack.to_dlpack is torch._C._to_dlpack is BUILTINS[0]
+    assert [f.__name__ for f in BUILTINS] == ["_to_dlpack", "_to_dlpack_versioned", "_get_data_attr"]
+    assert [f.__module__ for f in BUILTINS] == ["torch._C", "torch._C", "torch._C._autograd"]
+    assert "to_dlpack(tensor)" in torch.to_dlpack.__doc__
+    for function in BUILTINS:
+        with pytest.raises((TypeError, AttributeError)):
+            function()
+    with pytest.raises(BufferError, match="require gradient"):
+        torch.ones(1, requires_grad=True).__dlpack__()
+    with pytest.raises(TypeError, match="_to_dlpack"):
+        torch.to_dlpack(1)
+    assert torch.from_dlpack(torch.to_dlpack(torch.arange(3))).tolist() == [0, 1, 2]
+    copied = torch._C._to_dlpack(torch.arange(3), copy=True)
+    assert torch.from_dlpack(copied).tolist() == [0, 1, 2]
 
 
 def test_torch_lists_the_methods_of_tensors_with_and_without_hooks():

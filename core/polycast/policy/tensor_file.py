@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ..common.replaced_file import replaced_file
-from ..torch_internals.private_names import tensor_base
+from ..torch_internals.builtin_functions import const_data_ptr
 
 _DTYPES = {
     torch.float64: "F64",
@@ -38,7 +38,7 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     """Return the memory of a contiguous tensor on the CPU; it must not be used longer than the tensor."""
     if tensor.nbytes == 0:
         return memoryview(b"")
-    memory = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor_base.data_ptr(tensor))
+    memory = (ctypes.c_ubyte * tensor.nbytes).from_address(const_data_ptr(tensor))
     return memoryview(memory).cast("B")
 
 

@@ -6,7 +6,7 @@ dispatch keys and the hooks that torch offers (of optimizers, of modules) change
 - ``nn.Module.__call__``: wrapped by ``observer/module_calls.py`` while something observes, in a way that survives
   others who wrap it;
 - user classes: ``setup_context`` of autograd functions (SETUP_CONTEXT: ``region/custom_function.py``);
-- ALIASES on the native engine, which makes these changes itself: ``engine/native/alias_hooks.h``.
+- ALIASES on the native engine, which replaces the functions in C: ``engine/native/alias_hooks.h``.
 """
 
 from .patcher import Change, Feature, Patcher
@@ -216,10 +216,10 @@ FEATURES = {
                 ("torch.autograd.grad_mode._unsafe_preserve_version_counter.__exit__",),
                 "engine.casts.unversioned_writes:note_hidden_writes",
             ),
-            Change("torch.utils", ("torch.utils.swap_tensors",), "engine.casts.unversioned_writes:forget_swapped"),
+            Change("torch.utils", ("torch.utils.weakref",), "engine.casts.unversioned_writes:forget_swapped"),
             Change(
-                "torch.utils.dlpack",
-                ("torch.Tensor.__dlpack__", "torch.utils.dlpack.to_dlpack", "torch.to_dlpack"),
+                "torch._C",
+                ("torch._C._to_dlpack", "torch._C._to_dlpack_versioned", "torch._C._autograd._get_data_attr"),
                 "engine.casts.unversioned_writes:export_aliases",
             ),
             Change(
@@ -248,11 +248,14 @@ FEATURES = {
                     "torch.Tensor.numpy",
                     "torch.Tensor.untyped_storage",
                     "torch.Tensor.data_ptr",
-                    "torch.Tensor.set_",
+                    "torch.Tensor.apply_",
+                    "torch.Tensor.map_",
+                    "torch.Tensor.map2_",
                 ),
                 "engine.reference.alias_hooks:hook_aliases",
             ),
         ),
+        on_undo="engine.reference.alias_hooks:clear_method_lists",
         outlives_uninstall=True,
     ),
     SETUP_CONTEXT: Feature("", (), on_undo="region.custom_function:restore_setup_context"),

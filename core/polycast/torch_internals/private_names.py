@@ -168,6 +168,9 @@ will_execute: Callable[[Any], bool] = read(
     "polycast.compare does not see the gradients of modules of which an input or output has none",
 )
 tensor_base: Any = torch.Tensor.__base__
+is_alias_of: Callable[[torch.Tensor, torch.Tensor], bool] = read(
+    "torch._C._is_alias_of", lambda tensor, other: False, "views of weights are cast at each use"
+)
 without_torch_function: Callable[[], contextlib.AbstractContextManager[Any]] = read(
     "torch._C.DisableTorchFunction", contextlib.nullcontext, "torch function modes see how polycast looks at memory"
 )

@@ -1,28 +1,78 @@
 """Invalidate cached casts on writes that change no version: the part in Python, for both engines.
 
-torch's fused optimizers write so, and collectives: the engines hook these ops. So do optimizers of other libraries,
-whose kernels take pointers: a hook of torch.optim runs after each step. See alias_hooks.h and alias_hooks.py for
-aliases of a weight's memory, and hidden_ops.py for ops that run where torch counts no versions, or without Python.
+torch's fused optimizers write so, and collectives: the engines hook these ops, and those that make aliases. So do
+optimizers of other libraries, whose kernels take pointers: a hook of torch.optim runs after each step. See
+alias_hooks.h and alias_hooks.py for methods that expose a weight's memory, and hidden_ops.py for ops that run where
+torch counts no versions, or without Python.
 """
 
 import functools
+import operator
+import weakref
 from collections.abc import Callable, Iterable
+from types import ModuleType
 from typing import Any
 
 import torch
-import torch.utils.dlpack
 from torch.autograd import grad_mode
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 from ...torch_internals import changes
-from ...torch_internals.patcher import Patch, method_of
+from ...torch_internals.builtin_functions import Builtin
+from ...torch_internals.patcher import Patch, expect, method_of
 from .hidden_ops import HiddenOps, tell_of_hidden_ops
 
-FUSED_OPTIMIZERS = tuple(
-    f"aten::_fused_{name}_{overload}" for name in ("adagrad", "adam", "adamw", "sgd") for overload in ("", ".tensor_lr")
+WRITING_OPS = (
+    *(
+        f"aten::_fused_{name}_{overload}"
+        for name in ("adagrad", "adam", "adamw", "sgd")
+        for overload in ("", ".tensor_lr")
+    ),
+    *(
+        f"aten::{name}"
+        for name in (
+            "_amp_foreach_non_finite_check_and_unscale_",
+            "_batch_norm_with_update",
+            "_cudnn_attention_forward_no_dropout_inplace",
+            "_cummax_helper",
+            "_cummin_helper",
+            "_flash_attention_forward_no_dropout_inplace",
+            "_fused_moving_avg_obs_fq_helper",
+            "_native_batch_norm_legit",
+            "batch_norm_gather_stats",
+            "batch_norm_gather_stats_with_counts",
+            "batch_norm_update_stats",
+            "cudnn_batch_norm",
+            "kron.out",
+            "miopen_batch_norm",
+            "native_batch_norm",
+            "rrelu_with_noise",
+        )
+    ),
 )
-"""The ops of torch's fused optimizers."""
+"""The ops of torch that write to some of their arguments, and do not change the version."""
+
+EXPOSING_OPS = tuple(
+    f"aten::{name}"
+    for name in (
+        "_sparse_bsc_tensor_unsafe",
+        "_sparse_bsr_tensor_unsafe",
+        "_sparse_compressed_tensor_unsafe",
+        "_sparse_coo_tensor_with_dims_and_tensors",
+        "_sparse_csc_tensor_unsafe",
+        "_sparse_csr_tensor_unsafe",
+        "data",
+        *(
+            f"{name}.source_{kind}"
+            for name in ("set", "set_")
+            for kind in ("Storage", "Storage_storage_offset", "Tensor")
+        ),
+        "unsafe_split.Tensor",
+        "unsafe_split_with_sizes",
+    )
+)
+"""The ops of torch that make aliases of their arguments, which have versions of their own."""
 
 COLLECTIVES = (
     *(
@@ -83,7 +133,6 @@ class WatchedWrites:
         self._handle: RemovableHandle = register_optimizer_step_post_hook(_after_step)
         tell_of_hidden_ops(hidden_ops)
         changes.make(changes.WRITES)
-        _clear_method_lists()
 
     def remove(self) -> None:
         """Uninstall the hooks."""
@@ -91,7 +140,6 @@ class WatchedWrites:
         self._handle.remove()
         changes.undo(changes.WRITES)
         tell_of_hidden_ops(None)
-        _clear_method_lists()
         _note_writes = _forget = _ignore
 
 
@@ -109,14 +157,6 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
     _note_writes([weight for group in optimizer.param_groups for weight in group["params"]])
 
 
-def _clear_method_lists() -> None:
-    """Clear torch's lists of the methods of tensors, some of which were replaced."""
-    for name in ("get_testing_overrides", "_get_overridable_functions", "_get_tensor_methods"):
-        clear = getattr(getattr(torch.overrides, name, None), "cache_clear", None)
-        if clear is not None:
-            clear()
-
-
 def note_hidden_writes(patch: Patch) -> None:
     """Note writes when a block ends that resets the versions of its tensors."""
     block: Any = vars(grad_mode)["_unsafe_preserve_version_counter"]
@@ -131,29 +171,36 @@ def note_hidden_writes(patch: Patch) -> None:
 
 
 def forget_swapped(patch: Patch) -> None:
-    """Drop the weak references to tensors before they are swapped, which torch refuses otherwise."""
-    swap_tensors = torch.utils.swap_tensors
+    """Drop the weak references to tensors before they are swapped, which torch refuses otherwise.
 
-    @functools.wraps(swap_tensors)
-    def swap_forgotten(t1: torch.Tensor, t2: torch.Tensor) -> None:
-        _forget([t1, t2])
-        swap_tensors(t1, t2)  # type: ignore[no-untyped-call]
+    ``swap_tensors`` asks a module that it reads from its own, also where it was imported by name.
+    """
+    expect("getweakrefs" in torch.utils.swap_tensors.__code__.co_names, "swap_tensors looks for no weak references")
 
-    patch.replace(torch.utils, "swap_tensors", swap_forgotten)
+    class ForgettingModule(ModuleType):
+        def __getattr__(self, name: str) -> Any:
+            return getattr(weakref, name)
+
+        def getweakrefs(self, tensor: Any) -> list[Any]:
+            _forget([tensor])
+            return weakref.getweakrefs(tensor)
+
+    patch.replace(torch.utils, "weakref", ForgettingModule("weakref"))
 
 
 def export_aliases(patch: Patch) -> None:
-    """Export tensors by DLPack as aliases through ``.data``, whose hook invalidates casts."""
+    """Export tensors by DLPack, and to graphs that read ``.data``, as what ``.data`` returns: its hook drops casts."""
 
     def exporting(export: Any) -> Any:
-        @functools.wraps(export)
-        def export_alias(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            if type(tensor) in (torch.Tensor, torch.nn.Parameter) and not tensor.requires_grad:
-                tensor = tensor.data
-            return export(tensor, *args, **kwargs)
+        def export_alias(*args: Any, **kwargs: Any) -> Any:
+            if args and type(args[0]) in (torch.Tensor, torch.nn.Parameter):
+                args = (args[0].data, *args[1:])
+            return export(*args, **kwargs)
 
         return export_alias
 
-    for owner, name in ((torch.Tensor, "__dlpack__"), (torch.utils.dlpack, "to_dlpack"), (torch, "to_dlpack")):
-        if name in vars(owner):  # not every torch has the last one
-            patch.replace(owner, name, exporting(vars(owner)[name]))
+    for name in ("_to_dlpack", "_to_dlpack_versioned"):
+        builtin = Builtin(getattr(torch._C, name))
+        patch.replace(builtin, "replacement", exporting(builtin.original))
+    reading = Builtin(vars(torch._C._autograd)["_get_data_attr"])
+    patch.replace(reading, "replacement", operator.attrgetter("data"))

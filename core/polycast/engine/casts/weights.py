@@ -2,14 +2,17 @@
 
 import functools
 import sys
+import weakref
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils.weak import WeakIdRef
 
 from ...torch_internals.private_names import (
     are_functorch_transforms_active,
     behind_functional_tensor,
     dispatch_mode_count,
+    is_alias_of,
     is_cached_tensor,
     is_forward_ad_active,
     is_traced_by_modes,
@@ -70,7 +73,7 @@ def weight_of(tensor: torch.Tensor, *, for_prepacking: bool = False) -> torch.Te
         and not tensor.is_neg()
         and tensor._version == base._version
         and tensor.numel() <= base.numel()  # overlapping elements are not worth a cast of each
-        and _storage_of(tensor) == _storage_of(base)
+        and is_alias_of(tensor, base)
     )
     return base if is_plain else None
 
@@ -111,14 +114,9 @@ def parameter_of(tensor: torch.Tensor) -> torch.Tensor | None:
         and tensor.layout is torch.strided
         and not tensor.is_neg()
         and all(isinstance(size, int) for size in (*tensor.shape, *tensor.stride(), tensor.storage_offset()))
-        and _storage_of(_unwrapped(tensor)) == _storage_of(_unwrapped(base))
+        and is_alias_of(_unwrapped(tensor), _unwrapped(base))
     )
     return base if is_plain else None
-
-
-def _storage_of(tensor: torch.Tensor) -> int:
-    identity: int = TensorBase.untyped_storage(tensor)._cdata
-    return identity
 
 
 def _unwrapped(tensor: torch.Tensor) -> torch.Tensor:
@@ -154,9 +152,13 @@ def has_other_holders(weight: torch.Tensor, known: int = 1) -> bool:
 
 
 def _references(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the reference counts of a storage and of its Python object, which may be made here."""
+    """Return the reference counts of a storage and of its Python object, which may be made here.
+
+    Weak references to the object count, except those of dictionaries in which torch looks tensors up.
+    """
     storage = TensorBase.untyped_storage(tensor)
-    return storage_use_count(storage._cdata), sys.getrefcount(storage)
+    weak = sum(type(each) is not WeakIdRef for each in weakref.getweakrefs(storage))
+    return storage_use_count(storage._cdata), sys.getrefcount(storage) + weak
 
 
 @functools.cache

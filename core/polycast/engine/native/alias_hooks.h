@@ -1,8 +1,9 @@
-// Hooks on methods that expose a tensor's memory to writes which change no version: Tensor.data, numpy(), untyped_storage(),
-// data_ptr() and set_(). They drop the cached casts of weights on that memory; see VersionStamp for later casts.
+// Hooks on methods of tensors that expose their memory to writes which change no version (data, numpy(), untyped_storage(),
+// data_ptr()), or that write so themselves (apply_(), map_(), map2_()). They drop the cached casts of weights on that memory; see
+// VersionStamp for later casts.
 //
-// torch defines the methods in torch._C.TensorBase, which cannot be changed. So its subclass torch.Tensor gets descriptors of the
-// same types and names that call torch's. Dynamo's function for Tensor.data in graphs is replaced too.
+// A hook replaces the C function in torch's own definition of the method. So it also runs where the method was looked up before the hook
+// was installed: `to_array = torch.Tensor.numpy`.
 
 #pragma once
 
@@ -19,60 +20,58 @@ namespace {
 // Return the tensor of an object, whose type the descriptor has checked.
 const Tensor& tensor_in(PyObject* object) { return reinterpret_cast<const THPVariable*>(object)->cdata; }
 
-// Invalidate a tensor's memory after torch's method; pass the method's result on.
+// Invalidate a tensor's memory after torch's method, which may have written part of it before it raised; pass its result on.
 PyObject* invalidated(PyObject* self, PyObject* result) {
-  if (result == nullptr) {
-    return nullptr;
-  }
   try {
+    const ErrorScope pending;
     invalidate_alias(tensor_in(self));
     return result;
   } catch (const std::exception&) {
-    Py_DECREF(result);
+    Py_XDECREF(result);
     torch::translate_exception_to_python(std::current_exception());
     return nullptr;
   }
 }
 
-// Tensor.data. `descriptor` is torch's, as in other hooks.
+// Tensor.data
 struct DataHook {
-  static inline PyObject* descriptor = nullptr;
-  static inline descrgetfunc torchs_get = nullptr;
-  static inline descrsetfunc torchs_set = nullptr;
-  static inline PyGetSetDef definition{};
+  static inline PyTypeObject* const kind = &PyGetSetDescr_Type;
+  static inline PyGetSetDef* definition = nullptr;  // torch's, while the hook is installed
+  static inline getter torchs_get = nullptr;
+  static inline setter torchs_set = nullptr;
 
-  static PyObject* get(PyObject* self, void*) {
-    return invalidated(self, torchs_get(descriptor, self, reinterpret_cast<PyObject*>(Py_TYPE(self))));
-  }
+  static PyObject* get(PyObject* self, void* closure) { return invalidated(self, torchs_get(self, closure)); }
 
   // Tensors that share the version counter stay on the former memory.
-  static int set(PyObject* self, PyObject* value, void*) {
-    const int status = torchs_set(descriptor, self, value);
+  static int set(PyObject* self, PyObject* value, void* closure) {
+    const int status = torchs_set(self, value, closure);
     if (const Tensor& tensor = tensor_in(self); status == 0 && counter_of(tensor).use_count() > 1) {
       UnreliableCounters::instance().add(tensor);
     }
     return status;
   }
 
-  static Object make(PyTypeObject* owner, const char* name, const char* doc) {
-    torchs_get = reinterpret_cast<descrgetfunc>(PyType_GetSlot(Py_TYPE(descriptor), Py_tp_descr_get));
-    torchs_set = reinterpret_cast<descrsetfunc>(PyType_GetSlot(Py_TYPE(descriptor), Py_tp_descr_set));
-    if (torchs_get == nullptr || torchs_set == nullptr) {
-      return Object();
+  static void install() {
+    torchs_get = std::exchange(definition->get, &get);
+    torchs_set = std::exchange(definition->set, &set);
+  }
+
+  static void remove() {
+    if (definition->get == &get && definition->set == &set) {
+      definition->get = torchs_get;
+      definition->set = torchs_set;
     }
-    definition = {name, &get, &set, doc, nullptr};
-    return Object::steal(PyDescr_NewGetSet(owner, &definition));
   }
 };
 
 // A method of tensors, told apart by `number`. Some make the tensor's version counter unreliable.
-template <int number, bool makes_unreliable>
+template <int number, bool makes_unreliable = false>
 struct MethodHook {
-  static inline PyObject* descriptor = nullptr;
+  static inline PyTypeObject* const kind = &PyMethodDescr_Type;
+  static inline PyMethodDef* definition = nullptr;  // torch's, while the hook is installed
   static inline PyCFunction original = nullptr;
-  static inline PyMethodDef definition{};
 
-  static PyObject* call(PyObject* self, PyObject* arguments) { return finish(self, original(self, arguments)); }
+  static PyObject* call(PyObject* self, PyObject* argument) { return finish(self, original(self, argument)); }
 
   static PyObject* call_with_keywords(PyObject* self, PyObject* arguments, PyObject* named) {
     const auto function = reinterpret_cast<PyCFunctionWithKeywords>(reinterpret_cast<void (*)()>(original));
@@ -86,115 +85,69 @@ struct MethodHook {
     return invalidated(self, result);
   }
 
-  // torch's C function is read from a bound method, of a tensor without memory.
-  static Object make(PyTypeObject* owner, const char* name, const char* doc) {
-    const Tensor empty(c10::make_intrusive<TensorImpl>(
-        c10::DispatchKeySet(DispatchKey::CPU), caffe2::TypeMeta::Make<float>(), c10::Device(DeviceType::CPU)));
-    const Object object = python_tensor(empty);
-    const Object bound = Object::steal(PyObject_CallMethod(descriptor, "__get__", "O", object.get()));
-    const int flags = PyCFunction_Check(bound.get()) ? PyCFunction_GetFlags(bound.get()) : -1;
+  static PyCFunction hook() {
     const auto with_keywords = reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&call_with_keywords));
-    if (flags != METH_NOARGS && flags != (METH_VARARGS | METH_KEYWORDS)) {
-      return Object();
+    return (definition->ml_flags & METH_KEYWORDS) != 0 ? with_keywords : &call;
+  }
+
+  static void install() { original = std::exchange(definition->ml_meth, hook()); }
+
+  static void remove() {
+    if (definition->ml_meth == hook()) {
+      definition->ml_meth = original;
     }
-    original = PyCFunction_GetFunction(bound.get());
-    definition = {name, flags == METH_NOARGS ? &call : with_keywords, flags, doc};
-    return Object::steal(PyDescr_NewMethod(owner, &definition));
   }
 };
 
-// torch._C._autograd._get_data_attr. In C too: torch saves graphs only with functions that it trusts.
-struct GraphDataHook {
-  static constexpr const char* name = "_get_data_attr";
-
-  static PyObject* call(PyObject*, PyObject* tensor) { return PyObject_GetAttrString(tensor, "data"); }
-
-  static Object make(PyObject* module) {
-    static PyMethodDef definition{name, &call, METH_O, nullptr};
-    const Object of_module = Object::steal(PyObject_GetAttrString(module, "__name__"));
-    return Object::steal(PyCFunction_NewEx(&definition, nullptr, of_module.get()));
-  }
-};
-
-// Installs the hooks, and removes them on destruction.
+// Installs the hooks, and removes them on destruction, except those over which another has been installed. The GIL must be held.
 class AliasHooks {
  public:
   AliasHooks() {
-    try {
-      add<DataHook>("data");
-      add<MethodHook<0, true>>("numpy");
-      add<MethodHook<1, false>>("untyped_storage");
-      add<MethodHook<2, false>>("data_ptr");
-      add<MethodHook<3, true>>("set_");
-      const Object module = Object::steal(PyImport_ImportModule("torch._C._autograd"));
-      if (Object former = find(module.get(), GraphDataHook::name)) {
-        install(module, GraphDataHook::name, GraphDataHook::make(module.get()), std::move(former));
-      }
-    } catch (...) {
-      remove();
-      throw;
-    }
+    add<DataHook>("data");
+    add<MethodHook<0, true>>("numpy");
+    add<MethodHook<1>>("untyped_storage");
+    add<MethodHook<2>>("data_ptr");
+    add<MethodHook<3>>("apply_");
+    add<MethodHook<4>>("map_");
+    add<MethodHook<5>>("map2_");
   }
   AliasHooks(const AliasHooks&) = delete;
 
-  ~AliasHooks() { remove(); }
+  ~AliasHooks() {
+    for (const auto remove : installed_) {
+      remove();
+    }
+  }
 
  private:
-  // A hook that others have replaced stays.
-  void remove() {
-    const ErrorScope pending;
-    for (const auto& [owner, name, hook, former] : hooks_) {
-      if (find(owner.get(), name).get() != hook.get()) {
-        continue;
-      }
-      if ((former ? PyObject_SetAttrString(owner.get(), name, former.get()) : PyObject_DelAttrString(owner.get(), name)) != 0) {
-        PyErr_WriteUnraisable(owner.get());
-      }
-    }
-  }
-
-  struct InstalledHook {
-    Object owner;
-    const char* name;
-    Object hook;
-    Object former;  // or nothing
+  // What descriptors are in every Python that the limited API serves.
+  struct Descriptor {
+    PyObject head;
+    PyTypeObject* owner;
+    PyObject *name, *qualified_name;
+    void* definition;
   };
 
-  // Return what a class or module itself has by a name, or nothing.
-  static Object find(PyObject* owner, const char* name) {
-    const Object attributes = Object::steal(PyObject_GetAttrString(owner, "__dict__"));
-    Object found = Object::steal(PyObject_CallMethod(attributes.get(), "get", "s", name));
-    return found.is_none() ? Object() : found;
-  }
-
-  void install(const Object& owner, const char* name, Object hook, Object former) {
-    if (PyObject_SetAttrString(owner.get(), name, hook.get()) != 0) {
-      throw_python_error();
-    }
-    hooks_.push_back({owner, name, std::move(hook), std::move(former)});
-  }
-
-  // Does nothing if another library has patched the attribute of torch.Tensor, or this torch has another kind of attribute.
+  // Does nothing if this torch has another kind of attribute.
   template <class Hook>
   void add(const char* name) {
-    static std::string doc;  // lives as long as the descriptor
     const Object base = Object::steal(PyObject_GetAttrString(THPVariableClass, "__base__"));
-    const Object original = find(base.get(), name);
-    if (!original || find(THPVariableClass, name)) {
+    const Object found = Object::steal(PyObject_GetAttrString(base.get(), name));
+    const auto* const descriptor = reinterpret_cast<const Descriptor*>(found.get());
+    if (Py_TYPE(found.get()) != Hook::kind || descriptor->owner != reinterpret_cast<PyTypeObject*>(base.get())) {
       return;
     }
-    set_reference(Hook::descriptor, original.get());
-    const Object text = Object::steal(PyObject_GetAttrString(original.get(), "__doc__"));
-    if (doc.empty() && !text.is_none()) {
-      doc = string_of(text.get());
+    Hook::definition = static_cast<decltype(Hook::definition)>(descriptor->definition);
+    if constexpr (std::is_same_v<decltype(Hook::definition), PyMethodDef*>) {
+      if ((Hook::definition->ml_flags & METH_FASTCALL) != 0) {
+        return;
+      }
     }
-    Object hook = Hook::make(reinterpret_cast<PyTypeObject*>(base.get()), name, doc.empty() ? nullptr : doc.c_str());
-    if (hook) {
-      install(Object::borrow(THPVariableClass), name, std::move(hook), Object());
-    }
+    Hook::install();
+    installed_.push_back(&Hook::remove);
   }
 
-  std::vector<InstalledHook> hooks_;
+  std::vector<void (*)()> installed_;
 };
 
 }  // namespace

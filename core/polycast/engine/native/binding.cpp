@@ -20,7 +20,7 @@
 namespace {
 
 std::unique_ptr<WriteHooks> write_hooks;
-AliasHooks* alias_hooks = nullptr;  // never destroyed at exit, which would need Python
+AliasHooks* alias_hooks = nullptr;  // never destroyed at exit: torch may be gone
 
 void acquire_locks() {
   const auto acquire = &AtForkLock::acquire;
@@ -130,11 +130,12 @@ PyObject* observing(PyObject*, PyObject*) {
   return PyCapsule_New(&engine, kObserving, nullptr);
 }
 
-// watch_writes(ops, collectives)
+// watch_writes(writing, collectives, exposing): names of ops
 PyObject* watch_writes(PyObject*, PyObject* arguments) {
-  PyObject *ops, *collectives;
-  parse(arguments, "OO", &ops, &collectives);
-  write_hooks = std::make_unique<WriteHooks>(convert_items(ops, &string_of), convert_items(collectives, &string_of));
+  PyObject *writing, *collectives, *exposing;
+  parse(arguments, "OOO", &writing, &collectives, &exposing);
+  write_hooks = std::make_unique<WriteHooks>(
+      convert_items(writing, &string_of), convert_items(collectives, &string_of), convert_items(exposing, &string_of));
   delete std::exchange(alias_hooks, nullptr);
   alias_hooks = new AliasHooks();
   return Py_NewRef(Py_None);
@@ -229,15 +230,15 @@ void check_numbers(PyObject* given, const std::array<const char*, size>& names, 
   TORCH_CHECK(are_same, "Python and C++ number ", names.front(), " and what is listed with it differently");
 }
 
-// bind(numbers, override, store, rewritten, error, text, of_traced, by_identity, recipe, part): the numbers that Python has for names
-// which C++ numbers too, functions that the engine calls, and a part of a storage
+// bind(numbers, override, store, rewritten, error, text, of_traced, by_identity, recipe, part, WeakIdRef): the numbers that Python has
+// for names which C++ numbers too, functions that the engine calls, a part of a storage, and a class of torch's
 PyObject* bind(PyObject*, PyObject* arguments) {
   PyObject *policies, *reasons, *kinds, *prepack_ids, *settings;
-  PyObject *override, *store, *rewritten, *error, *of_traced, *by_identity, *recipe, *part;
+  PyObject *override, *store, *rewritten, *error, *of_traced, *by_identity, *recipe, *part, *dictionary_reference;
   const char* text;
   parse(
-      arguments, "(OOOOO)OOOOsOOOO", &policies, &reasons, &kinds, &prepack_ids, &settings, &override, &store, &rewritten, &error, &text,
-      &of_traced, &by_identity, &recipe, &part);
+      arguments, "(OOOOO)OOOOsOOOOO", &policies, &reasons, &kinds, &prepack_ids, &settings, &override, &store, &rewritten, &error, &text,
+      &of_traced, &by_identity, &recipe, &part, &dictionary_reference);
   check_numbers(policies, kPolicyNames, static_cast<long>(Policy::kNone));
   check_numbers(reasons, kNotPrepackedNames);
   check_numbers(kinds, Action::kKindNames);
@@ -252,6 +253,9 @@ PyObject* bind(PyObject*, PyObject* arguments) {
   set_reference(perform_recipe, recipe);
   stale_weight_message = text;
   storage_part_deleter = torch::createStorage(part).data_ptr().get_deleter();
+  const Object offset = Object::steal(PyObject_GetAttrString(reinterpret_cast<PyObject*>(Py_TYPE(part)), "__weakrefoffset__"));
+  weak_references_of_storage = PyLong_AsSsize_t(offset.get());
+  weak_id_ref = reinterpret_cast<PyTypeObject*>(Py_NewRef(dictionary_reference));
   AtForkLock::install(&acquire_locks);
   return Py_NewRef(Py_None);
 }

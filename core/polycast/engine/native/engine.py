@@ -6,6 +6,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils.weak import WeakIdRef
 from typing_extensions import override
 
 from ...common.atfork import hold_during_fork
@@ -18,7 +19,7 @@ from ...torch_internals.dispatcher import OpOverload
 from ..casts.cast_cache import CastCache, cache_by_identity
 from ..casts.not_prepacked import NOT_PREPACKED
 from ..casts.traced import cast_of_traced
-from ..casts.unversioned_writes import COLLECTIVES, FUSED_OPTIMIZERS, WatchedWrites
+from ..casts.unversioned_writes import COLLECTIVES, EXPOSING_OPS, WRITING_OPS, WatchedWrites
 from ..casts.weights import STALE, storages_are_rewritten
 from ..disable_dynamo import disable_dynamo
 from ..kernels import Kernels, autocast_key, refusal
@@ -94,6 +95,7 @@ class NativeEngine:
             self._store_by_identity,
             self._perform_recipe,
             torch.UntypedStorage(2)[:1],  # type: ignore[no-untyped-call]
+            WeakIdRef,
         )
         torchs_cache = _TorchsCache(extension)
         hold_during_fork(lambda: [torchs_cache])
@@ -163,7 +165,7 @@ class NativeEngine:
     def watch_writes(self) -> None:
         """Watch for writes to weights that do not increment the version."""
         if self._watched is None:
-            self._extension.watch_writes(FUSED_OPTIMIZERS, COLLECTIVES)
+            self._extension.watch_writes(WRITING_OPS, COLLECTIVES, EXPOSING_OPS)
             self._watched = WatchedWrites(self._extension.note_writes, self._extension.forget, self._extension)
 
     def unwatch_writes(self) -> None:

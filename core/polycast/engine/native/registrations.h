@@ -8,11 +8,6 @@
 
 namespace {
 
-// torch warns once per process that a kernel is overridden, which is intended here.
-struct NoWarnings : c10::WarningHandler {
-  void process(const c10::Warning&) override {}
-};
-
 // Destroying it removes the kernels, and uncovers the former ones.
 class KernelRegistrations {
  public:

@@ -1,4 +1,4 @@
-"""Hooks on methods that expose a tensor's memory to writes which change no version: Tensor.data, numpy() and others.
+"""Hooks on methods that expose a tensor's memory to writes which change no version, or write so themselves.
 
 They drop the cached casts of weights on that memory; later casts are not cached while it is held. torch defines the
 methods in a class that cannot be changed, so the hooks are added to its subclass torch.Tensor.
@@ -15,7 +15,7 @@ from ..casts.weights import TensorBase
 from ..disable_dynamo import disable_dynamo
 from .invalidation import note_alias
 
-METHODS = ("numpy", "untyped_storage", "data_ptr", "set_")
+METHODS = ("numpy", "untyped_storage", "data_ptr", "apply_", "map_", "map2_")
 
 
 def hook_aliases(patch: Patch) -> None:
@@ -24,6 +24,15 @@ def hook_aliases(patch: Patch) -> None:
     for name, hook in hooks.items():
         if name not in vars(torch.Tensor):
             patch.replace(torch.Tensor, name, hook)
+    clear_method_lists()
+
+
+def clear_method_lists() -> None:
+    """Clear torch's lists of the methods of tensors, some of which were replaced."""
+    for name in ("get_testing_overrides", "_get_overridable_functions", "_get_tensor_methods"):
+        clear = getattr(getattr(torch.overrides, name, None), "cache_clear", None)
+        if clear is not None:
+            clear()
 
 
 def _data() -> property:
@@ -43,9 +52,10 @@ def _method(name: str) -> Callable[..., Any]:
     @functools.wraps(torchs)
     @disable_dynamo  # it does not trace torch's either, but would report it
     def method(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        result = torchs(tensor, *args, **kwargs)
-        note_alias(tensor)
-        return result
+        try:
+            return torchs(tensor, *args, **kwargs)
+        finally:
+            note_alias(tensor)
 
     method.__module__, method.__qualname__ = "torch", f"Tensor.{name}"  # for pickle
     return method

@@ -1,8 +1,10 @@
 """The reference engine: autocast's semantics in Python, to be read."""
 
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch.library import Library
 
 from ...plugins.backend import Backend
@@ -16,7 +18,7 @@ from ...torch_internals.dispatcher import (
     keys_below,
     redispatch,
 )
-from ..casts.unversioned_writes import COLLECTIVES, FUSED_OPTIMIZERS, WatchedWrites
+from ..casts.unversioned_writes import COLLECTIVES, EXPOSING_OPS, WRITING_OPS, WatchedWrites
 from ..kernels import Kernels
 from . import invalidation
 from .invalidation import forget, note_writes
@@ -24,7 +26,7 @@ from .python_kernels import PythonKernels
 from .rules import tensors_in
 from .state_machine import PythonStateMachine
 
-_VERSIONING_KEY = "ADInplaceOrView"
+_VERSIONING_KEY, _COMPOSITE_KEY = "ADInplaceOrView", "CompositeImplicitAutograd"
 
 
 class ReferenceEngine(PythonStateMachine):
@@ -47,17 +49,31 @@ class ReferenceEngine(PythonStateMachine):
         if self._watched is None:
             changes.make(changes.ALIASES)
             self._watched = WatchedWrites(note_writes, forget, invalidation)
-            below = keys_below(_VERSIONING_KEY)
-            for name in (*FUSED_OPTIMIZERS, *COLLECTIVES):
-                op = find_op(name)
-                if below is None or op is None or has_kernel_for_dispatch_key(name, _VERSIONING_KEY):
-                    continue  # this torch lacks it, or increments the version
-                space, _, name_in_it = name.partition("::")
-                if space not in self._libraries:
-                    self._libraries[space] = Library(space, "IMPL")  # type: ignore[no-untyped-call]
-                self._libraries[space].impl(  # type: ignore[no-untyped-call]
-                    name_in_it, _write_hook(op, below, name in COLLECTIVES), _VERSIONING_KEY, with_keyset=True
-                )
+            for name in WRITING_OPS:
+                self._hook(name, _writes)
+            for name in (*COLLECTIVES, *EXPOSING_OPS):
+                self._hook(name, lambda argument: True)
+
+    def _hook(self, name: str, accesses: Callable[[Any], bool]) -> None:
+        """Hook an op, at the key where torch counts versions, or in place of the kernel of a composite op."""
+        op, below = find_op(name), keys_below(_VERSIONING_KEY)
+        if op is None or below is None:
+            return  # this torch lacks it
+        is_composite = has_kernel_for_dispatch_key(name, _COMPOSITE_KEY)
+        key = _COMPOSITE_KEY if is_composite else _VERSIONING_KEY
+        original = None
+        if has_kernel_for_dispatch_key(name, key):
+            if not is_composite and name not in EXPOSING_OPS:
+                return  # its kernel increments the version
+            original = torch.library.get_kernel(op, "CPU" if is_composite else key).call_boxed
+        space, _, name_in_it = name.partition("::")
+        if space not in self._libraries:
+            self._libraries[space] = Library(space, "IMPL")  # type: ignore[no-untyped-call]
+        with warnings.catch_warnings():
+            # torch warns once in a process that a kernel is overridden, which is intended here.
+            warnings.filterwarnings("ignore", "Warning only once for all operators", UserWarning)
+            hook = _write_hook(op, accesses, original, below, name, is_composite and name in EXPOSING_OPS)
+            self._libraries[space].impl(name_in_it, hook, key, with_keyset=True)  # type: ignore[no-untyped-call]
 
     def unwatch_writes(self) -> None:
         """Undo :meth:`watch_writes`."""
@@ -70,16 +86,30 @@ class ReferenceEngine(PythonStateMachine):
             self._libraries = {}
 
 
-def _write_hook(op: OpOverload, below: DispatchKeySet, is_collective: bool) -> Any:
-    """Return a kernel that runs before an op that writes to its arguments, and logs the write."""
+def _writes(argument: Any) -> bool:
+    """Return whether an op writes to an argument; the schemas of batch norms do not say so of their statistics."""
+    alias: Any = argument.alias_info
+    return bool(alias is not None and alias.is_write) or argument.name.startswith("running_")
+
+
+def _write_hook(
+    op: OpOverload,
+    accesses: Callable[[Any], bool],
+    original: Any,
+    below: DispatchKeySet,
+    name: str,
+    holds_arguments: bool,
+) -> Any:
+    """Return a kernel that calls an op, and notes that it wrote to some of its arguments, or may do so."""
+    accessed = [(place, each.name) for place, each in enumerate(op._schema.arguments) if accesses(each)]
 
     def kernel(keys: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
-        # A fused optimizer writes to its first argument and its state. The schemas of collectives do not say what they
-        # write.
-        written = list(tensors_in(args if is_collective else args[:1]))
+        if holds_arguments:  # a sparse tensor would hold the weight itself, and not show in its holders
+            args = tuple(torch.ops.aten.alias(arg) if isinstance(arg, torch.Tensor) else arg for arg in args)
+        tensors = list(tensors_in([args[place] if place < len(args) else kwargs.get(key) for place, key in accessed]))
         try:
-            return redispatch(op, keys & below, args, kwargs)
+            return original(keys, *args, **kwargs) if original else redispatch(op, keys & below, args, kwargs)
         finally:
-            note_writes(written, is_pending=is_collective)
+            note_writes(tensors, is_pending=name in COLLECTIVES)
 
     return kernel

@@ -10,6 +10,7 @@
 #include <ATen/record_function.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <c10/util/Exception.h>
 #include <c10/util/SmallVector.h>
 #include <c10/util/flat_hash_map.h>
 
@@ -50,6 +51,11 @@ uint64_t mixed(uint64_t hash, int64_t number) {
   hash = (hash ^ static_cast<uint64_t>(number)) * 0x9E3779B97F4A7C15ull;
   return hash ^ (hash >> 29);
 }
+
+// torch warns once per process that a kernel is overridden, which is intended where one of these handles warnings.
+struct NoWarnings : c10::WarningHandler {
+  void process(const c10::Warning&) override {}
+};
 
 const StorageImpl* storage_of(const Tensor& tensor) {
   return tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();

@@ -8,6 +8,7 @@
 
 #include <Python.h>
 
+#include "python.h"
 #include "tensors.h"
 
 namespace {
@@ -47,6 +48,31 @@ using WeakCounter = c10::weak_intrusive_ptr<Counter>;
 
 uint32_t version_of(const Tensor& tensor) { return tensor.unsafeGetTensorImpl()->version_counter().current_version(); }
 
+// What CPython keeps of a weak reference, and where the Python object of a storage has the list of those to it.
+struct WeakReference {
+  PyObject head;
+  PyObject *object, *callback;
+  Py_hash_t hash;
+  const WeakReference *previous, *next;
+};
+Py_ssize_t weak_references_of_storage = 0;  // set by bind()
+PyTypeObject* weak_id_ref = nullptr;        // the type of those in dictionaries in which torch looks tensors up; set by bind()
+
+// Return whether anything refers weakly to the Python object of a storage, and may write through it.
+bool is_referred_to_weakly(PyObject* storage) {
+  const auto* const list =
+      reinterpret_cast<const WeakReference* const*>(reinterpret_cast<const char*>(storage) + weak_references_of_storage);
+  if (*list == nullptr) {
+    return false;
+  }
+  const Gil gil;
+  const WeakReference* reference = *list;
+  while (reference != nullptr && Py_TYPE(&reference->head) == weak_id_ref) {
+    reference = reference->next;
+  }
+  return reference != nullptr;
+}
+
 // Return how many references a weight's storage has, the weight's included. The Python object that a storage keeps once it has
 // been asked for counts only while something else in Python refers to it.
 size_t count_holders(const Tensor& weight) {
@@ -56,7 +82,7 @@ size_t count_holders(const Tensor& weight) {
     return count;
   }
   PyObject* const object = storage.unsafeGetStorageImpl()->pyobj_slot()->load_pyobj();
-  return object != nullptr && Py_REFCNT(object) == 1 ? count - 1 : count;
+  return object != nullptr && Py_REFCNT(object) == 1 && !is_referred_to_weakly(object) ? count - 1 : count;
 }
 
 // Version counters that miss writes: shared by tensors on different memory, or of memory exposed to code that counts none.
@@ -106,7 +132,7 @@ enum class Holders : uint8_t { kNone, kVersioned, kUnversioned };
 //   weight.data = ..., set_, resize_                        the storage, the address, sizes and strides
 //   either of these during the cast                         the stamp is taken before
 //   another tensor at the address of a dead weight          the weak references
-//   ops that write and count no version                     write_hooks.h
+//   ops that write, or make aliases, and count no version   write_hooks.h
 //   ops in a dispatch mode's handler or a device's graph    recorded_writes.h
 //   memory that another process writes                      is_shared(): the cast is not cached
 //   others that hold the memory during the cast             holders(): not cached where their writes are not seen

@@ -1,0 +1,176 @@
+"""Single writes that change no version: through .data, arrays, storages and pointers, and by ops that count none."""
+
+import ctypes
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.dlpack import from_dlpack, to_dlpack
+
+from .each_cache import CACHES, SIZE, X, frozen, is_right, product, sparse, sparse_rows, with_each_cache
+
+from_name = {
+    "numpy": torch.Tensor.numpy,
+    "data": torch._C.TensorBase.data.__get__,
+    "graphs": torch._C._autograd._get_data_attr,
+}
+"""Looked up before polycast's first region, as is ``to_dlpack``."""
+
+pytestmark = [
+    pytest.mark.usefixtures("engine", "int8_kernels"),
+    pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta"),
+]
+
+
+def add_to_data(weight):
+    weight.data += 1
+
+
+def write_row(weight):
+    for row in range(SIZE):
+        weight.data[row] = 3.0
+
+
+def write_in_array(weight):
+    weight.detach().numpy()[:] = 3
+
+
+def write_as_array(weight):
+    np.asarray(weight.detach())[:] = 3
+
+
+def write_by_dlpack(weight):
+    np.from_dlpack(weight.detach())  # read-only in NumPy; torch writes it
+    torch.from_dlpack(weight.detach()).fill_(3)
+
+
+def write_by_capsule(weight):
+    from_dlpack(to_dlpack(weight)).fill_(3)
+
+
+def write_in_storage(weight):
+    weight.untyped_storage().copy_(torch.full((SIZE, SIZE), 3.0).untyped_storage())
+
+
+def write_in_typed_storage(weight):
+    weight.detach().storage()[0 : SIZE * SIZE] = 3.0
+
+
+def write_at_pointer(weight):
+    threes = torch.full((SIZE, SIZE), 3.0)
+    ctypes.memmove(weight.data_ptr(), threes.data_ptr(), threes.nbytes)
+
+
+def write_in_a_custom_op(weight):
+    with torch.library._scoped_library("polycast_test", "FRAGMENT") as library:
+        library.define("write_(Tensor(a!) x) -> ()")
+        library.impl("write_", lambda x: x.detach().numpy().fill(3), "CPU")
+        torch.ops.polycast_test.write_(weight.detach())
+
+
+def write_where_versions_are_preserved(weight):
+    with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(weight):
+        weight.fill_(3)
+
+
+def write_as_statistics(weight):
+    for row in weight.detach():
+        nn.functional.batch_norm(torch.full((2, SIZE), 3.0), row, torch.ones(SIZE), training=True, momentum=1.0)
+
+
+WRITES = {
+    "data += 1": add_to_data,
+    "data.add_": lambda weight: weight.data.add_(1),
+    "data[i] =": write_row,
+    "data.view(-1)": lambda weight: weight.data.view(-1).fill_(3),
+    "data of data": lambda weight: weight.data.data.fill_(3),
+    "data of detach()": lambda weight: weight.detach().data.fill_(3),
+    "data of a view": lambda weight: weight.view(-1).data.fill_(3),
+    "foreach": lambda weight: torch._foreach_add_([weight.data], 1.0),
+    "out=": lambda weight: torch.add(X.float(), 2, out=weight.data),
+    "a parameter of data": lambda weight: nn.Parameter(weight.data, requires_grad=False).fill_(3),
+    "set_": lambda weight: torch.empty(0).set_(weight.detach()).fill_(3),
+    "numpy()": write_in_array,
+    "numpy.asarray": write_as_array,
+    "DLPack": write_by_dlpack,
+    "a DLPack capsule": write_by_capsule,
+    "untyped_storage()": write_in_storage,
+    "storage()": write_in_typed_storage,
+    "data_ptr()": write_at_pointer,
+    "a custom op in Python": write_in_a_custom_op,
+    "a preserved version": write_where_versions_are_preserved,
+    "data as graphs read it": lambda weight: from_name["graphs"](weight).fill_(3),
+    "apply_": lambda weight: weight.detach().apply_(lambda value: 3.0),
+    "map_": lambda weight: weight.detach().map_(weight.detach(), lambda *values: 3.0),
+    "map2_": lambda weight: weight.detach().map2_(weight.detach(), weight.detach(), lambda *values: 3.0),
+    "kron(out=)": lambda weight: torch.kron(torch.ones(2, 2), torch.full((2, 2), 3.0), out=weight.detach()),
+    "statistics of a batch norm": write_as_statistics,
+    "gradients unscaled": lambda weight: torch._amp_foreach_non_finite_check_and_unscale_(
+        [weight.detach()], torch.zeros(1), torch.full((1,), 3.0)
+    ),
+    "unsafe_split": lambda weight: torch._foreach_add_(torch.unsafe_split(weight.detach(), 2), 1.0),
+    "unsafe_split_with_sizes": lambda weight: torch._foreach_add_(
+        torch.unsafe_split_with_sizes(weight.detach(), [SIZE]), 1.0
+    ),
+    "unsafe_chunk": lambda weight: torch._foreach_add_(torch.unsafe_chunk(weight.detach(), 2), 1.0),
+    "the op of set_": lambda weight: torch.ops.aten.set_.source_Tensor(torch.empty(0), weight.detach()).fill_(3),
+    "values of a sparse tensor": lambda weight: sparse(weight)._values().fill_(3),
+    "a compressed sparse tensor": lambda weight: sparse_rows(weight).mul_(3),
+}
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+def test_a_write_is_seen(write):
+    for name, regions in CACHES.items():
+        weight = frozen()
+        with regions() as region:
+
+            def use(times, name=name, weight=weight, region=region):
+                for _ in range(times):
+                    with region():
+                        assert is_right(weight), name
+
+            for turn in range(3):
+                use(3)
+                with torch.no_grad():
+                    weight.fill_(turn - 5.0)
+                use(3)
+                write(weight)
+                use(1)
+
+
+def fail_after_some(weight):
+    values = iter([3.0] * SIZE)
+    with pytest.raises(StopIteration):
+        weight.detach().apply_(lambda value: next(values))
+
+
+@with_each_cache
+def test_a_write_that_raises_halfway_is_seen(regions):
+    weight = frozen()
+    with regions() as region:
+        for _ in range(3):
+            with region():
+                assert is_right(weight)
+        fail_after_some(weight)
+        assert weight[0, -1] == 3
+        with torch.no_grad(), region():
+            out = product(weight)
+        assert out[0, 0] == 3 * SIZE
+        assert out[0, 1] == SIZE
+
+
+@with_each_cache
+@pytest.mark.parametrize("name", ["numpy", "data"])
+def test_a_write_through_a_method_looked_up_before_is_seen(regions, name, engine):
+    if engine == "reference":
+        pytest.skip("it hooks attributes of torch.Tensor: docs/limits.md")
+    weight = frozen()
+    with regions() as region:
+        for _ in range(3):
+            with region():
+                assert is_right(weight)
+        from_name[name](weight.detach())[:] = 3
+        with region():
+            assert is_right(weight)
