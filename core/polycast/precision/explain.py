@@ -13,7 +13,6 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
-from ..engine.casts.hidden_ops import WRITES_NOTHING
 from ..engine.recipes.recipe_listeners import listeners as recipe_listeners
 from ..plugins.registry import get_backend
 from ..policy.dtypes import dtype_name
@@ -237,7 +236,6 @@ class _Calls(DispatchMode):  # type: ignore[misc]
 
     def __init__(self, model: nn.Module, faking: _Faking) -> None:
         super().__init__()
-        setattr(self, WRITES_NOTHING, True)
         self._faking = faking
         self._names = {module: name for name, module in model.named_modules()}
         self._rules = rules_of(model)

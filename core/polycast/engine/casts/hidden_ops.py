@@ -40,8 +40,6 @@ class HiddenOps(Protocol):
         """Drop what is cached of all weights: any may have been written."""
 
 
-WRITES_NOTHING = "_polycast_writes_nothing"
-"""An attribute of dispatch modes that write no real tensor."""
 _told: HiddenOps | None = None
 _GRAPHS = (
     ("torch.cuda.graphs", "CUDAGraph"),
@@ -58,7 +56,7 @@ def tell_of_hidden_ops(told: HiddenOps | None) -> None:
 
 
 def watch_modes(patch: Patch) -> None:
-    """Tell of the dispatch modes that are entered and left, except torch's own, which trace."""
+    """Tell of the dispatch modes that are entered and left, except torch's and polycast's: these write no weights."""
     modes: Any = vars(sys.modules["torch.utils._python_dispatch"])["TorchDispatchMode"]
     enter, leave = method_of(modes, "__enter__", "self"), method_of(modes, "__exit__", "self")
 
@@ -90,8 +88,8 @@ def watch_modes(patch: Patch) -> None:
 
 
 def _told_of(mode: Any) -> HiddenOps | None:
-    traced = torch.compiler.is_compiling() or getattr(mode, "_mode_key", None) is not None
-    return None if traced or getattr(mode, WRITES_NOTHING, False) else _told
+    writes_nothing = type(mode).__module__.partition(".")[0] in ("torch", __name__.partition(".")[0])
+    return None if writes_nothing or torch.compiler.is_compiling() else _told
 
 
 def watch_graphs(patch: Patch) -> None:

@@ -156,7 +156,8 @@ class PythonStore:
             drops = self._drops
         stamp, storage = version_stamp(weight), track(weight)  # before the store casts
         source = Source(weight, weight)
-        admitted, sees_all_writes = store._admits(source), not has_other_holders(weight)
+        admitted = store._admits(source)
+        sees_all_writes = not (has_other_holders(weight) or modes_may_write())
         cast = store.cast(source, dtype)
         if recorded is not None:
             return recorded
@@ -183,7 +184,7 @@ class PythonStore:
             return False
         if self._of_region:
             return sees_all_writes or (self._as_torch(source) and not (has_others and storages_are_rewritten()))
-        return not (has_others or modes_may_write())
+        return not has_others
 
     def _find(self, key: Key, source: Source) -> Entry | None:
         entry = self._entries.get(key)
@@ -199,7 +200,7 @@ class PythonStore:
         weight, elements = source.weight, source.tensor.numel()
         self._misses += is_new
         self._erase(key)
-        if not admitted:
+        if not admitted or (modes_may_write() and not self._of_region):
             return
         views_fit = not key[2] or self._views_fit(weight, entry.nbytes)
         if not self._budget.has_room(key, elements, entry.nbytes, self._bytes, _items(self._entries)) or not views_fit:
