@@ -108,6 +108,7 @@ CALLS_UP = {
     "common.cached_property",
     "common.listeners",
     "engine.state",  # calls the methods that region.autocast overrides
+    "torch_internals.callers_state",  # calls methods of plugins
     "torch_internals.patcher",  # calls the functions that the table of changes names
 }
 """The modules that call functions which higher layers have given them."""

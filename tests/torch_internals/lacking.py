@@ -22,7 +22,7 @@ def names_read():
 
 
 def _lookup():
-    importlib.import_module("polycast.torch_internals.private_names")
+    importlib.import_module("polycast.torch_internals.callers_state")  # imports the other modules with names
     return importlib.import_module("polycast.torch_internals.lookup")
 
 

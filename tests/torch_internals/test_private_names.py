@@ -14,9 +14,10 @@ import torch
 import polycast
 import polycast_cpu
 from polycast.engine import installation
-from polycast.torch_internals import dispatcher, lookup, private_names
+from polycast.torch_internals import callers_state, dispatcher, lookup, private_names
 
-assert private_names  # its names are looked up
+assert private_names  # its names are looked up, and
+assert callers_state  # so are these
 
 CORE = Path(polycast.__file__).parent
 LACKING = Path(__file__).with_name("lacking.py")
@@ -91,7 +92,8 @@ def test_choosing_an_engine_looks_up_all_names():
     script = (
         "import sys, torch, polycast\n"
         "with polycast.autocast('cpu'): pass\n"
-        "print(all(f'polycast.torch_internals.{name}' in sys.modules for name in ('private_names', 'dispatcher')))"
+        "names = ('callers_state', 'private_names', 'dispatcher')\n"
+        "print(all(f'polycast.torch_internals.{name}' in sys.modules for name in names))"
     )
     environment = {**os.environ, "POLYCAST_ENGINE": "reference"}
     ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, check=True)

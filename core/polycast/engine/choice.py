@@ -9,6 +9,7 @@ import torch
 
 from ..common import env
 from ..common.atfork import hold_during_fork
+from ..common.interrupts import raise_if_callers
 from ..errors import warn_user
 from ..plugins.backend import Backend
 from ..policy.cast_policy import CastPolicy
@@ -161,10 +162,9 @@ def _choose(wanted: str, failure: Exception | None) -> Engine:
         if failure is not None:
             raise failure
         return engine_library.load()
-    except TimeoutError:  # from the user's signal handler
-        raise
     # A broken installation of torch's headers or of Python may raise anything.
     except Exception as error:
+        raise_if_callers(error)
         reason = str(error) if isinstance(error, BuildError) else f"{type(error).__name__}: {error}."
         if wanted == "native":
             raise RuntimeError(f"POLYCAST_ENGINE=native, but the native engine cannot be built: {reason}") from error

@@ -3,13 +3,13 @@
 It is separate from the engine, so that programs which observe nothing need not build it.
 """
 
-import contextlib
 import threading
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..common.atfork import hold_during_fork
+from ..common.interrupts import raise_if_callers
 from ..engine.choice import build_failure, choose_engine
 from ..engine.disable_dynamo import disable_dynamo
 from ..plugins.backend import overrides_is_capturing
@@ -85,8 +85,10 @@ def load_backend_of_accelerator() -> None:
     """Load the backend of the current accelerator, if it has one that can be loaded."""
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is not None:
-        with contextlib.suppress(*PLUGIN_ERRORS):
+        try:
             registry.find(accelerator.type)
+        except PLUGIN_ERRORS as error:
+            raise_if_callers(error)
 
 
 @disable_dynamo

@@ -15,7 +15,10 @@ import torch
 
 from ..common.announce import announce_if_slow
 from ..common.env import canonical_name
+from ..common.interrupts import CALLERS_ERRORS, is_interrupt
 from ..errors import BackendBrokenError, BackendConflictError, BackendNotFoundError, InvalidBackendError
+from ..torch_internals.callers_state import call_outside
+from ..torch_internals.dispatcher import disable_autocast
 from . import hookspecs
 from .backend import Backend, validate
 from .checks import PLUGIN_ERRORS, check_availability
@@ -161,25 +164,31 @@ class BackendLoader:
                 f"The backend for {self.device_type!r} was requested while its plugin {candidate} is being imported. "
                 "A plugin must not use its own device at import."
             )
-        if self.failure is None:
+        failure = self.failure
+        if failure is None:
             self._loading = True
             waiting = (
                 f"still importing the plugin of {self.device_type!r}, {candidate}. POLYCAST_BLOCK={self.device_type} "
                 "leaves it out."
             )
             try:
-                with nullcontext() if candidate.built_in else announce_if_slow(waiting):
-                    return _load_plugin(candidate, self.device_type)
+                slowly = nullcontext() if candidate.built_in else announce_if_slow(waiting)
+                with slowly, disable_autocast():
+                    return call_outside(_load_plugin, candidate, self.device_type)
             except PLUGIN_ERRORS as error:
-                self.failure = error
+                if is_interrupt(error):
+                    raise
+                failure = error
+                if not isinstance(error, CALLERS_ERRORS):
+                    self.failure = error
             finally:
                 self._loading = False
-        reason = str(self.failure).rstrip(".")
+        reason = str(failure).rstrip(".")
         raise BackendBrokenError(
             f"The backend for {self.device_type!r} is broken: {candidate} could not be loaded: "
-            f"{type(self.failure).__name__}: {reason}. Repair or uninstall {candidate.distribution}, or set "
+            f"{type(failure).__name__}: {reason}. Repair or uninstall {candidate.distribution}, or set "
             f"POLYCAST_BLOCK={self.device_type}."
-        ) from self.failure
+        ) from failure
 
     def _status(self, state: State, reason: str, dtype: torch.dtype | None) -> BackendStatus:
         used = None if self.by_hand is not None else self._choose()

@@ -2,7 +2,9 @@
 
 import torch
 
+from ..common.interrupts import raise_if_callers
 from ..policy.recipe import Recipe
+from ..torch_internals.callers_state import call_outside
 from .backend import Availability, Backend
 
 PLUGIN_ERRORS = (Exception, SystemExit)  # some libraries exit if they find no device
@@ -26,16 +28,18 @@ def check_recipe(backend: Backend, recipe: Recipe) -> Availability:
 def ask_slow_reason(backend: Backend, dtype: torch.dtype) -> str | None:
     """Return why a fast dtype is slow on the device; None if it is not, or the backend raises."""
     try:
-        reason: object = backend.slow_reason(dtype)
-    except PLUGIN_ERRORS:
+        reason: object = call_outside(backend.slow_reason, dtype)
+    except PLUGIN_ERRORS as error:
+        raise_if_callers(error)
         return None
     return reason if isinstance(reason, str) and reason else None
 
 
 def _answer(backend: Backend, method: str, *arguments: object) -> Availability:
     try:
-        answer: object = getattr(backend, method)(*arguments)
+        answer: object = call_outside(getattr(backend, method), *arguments)
     except PLUGIN_ERRORS as error:
+        raise_if_callers(error)
         return Availability(False, str(error) or type(error).__name__)
     if isinstance(answer, Availability):
         return answer

@@ -8,10 +8,12 @@ from dataclasses import dataclass
 import torch
 from typing_extensions import Self
 
+from ..common.interrupts import raise_if_callers
 from ..common.versions import package_versions
 from ..plugins.backend import Backend
 from ..plugins.checks import PLUGIN_ERRORS
 from ..plugins.registry import registry
+from ..torch_internals.callers_state import call_outside
 from .device_profile import DeviceProfile
 
 
@@ -30,8 +32,9 @@ class Conditions:
         """Return the conditions of this process for a device."""
         device_type = backend.device_type
         try:
-            details = {str(name): str(value) for name, value in backend.device_details().items()}
+            details = {str(name): str(value) for name, value in call_outside(backend.device_details).items()}
         except PLUGIN_ERRORS as error:
+            raise_if_callers(error)
             details = {"error": f"device_details() raised {type(error).__name__}: {error}"}
         device = details.pop("name", device_type)
         version = registry.version(backend) or f"{type(backend).__module__}.{type(backend).__qualname__}"

@@ -6,8 +6,9 @@ from datetime import datetime, timezone
 
 import torch
 
+from ..common.interrupts import raise_if_callers
 from ..plugins.backend import Backend
-from ..torch_internals.private_names import disable_current_modes
+from ..torch_internals.callers_state import call_outside
 from .conditions import Conditions
 from .device_profile import DeviceProfile
 from .measuring_listeners import measuring
@@ -21,12 +22,17 @@ def measure(backend: Backend) -> DeviceProfile:
     Raises:
         RuntimeError: the device is not available, or lacks ops to make tensors with.
     """
+    return call_outside(_measure, backend)
+
+
+def _measure(backend: Backend) -> DeviceProfile:
     ways, omissions = ways_of(backend)  # may compile C++, which is not part of the time
     conditions = Conditions.now(backend)
     with measuring(), _without_autocast(backend.device_type):
         try:
             timer = OpTimer(backend.device_type, ways)
         except Exception as error:  # a backend's ops may raise anything
+            raise_if_callers(error)
             raise RuntimeError(f"{backend.device_type} cannot be measured: {type(error).__name__}: {error}") from error
         timer.run()
         return DeviceProfile(
@@ -41,9 +47,9 @@ def measure(backend: Backend) -> DeviceProfile:
 
 @contextlib.contextmanager
 def _without_autocast(device_type: str) -> Iterator[None]:
-    """Switch autocast, autograd and what intercepts ops off in this thread."""
+    """Switch autocast and autograd off in this thread."""
     was_enabled, dtype = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
-    with disable_current_modes(), torch.inference_mode(False), torch.no_grad():
+    with torch.no_grad():
         torch.set_autocast_enabled(device_type, False)
         try:
             yield

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 
+from ..common.interrupts import is_interrupt
 from ..policy.dtypes import FLOAT32
 from .cases import OPS, Case, cases
 from .measured_calls import Unsupported, check, prepare
@@ -244,6 +245,8 @@ class OpTimer:
         except Unsupported as reason:
             self._omit(case, way.name, str(reason))
         except Exception as error:  # a backend's kernels may raise anything
+            if is_interrupt(error):
+                raise
             self._omit(case, way.name, _text_of(error))
             if not expected and time.perf_counter() - start > _LONGEST_CALL:
                 self._unsupported.update((each, way.name) for each in self._cases if each.op == case.op)

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from ..common.interrupts import is_interrupt
+
 try:
     import resource
 except ImportError:  # on Windows
@@ -99,6 +101,8 @@ class Stopwatch:
                 try:
                     seconds = self.time(functions[name], calls[name])
                 except Exception as error:
+                    if is_interrupt(error):
+                        raise
                     raised[name] = error
                     continue
                 if not watch.was_preempted():

@@ -5,10 +5,12 @@ from dataclasses import dataclass
 
 import torch
 
+from ..common.interrupts import raise_if_callers
 from ..plugins.backend import Backend, LowBitKernel
 from ..plugins.checks import PLUGIN_ERRORS, check_availability, check_dtype, check_recipe
 from ..policy.dtypes import dtype_name
 from ..policy.recipe import Recipe, all_recipes
+from ..torch_internals.callers_state import call_outside
 from .measurement import Omission
 
 
@@ -48,8 +50,9 @@ def ways_of(backend: Backend) -> tuple[list[MeasuredWay], list[Omission]]:
             omitted.append(Omission("all ops", recipe.kind, answer.reason))
             continue
         try:
-            kernels = backend.low_bit_kernels(recipe)
+            kernels = call_outside(backend.low_bit_kernels, recipe)
         except PLUGIN_ERRORS as error:
+            raise_if_callers(error)
             omitted.append(Omission("all ops", recipe.kind, f"{type(error).__name__}: {error}"))
         else:
             ways += _ways_by(recipe, kernels, backend)

@@ -2,6 +2,7 @@
 
 import torch
 
+from ..common.interrupts import raise_if_callers
 from ..engine import state
 from ..errors import SlowDtypeWarning, warn_user
 from ..plugins.backend import Backend
@@ -11,6 +12,7 @@ from ..policy.recipe import read_recipe
 from ..profiling.profile import find_ignoring_errors
 from ..profiling.slow_dtypes import find_slow_reason
 from ..toolchain.load_ops import is_built
+from ..torch_internals.callers_state import call_outside
 
 FASTER_RECIPES = {"fastest": "", "int8": " (inference only)"}
 """The recipes that replace a slow dtype, and what messages add to their names."""
@@ -87,7 +89,8 @@ def faster_recipes(backend: Backend) -> dict[str, str]:
 
 def _faster_dtypes(backend: Backend) -> list[torch.dtype]:
     try:
-        supported = backend.supported_dtypes()
-    except PLUGIN_ERRORS:
+        supported = call_outside(backend.supported_dtypes)
+    except PLUGIN_ERRORS as error:
+        raise_if_callers(error)
         return []
     return [each for each in supported if find_slow_reason(backend, each) is None]

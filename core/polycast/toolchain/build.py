@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ..common.announce import announce
+from ..common.interrupts import raise_if_callers
 from .build_cache import CachedBuild
 from .cache_folder import make_folders
 from .compiler import checksum, compile_library, first_error
@@ -74,9 +75,8 @@ def get_or_build(cache: Path, library: CppLibrary, *, retry: bool = False, own: 
                     _remove_leftovers(build.folder)
                     path = _build(build)
         return path
-    except TimeoutError:  # from the user's signal handler
-        raise
     except (OSError, NotImplementedError) as error:  # filelock raises the latter on a file system without locks
+        raise_if_callers(error)
         raise BuildError(
             f"nothing can be written to {build.folder}: {error}. Set XDG_CACHE_HOME to a folder of yours that has room."
         ) from error

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TypeVar
 
+from ..common.interrupts import raise_if_callers
 from ..errors import warn_user
 from .build import get_or_build
 from .cache_folder import UntrustedCacheError, cache_directory
@@ -27,9 +28,8 @@ def try_build(library: CppLibrary) -> Exception | None:
         if find_prebuilt(library) is None:
             with contextlib.suppress(UntrustedCacheError):  # loading builds it for this process alone
                 get_or_build(cache_directory(), library)
-    except TimeoutError:  # from the user's signal handler
-        raise
     except Exception as error:
+        raise_if_callers(error)
         return error
     return None
 
@@ -44,12 +44,13 @@ def load_prebuilt(library: CppLibrary, open_: Callable[[Path], _Loaded]) -> tupl
         return None
     try:
         return open_(found.unpack_into(cache_directory())), describe_prebuilt(found)
-    except (BuildError, ImportError, OSError):
-        pass
+    except (BuildError, ImportError, OSError) as error:
+        raise_if_callers(error)
     try:
         with tempfile.TemporaryDirectory(prefix="polycast-") as private:
             return open_(found.archive.unpack(found.key, Path(private))), describe_prebuilt(found)
     except (BuildError, ImportError, OSError) as error:  # it may need a newer libc
+        raise_if_callers(error)
         note_unloadable(found, error)
         return None
 
@@ -79,9 +80,8 @@ def load_built(cache: Path, library: CppLibrary, open_: Callable[[Path], _Loaded
     try:
         with tempfile.TemporaryDirectory(prefix="polycast-") as private:
             loaded = _open(get_or_build(Path(private), library), open_)
-    except TimeoutError:
-        raise
     except (BuildError, OSError) as error:
+        raise_if_callers(error)
         raise BuildError(f"{untrusted} It cannot be built elsewhere either: {error}") from error
     warn_user(f"polycast built {library.description} for this process alone, as each process will: {untrusted}")
     return loaded, "compiled here, for this process alone"
@@ -112,4 +112,5 @@ def _open(path: Path, open_: Callable[[Path], _Loaded]) -> _Loaded:
     try:
         return open_(path)
     except (ImportError, OSError) as error:
+        raise_if_callers(error)
         raise BuildError(f"{path} does not load: {error}. Remove it to have it built again.") from error

@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 
 from ..common.atfork import hold_during_fork
+from ..common.interrupts import raise_if_callers
 from ..plugins.backend import Availability
 from .build import find_build
 from .cache_folder import cache_directory
@@ -60,9 +61,8 @@ def _load(package: str, failure: Exception | None) -> Availability:
         if failure is not None:
             raise failure
         loaded = load_prebuilt(library, _register) or load_built(cache_directory(), library, _register)
-    except TimeoutError:  # from the user's signal handler
-        raise
     except (BuildError, OSError) as error:
+        raise_if_callers(error)
         return Availability(False, f"the C++ of {package} cannot be loaded: {error}")
     _, _origins[package] = loaded
     return Availability(True)

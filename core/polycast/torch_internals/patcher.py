@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..common.interrupts import is_callers
 from ..errors import warn_user
 
 _NOTHING = object()
@@ -190,7 +191,8 @@ class Patcher(MetaPathFinder):
                 patch.undo()
         except Exception as error:  # of any kind: the module is not the expected one
             patch.undo(since)
-            if not row.lost:
+            if not row.lost or is_callers(error):
+                patch.waiting[name] = change
                 raise
             patch.refused = f"{name}: {type(error).__name__}: {error}"
             if row.on_refusal:

@@ -81,11 +81,6 @@ DispatchMode: Any = read(
     contextlib.nullcontext,
     "polycast.tune(over='ops') chooses from the ops of the backend's table only",
 )
-disable_current_modes: Callable[[], contextlib.AbstractContextManager[Any]] = read(
-    "torch.utils._python_dispatch._disable_current_modes",
-    contextlib.nullcontext,
-    "a recipe cannot be used for the first time while ops are traced",
-)
 _dispatch_keys: Callable[[torch.Tensor], Any] | None = read(
     "torch._C._dispatch_keys", None, "recipes do not compute with subclasses of tensors"
 )
@@ -218,8 +213,7 @@ _ONEDNN_CHECKS = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_
 def onednn_supports(dtype: torch.dtype) -> bool:
     """Return whether oneDNN has kernels for a fast dtype on this processor; true if this torch does not say."""
     ask = getattr(torch.ops.mkldnn, _ONEDNN_CHECKS.get(dtype, ""), None)
-    with disable_current_modes():
-        return ask is None or bool(ask())
+    return ask is None or bool(ask())
 
 
 def size_hint(size: Any) -> int:

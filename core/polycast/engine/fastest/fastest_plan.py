@@ -11,11 +11,8 @@ from ...policy.dtypes import dtype_name
 from ...policy.recipe_settings import COMPOSED_OPS, POINTWISE_OPS, resolve
 from ...policy.registered import policies_for
 from ...profiling.device_profile import DeviceProfile
-from ...torch_internals.private_names import (
-    is_intercepted,
-    onednn_supports,
-    size_hint,
-)
+from ...torch_internals.callers_state import call_outside
+from ...torch_internals.private_names import is_intercepted, onednn_supports, size_hint
 from ..casts.cast_cache import CastCache
 from ..casts.not_prepacked import INTERCEPTED
 from ..casts.traced import cast_of_traced
@@ -267,7 +264,7 @@ class PlannedCall(NamedTuple):
 
 def _has_recurrent_kernel(dtype: torch.dtype, records: bool) -> bool:
     """Return whether torch has the kernel of a recurrent layer for a fast dtype, which in float16 has no backward."""
-    return onednn_supports(dtype) and not (records and dtype is torch.float16)
+    return call_outside(onednn_supports, dtype) and not (records and dtype is torch.float16)
 
 
 def _weight_of(tensor: torch.Tensor) -> torch.Tensor | None:

@@ -21,7 +21,8 @@ from ...plugins.backend import Backend, LowBitKernel, overrides_is_capturing
 from ...plugins.checks import check_recipe
 from ...policy.dtypes import dtype_name
 from ...policy.recipe import Recipe
-from ...torch_internals.private_names import disable_current_modes, is_intercepted
+from ...torch_internals.callers_state import call_outside
+from ...torch_internals.private_names import is_intercepted
 from ..casts.cast_cache import CastCache
 from ..casts.not_prepacked import INTERCEPTED, NO_WEIGHT, NOT_CACHED
 from ..casts.weights import caching_is_safe, parameter_of
@@ -98,8 +99,7 @@ class KernelPlan(Plan):
         self.unavailable_reason = NO_KERNEL
         answer = check_recipe(backend, recipe)
         if answer.available:
-            with disable_current_modes(), torch.inference_mode(False):  # kernels may create tensors
-                self.kernels = backend.low_bit_kernels(recipe)
+            self.kernels = call_outside(backend.low_bit_kernels, recipe)
         else:
             self.unavailable_reason = answer.reason
         self._prepack_ids = {op: _prepack_id(backend, recipe, op, kernel) for op, kernel in self.kernels.items()}

@@ -1,0 +1,87 @@
+"""Call a function as if the caller had switched on nothing that intercepts ops.
+
+The first use of a device may be anywhere: in a model that is traced, under a mode, in a transform. What a plugin asks
+its library then, and the tensors that it makes and keeps, must be no part of that.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import torch
+from typing_extensions import ParamSpec
+
+from .lookup import read
+from .private_names import (
+    are_functorch_transforms_active,
+    dispatch_mode_count,
+    is_function_mode_enabled,
+    is_tracing,
+)
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+_TRACED, _SEEN, _TRANSFORMED = (
+    f"the first use of a device fails {where}, if its plugin runs ops then"
+    for where in ("while torch.jit.trace runs", "under a mode that does not expect them", "in transforms of torch.func")
+)
+
+_tracing_state: Callable[[], Any] | None = read("torch._C._get_tracing_state", None, _TRACED)
+_set_tracing_state: Callable[[Any], None] | None = read("torch._C._set_tracing_state", None, _TRACED)
+_without_dispatch_modes: Callable[[], contextlib.AbstractContextManager[Any]] = read(
+    "torch.utils._python_dispatch._disable_current_modes", contextlib.nullcontext, _SEEN
+)
+_function_mode_count: Callable[[], int] | None = read("torch._C._len_torch_function_stack", None, _SEEN)
+_pop_function_mode: Callable[[], Any] | None = read("torch._C._pop_torch_function_stack", None, _SEEN)
+_push_function_mode: Callable[[Any], None] | None = read("torch._C._push_on_torch_function_stack", None, _SEEN)
+_without_transforms: Callable[[], contextlib.AbstractContextManager[Any]] = read(
+    "torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack", contextlib.nullcontext, _TRANSFORMED
+)
+
+
+def call_outside(function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
+    """Call a function outside of tracing, modes, transforms and inference mode, and return what it returns."""
+    if not (
+        is_tracing()
+        or dispatch_mode_count()
+        or are_functorch_transforms_active()
+        or is_function_mode_enabled()
+        or torch.is_inference_mode_enabled()
+    ):
+        return function(*args, **kwargs)
+    with (
+        _without_tracing(),
+        _without_dispatch_modes(),
+        _without_function_modes(),
+        _without_transforms(),
+        torch.inference_mode(False),
+    ):
+        return function(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def _without_tracing() -> Iterator[None]:
+    if _tracing_state is None or _set_tracing_state is None:
+        yield
+        return
+    state = _tracing_state()
+    try:
+        _set_tracing_state(None)
+        yield
+    finally:
+        _set_tracing_state(state)
+
+
+@contextlib.contextmanager
+def _without_function_modes() -> Iterator[None]:
+    if _function_mode_count is None or _pop_function_mode is None or _push_function_mode is None:
+        yield
+        return
+    modes: list[Any] = []
+    try:
+        while _function_mode_count():
+            modes.append(_pop_function_mode())
+        yield
+    finally:
+        while modes:
+            _push_function_mode(modes.pop())
