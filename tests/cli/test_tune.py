@@ -1,6 +1,5 @@
 """``polycast tune``: the search from the shell."""
 
-import json
 
 import pytest
 import torch
@@ -144,16 +143,10 @@ def test_the_exit_status_is_1_if_the_tolerance_is_not_met(run):
     assert "NOT within the tolerance of 0.5" in result.stdout
 
 
-def test_an_interrupted_search_continues(run, tmp_path):
-    arguments = ("--dtype", "float16", "--state", "state.json")
-    result = run("script.py:interrupted", *arguments)
-    assert (result.exit_code, result.stderr) == (
-        130,
-        "polycast: interrupted: the same command resumes from state.json\n",
-    )
-    assert len(json.loads((tmp_path / "state.json").read_text())["trials"]) == 2
-    codes = [run("script.py:interrupted", *arguments).exit_code for _ in range(3)]
-    assert codes == [130, 130, 0]  # each evaluates the region without a policy, and one set more
+def test_an_interrupted_search_writes_nothing(run, tmp_path):
+    result = run("script.py:interrupted", "--dtype", "float16", "--output", "policy.toml")
+    assert (result.exit_code, result.stdout, result.stderr) == (130, "", "polycast: interrupted\n")
+    assert not (tmp_path / "policy.toml").exists()
 
 
 def test_it_searches_over_batches_and_measures_those_held_out(run, tmp_path):
@@ -196,10 +189,9 @@ def test_invalid_arguments_are_refused(run, arguments, problem):
     assert problem in " ".join(result.stderr.replace("│", "").split())
 
 
-def test_an_output_that_cannot_be_written_is_refused_before_the_search(run, tmp_path):
-    result = run("script.py:build", "--output", "nowhere/policy.toml", "--state", "state.json")
+def test_an_output_that_cannot_be_written_is_refused_before_the_search(run):
+    result = run("script.py:interrupted", "--output", "nowhere/policy.toml")
     assert result.exit_code == 2
-    assert not (tmp_path / "state.json").exists()
 
 
 def test_the_search_can_be_done_twice_in_a_process(run):

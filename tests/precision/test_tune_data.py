@@ -200,30 +200,6 @@ def test_batches_held_out_are_only_measured(model):
     assert tuned.evidence.holdout.met
 
 
-def test_a_search_over_batches_continues_from_its_file(model, tmp_path):
-    state = tmp_path / "search.json"
-    calls = []
-
-    def metric(output, reference):
-        calls.append(output)
-        if len(calls) == 7:  # in the fourth trial
-            raise KeyboardInterrupt
-        return (output.float() - reference).norm() / reference.norm()
-
-    data = {"data": [usual(), large()], **FLOAT16}
-    with pytest.raises(KeyboardInterrupt):
-        polycast.tune(model, metric=metric, **data, state=state)
-    assert [len(trial["distances"]) for trial in json.loads(state.read_text())["trials"]] == [2, 2, 2]
-    resumed = polycast.tune(model, metric=metric, **data, state=state, holdout=large())
-    count = len(calls)
-    assert resumed.policy == polycast.tune(model, metric=metric, **data).policy
-    assert len(calls) - count > count - 7 - 4  # the first trials were not repeated, except the region without a policy
-    with pytest.raises(ValueError, match="belongs to another search: its exclude was"):
-        polycast.tune(model, metric=metric, **data, state=state, exclude=["0"])
-    with pytest.raises(ValueError, match="belongs to another search: its inputs was"):
-        polycast.tune(model, metric=metric, **{**data, "data": [usual(), usual()]}, state=state)
-
-
 def gradients(outcome, reference):
     """The largest relative error of the gradient of a parameter."""
     both = ((outcome.gradients[name], expected) for name, expected in reference.gradients.items())

@@ -136,15 +136,6 @@ def test_ops_can_leave_the_recipe(engine):
         assert torch.equal(model(x), in_region)
 
 
-def test_a_search_continues_from_its_file_but_not_with_another_recipe(tmp_path):
-    model, x = planted(1)
-    state = tmp_path / "state.json"
-    first = tune(model, x, state=state)
-    assert tune(model, x, state=state).evidence.trials == first.evidence.trials
-    with pytest.raises(ValueError, match="belongs to another search: its recipe was .int8.scales='row'"):
-        tune(model, x, state=state, recipe="int8:tensor")
-
-
 def test_the_result_keeps_the_tolerance_when_the_budget_is_spent():
     tuned = tune(*planted(1), budget=3)
     assert (tuned.met, tuned.evidence.is_minimal) == (True, False)

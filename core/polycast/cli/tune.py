@@ -83,9 +83,6 @@ def run(
     output: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the policy to a file instead of the standard output.")
     ] = None,
-    state: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Save evaluations to a file, and resume from it.")
-    ] = None,
 ) -> None:
     """Find what must run in float32, or without a recipe, and write a policy for it.
 
@@ -93,7 +90,7 @@ def run(
     """
     with library_errors():
         if output is not None:
-            check_output(output, "policy.toml")  # before the search, which may take hours
+            check_output(output, "policy.toml")  # before the search, which may take minutes
     build = function_of(target)
     with library_errors():
         fast = None if dtype is None else read_dtype(dtype)
@@ -115,7 +112,6 @@ def run(
                 over=over.value,
                 objective=objective.value,
                 budget=budget,
-                state=state,
                 recipe=wanted,
                 loss=loss,
                 reduction=reduction.value,
@@ -126,8 +122,7 @@ def run(
             )
             _write(tuned, output)
     except KeyboardInterrupt:
-        kept = "" if state is None else f": the same command resumes from {state}"
-        typer.echo(f"polycast: interrupted{kept}", err=True)
+        typer.echo("polycast: interrupted", err=True)
         raise typer.Exit(130) from None
     if not tuned.met:
         typer.echo(f"polycast: {tuned.evidence.reason}. The closest policy is written.", err=True)

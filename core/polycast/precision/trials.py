@@ -1,7 +1,7 @@
 """The evaluations of a search, each made once, within a budget."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,18 +39,11 @@ class Trial:
 
 
 class Trials:
-    """Evaluates choices, each once, within the budget.
+    """Evaluates choices, each once, within the budget."""
 
-    `earlier` trials, of a search that was interrupted, are not repeated, but count: a search that continues takes the
-    same way as one that was not interrupted.
-    """
-
-    def __init__(
-        self, evaluate: Callable[[Choice], Trial], budget: int, earlier: Mapping[Choice, Trial] | None = None
-    ) -> None:
+    def __init__(self, evaluate: Callable[[Choice], Trial], budget: int) -> None:
         self.made: dict[Choice, Trial] = {}
         self._evaluate, self._budget = evaluate, budget
-        self._earlier = dict(earlier or {})
 
     def of(self, choice: Choice) -> Trial:
         """Return the trial of a choice.
@@ -61,8 +54,7 @@ class Trials:
         if choice not in self.made:
             if len(self.made) >= self._budget:
                 raise OutOfBudget
-            trial = self._earlier.get(choice)
-            self.made[choice] = self._evaluate(choice) if trial is None else trial
+            self.made[choice] = self._evaluate(choice)
         return self.made[choice]
 
     def closest(self) -> Trial:

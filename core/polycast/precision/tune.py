@@ -1,25 +1,17 @@
 """``tune``: find what must stay in float32, or out of a recipe, as a policy with the evidence for it."""
 
-import os
-from collections.abc import Iterable
+import functools
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import torch
 
-from ..common.plain_text import first_of
-from ..common.versions import versions
-from ..errors import warn_user
-from ..plugins.registry import get_backend
-from ..policy.dtypes import dtype_name
 from ..policy.recipe import RecipeLike
-from ..policy.registered import policies_for
-from .calls import Calls, calls_of, device_of
+from .calls import calls_of, device_of
 from .compare import enabled_region, wanted_recipe
-from .evidence import Tuned, machine
-from .fingerprint import Fingerprint, hash_of_table, name_of_function
+from .evidence import Tuned
 from .in_use import in_use
 from .outcome import Loss, check_loss
-from .state_file import StateFile, StatePath
 from .tune_arguments import MIN_BUDGET, Metric, TuneArguments, check_arguments, check_choices, globs_of
 from .tuner import Tuner
 
@@ -38,7 +30,6 @@ def tune(
     over: Literal["modules", "ops"] = "modules",
     objective: Literal["accuracy", "time"] = "accuracy",
     budget: int | None = None,
-    state: StatePath | None = None,
     recipe: RecipeLike | None = None,
     loss: Loss | None = None,
     reduction: Literal["worst", "mean"] = "worst",
@@ -86,10 +77,6 @@ def tune(
         objective: ``"accuracy"`` or ``"time"``.
         budget: the maximum number of evaluations; at least 2, and 3 with a recipe. None: 16, plus four for each
             candidate.
-        state: a file for the evaluations. An interrupted search continues from it, and finds what it would have found.
-            It is refused for another model, other data or other arguments (except `budget` and `holdout`): the values
-            and the code of the model, the data, the metric and the loss are compared, and the result in the region
-            without a policy.
         recipe: of the region, as in :class:`autocast`.
         loss: a function of the model's output that returns a scalar tensor; called in the region.
         reduction: the distance over several batches: the ``"worst"`` or the ``"mean"``.
@@ -107,14 +94,13 @@ def tune(
     Raises:
         TypeError: `model`, `data` or the result of `metric` or `loss` is of another type.
         ValueError: another argument is invalid; batches have different structures; `loss` has no gradients; a glob
-            matches nothing; `state` belongs to another search; or there is no `metric`, and no floating-point tensor in
-            the output, or no finite element in float32's.
-        OSError: `state` cannot be read or written.
+            matches nothing; or there is no `metric`, and no floating-point tensor in the output, or no finite element
+            in float32's.
         RuntimeError: as :func:`compare`.
 
     Warns:
         UserWarning: no policy keeps the tolerance, and the closest is returned; the policy does not keep it on
-            `holdout`; float32's own output contains inf or nan; or `state` cannot detect changes of some value.
+            `holdout`; or float32's own output contains inf or nan.
 
     Example:
         >>> import torch, polycast
@@ -133,44 +119,16 @@ def tune(
     calls = calls_of(model, data)
     held_out = () if holdout is None else calls_of(model, holdout, "holdout", calls)
     region = enabled_region(device_of(model, calls) if device_type is None else device_type, dtype, recipe=wanted)
-    name = name_of_function(metric) if metric is not None else _DEFAULT if loss is None else _DEFAULT_WITH_LOSS
+    name = _name_of(metric) if metric is not None else _DEFAULT if loss is None else _DEFAULT_WITH_LOSS
     arguments = TuneArguments(
         metric, name, region, float(tolerance), over, objective, wanted, loss, reduction, float(margin), *globs
     )
     with in_use(model):
-        file = None if state is None else _state_file(state, model, calls, arguments)
         tuner = Tuner(model, calls, held_out, arguments)
-        return tuner.run(max(min_budget, 4 * len(tuner.names) + 16) if budget is None else budget, file)
+        return tuner.run(max(min_budget, 4 * len(tuner.names) + 16) if budget is None else budget)
 
 
-def _state_file(state: StatePath, model: torch.nn.Module, calls: Calls, arguments: TuneArguments) -> StateFile:
-    """Return the state file of a search, identified by everything that its result depends on."""
-    region, recipe = arguments.region, arguments.recipe
-    backend = get_backend(region.device)
-    policies = ((name, policy.value) for name, policy in backend.policies.items())
-    registered = sorted(policies_for(region.device).items())
-    of = {
-        "tolerance": arguments.tolerance,
-        "device_type": region.device,
-        "dtype": dtype_name(region.fast_dtype),
-        "over": arguments.over,
-        "objective": arguments.objective,
-        "recipe": None if recipe is None else recipe.text,
-        "reduction": arguments.reduction,
-        "margin": arguments.margin,
-        "exclude": list(arguments.exclude),
-        "candidates": None if arguments.candidates is None else list(arguments.candidates),
-        "default_dtype": dtype_name(torch.get_default_dtype()),
-        "register_op": {name: policy.value for name, policy in registered},
-        "backend": f"{type(backend).__module__}.{type(backend).__qualname__} {hash_of_table(policies)}",
-        **versions(),
-        **machine(region.device),
-    }
-    fingerprint = Fingerprint(model, calls, arguments.metric, arguments.loss)
-    file = StateFile(state, of, fingerprint)
-    if fingerprint.unknown:
-        warn_user(
-            f"state={os.fspath(state)!r} cannot detect changes of {first_of(fingerprint.unknown, '; ')}. Name another "
-            "file if they change."
-        )
-    return file
+def _name_of(function: Callable[..., Any]) -> str:
+    while isinstance(function, functools.partial):
+        function = function.func
+    return f"{function.__module__}.{getattr(function, '__qualname__', type(function).__qualname__)}"

@@ -23,7 +23,7 @@ class TuneArguments:
 
     Attributes:
         metric: the metric; None for the relative L2 error.
-        metric_name: its name, with a digest of its code.
+        metric_name: its name.
         region: the region, with the recipe if there is one.
         tolerance, over, objective, recipe, loss, reduction, margin, exclude, candidates: as given.
     """

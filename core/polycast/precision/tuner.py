@@ -23,7 +23,6 @@ from .minimal_set import NO_POLICY, CandidateOrder, Choice, OutOfBudget, minimal
 from .model_timer import BY_PROFILE, PLAIN_REGION, ModelTimer, pick_fastest
 from .profiling_run import profile_runs
 from .progress import progress
-from .state_file import StateFile
 from .timing import Timings
 from .trials import Trial, Trials
 from .tune_arguments import TuneArguments
@@ -67,45 +66,23 @@ class Tuner:
             self.names, self._excluded = chosen_ops(seen, arguments.exclude, arguments.candidates)
             self._candidates = OpCandidates(arguments.recipe, self._excluded)
 
-    def run(self, budget: int, file: StateFile | None) -> Tuned:
+    def run(self, budget: int) -> Tuned:
         """Search, and return the policy and its evidence."""
         with progress("tuning", None) as advance:
 
             def evaluate(choice: Choice) -> Trial:
-                trial = self._evaluate(choice)
-                if file is not None:
-                    file.note_evaluation()
+                trial = self._measured.trial(choice, self._candidates.policy(choice))
                 kept = f", {len(choice.in_fast_dtype)} kept" if self._arguments.recipe is not None else ""
                 advance(f"{len(choice.members)} in float32{kept}: {trial.distance:.3g}")
                 return trial
 
-            def evaluate_and_save(choice: Choice) -> Trial:
-                trial = evaluate(choice)
-                if file is not None:
-                    file.add(trial)
-                return trial
-
-            if file is not None:
-                file.check_names(self.names, self._arguments.over)
-                file.check_again(NO_POLICY, evaluate)
-            trials = Trials(evaluate_and_save, budget, None if file is None else file.trials)
-            order = CandidateOrder(self._order(file, trials), self._candidates.can_leave_recipe)
+            trials = Trials(evaluate, budget)
+            order = CandidateOrder(self._propose(trials), self._candidates.can_leave_recipe)
             found = self._minimal(order, trials)
             timings = None
             if self._arguments.objective == "time" and found.met:
                 found, timings = self._fastest(order, trials, found, advance)
         return self._tuned(order, found, trials, timings, budget)
-
-    def _evaluate(self, choice: Choice) -> Trial:
-        return self._measured.trial(choice, self._candidates.policy(choice))
-
-    def _order(self, file: StateFile | None, trials: Trials) -> list[str]:
-        if file is not None and file.order is not None:
-            return file.order
-        order = self._propose(trials)
-        if file is not None:
-            file.set_order(order)
-        return order
 
     def _propose(self, trials: Trials) -> list[str]:
         """Return the candidates, beginning with the largest addition to the error, on the batch with the largest."""
