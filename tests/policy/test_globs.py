@@ -7,14 +7,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from polycast import Policy
-from polycast.policy.globs import Glob, Names, escape
+from polycast.policy.globs import compile_glob, escape
 
 LAYERS = ["", "layers", *(f"layers.{i}" for i in range(13)), "layers.10.attn", "layers.11.attn.q", "h1x", "h15", "h07"]
 NUMBERS = "would be one character out of a set, and looks like numbers"
 
 
 def found(glob, names=LAYERS):
-    return Glob(glob).find(Names(names))
+    return list(filter(compile_glob(glob), names))
 
 
 @pytest.mark.parametrize(
@@ -27,7 +27,7 @@ def found(glob, names=LAYERS):
         ("layers.1[0-2]", ["layers.10", "layers.11", "layers.12"]),
         ("layers.[10-12].**.q", ["layers.11.attn.q"]),
         ("layers.{0,[11-12]}", ["layers.0", "layers.11", "layers.12"]),
-        ("layers.{10.attn,11.{attn,mlp}.q}", ["layers.10.attn", "layers.11.attn.q"]),
+        ("{layers,h}.{10,11.*}.{attn,mlp,q}", ["layers.10.attn", "layers.11.attn.q"]),
         ("{layers.3,}", ["", "layers.3"]),
         ("h[1-20]x", ["h1x"]),
         ("h[1-20]*", ["h1x", "h15", "h07"]),
@@ -61,9 +61,9 @@ def test_a_number_range_matches_whole_numbers():
         ("q}", "a closing brace has no opening one: write '[}]' for the character"),
         ("layers.{q}", "'{q}' has no comma: braces hold alternatives, such as '{q,k}'"),
         ("{a,b}" * 10, "braces expand to more than 1,000 globs: use '*', or several keys"),
-        ("{a," * 5000, "its braces are nested too deeply"),
+        ("{a,{b,c}}", "braces cannot be in braces: list all alternatives in one pair, or in several keys"),
     ],
-    ids=["list", "comma", "digits", "negated", "empty", "open", "closing", "single", "many", "deep"],
+    ids=["list", "comma", "digits", "negated", "empty", "open", "closing", "single", "many", "nested"],
 )
 def test_an_ambiguous_glob_is_refused(glob, problem):
     with pytest.raises(ValueError, match=re.escape(problem)):

@@ -11,7 +11,7 @@ from torch import nn
 
 from .dtypes import dtype_name
 from .files import EQUALIZATION, RECIPE
-from .globs import Glob, Names
+from .globs import compile_glob
 from .names import MAX_PROBLEMS, nearest, nearest_as_text, policy_error, read_dtype
 from .op_policies import OpPolicies
 from .recipe import Recipe, is_recipe_name, read_recipe
@@ -56,7 +56,7 @@ def _check_key(key: object) -> None:
         raise ValueError(f"a key is a glob over names of modules, such as 'encoder.*.norm', or {CLASS!r} and a class")
     if key.startswith(CLASS) and not all(key.removeprefix(CLASS).split(".")):
         raise ValueError(f"{CLASS!r} is followed by a class's qualified name, such as 'class:torch.nn.LayerNorm'")
-    Glob(key)
+    compile_glob(key)
 
 
 def _read_rule(rule: object) -> ModuleRule:
@@ -119,7 +119,6 @@ class ModuleFinder:
 
     def __init__(self, model: nn.Module) -> None:
         self._named = dict(model.named_modules(remove_duplicate=False))
-        self._names = Names(self._named)
 
     def find(self, key: str) -> dict[str, nn.Module]:
         """Return the modules that a key matches, by name; instead of a container without forward, its children.
@@ -131,7 +130,8 @@ class ModuleFinder:
             matches = _class_predicate(key.removeprefix(CLASS))
             found = {name: module for name, module in self._named.items() if matches(module)}
         else:
-            found = {name: self._named[name] for name in Glob(key).find(self._names)}
+            is_match = compile_glob(key)
+            found = {name: module for name, module in self._named.items() if is_match(name)}
         if not found:
             raise ValueError(self._unknown(key))
         return {
