@@ -25,7 +25,8 @@ class WeightCache(CastCache):
 
     Args:
         max_bytes: the memory limit for casts and prepacked weights. A new entry evicts the least recently used one,
-            if that was not used while the new one was needed as often (16 times for prepacked weights). None: no limit.
+            if that was not used while the new one was needed as often (16 times for prepacked weights). The reference
+            engine evicts none, and caches what fits. None: no limit.
         verify: compare the cast with the weight at every hit, to find writes that were not detected. Slow.
 
     Raises:

@@ -2,9 +2,8 @@
 
 import threading
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence, Set
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -14,9 +13,11 @@ from ..casts.cached_cast import with_history
 from ..casts.cast_cache import EntryKind, StoredEntry
 from ..casts.not_prepacked import NO_ROOM, VIEWS_ARE_FULL, WRITTEN_UNSEEN
 from ..casts.weights import STALE, Source, TensorBase, has_other_holders, storages_are_rewritten, weight_of
-from .byte_budget import ByteBudget, Key
 from .invalidation import add_store, all_stores, may_be_written, modes_may_write, prepack_guard, track
 from .store_entry import Entry, Prepacked, version_stamp
+
+Key: TypeAlias = tuple[int, EntryKind, tuple[Any, ...]]
+"""The identity of a weight, the kind of the entry, and the layout of a view."""
 
 
 def _items(entries: Mapping[Key, Entry]) -> list[tuple[Key, Entry]]:
@@ -29,7 +30,7 @@ def _items(entries: Mapping[Key, Entry]) -> list[tuple[Key, Entry]]:
 
 
 class PythonStore:
-    """A store of casts.
+    """A store of casts. An entry for which there is no room is not cached; none is evicted.
 
     Args:
         max_bytes: as in WeightCache.
@@ -39,15 +40,15 @@ class PythonStore:
 
     def __init__(self, max_bytes: int | None = None, verify: bool = False, of_region: bool = False) -> None:
         self._of_region = of_region
-        self._budget = ByteBudget(max_bytes)
+        self._max_bytes = max_bytes
         self._verify = verify
         # Reentrant: a weight may die, and its entries with it, in the middle of any line below.
         self._lock = threading.RLock()
-        self._entries: OrderedDict[Key, Entry] = OrderedDict()
+        self._entries: dict[Key, Entry] = {}
         self._with_history: dict[Key, Entry] = {}
         self._drops = 0  # the number of invalidations
         self._weights: dict[int, weakref.ref[torch.Tensor]] = {}
-        self._bytes = self._hits = self._misses = self._evictions = 0
+        self._bytes = self._hits = self._misses = 0
         add_store(self)
 
     @property
@@ -95,11 +96,10 @@ class PythonStore:
                 return entry.tensors
             if not self._admits(source):
                 return WRITTEN_UNSEEN
-            size = self._budget.prepacked_size(key, elements)
-            if source.layout and not self._views_fit(source.weight, size):
+            if source.layout and not self._views_fit(source.weight, elements):
                 return VIEWS_ARE_FULL
             self._erase(key)
-            if not self._budget.has_room(key, elements, size, self._bytes, _items(self._entries)):
+            if not self._has_room(elements):  # the least that it takes
                 return NO_ROOM
             drops = self._drops
         stamp, storage = version_stamp(tensor), track(tensor)
@@ -191,30 +191,23 @@ class PythonStore:
         if entry is None or not entry.matches(source.tensor):
             return None
         self._hits += 1
-        self._budget.note_hit(entry)
-        if key in self._entries:  # `matches` allocates, so the collector may have ended the region
-            self._entries.move_to_end(key)
         return entry
 
     def _insert(self, key: Key, source: Source, entry: Entry, admitted: bool, is_new: bool = True) -> None:
-        weight, elements = source.weight, source.tensor.numel()
+        weight = source.weight
         self._misses += is_new
         self._erase(key)
         if not admitted or (modes_may_write() and not self._of_region):
             return
-        views_fit = not key[2] or self._views_fit(weight, entry.nbytes)
-        if not self._budget.has_room(key, elements, entry.nbytes, self._bytes, _items(self._entries)) or not views_fit:
-            if isinstance(key[1], int):
-                self._budget.note_refused_size(key, elements, entry.nbytes)
+        if (key[2] and not self._views_fit(weight, entry.nbytes)) or not self._has_room(entry.nbytes):
             return
-        while self._budget.is_exceeded(self._bytes + entry.nbytes):
-            self._erase(next(iter(self._entries)))
-            self._evictions += 1
-        self._budget.note_insertion(key, entry)
         if key[0] not in self._weights:
             self._weights[key[0]] = weakref.ref(weight, self._forgetting(key[0]))
         self._entries[key] = entry
         self._bytes += entry.nbytes
+
+    def _has_room(self, size: int) -> bool:
+        return self._max_bytes is None or self._bytes + size <= self._max_bytes
 
     def _views_fit(self, weight: torch.Tensor, size: int) -> bool:
         """Return whether so many bytes may be added for views of a weight: together no more than the weight takes.
@@ -282,7 +275,7 @@ class PythonStore:
             # A cast with history may hold the last reference to its weight, whose death calls forget(). So the dicts
             # are replaced, and freed when this is done.
             dropped = self._entries, self._weights, self._with_history
-            self._entries, self._weights, self._with_history = OrderedDict(), {}, {}
+            self._entries, self._weights, self._with_history = {}, {}, {}
             self._bytes = 0
             self._drops += 1
         del dropped
@@ -303,9 +296,8 @@ class PythonStore:
             entries = _items(self._entries)
             prepacked = [entry.nbytes for (_, kind, _), entry in entries if isinstance(kind, int)]
             casts = [entry.nbytes for (_, kind, _), entry in entries if not isinstance(kind, int)]
-            return (
-                len(casts), sum(casts), self._hits, self._misses, self._evictions, len(prepacked), sum(prepacked)
-            )  # fmt: skip
+            evictions = 0
+            return len(casts), sum(casts), self._hits, self._misses, evictions, len(prepacked), sum(prepacked)
 
 
 def _make_cast(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

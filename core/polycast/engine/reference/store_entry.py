@@ -18,8 +18,6 @@ class Entry:
     stamp: tuple[object, ...]
     storage: StorageWeakRef  # reserves the storage's identity
     tensors: Prepacked  # a cast, or the prepacked weight
-    uses: int = 1
-    last_use: int = 0  # by the budget's clock
     versions: tuple[int, ...] = ()
     nbytes: int = 0
     original: torch.Tensor | None = None  # if a prepacked weight is to be verified, a copy of the weight
