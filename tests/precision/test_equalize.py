@@ -11,7 +11,7 @@ from torch import nn
 import polycast
 from polycast import Int8
 from polycast.engine.fastest import slower
-from polycast.precision.activations import Activations
+from polycast.precision.equalize import Activations
 
 AVAILABLE = polycast.get_backend("cpu").recipe_availability(polycast.Int8())
 pytestmark = pytest.mark.skipif(not AVAILABLE, reason=f"no int8 here: {AVAILABLE.reason}")
