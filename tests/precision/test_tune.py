@@ -8,9 +8,8 @@ import torch
 from torch import nn
 
 import polycast
-from polycast.precision.blocks import Blocks
 from polycast.precision.calls import ModelCall
-from polycast.precision.candidates import ModuleCandidates
+from polycast.precision.candidates import Blocks, ModuleCandidates
 from polycast.precision.minimal_set import Choice
 from polycast.precision.profiling_run import profile_runs
 

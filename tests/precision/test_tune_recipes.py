@@ -9,9 +9,8 @@ from torch import nn
 import polycast
 from polycast import Int8, NoRecipe, Policy
 from polycast.precision import model_timer
-from polycast.precision.blocks import Blocks
 from polycast.precision.calls import ModelCall
-from polycast.precision.candidates import ModuleCandidates, OpCandidates
+from polycast.precision.candidates import Blocks, ModuleCandidates, OpCandidates
 from polycast.precision.minimal_set import Choice
 from polycast.precision.model_timer import PLAIN_REGION
 from polycast.precision.profiling_run import profile_runs

@@ -9,8 +9,8 @@ import torch
 from ..policy.dtypes import FLOAT32
 from ..policy.value import Policy
 from ..region.autocast import autocast
-from .blocks import Block
 from .calls import Calls
+from .candidates import Block
 from .failures import may_come_from_policy
 from .hooks import in_this_thread, watched
 from .minimal_set import Choice, Members
