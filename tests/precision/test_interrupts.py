@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import polycast
-from polycast.precision import handoff
+from polycast.precision import sides
 
 CALLS = {
     "compare": lambda model, x: polycast.compare(model, x, device_type="cpu"),
@@ -147,13 +147,13 @@ def test_a_timeout_of_another_signal_handler_ends_both_runs():
 
 
 def test_an_interrupt_at_any_line_of_the_caller_ends_the_thread(monkeypatch):
-    """Raised by a trace function at the first line of handoff.py, then at the second, and so on."""
-    monkeypatch.setattr(handoff, "_START", 0.1)
+    """Raised by a trace function at the first line of sides.py that runs, then at the second, and so on."""
+    monkeypatch.setattr(sides, "_START", 0.1)
     lines = ended = 0
 
     def tracer(frame, event, arg):
         nonlocal lines
-        if frame.f_code.co_filename != handoff.__file__:
+        if frame.f_code.co_filename != sides.__file__:
             return None
         if event == "line":
             lines += 1
@@ -163,7 +163,7 @@ def test_an_interrupt_at_any_line_of_the_caller_ends_the_thread(monkeypatch):
         return tracer
 
     while True:
-        both, lines, ended = handoff.Handoff(), 0, ended + 1
+        both, lines, ended = sides.Handoff(), 0, ended + 1
 
         def give(both=both):
             for _ in range(3):

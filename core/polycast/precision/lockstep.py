@@ -7,13 +7,12 @@ import torch
 from ..common.random_state import RandomState
 from .calls import ModelCall, tensors_of
 from .gradient_calls import GradientCall, aligned
-from .handoff import Handoff
 from .hooks import CallKey
 from .outcome import LossModule
 from .parameter_gradients import Gradients
 from .record import MatchedCall, Record
 from .repeated import OwnGradients
-from .sides import Side, Sides
+from .sides import Handoff, Side, Sides
 
 
 class Returned:
