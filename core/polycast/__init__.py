@@ -52,12 +52,11 @@ if TYPE_CHECKING:
     from .policy.standard import STANDARD_POLICIES, STANDARD_REMEDIES
     from .policy.value import Policy
     from .precision.compare import compare
-    from .precision.comparison import Comparison
+    from .precision.comparison import Comparison, Reference
     from .precision.equalize import equalize
     from .precision.evidence import Evidence, Tuned
     from .precision.explain import explain
     from .precision.model_explanation import ModelExplanation, ModuleExplanation
-    from .precision.reference import Reference
     from .precision.tune import tune
     from .profiling.device_profile import DeviceProfile
     from .profiling.profile import profile
@@ -116,7 +115,7 @@ _LAZY_NAMES = {
     "Policy": "policy.value",
     "Recipe": "policy.recipe",
     "RecipeDisabledWarning": "errors",
-    "Reference": "precision.reference",
+    "Reference": "precision.comparison",
     "RunHistory": "observer.run_history",
     "RunLog": "observer.run_log",
     "STANDARD_POLICIES": "policy.standard",

@@ -23,7 +23,7 @@ from ..region.autocast import autocast
 from ..region.module_rules import apply_policy
 from ..region.resolve import why_disabled
 from .calls import Calls, ModelCall, calls_of, device_of, tensors_of
-from .comparison import Comparison
+from .comparison import Comparison, Reference
 from .hooks import run_eagerly
 from .in_use import in_use
 from .lockstep import Lockstep
@@ -33,7 +33,6 @@ from .parameter_gradients import LOSS
 from .profiling_run import ModelProfile, check_not_scripted, profiled
 from .progress import progress
 from .record import Record
-from .reference import Reference
 from .runs import RunResult, run_both
 from .sides import Side, Sides
 from .values import tensors_in
