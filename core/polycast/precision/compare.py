@@ -26,13 +26,12 @@ from .calls import Calls, ModelCall, calls_of, device_of, tensors_of
 from .comparison import Comparison, Reference
 from .hooks import run_eagerly
 from .in_use import in_use
-from .lockstep import Lockstep
 from .numerics import Sums
 from .outcome import Loss, LossModule, check_loss
 from .parameter_gradients import LOSS
 from .profiling_run import ModelProfile, check_not_scripted, profiled
 from .progress import progress
-from .record import Record
+from .record import Lockstep, Record
 from .runs import RunResult, run_both
 from .sides import Side, Sides
 from .values import tensors_in

@@ -23,8 +23,7 @@ from .gradient_calls import (
 )
 from .hooks import CallKey, OpenCall, Watcher, innermost_common, watched_modules
 from .isolation import Situation, isolated
-from .lockstep import Lockstep, Returned, ReturnedGradients
-from .record import MatchedCall
+from .record import Lockstep, MatchedCall, Returned, ReturnedGradients
 from .repeated import RepeatableCall, Repeater
 from .sides import Side
 from .values import copied
