@@ -5,12 +5,12 @@ import threading
 import pytest
 import torch
 import torch.nn.functional as F
-from polycast.engine.recipes.calibration import calibrators
 from torch import nn
 
 import polycast
 from polycast import Int8
 from polycast.engine.fastest import slower
+from polycast.engine.recipes.recipe_listeners import calibrators
 from polycast.precision.equalize import Activations
 
 AVAILABLE = polycast.get_backend("cpu").recipe_availability(polycast.Int8())
