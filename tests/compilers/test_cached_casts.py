@@ -35,7 +35,7 @@ def in_torchs(function, *args):
 
 
 def counts(cache):
-    """Return misses and hits. In the first call of compiled code torch has .data of the weights: nothing is cached."""
+    """Return misses and hits."""
     return cache.stats().misses, cache.stats().hits
 
 
@@ -46,11 +46,29 @@ def test_a_cast_of_a_weight_is_used_in_each_call(backend, frozen, cache, in_regi
     model = mlp().requires_grad_(not frozen)
     compiled = torch.compile(model, backend=backend, fullgraph=True)
     with torch.no_grad():
-        for expected in [(2, 0), (4, 0), (4, 2), (4, 4)]:
+        for expected in [(2, 0), (2, 2), (2, 4), (2, 6)]:
             y = in_region(compiled, inputs(), cache=cache)
             assert counts(cache) == expected  # the cast of a bias is not worth an operator
         expected = in_torchs(torch.compile(copy.deepcopy(model), backend=backend, fullgraph=True), inputs())
     assert torch.equal(y, expected)
+
+
+@BACKENDS
+def test_the_first_call_of_compiled_code_uses_a_loaded_cache(backend, cache, in_region, tmp_path):
+    """The compiler reads the storages and .data of weights, and writes none; what others write is seen."""
+    model = mlp()
+    with torch.no_grad():
+        expected = in_region(model, inputs(), cache=cache)
+        in_region(model, inputs(), cache=cache, recipe="int8")
+        cache.save(tmp_path / "saved", model)
+        loaded = WeightCache.load(tmp_path / "saved", model)
+        made = loaded.stats()
+        y = in_region(torch.compile(model, backend=backend, fullgraph=True), inputs(), cache=loaded)
+        now = loaded.stats()
+        assert (now.entries, now.packings, *counts(loaded)) == (made.entries, made.packings, 0, 2)
+        model[0].weight.data.zero_()
+    torch.testing.assert_close(y, expected, rtol=0.02, atol=0.02)
+    assert loaded.stats().entries < made.entries
 
 
 @BACKENDS
@@ -76,7 +94,7 @@ def test_another_cache_does_not_recompile_and_no_cache_does_once(backend, cache,
         outputs += [in_region(compiled, inputs(), cache=each) for each in (None, other, cache, other, None, cache)]
     assert counter.frame_count == 2
     assert all(torch.equal(y, outputs[0]) for y in outputs)
-    assert cache.stats().hits == other.stats().hits == 2
+    assert (cache.stats().hits, other.stats().hits) == (6, 4)
 
 
 def traced(function, *args):
@@ -138,7 +156,7 @@ def test_a_region_after_a_graph_break_has_its_cache(backend, cache):
     with torch.no_grad():
         for _ in range(3):
             compiled(inputs())
-    assert counts(cache) == (4, 2)
+    assert counts(cache) == (2, 4)
 
 
 @pytest.mark.slow
@@ -238,8 +256,8 @@ def test_gradients_equal_torchs_and_later_forwards_hit(backend, cache, in_region
         in_torchs(reference, x).float().square().sum().backward()
     for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
         assert torch.equal(mine.grad, other.grad)
-    assert cache.stats().misses == 4
-    assert cache.stats().hits >= 4
+    assert cache.stats().misses == 2
+    assert cache.stats().hits >= 6
 
 
 @pytest.mark.slow
@@ -261,7 +279,7 @@ def test_dynamic_shapes(backend, cache, in_region):
         for rows in (2, 3, 7):
             in_region(compiled, torch.randn(rows, SIZE), cache=cache)
     assert counter.frame_count == 1
-    assert counts(cache) == (4, 2)
+    assert counts(cache) == (2, 4)
 
 
 @pytest.mark.slow

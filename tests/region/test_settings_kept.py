@@ -3,10 +3,12 @@
 Each region is made several times, since the native engine keeps the settings of the first.
 """
 
+import functools
 import gc
 import inspect
 import os
 import sys
+import typing
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 
@@ -188,11 +190,29 @@ def test_regions_with_a_cache_install_what_they_need_again_after_uninstall(named
         assert not installed
 
 
-def test_the_signature_is_known_to_every_engine():
-    with made("cpu"):
+def test_the_signatures_are_known_on_every_engine():
+    class Inherits(autocast):
         pass
-    of_init = inspect.signature(autocast.__init__)
-    assert [*of_init.parameters][1:] == [*inspect.signature(autocast).parameters]
+
+    class HasItsOwn(autocast):
+        def __init__(self, level: int) -> None:
+            super().__init__("cpu")
+
+    with made("cpu"), Inherits("cpu"), HasItsOwn(1):
+        pass
+    names = [*inspect.signature(autocast.__init__).parameters][1:]
+    assert (names[:2], names[-1]) == (["device_type", "dtype"], "recipe")
+    for cls in (autocast, Inherits):
+        assert [*inspect.signature(cls).parameters] == names
+        assert [*inspect.signature(functools.partial(cls, "cpu")).parameters] == names[1:]
+        spec = inspect.getfullargspec(cls)
+        assert [*spec.args[1:], *spec.kwonlyargs] == names
+        assert spec.varargs is spec.varkw is None
+    assert [*inspect.signature(HasItsOwn).parameters] == ["level"]
+    assert typing.get_type_hints(autocast.__init__)["enabled"] is bool
+    assert [*inspect.signature(autocast.__enter__).parameters] == ["self"]
+    assert [*inspect.signature(autocast.__exit__).parameters] == ["self", "exc_info"]
+    assert [*inspect.signature(autocast("cpu").__exit__).parameters] == ["exc_info"]
 
 
 def test_no_cache_is_kept_alive():

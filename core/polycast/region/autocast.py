@@ -1,5 +1,6 @@
 """The autocast region: a context manager and a decorator that holds settings, and no state."""
 
+import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
@@ -185,8 +186,7 @@ class autocast(RegionBase, TorchAutocast):
         return f"autocast({self.device!r}, dtype={settings.dtype}, enabled={settings.enabled}{others})"
 
 
-# inspect.signature and the reference find the arguments in __init__: __new__ takes any.
-setattr(autocast.__new__, "__wrapped__", autocast.__init__)
+setattr(autocast.__new__, "__signature__", inspect.signature(autocast.__init__))  # it takes any arguments
 state.set_region_class(autocast, resolve)
 
 

@@ -28,6 +28,7 @@ PATCH_TORCH = "patch_torch"
 PATCHED_EXIT = "patched __exit__"
 RUN_WRAP = "polycast run --wrap"
 WRITES = "writes"
+COMPILERS_READS = "reads of the compiler"
 ALIASES = "aliases"
 SETUP_CONTEXT = "setup_context"
 
@@ -234,6 +235,22 @@ FEATURES = {
                 "torch.cuda.graphs",
                 ("torch.*.*Graph.capture_begin", "torch.*.*Graph.capture_end", "torch.*.*Graph.replay"),
                 "engine.casts.hidden_ops:watch_graphs",
+            ),
+        ),
+        outlives_uninstall=True,
+    ),
+    COMPILERS_READS: Feature(
+        "The first call of newly compiled code drops the cached casts of the weights that it uses.",
+        (
+            Change(
+                "torch._subclasses.meta_utils",
+                ("torch._subclasses.meta_utils.MetaTensorDescriber.describe_tensor",),
+                "engine.casts.unversioned_writes:keep_while_described",
+            ),
+            Change(
+                "torch._functorch._aot_autograd.runtime_wrappers",
+                ("torch.*.runtime_wrappers._AnalyzeCustomOpInputOutputMode.__torch_dispatch__",),
+                "engine.casts.unversioned_writes:keep_in_first_run",
             ),
         ),
         outlives_uninstall=True,

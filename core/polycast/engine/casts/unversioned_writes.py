@@ -119,6 +119,7 @@ class WatchedWrites:
     Args:
         note_writes: is called with tensors that were written without a new version.
         forget: is called with tensors whose entries, and references to them, are to be dropped.
+        read: is called with a tensor and a function, whose aliases of the tensor are not written; returns its result.
         hidden_ops: is told of dispatch modes and graphs.
     """
 
@@ -126,29 +127,38 @@ class WatchedWrites:
         self,
         note_writes: Callable[[Iterable[torch.Tensor]], None],
         forget: Callable[[Iterable[torch.Tensor]], None],
+        read: Callable[[torch.Tensor, Callable[[], Any]], Any],
         hidden_ops: HiddenOps,
     ) -> None:
-        global _note_writes, _forget
-        _note_writes, _forget = note_writes, forget
+        global _note_writes, _forget, _read
+        _note_writes, _forget, _read = note_writes, forget, read
         self._handle: RemovableHandle = register_optimizer_step_post_hook(_after_step)
         tell_of_hidden_ops(hidden_ops)
         changes.make(changes.WRITES)
+        changes.make(changes.COMPILERS_READS)
 
     def remove(self) -> None:
         """Uninstall the hooks."""
-        global _note_writes, _forget
+        global _note_writes, _forget, _read
         self._handle.remove()
         changes.undo(changes.WRITES)
+        changes.undo(changes.COMPILERS_READS)
         tell_of_hidden_ops(None)
         _note_writes = _forget = _ignore
+        _read = _call
 
 
 def _ignore(_: Iterable[torch.Tensor]) -> None:
     pass
 
 
+def _call(_: torch.Tensor, function: Callable[[], Any]) -> Any:
+    return function()
+
+
 _note_writes: Callable[[Iterable[torch.Tensor]], None] = _ignore
 _forget: Callable[[Iterable[torch.Tensor]], None] = _ignore
+_read: Callable[[torch.Tensor, Callable[[], Any]], Any] = _call
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -204,3 +214,39 @@ def export_aliases(patch: Patch) -> None:
         patch.replace(builtin, "replacement", exporting(builtin.original))
     reading = Builtin(vars(torch._C._autograd)["_get_data_attr"])
     patch.replace(reading, "replacement", operator.attrgetter("data"))
+
+
+def keep_while_described(patch: Patch) -> None:
+    """Keep the casts of tensors that the compiler describes to itself, for which it reads their storages."""
+    from torch._subclasses.meta_utils import MetaTensorDescriber
+
+    describe_tensor: Any = method_of(MetaTensorDescriber, "describe_tensor", "self", "t")
+
+    @functools.wraps(describe_tensor)
+    def describe_and_keep(self: Any, t: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if type(t) not in (torch.Tensor, torch.nn.Parameter):  # other classes may run any code
+            return describe_tensor(self, t, *args, **kwargs)
+        return _read(t, lambda: describe_tensor(self, t, *args, **kwargs))
+
+    patch.replace(MetaTensorDescriber, "describe_tensor", describe_and_keep)
+
+
+def keep_in_first_run(patch: Patch) -> None:
+    """Keep the casts of weights in the first run of compiled code, which looks for faults of custom ops.
+
+    For that, it reads ``weight.data`` of the arguments of every op. It finds nothing about torch's ops and polycast's.
+    """
+    from torch._functorch._aot_autograd import runtime_wrappers
+
+    mode: Any = vars(runtime_wrappers).get("_AnalyzeCustomOpInputOutputMode")
+    if mode is None:  # a torch that does not look for them
+        return
+    dispatch: Any = method_of(mode, "__torch_dispatch__", "self", "func", "types", "args", "kwargs")
+
+    @functools.wraps(dispatch)
+    def dispatch_known(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not types and getattr(func, "namespace", None) in ("aten", "polycast"):
+            return func(*args, **(kwargs or {}))
+        return dispatch(self, func, types, args, kwargs)
+
+    patch.replace(mode, "__torch_dispatch__", dispatch_known)

@@ -168,6 +168,15 @@ PyObject* note_writes(PyObject*, PyObject* tensors) {
   return Py_NewRef(Py_None);
 }
 
+// read(tensor, function): call a function that only reads the memory of a tensor, and return its result.
+PyObject* read(PyObject*, PyObject* arguments) {
+  PyObject *tensor, *function;
+  parse(arguments, "OO", &tensor, &function);
+  const Tensor held = tensor_of(tensor);
+  const ReadGuard reading(held);
+  return PyObject_CallNoArgs(function);
+}
+
 // enter_mode()
 PyObject* enter_mode(PyObject*, PyObject*) {
   ModesOfThread::enter();
@@ -280,6 +289,7 @@ PyMethodDef functions[] = {
     {"enter_mode", &raising<&enter_mode>, METH_NOARGS, "Watch the writes of this thread's dispatch modes from now on."},
     {"leave_mode", &raising<&leave_mode>, METH_NOARGS, "Note that this thread has left a dispatch mode."},
     {"begin_capture", &raising<&begin_capture>, METH_NOARGS, "Note what is written while a graph is captured."},
+    {"read", &raising<&read>, METH_VARARGS, "Call a function that only reads the memory of a tensor."},
     {"forget", &raising<&forget>, METH_O, "Drop the entries of weights and the references to them."},
     {"prepacked", &raising<&prepacked>, METH_VARARGS, "Return a prepacked weight, None if it cannot be prepacked, or the number of the reason why it cannot be cached."},
     {"forget_actions", &raising<&forget_actions>, METH_NOARGS, "Drop the actions that are kept for calls by a recipe, and the resolved settings of regions, on all threads."},

@@ -166,7 +166,8 @@ class NativeEngine:
         """Watch for writes to weights that do not increment the version."""
         if self._watched is None:
             self._extension.watch_writes(WRITING_OPS, COLLECTIVES, EXPOSING_OPS)
-            self._watched = WatchedWrites(self._extension.note_writes, self._extension.forget, self._extension)
+            extension = self._extension
+            self._watched = WatchedWrites(extension.note_writes, extension.forget, extension.read, extension)
 
     def unwatch_writes(self) -> None:
         """Undo :meth:`watch_writes`."""

@@ -188,16 +188,17 @@ void invalidate(const Storages& written) {
   }
 }
 
-// While one lives, its thread reads a weight to prepack it: aliases of this weight's memory drop no caches. Prepacking runs
-// Python, so it may expose and write other weights.
-class PrepackGuard {
+// While one lives, its thread only reads a weight, as to prepack it: aliases of this weight's memory drop no caches. The reader
+// runs Python, so it may expose and write other weights.
+class ReadGuard {
  public:
-  explicit PrepackGuard(const Tensor& weight) : outer_(std::exchange(innermost_, this)), storage_(storage_of(weight)) {}
-  PrepackGuard(const PrepackGuard&) = delete;
-  ~PrepackGuard() { innermost_ = outer_; }
+  explicit ReadGuard(const Tensor& weight)
+      : outer_(std::exchange(innermost_, this)), storage_(weight.has_storage() ? storage_of(weight) : nullptr) {}
+  ReadGuard(const ReadGuard&) = delete;
+  ~ReadGuard() { innermost_ = outer_; }
 
   static bool covers(const StorageImpl* storage) {
-    const PrepackGuard* guard = innermost_;
+    const ReadGuard* guard = innermost_;
     while (guard != nullptr && guard->storage_ != storage) {
       guard = guard->outer_;
     }
@@ -205,9 +206,9 @@ class PrepackGuard {
   }
 
  private:
-  static inline thread_local const PrepackGuard* innermost_ = nullptr;
+  static inline thread_local const ReadGuard* innermost_ = nullptr;
 
-  const PrepackGuard* const outer_;
+  const ReadGuard* const outer_;
   const StorageImpl* const storage_;
 };
 
@@ -216,7 +217,7 @@ bool may_be_cached(const StorageImpl* storage) { return count_weak_references(st
 
 // Drop what is cached of a tensor's memory, which was just exposed to code that may write it.
 void invalidate_alias(const Tensor& tensor) {
-  if (!tensor.defined() || !tensor.has_storage() || PrepackGuard::covers(storage_of(tensor))) {
+  if (!tensor.defined() || !tensor.has_storage() || ReadGuard::covers(storage_of(tensor))) {
     return;
   }
   if (C10_UNLIKELY(CapturedWrites::are_noted())) {

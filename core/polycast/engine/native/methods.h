@@ -64,16 +64,35 @@ PyObject* exit_block(PyObject* self, PyObject* const*, Py_ssize_t) {
   return Py_NewRef(Py_None);
 }
 
+// A descriptor of `__init__`: the method in C for instances, and the one in Python for the class, which knows its signature.
+struct InitDescriptor {
+  PyObject_HEAD
+  PyMethodDef* method;
+
+  static PyObject* get(PyObject* self, PyObject* instance, PyObject*) {
+    return instance == nullptr || instance == Py_None ? Py_NewRef(init_in_python)
+                                                      : PyCFunction_NewEx(reinterpret_cast<InitDescriptor*>(self)->method, instance, nullptr);
+  }
+
+  static PyObject* make(PyMethodDef* method) {
+    static PyType_Slot slots[] = {{Py_tp_descr_get, reinterpret_cast<void*>(&get)}, {0, nullptr}};
+    static PyType_Spec spec{"polycast.InitDescriptor", sizeof(InitDescriptor), 0, Py_TPFLAGS_DEFAULT, slots};
+    static PyObject* const type = PyType_FromSpec(&spec);
+    const Object made = Object::steal(type == nullptr ? nullptr : PyType_GenericAlloc(reinterpret_cast<PyTypeObject*>(type), 0));
+    reinterpret_cast<InitDescriptor*>(made.get())->method = method;
+    return Py_NewRef(made.get());
+  }
+};
+
 // region_methods(cls, ready, ready_with_cache, init, resolve, Availability, complete_entry, complete_exit) -> (__init__, __enter__, __exit__)
 PyObject* region_methods(PyObject*, PyObject* arguments) {
   static PyMethodDef init_method{
-      "__init__", fast(&raising_fast<&init_region, PyObject*>), METH_FASTCALL | METH_KEYWORDS,
-      "__init__($self, device_type, dtype=None, enabled=True, cache_enabled=None, *, cache=None, policy=None, recipe=None)\n--\n\n"
-      "Construct a region."};
+      "__init__", fast(&raising_fast<&init_region, PyObject*>), METH_FASTCALL | METH_KEYWORDS, "Construct a region."};
   static PyMethodDef enter_method{
-      "__enter__", &raising<&enter_block>, METH_NOARGS, "Enter the region on this thread; return it."};
+      "__enter__", &raising<&enter_block>, METH_NOARGS, "__enter__($self)\n--\n\nEnter the region on this thread; return it."};
   static PyMethodDef exit_method{
-      "__exit__", fast(&raising_fast<&exit_block>), METH_FASTCALL, "Leave the region on this thread."};
+      "__exit__", fast(&raising_fast<&exit_block>), METH_FASTCALL,
+      "__exit__($self, *exc_info)\n--\n\nLeave the region on this thread."};
   PyObject *cls, *ready_set, *with_cache, *init, *resolve, *availability, *entry, *exit;
   parse(arguments, "OOO!OOOOO", &cls, &ready_set, &PyDict_Type, &with_cache, &init, &resolve, &availability, &entry, &exit);
   set_reference(ready, ready_set);
@@ -85,7 +104,7 @@ PyObject* region_methods(PyObject*, PyObject* arguments) {
   set_reference(complete_exit, exit);
   auto* const type = reinterpret_cast<PyTypeObject*>(cls);
   return Py_BuildValue(
-      "(NNN)", PyDescr_NewMethod(type, &init_method), PyDescr_NewMethod(type, &enter_method),
+      "(NNN)", InitDescriptor::make(&init_method), PyDescr_NewMethod(type, &enter_method),
       PyDescr_NewMethod(type, &exit_method));
 }
 

@@ -57,7 +57,7 @@ PyObject* make_prepacked(UserStore& store, const Source& source, int prepack_id,
   }
   Object made;
   {
-    const PrepackGuard reading(source.weight);
+    const ReadGuard reading(source.weight);
     made = call(prepack, "(O)", weight);
   }
   Tensors parts;

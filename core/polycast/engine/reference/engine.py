@@ -21,7 +21,7 @@ from ...torch_internals.dispatcher import (
 from ..casts.unversioned_writes import COLLECTIVES, EXPOSING_OPS, WRITING_OPS, WatchedWrites
 from ..kernels import Kernels
 from . import invalidation
-from .invalidation import forget, note_writes
+from .invalidation import forget, note_writes, read
 from .python_kernels import PythonKernels
 from .rules import tensors_in
 from .state_machine import PythonStateMachine
@@ -48,7 +48,7 @@ class ReferenceEngine(PythonStateMachine):
         """Watch for writes to weights that do not increment the version."""
         if self._watched is None:
             changes.make(changes.ALIASES)
-            self._watched = WatchedWrites(note_writes, forget, invalidation)
+            self._watched = WatchedWrites(note_writes, forget, read, invalidation)
             for name in WRITING_OPS:
                 self._hook(name, _writes)
             for name in (*COLLECTIVES, *EXPOSING_OPS):

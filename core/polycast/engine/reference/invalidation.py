@@ -2,9 +2,8 @@
 
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Set
-from contextlib import contextmanager
-from typing import Protocol
+from collections.abc import Callable, Iterable, Set
+from typing import Protocol, TypeVar
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -12,6 +11,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ...common.atfork import Lock, hold_during_fork
 from ...torch_internals.private_names import has_storage, without_torch_function
 from ..casts.weights import TensorBase
+
+_T = TypeVar("_T")
 
 
 class Invalidated(Protocol):
@@ -44,8 +45,8 @@ _modes = 0
 
 
 class _Thread(threading.local):
-    prepacked: frozenset[int] = frozenset()
-    """The storages of weights that the thread prepacks."""
+    reading: frozenset[int] = frozenset()
+    """The storages of tensors that the thread only reads."""
 
 
 _thread = _Thread()
@@ -78,15 +79,15 @@ def may_be_written(storage: int) -> bool:
     return storage in _pending
 
 
-@contextmanager
-def prepack_guard(weight: torch.Tensor) -> Iterator[None]:
-    """Read a weight: aliases of its memory that this thread makes drop no casts."""
-    outer = _thread.prepacked
-    _thread.prepacked = outer | {TensorBase.untyped_storage(weight)._cdata}
+def read(tensor: torch.Tensor, function: Callable[[], _T]) -> _T:
+    """Call a function that only reads the memory of a tensor: aliases that this thread makes of it drop no casts."""
+    outer = _thread.reading
+    if has_storage(tensor):
+        _thread.reading = outer | {TensorBase.untyped_storage(tensor)._cdata}
     try:
-        yield
+        return function()
     finally:
-        _thread.prepacked = outer
+        _thread.reading = outer
 
 
 def note_alias(tensor: torch.Tensor) -> None:
@@ -96,7 +97,7 @@ def note_alias(tensor: torch.Tensor) -> None:
     with without_torch_function():
         if has_storage(tensor):
             storage = TensorBase.untyped_storage(tensor)._cdata
-            if storage in _tracked and storage not in _thread.prepacked:
+            if storage in _tracked and storage not in _thread.reading:
                 note_writes([tensor])
 
 

@@ -13,7 +13,7 @@ from ..casts.cached_cast import with_history
 from ..casts.cast_cache import EntryKind, StoredEntry
 from ..casts.not_prepacked import NO_ROOM, VIEWS_ARE_FULL, WRITTEN_UNSEEN
 from ..casts.weights import STALE, Source, TensorBase, has_other_holders, storages_are_rewritten, weight_of
-from .invalidation import add_store, all_stores, may_be_written, modes_may_write, prepack_guard, track
+from .invalidation import add_store, all_stores, may_be_written, modes_may_write, prepack_guard, read, track
 from .store_entry import Entry, Prepacked, version_stamp
 
 Key: TypeAlias = tuple[int, EntryKind, tuple[Any, ...]]
@@ -105,8 +105,7 @@ class PythonStore:
         stamp, storage = version_stamp(tensor), track(tensor)
         if not self._admits(source):
             return WRITTEN_UNSEEN
-        with prepack_guard(tensor):
-            entry = Entry(stamp, storage, prepack(tensor))
+        entry = Entry(stamp, storage, read(tensor, lambda: prepack(tensor)))
         if self._verify:
             with torch.no_grad():
                 entry.original = tensor.detach().clone()
