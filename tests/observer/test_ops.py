@@ -48,6 +48,19 @@ def test_ops_without_tensors_are_not_counted(engine):
     assert {each.op for each in seen.ops if "tests" in each.op} == {"polycast_tests::ones"}
 
 
+@pytest.mark.parametrize("recipe", ["none", "int8", "int4"])
+def test_ops_that_polycast_asks_are_not_counted(engine, recipe, tmp_path):
+    model, cache, x = torch.nn.Linear(64, 64), polycast.WeightCache(), torch.ones(2, 64)
+    polycast.uninstall()  # so that the first region asks what the processor can do
+    with polycast.observe(threads="all") as seen, torch.no_grad():
+        with polycast.autocast("cpu", cache=cache, recipe=recipe):
+            model(x)
+        cache.save(tmp_path / "saved", model)
+        with polycast.autocast("cpu", cache=polycast.WeightCache.load(tmp_path / "saved", model), recipe=recipe):
+            model(x)
+    assert [(each.op, each.calls) for each in seen.ops] == [("aten::linear", 2)]
+
+
 def test_op_outside_of_regions_is_counted_without_inner_ops(engine):
     linear, x = torch.nn.Linear(4, 4), torch.ones(1, 4)
     with torch.no_grad(), polycast.observe() as seen:

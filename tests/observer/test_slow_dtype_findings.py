@@ -10,11 +10,11 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import polycast
+from polycast.common.own_work import own_work
 from polycast.observer import estimates
 from polycast.observer.facts import Facts, Run
 from polycast.observer.matmul_records import Matmul, MatmulRows
 from polycast.profiling.measurement import Measurement
-from polycast.profiling.measuring_listeners import measuring
 
 X, WEIGHT = torch.randn(128, 64), torch.randn(64, 64)
 OPS = ("linear", "matmul", "bmm")
@@ -274,7 +274,7 @@ def test_estimates_are_saved(engine, profiled, tmp_path):
 
 def test_ops_that_measure_a_device_are_not_counted(engine):
     with polycast.observe(), polycast.observe() as seen:
-        with measuring():
+        with own_work():
             torch.mm(WEIGHT, WEIGHT)
         torch.exp(WEIGHT)
     assert [op.op for op in seen.ops] == ["aten::exp"]

@@ -12,9 +12,9 @@ from typing import Literal, TypeVar
 from torch import nn
 
 from ..common.listeners import Listeners
+from ..common.own_work import listeners as own_work_listeners
 from ..common.versions import versions
 from ..engine.recipes.recipe_listeners import listeners as recipe_listeners
-from ..profiling.measuring_listeners import listeners as profiling_listeners
 from ..region.recording_scaler import listeners as scaler_listeners
 from . import compilations, module_calls
 from .counting import facts_of
@@ -213,7 +213,7 @@ class _Observing:
 
             listen(compilations.observations, self)
             # a new function for each observer: remove() removes all equal listeners
-            listen(profiling_listeners, lambda begins: self._observer.note_uncounted(begins))
+            listen(own_work_listeners, lambda begins: self._observer.note_uncounted(begins))
             if self._needs_modules:
                 listen(module_calls.observations, self)
             if self._finds_modules:

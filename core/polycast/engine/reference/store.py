@@ -13,7 +13,7 @@ from ..casts.cached_cast import with_history
 from ..casts.cast_cache import EntryKind, StoredEntry
 from ..casts.not_prepacked import NO_ROOM, VIEWS_ARE_FULL, WRITTEN_UNSEEN
 from ..casts.weights import STALE, Source, TensorBase, has_other_holders, storages_are_rewritten, weight_of
-from .invalidation import add_store, all_stores, may_be_written, modes_may_write, prepack_guard, read, track
+from .invalidation import add_store, all_stores, may_be_written, modes_may_write, read, track
 from .store_entry import Entry, Prepacked, version_stamp
 
 Key: TypeAlias = tuple[int, EntryKind, tuple[Any, ...]]
