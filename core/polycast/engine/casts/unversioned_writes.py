@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from ...torch_internals import changes
 from ...torch_internals.builtin_functions import Builtin
 from ...torch_internals.patcher import Patch, expect, method_of
-from .hidden_ops import HiddenOps, tell_of_hidden_ops
+from .hidden_ops import WRITES_NOTHING, HiddenOps, tell_of_hidden_ops
 
 WRITING_OPS = (
     *(
@@ -125,7 +125,7 @@ class WatchedWrites:
 
     def __init__(
         self,
-        note_writes: Callable[[Iterable[torch.Tensor]], None],
+        note_writes: Callable[[Iterable[torch.Tensor] | None], None],
         forget: Callable[[Iterable[torch.Tensor]], None],
         read: Callable[[torch.Tensor, Callable[[], Any]], Any],
         hidden_ops: HiddenOps,
@@ -148,7 +148,7 @@ class WatchedWrites:
         _read = _call
 
 
-def _ignore(_: Iterable[torch.Tensor]) -> None:
+def _ignore(_: Iterable[torch.Tensor] | None) -> None:
     pass
 
 
@@ -156,7 +156,7 @@ def _call(_: torch.Tensor, function: Callable[[], Any]) -> Any:
     return function()
 
 
-_note_writes: Callable[[Iterable[torch.Tensor]], None] = _ignore
+_note_writes: Callable[[Iterable[torch.Tensor] | None], None] = _ignore
 _forget: Callable[[Iterable[torch.Tensor]], None] = _ignore
 _read: Callable[[torch.Tensor, Callable[[], Any]], Any] = _call
 
@@ -235,6 +235,7 @@ def keep_in_first_run(patch: Patch) -> None:
     """Keep the casts of weights in the first run of compiled code, which looks for faults of custom ops.
 
     For that, it reads ``weight.data`` of the arguments of every op. It finds nothing about torch's ops and polycast's.
+    Others may write anything, and no version changes in the handler of a mode.
     """
     from torch._functorch._aot_autograd import runtime_wrappers
 
@@ -247,6 +248,10 @@ def keep_in_first_run(patch: Patch) -> None:
     def dispatch_known(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not types and getattr(func, "namespace", None) in ("aten", "polycast"):
             return func(*args, **(kwargs or {}))
-        return dispatch(self, func, types, args, kwargs)
+        try:
+            return dispatch(self, func, types, args, kwargs)
+        finally:
+            _note_writes(None)
 
     patch.replace(mode, "__torch_dispatch__", dispatch_known)
+    patch.replace(mode, WRITES_NOTHING, True)
