@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from ...torch_internals import changes
 from ...torch_internals.builtin_functions import Builtin
 from ...torch_internals.patcher import Patch, expect, method_of
-from .hidden_ops import WRITES_NOTHING, HiddenOps, tell_of_hidden_ops
+from .hidden_ops import HiddenOps, tell_of_hidden_ops
 
 WRITING_OPS = (
     *(
@@ -254,4 +254,3 @@ def keep_in_first_run(patch: Patch) -> None:
             _note_writes(None)
 
     patch.replace(mode, "__torch_dispatch__", dispatch_known)
-    patch.replace(mode, WRITES_NOTHING, True)
