@@ -12,7 +12,7 @@ from torch import nn
 from .dtypes import dtype_name
 from .files import EQUALIZATION, RECIPE
 from .globs import compile_glob
-from .names import MAX_PROBLEMS, nearest, nearest_as_text, policy_error, read_dtype
+from .names import nearest, nearest_as_text, read_dtype
 from .op_policies import OpPolicies
 from .recipe import Recipe, is_recipe_name, read_recipe
 from .recipe_settings import ObjectDigest, resolve
@@ -44,10 +44,8 @@ def read_rules(modules: object) -> Mapping[str, ModuleRule]:
             rules[key] = _read_rule(rule)
         except ValueError as error:
             problems.append(f"modules[{key!r}]: {error}")
-            if len(problems) == MAX_PROBLEMS:
-                break
     if problems:
-        raise policy_error(problems)
+        raise ValueError("; ".join(problems))
     return MappingProxyType(rules)
 
 

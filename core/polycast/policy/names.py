@@ -21,10 +21,6 @@ _DTYPES = {name: value for name, value in vars(torch).items() if isinstance(valu
     "fp32": torch.float32,
 }
 
-MAX_PROBLEMS = 20
-"""The number of problems after which reading a policy stops: finding the nearest names takes time."""
-
-
 class OpName(NamedTuple):
     """The name of an op, or of one overload: ``""`` for the overload without a name, None for all overloads."""
 
@@ -176,12 +172,6 @@ def hint(word: object, known: Iterable[str]) -> str:
     known = list(known)
     alike = nearest(word, known)
     return f"did you mean {alike[0]!r}?" if alike else f"expected one of {', '.join(known)}."
-
-
-def policy_error(problems: list[str]) -> ValueError:
-    """Return an error that lists the problems of a policy."""
-    stopped = [f"reading stopped after {MAX_PROBLEMS} problems"] if len(problems) >= MAX_PROBLEMS else []
-    return ValueError("; ".join(problems + stopped))
 
 
 def nearest_as_text(word: object, among: Iterable[str]) -> str:

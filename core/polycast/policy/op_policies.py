@@ -8,7 +8,7 @@ from typing_extensions import override
 
 from ..common.cached_property import cached_property
 from .cast_policy import CastPolicy
-from .names import MAX_PROBLEMS, OpName, hint, ops_with, policy_error, read_op, read_policy
+from .names import OpName, hint, ops_with, read_op, read_policy
 
 Written = str | dict[str, str | bool]
 """A policy as in a file: a str, or a table with ``policy`` and ``optional``."""
@@ -51,12 +51,10 @@ class OpPolicies(Mapping[str, CastPolicy]):
                 _overloads(entry)
             except (TypeError, ValueError) as error:
                 problems.append(str(error))
-                if len(problems) == MAX_PROBLEMS:
-                    break
             else:
                 entries[entry.name.key] = entry
         if problems:
-            raise policy_error(problems)
+            raise ValueError("; ".join(problems))
         self._set(entries)
 
     def _set(self, entries: dict[str, _Entry]) -> None:
