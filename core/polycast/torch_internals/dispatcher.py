@@ -115,12 +115,6 @@ def keys_below(name: str) -> DispatchKeySet | None:
     return None if key is None or _full_after is None else _full_after(key)
 
 
-def keys_of(name: str) -> DispatchKeySet | None:
-    """Return the set of one dispatch key, or None if it is unknown."""
-    key = dispatch_key(name)
-    return None if key is None or _KeySet is None else _KeySet(key)
-
-
 @contextlib.contextmanager
 def _autocast_disabled(device_types: Sequence[str]) -> Iterator[None]:
     enabled = [name for name in device_types if torch.is_autocast_enabled(name)]
@@ -135,9 +129,10 @@ def _autocast_disabled(device_types: Sequence[str]) -> Iterator[None]:
 
 def excluding(name: str, device_type: str) -> Callable[[], contextlib.AbstractContextManager[Any]]:
     """Return a factory of context managers that exclude the Autocast key of a device, by its name."""
-    keys = keys_of(name)
-    if keys is None or _ExcludeKeys is None:
+    key = dispatch_key(name)
+    if key is None or _KeySet is None or _ExcludeKeys is None:
         return lambda: _autocast_disabled((device_type,))
+    keys = _KeySet(key)
     return lambda: _ExcludeKeys(keys)
 
 

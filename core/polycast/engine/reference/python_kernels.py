@@ -17,7 +17,7 @@ from ...plugins.backend import Backend
 from ...policy.cast_policy import CastPolicy
 from ...policy.recipe_settings import COMPOSED_OPS, WITHOUT_POLICY
 from ...policy.schemas import flatten_arguments
-from ...torch_internals.dispatcher import DispatchKeySet, OpOverload, excluding, keys_below, keys_of, redispatch
+from ...torch_internals.dispatcher import DispatchKeySet, OpOverload, excluding, keys_below, redispatch
 from ..casts.cast_cache import cache_by_identity
 from ..casts.traced import cast_of_traced
 from ..casts.weights import Source, caching_is_safe, is_weight, only_modes_see_casts, weight_of
@@ -93,7 +93,6 @@ class _Kernel:
         self._is_eligible = functools.partial(is_eligible, device_type=backend.device_type)
         self._exclude = excluding(key, backend.device_type)
         self._below = keys_below(key)
-        self._device_keys = keys_of(key.removeprefix("Autocast")) if name in COMPOSED_OPS else None
 
     @disable_dynamo
     def __call__(self, keys: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
@@ -110,16 +109,12 @@ class _Kernel:
             policy = (
                 self._machine.policy(self._name, self._device_type, self._policy) if is_on else CastPolicy.PASSTHROUGH
             )
-        if policy is None and self._device_keys is not None and args[0].is_nested:
+        if policy is None and self._name in COMPOSED_OPS and args[0].is_nested:
             # For nested tensors it calls ops without the dispatcher, so autocast would miss their inputs.
             policy = CastPolicy.LOWER_PRECISION_FP
         # As if there were no kernel here: the ops that this one is made of are autocast.
         if policy is None and self._below is not None:
-            skips_autograd = self._device_keys is not None and self._is_plain(args, kwargs)
-            below = self._device_keys if skips_autograd else keys & self._below
-            result = redispatch(self._op, below, args, kwargs)
-            # As autograd's kernel, return no view.
-            return result.data if skips_autograd and result._is_view() else result
+            return redispatch(self._op, keys & self._below, args, kwargs)
         with self._machine.without_autocast(self._device_type, self._exclude()):
             if policy is CastPolicy.BANNED:
                 raise RuntimeError(refusal(self._backend, self._name))
@@ -130,17 +125,6 @@ class _Kernel:
 
     def _may_have_recipe(self, policy: CastPolicy | None) -> bool:
         return policy is CastPolicy.LOWER_PRECISION_FP or (policy is None and self._name in WITHOUT_POLICY)
-
-    def _is_plain(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-        """Return whether only autograd is above the device's kernel for these arguments, and records nothing."""
-        tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)]
-        return caching_is_safe() and all(
-            type(each) in (torch.Tensor, torch.nn.Parameter)
-            and each.device.type == self._device_type
-            and each.layout is torch.strided
-            and not (each.is_nested or each.is_neg() or (each.requires_grad and torch.is_grad_enabled()))
-            for each in tensors
-        )
 
     def _run(self, call: OpCall) -> Any:
         op, args, kwargs, dtype = call
