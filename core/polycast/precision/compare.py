@@ -25,7 +25,7 @@ from ..region.resolve import why_disabled
 from .calls import Calls, ModelCall, calls_of, device_of, tensors_of
 from .comparison import Comparison, Reference
 from .hooks import run_eagerly
-from .in_use import in_use
+from .isolation import in_use
 from .numerics import Sums
 from .outcome import Loss, LossModule, check_loss
 from .parameter_gradients import LOSS

@@ -1,4 +1,4 @@
-"""Run a model without side effects: its forward writes to copies.
+"""Run a model without side effects: its forward writes to copies, and one call at a time uses it.
 
 What a forward can write, and how it is undone:
 
@@ -12,12 +12,15 @@ What a forward can write, and how it is undone:
 """
 
 import contextvars
+import os
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from ..common.atfork import hold_during_fork
 from ..common.random_state import RandomState
 from ..region.capture import Snapshot
 from ..torch_internals.private_names import version_of
@@ -28,6 +31,12 @@ _ABSENT: Any = object()
 _SAMPLES = 64
 """The numbers of a parameter that are compared, evenly spaced."""
 Values = list[Any]
+_users: dict[int, object] = {}
+"""By the id of a module, what identifies the call that uses it."""
+_lock = threading.Lock()
+hold_during_fork(lambda: [_lock])
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_users.clear)  # the threads that use them are not in the child
 
 
 class StateSlot(NamedTuple):
@@ -212,3 +221,30 @@ class Situation:
     def cloned(self) -> Values:
         """Return the state, tensors as clones, because the call may write to it."""
         return _cloned(self._values)
+
+
+@contextmanager
+def in_use(*models: torch.nn.Module) -> Iterator[None]:
+    """Use models for a block, in which their hooks, state and gradients are replaced.
+
+    Raises:
+        RuntimeError: one of them, or a module in it, is in use.
+    """
+    modules = {id(module): module for model in models for module in model.modules()}
+    user = object()
+    try:
+        with _lock:
+            used = next((module for key, module in modules.items() if key in _users), None)
+            if used is None:
+                _users.update(dict.fromkeys(modules, user))
+        if used is not None:
+            raise RuntimeError(
+                f"{type(used).__name__} is in use by another call of polycast.compare or polycast.tune. Wait for its "
+                "end, or pass a copy of the model (copy.deepcopy)."
+            )
+        yield
+    finally:
+        with _lock:
+            for key in modules:
+                if _users.get(key) is user:
+                    del _users[key]

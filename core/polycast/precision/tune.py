@@ -10,7 +10,7 @@ from ..policy.recipe import RecipeLike
 from .calls import calls_of, device_of
 from .compare import enabled_region, wanted_recipe
 from .evidence import Tuned
-from .in_use import in_use
+from .isolation import in_use
 from .outcome import Loss, check_loss
 from .tune_arguments import MIN_BUDGET, Metric, TuneArguments, check_arguments, check_choices, globs_of
 from .tuner import Tuner
