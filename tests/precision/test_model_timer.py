@@ -10,9 +10,8 @@ from torch import nn
 import polycast
 from polycast.policy.dtypes import FLOAT32
 from polycast.precision import model_timer
-from polycast.precision.calls import ModelCall
+from polycast.precision.calls import ModelCall, in_this_thread, watched
 from polycast.precision.candidates import Blocks
-from polycast.precision.hooks import in_this_thread, watched
 from polycast.precision.minimal_set import NO_POLICY, Choice
 from polycast.precision.model_timer import PLAIN_REGION, ModelTimer, pick_fastest
 from polycast.precision.profiling_run import profile_runs

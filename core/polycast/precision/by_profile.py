@@ -14,7 +14,7 @@ from ..profiling.profile import find_ignoring_errors
 from ..region.autocast import autocast
 from ..torch_internals.dispatcher import OpOverload
 from ..torch_internals.private_names import DispatchMode
-from .hooks import in_this_thread, watched
+from .calls import in_this_thread, watched
 
 _MARGIN = 0.97
 """Float32 has to take less than this part of the fast dtype's time."""

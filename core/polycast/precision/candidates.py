@@ -20,9 +20,7 @@ from ..policy.value import Policy
 from ..region.autocast import autocast
 from ..torch_internals.dispatcher import OpOverload
 from ..torch_internals.private_names import DispatchMode
-from .calls import ModelCall
-from .failures import may_come_from_policy
-from .hooks import run_eagerly
+from .calls import ModelCall, may_come_from_policy, run_eagerly
 from .minimal_set import Choice
 from .profiling_run import ModelProfile
 from .tune_arguments import nothing_to_choose

@@ -22,9 +22,8 @@ from ..policy.value import Policy, PolicyLike
 from ..region.autocast import autocast
 from ..region.module_rules import apply_policy
 from ..region.resolve import why_disabled
-from .calls import Calls, ModelCall, calls_of, device_of, tensors_of
+from .calls import Calls, ModelCall, calls_of, device_of, run_eagerly, tensors_of
 from .comparison import Comparison, Reference
-from .hooks import run_eagerly
 from .isolation import in_use
 from .numerics import Sums
 from .outcome import Loss, LossModule, check_loss

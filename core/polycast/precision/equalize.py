@@ -17,9 +17,8 @@ from ..plugins.backend import LowBitKernel
 from ..policy.equalization import Equalization, EqualizedWeight, fingerprint_of
 from ..policy.recipe import Recipe, RecipeLike, read_recipe
 from ..policy.weight_views import TRANSPOSED, WHOLE, parameters_by_name, view_of
-from .calls import ModelCall, tensors_of
+from .calls import ModelCall, run_eagerly, tensors_of
 from .compare import enabled_region
-from .hooks import run_eagerly
 from .isolation import find_writes, isolated
 
 _SEED = 0

@@ -23,9 +23,8 @@ from ..region.explanation import Explanation
 from ..region.module_rules import apply_policy, rules_of
 from ..torch_internals.dispatcher import OpOverload
 from ..torch_internals.private_names import DispatchMode
-from .calls import ModelCall, device_of
+from .calls import ModelCall, device_of, in_this_thread, watched
 from .compare import enabled_region, wanted_recipe
-from .hooks import in_this_thread, watched
 from .model_explanation import ModelExplanation, ModuleExplanation
 from .values import tensors_in
 

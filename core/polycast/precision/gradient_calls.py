@@ -11,7 +11,7 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 from ..torch_internals.private_names import will_execute
-from .hooks import CallKey
+from .calls import CallKey
 from .isolation import Situation
 from .parameter_gradients import Gradients
 from .values import replaced, tensors_in

@@ -9,8 +9,7 @@ from ..common.random_state import RandomState
 from ..errors import warn_user
 from ..policy.value import Policy
 from ..region.module_rules import apply_policy
-from .calls import Calls, ModelCall, tensors_of
-from .failures import may_come_from_policy, short_text
+from .calls import Calls, ModelCall, may_come_from_policy, short_text, tensors_of
 from .isolation import ModelState, isolated
 from .minimal_set import Choice
 from .numerics import Sums, has_floats

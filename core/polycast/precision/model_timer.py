@@ -9,10 +9,8 @@ import torch
 from ..policy.dtypes import FLOAT32
 from ..policy.value import Policy
 from ..region.autocast import autocast
-from .calls import Calls
+from .calls import Calls, in_this_thread, may_come_from_policy, watched
 from .candidates import Block
-from .failures import may_come_from_policy
-from .hooks import in_this_thread, watched
 from .minimal_set import Choice, Members
 from .profiling_run import ModelProfile
 from .timing import ModuleClock, Race, TimedSide, Timings, median, rule_overhead

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from ..policy.dtypes import dtype_name
-from .calls import ModelCall
-from .hooks import run_eagerly
+from .calls import ModelCall, run_eagerly
 from .numerics import Sums, relative_error
 from .parameter_gradients import ParameterGradients
 from .values import replaced, tensors_in

@@ -8,8 +8,7 @@ from typing import Any, TypeVar
 import torch
 
 from ..common.random_state import RandomState
-from .calls import Calls, ModelCall, tensors_of
-from .hooks import in_this_thread, run_eagerly, watched_modules
+from .calls import Calls, ModelCall, in_this_thread, run_eagerly, tensors_of, watched_modules
 from .isolation import ModelState, find_writes, isolated
 from .values import Contents
 

@@ -8,10 +8,9 @@ import torch
 
 from ..common.random_state import RandomState
 from ..observer.recipe_counts import RecipeCounts
-from .calls import ModelCall, tensors_of
+from .calls import CallKey, ModelCall, tensors_of
 from .comparison import GradientErrors, ModuleErrors
 from .gradient_calls import GradientCall, aligned
-from .hooks import CallKey
 from .numerics import Sums, is_finite
 from .outcome import LossModule
 from .parameter_gradients import Gradients

@@ -9,9 +9,8 @@ import torch
 
 from ..common.random_state import RandomState
 from ..region.cast_arguments import CastArguments
-from .failures import may_come_from_policy
+from .calls import CallKey, OpenCall, may_come_from_policy
 from .gradient_calls import GradientCall, SavedCall, floating
-from .hooks import CallKey, OpenCall
 from .isolation import Situation, outside_regions
 from .parameter_gradients import Gradients
 from .sides import Side, Sides

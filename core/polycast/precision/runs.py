@@ -15,13 +15,13 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from ..engine.recipes.recipe_listeners import listeners as recipe_listeners
 from ..torch_internals.private_names import are_functorch_transforms_active, has_saved_tensors_hooks
+from .calls import CallKey, OpenCall, Watcher, innermost_common, watched_modules
 from .gradient_calls import (
     GradientCall,
     SavedCall,
     isolated_inputs,
     isolated_unwritten_inputs,
 )
-from .hooks import CallKey, OpenCall, Watcher, innermost_common, watched_modules
 from .isolation import Situation, isolated
 from .record import Lockstep, MatchedCall, Returned, ReturnedGradients
 from .repeated import RepeatableCall, Repeater

@@ -21,7 +21,7 @@ from ..policy.recipe import Recipe
 from ..policy.value import Policy
 from ..region.autocast import autocast
 from ..region.module_rules import ModuleRules, apply_policy
-from .hooks import COMPILED_CALL, run_eagerly, set_stance
+from .calls import COMPILED_CALL, run_eagerly, set_stance
 from .isolation import ModelState
 from .parameter_gradients import ParameterGradients
 from .profiling_run import ModelProfile

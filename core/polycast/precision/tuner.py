@@ -11,11 +11,10 @@ from ..common.random_state import RandomState
 from ..errors import warn_user
 from ..region.autocast import autocast
 from .by_profile import modules_faster_in_float32
-from .calls import Calls, tensors_of, text_of
+from .calls import Calls, may_come_from_policy, tensors_of, text_of
 from .candidates import Blocks, ModuleCandidates, OpCandidates, candidates_in, chosen_ops, ops_seen
 from .compare import compare_with_float32
 from .evidence import Evidence, Holdout, Tuned, machine
-from .failures import may_come_from_policy
 from .isolation import isolated
 from .measured import Measured
 from .minimal_set import NO_POLICY, CandidateOrder, Choice, OutOfBudget, minimal_choice
