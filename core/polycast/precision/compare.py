@@ -24,10 +24,10 @@ from ..region.module_rules import apply_policy
 from ..region.resolve import why_disabled
 from .calls import Calls, ModelCall, calls_of, device_of, run_eagerly, tensors_of
 from .comparison import Comparison, Reference
+from .gradients import LOSS
 from .isolation import in_use
 from .numerics import Sums
 from .outcome import Loss, LossModule, check_loss
-from .parameter_gradients import LOSS
 from .profiling_run import ModelProfile, check_not_scripted, profiled
 from .progress import progress
 from .record import Lockstep, Record

@@ -9,8 +9,8 @@ import torch
 
 from ..policy.dtypes import dtype_name
 from .calls import ModelCall, run_eagerly
+from .gradients import ParameterGradients
 from .numerics import Sums, relative_error
-from .parameter_gradients import ParameterGradients
 from .values import replaced, tensors_in
 
 Loss = Callable[[Any], Any]

@@ -10,10 +10,9 @@ from ..common.random_state import RandomState
 from ..observer.recipe_counts import RecipeCounts
 from .calls import CallKey, ModelCall, tensors_of
 from .comparison import GradientErrors, ModuleErrors
-from .gradient_calls import GradientCall, aligned
+from .gradients import GradientCall, Gradients, aligned
 from .numerics import Sums, is_finite
 from .outcome import LossModule
-from .parameter_gradients import Gradients
 from .profiling_run import ModelProfile, ModuleProfile
 from .repeated import OwnGradients
 from .sides import Handoff, Side, Sides

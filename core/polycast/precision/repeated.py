@@ -10,9 +10,8 @@ import torch
 from ..common.random_state import RandomState
 from ..region.cast_arguments import CastArguments
 from .calls import CallKey, OpenCall, may_come_from_policy
-from .gradient_calls import GradientCall, SavedCall, floating
+from .gradients import GradientCall, Gradients, SavedCall, floating
 from .isolation import Situation, outside_regions
-from .parameter_gradients import Gradients
 from .sides import Side, Sides
 
 

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 from ..engine.recipes.recipe_listeners import listeners as recipe_listeners
 from ..torch_internals.private_names import are_functorch_transforms_active, has_saved_tensors_hooks
 from .calls import CallKey, OpenCall, Watcher, innermost_common, watched_modules
-from .gradient_calls import (
+from .gradients import (
     GradientCall,
     SavedCall,
     isolated_inputs,

@@ -22,8 +22,8 @@ from ..policy.value import Policy
 from ..region.autocast import autocast
 from ..region.module_rules import ModuleRules, apply_policy
 from .calls import COMPILED_CALL, run_eagerly, set_stance
+from .gradients import ParameterGradients
 from .isolation import ModelState
-from .parameter_gradients import ParameterGradients
 from .profiling_run import ModelProfile
 
 _COMPILED = "_orig_mod"
