@@ -17,9 +17,8 @@ from ..policy.files import PolicyPath
 from ..policy.plain_data import plain_fields
 from ..policy.recipe import Recipe
 from ..policy.value import Policy
-from .minimal_set import Members
+from .minimal_set import Members, Trial
 from .timing import Timings
-from .trials import Trial
 
 SCHEMA = 1
 """The schema of :meth:`Evidence.to_dict`."""

@@ -11,10 +11,9 @@ from ..policy.value import Policy
 from ..region.module_rules import apply_policy
 from .calls import Calls, ModelCall, may_come_from_policy, short_text, tensors_of
 from .isolation import ModelState, isolated
-from .minimal_set import Choice
+from .minimal_set import Choice, Trial, distance_of
 from .numerics import Sums, has_floats
 from .outcome import run_once, sums_of
-from .trials import Trial, distance_of
 from .tune_arguments import TuneArguments
 
 

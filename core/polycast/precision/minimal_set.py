@@ -1,12 +1,16 @@
 """Find a minimal set of modules or ops that must not compute in the region's own precision, by group bisection.
 
-The search assumes nothing about the evaluations. What it returns has been evaluated, as a whole and with each member
-taken out. Where larger sets are never worse and the `k` necessary members are among the first `p`, it takes about
-`2 log(p) + 2 k log(p)` evaluations.
+The search assumes nothing about the evaluations, and makes each once, within a budget. What it returns has been
+evaluated, as a whole and with each member taken out. Where larger sets are never worse and the `k` necessary members
+are among the first `p`, it takes about `2 log(p) + 2 k log(p)` evaluations.
 """
 
+import math
 from collections.abc import Callable, Container, Iterator, Sequence
-from typing import NamedTuple, TypeAlias
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
+
+from ..policy.plain_data import plain_data
 
 Members: TypeAlias = tuple[str, ...]
 
@@ -177,3 +181,71 @@ def _minimize_in_fast_dtype(found: MinimalChoice, is_enough: Callable[[Choice], 
     if smallest is None:  # out of budget at the first evaluation
         return MinimalChoice(found.choice, False)
     return MinimalChoice(Choice(members, smallest.members), found.is_minimal and smallest.is_minimal)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One evaluation.
+
+    Attributes:
+        members: the modules, or ops, in float32.
+        distance: the distance of the output from float32's; inf if it was not finite, or there was no output.
+        error: the exception of the model; empty if it ran.
+        kept: with a recipe, the modules, or ops, that left it for the fast dtype.
+        distances: with several batches, the distance for each; `distance` is the worst, or the mean.
+    """
+
+    members: Members
+    distance: float
+    error: str = ""
+    kept: Members = ()
+    distances: tuple[float, ...] = ()
+
+    @property
+    def choice(self) -> Choice:
+        """The choice that was evaluated."""
+        return Choice(self.members, self.kept)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the trial as plain data."""
+        plain = plain_data(vars(self))
+        return {key: value for key, value in plain.items() if value or key in ("members", "distance")}
+
+
+class Trials:
+    """Evaluates choices, each once, within the budget."""
+
+    def __init__(self, evaluate: Callable[[Choice], Trial], budget: int) -> None:
+        self.made: dict[Choice, Trial] = {}
+        self._evaluate, self._budget = evaluate, budget
+
+    def of(self, choice: Choice) -> Trial:
+        """Return the trial of a choice.
+
+        Raises:
+            OutOfBudget: it was not evaluated yet, and the budget is spent.
+        """
+        if choice not in self.made:
+            if len(self.made) >= self._budget:
+                raise OutOfBudget
+            self.made[choice] = self._evaluate(choice)
+        return self.made[choice]
+
+    def closest(self) -> Trial:
+        """Return the trial with the smallest distance, or of several the one with the fewest members."""
+        return min(self.made.values(), key=lambda trial: (trial.distance, len(trial.members), len(trial.kept)))
+
+
+def distance_of(value: object) -> float:
+    """Return the result of a metric as a number; nan becomes inf.
+
+    Raises:
+        TypeError: it is not a number.
+    """
+    try:
+        number = float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(
+            f"metric must return a number, the distance of the output from the reference; got {type(value).__name__}"
+        ) from error
+    return number if math.isfinite(number) else math.inf
