@@ -23,7 +23,6 @@ from ..torch_internals.private_names import DispatchMode
 from .calls import ModelCall, may_come_from_policy, run_eagerly
 from .minimal_set import Choice
 from .profiling_run import ModelProfile
-from .tune_arguments import nothing_to_choose
 
 
 @dataclass(frozen=True)
@@ -89,7 +88,7 @@ class Blocks:
             self.candidate_of = {name: blocks[name] for name in self.called if name in blocks}
         self.names = list(dict.fromkeys(self.candidate_of.values()))
         if not self.names:
-            raise nothing_to_choose(candidates)
+            raise _nothing_to_choose(candidates)
 
     def _matches(self, finder: ModuleFinder, glob: str, argument: str) -> Iterator[tuple[str, list[str]]]:
         """Yield each match, and the names of the modules in it that are called."""
@@ -237,7 +236,7 @@ def chosen_ops(
     found = seen if candidates is None else _matching(seen, candidates, "candidates")
     names = [name for name in found if name not in excluded]
     if seen and not names:
-        raise nothing_to_choose(candidates)
+        raise _nothing_to_choose(candidates)
     return names, excluded
 
 
@@ -283,3 +282,11 @@ def _computes(op: OpOverload) -> bool:
     schema = op._schema
     takes = any("Tensor" in str(argument.type) for argument in schema.arguments)
     return takes and any("Tensor" in str(each.type) and each.alias_info is None for each in schema.returns)
+
+
+def _nothing_to_choose(candidates: Iterable[str] | None) -> ValueError:
+    """Return the error for a search without candidates."""
+    is_empty = candidates is not None and not tuple(candidates)
+    why = "candidates= is empty" if is_empty else "exclude= matches all candidates"
+    remedy = "Name some, or leave it out" if is_empty else "Leave some of it out"
+    return ValueError(f"there is nothing to choose from: {why}. {remedy}.")

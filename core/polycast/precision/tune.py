@@ -12,11 +12,14 @@ from .compare import enabled_region, wanted_recipe
 from .evidence import Tuned
 from .isolation import in_use
 from .outcome import Loss, check_loss
-from .tune_arguments import MIN_BUDGET, Metric, TuneArguments, check_arguments, check_choices, globs_of
+from .tune_arguments import Metric, TuneArguments
 from .tuner import Tuner
 
 _DEFAULT = "relative L2 error"
 _DEFAULT_WITH_LOSS = "relative L2 error of output or gradients"
+_CHOICES = {"over": ("modules", "ops"), "objective": ("accuracy", "time"), "reduction": ("worst", "mean")}
+_MIN_BUDGET = 2
+"""The region without a policy, and everything in float32; with a recipe, also everything in the fast dtype."""
 
 
 def tune(
@@ -111,11 +114,11 @@ def tune(
         ('fp32', True)
     """
     wanted = wanted_recipe(recipe)
-    min_budget = MIN_BUDGET if wanted is None else MIN_BUDGET + 1
-    check_arguments(metric, tolerance, margin, budget, min_budget)
-    check_choices(over=over, objective=objective, reduction=reduction)
+    min_budget = _MIN_BUDGET if wanted is None else _MIN_BUDGET + 1
+    _check_arguments(metric, tolerance, margin, budget, min_budget)
+    _check_choices(over=over, objective=objective, reduction=reduction)
     check_loss(loss)
-    globs = globs_of(exclude, "exclude"), None if candidates is None else globs_of(candidates, "candidates")
+    globs = _globs_of(exclude, "exclude"), None if candidates is None else _globs_of(candidates, "candidates")
     calls = calls_of(model, data)
     held_out = () if holdout is None else calls_of(model, holdout, "holdout", calls)
     region = enabled_region(device_of(model, calls) if device_type is None else device_type, dtype, recipe=wanted)
@@ -126,6 +129,41 @@ def tune(
     with in_use(model):
         tuner = Tuner(model, calls, held_out, arguments)
         return tuner.run(max(min_budget, 4 * len(tuner.names) + 16) if budget is None else budget)
+
+
+def _check_arguments(metric: object, tolerance: object, margin: object, budget: object, min_budget: int) -> None:
+    """Raise TypeError or ValueError for an invalid argument."""
+    if metric is not None and not callable(metric):
+        raise TypeError(f"metric must be a function of an output and a reference, or None; got {metric!r}")
+    if isinstance(tolerance, bool) or not isinstance(tolerance, (int, float)) or not tolerance >= 0:
+        raise ValueError(f"tolerance must be a number that is not negative, got {tolerance!r}")
+    if isinstance(margin, bool) or not isinstance(margin, (int, float)) or not 0 <= margin < 1:
+        raise ValueError(f"margin must be a share of the tolerance, at least 0 and below 1; got {margin!r}")
+    if budget is not None and (isinstance(budget, bool) or not isinstance(budget, int) or budget < min_budget):
+        runs = "the region without a policy, and everything in float32"
+        if min_budget > _MIN_BUDGET:
+            runs += ", and in the fast dtype"
+        raise ValueError(f"budget must be a number of evaluations, at least {min_budget} ({runs}); got {budget!r}")
+
+
+def _check_choices(**values: str) -> None:
+    """Raise ValueError for an argument that is not one of its choices."""
+    for what, value in values.items():
+        if value not in _CHOICES[what]:
+            raise ValueError(f"{what} must be {' or '.join(map(repr, _CHOICES[what]))}, got {value!r}")
+
+
+def _globs_of(value: object, argument: str) -> tuple[str, ...]:
+    """Return globs as a tuple; one alone may be a string.
+
+    Raises:
+        TypeError: they are not strings.
+    """
+    is_one = isinstance(value, str)
+    globs = tuple(value) if isinstance(value, Iterable) and not is_one else (value,)
+    if not all(isinstance(glob, str) for glob in globs):
+        raise TypeError(f"{argument} must be a list of globs, such as ['layers.0', 'lm_head']; got {value!r}")
+    return globs
 
 
 def _name_of(function: Callable[..., Any]) -> str:

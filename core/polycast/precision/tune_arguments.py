@@ -1,7 +1,7 @@
 """The arguments of ``tune``, checked."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,10 +11,6 @@ from .numerics import relative_error
 from .outcome import Loss, outcome_error
 
 Metric = Callable[[Any, Any], Any]
-
-_CHOICES = {"over": ("modules", "ops"), "objective": ("accuracy", "time"), "reduction": ("worst", "mean")}
-MIN_BUDGET = 2
-"""The region without a policy, and everything in float32; with a recipe, also everything in the fast dtype."""
 
 
 @dataclass(frozen=True)
@@ -55,46 +51,3 @@ class TuneArguments:
     def reduced(self, distances: list[float]) -> float:
         """Return the distance over several batches."""
         return max(distances) if self.reduction == "worst" else math.fsum(distances) / len(distances)
-
-
-def check_arguments(metric: object, tolerance: object, margin: object, budget: object, min_budget: int) -> None:
-    """Raise TypeError or ValueError for an invalid argument."""
-    if metric is not None and not callable(metric):
-        raise TypeError(f"metric must be a function of an output and a reference, or None; got {metric!r}")
-    if isinstance(tolerance, bool) or not isinstance(tolerance, (int, float)) or not tolerance >= 0:
-        raise ValueError(f"tolerance must be a number that is not negative, got {tolerance!r}")
-    if isinstance(margin, bool) or not isinstance(margin, (int, float)) or not 0 <= margin < 1:
-        raise ValueError(f"margin must be a share of the tolerance, at least 0 and below 1; got {margin!r}")
-    if budget is not None and (isinstance(budget, bool) or not isinstance(budget, int) or budget < min_budget):
-        runs = "the region without a policy, and everything in float32"
-        if min_budget > MIN_BUDGET:
-            runs += ", and in the fast dtype"
-        raise ValueError(f"budget must be a number of evaluations, at least {min_budget} ({runs}); got {budget!r}")
-
-
-def check_choices(**values: str) -> None:
-    """Raise ValueError for an argument that is not one of its choices."""
-    for what, value in values.items():
-        if value not in _CHOICES[what]:
-            raise ValueError(f"{what} must be {' or '.join(map(repr, _CHOICES[what]))}, got {value!r}")
-
-
-def globs_of(value: object, argument: str) -> tuple[str, ...]:
-    """Return globs as a tuple; one alone may be a string.
-
-    Raises:
-        TypeError: they are not strings.
-    """
-    is_one = isinstance(value, str)
-    globs = tuple(value) if isinstance(value, Iterable) and not is_one else (value,)
-    if not all(isinstance(glob, str) for glob in globs):
-        raise TypeError(f"{argument} must be a list of globs, such as ['layers.0', 'lm_head']; got {value!r}")
-    return globs
-
-
-def nothing_to_choose(candidates: Iterable[str] | None) -> ValueError:
-    """Return the error for a search without candidates."""
-    is_empty = candidates is not None and not tuple(candidates)
-    why = "candidates= is empty" if is_empty else "exclude= matches all candidates"
-    remedy = "Name some, or leave it out" if is_empty else "Leave some of it out"
-    return ValueError(f"there is nothing to choose from: {why}. {remedy}.")
