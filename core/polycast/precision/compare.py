@@ -26,8 +26,8 @@ from .calls import Calls, ModelCall, calls_of, device_of, run_eagerly, tensors_o
 from .comparison import Comparison, Reference
 from .gradients import LOSS
 from .isolation import in_use
+from .measured import Loss, LossModule, check_loss
 from .numerics import Sums
-from .outcome import Loss, LossModule, check_loss
 from .profiling_run import ModelProfile, check_not_scripted, profiled
 from .progress import progress
 from .record import Lockstep, Record

@@ -11,8 +11,8 @@ from ..observer.recipe_counts import RecipeCounts
 from .calls import CallKey, ModelCall, tensors_of
 from .comparison import GradientErrors, ModuleErrors
 from .gradients import GradientCall, Gradients, aligned
+from .measured import LossModule
 from .numerics import Sums, is_finite
-from .outcome import LossModule
 from .profiling_run import ModelProfile, ModuleProfile
 from .repeated import OwnGradients
 from .sides import Handoff, Side, Sides

@@ -11,8 +11,7 @@ from .calls import calls_of, device_of
 from .compare import enabled_region, wanted_recipe
 from .evidence import Tuned
 from .isolation import in_use
-from .outcome import Loss, check_loss
-from .tune_arguments import Metric, TuneArguments
+from .measured import Loss, Metric, TuneArguments, check_loss
 from .tuner import Tuner
 
 _DEFAULT = "relative L2 error"
@@ -60,7 +59,7 @@ def tune(
     without a search; what is left to find is what must be in float32.
 
     With a loss, each evaluation is a forward in the region and a backward outside it. The metric receives an
-    :class:`~polycast.precision.outcome.Outcome` of each run, with the output, the loss and the gradients of the
+    :class:`~polycast.precision.measured.Outcome` of each run, with the output, the loss and the gradients of the
     parameters. The gradients that parameters have are restored.
 
     The model is restored, as by :func:`compare`. All evaluations use the same random numbers. If the model raises an

@@ -16,13 +16,12 @@ from .candidates import Blocks, ModuleCandidates, OpCandidates, candidates_in, c
 from .compare import compare_with_float32
 from .evidence import Evidence, Holdout, Tuned, machine
 from .isolation import isolated
-from .measured import Measured
+from .measured import Measured, TuneArguments
 from .minimal_set import NO_POLICY, CandidateOrder, Choice, OutOfBudget, Trial, Trials, minimal_choice
 from .model_timer import BY_PROFILE, PLAIN_REGION, ModelTimer, pick_fastest
 from .profiling_run import profile_runs
 from .progress import progress
 from .timing import Timings
-from .tune_arguments import TuneArguments
 
 
 class _Found(NamedTuple):
