@@ -7,7 +7,7 @@ from torch import nn
 import polycast
 from polycast.precision import by_profile
 from polycast.precision.by_profile import modules_faster_in_float32
-from polycast.precision.model_timer import BY_PROFILE, PLAIN_REGION
+from polycast.precision.timing import BY_PROFILE, PLAIN_REGION
 
 
 @pytest.fixture

@@ -9,13 +9,12 @@ from torch import nn
 
 import polycast
 from polycast.policy.dtypes import FLOAT32
-from polycast.precision import model_timer
+from polycast.precision import timing
 from polycast.precision.calls import ModelCall, in_this_thread, watched
 from polycast.precision.candidates import Blocks
 from polycast.precision.minimal_set import NO_POLICY, Choice
-from polycast.precision.model_timer import PLAIN_REGION, ModelTimer, pick_fastest
 from polycast.precision.profiling_run import profile_runs
-from polycast.precision.timing import ModuleClock, Race
+from polycast.precision.timing import PLAIN_REGION, ModelTimer, ModuleClock, Race, pick_fastest
 
 
 class Made(Race):
@@ -53,7 +52,7 @@ def chosen(model, seconds, monkeypatch, rule=0.5, needed=NO_POLICY, exclude=(), 
     profile, _ = profile_runs(model, (call,), "cpu")
     timer = ModelTimer(model, (call,), region, profile)
     monkeypatch.setattr(ModelTimer, "_seconds_by_module", lambda self: seconds)
-    monkeypatch.setattr(model_timer, "rule_overhead", lambda *_: rule)
+    monkeypatch.setattr(timing, "rule_overhead", lambda *_: rule)
     return timer.fastest_modules(Blocks(model, profile, exclude, candidates).in_order_of_calls(), needed)
 
 

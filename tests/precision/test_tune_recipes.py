@@ -8,12 +8,12 @@ from torch import nn
 
 import polycast
 from polycast import Int8, NoRecipe, Policy
-from polycast.precision import model_timer
+from polycast.precision import timing
 from polycast.precision.calls import ModelCall
 from polycast.precision.candidates import Blocks, ModuleCandidates, OpCandidates
 from polycast.precision.minimal_set import Choice
-from polycast.precision.model_timer import PLAIN_REGION
 from polycast.precision.profiling_run import profile_runs
+from polycast.precision.timing import PLAIN_REGION
 
 pytestmark = pytest.mark.usefixtures("int8_in_python")
 RECIPE = Int8(min_size=0)
@@ -189,7 +189,7 @@ def test_the_recipe_alone_is_chosen_where_it_is_the_fastest(quick):
 
 @pytest.mark.slow
 def test_the_fastest_leaves_the_recipe_where_the_tolerance_needs_it(monkeypatch):
-    monkeypatch.setattr(model_timer, "_ROUNDS", 1)
+    monkeypatch.setattr(timing, "_ROUNDS", 1)
     evidence = tune(*planted(1), objective="time").evidence
     assert "1.up" in (*evidence.kept, *evidence.members)
     assert PLAIN_REGION not in evidence.timings.seconds

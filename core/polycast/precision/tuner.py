@@ -18,10 +18,9 @@ from .evidence import Evidence, Holdout, Tuned, machine
 from .isolation import isolated
 from .measured import Measured, TuneArguments
 from .minimal_set import NO_POLICY, CandidateOrder, Choice, OutOfBudget, Trial, Trials, minimal_choice
-from .model_timer import BY_PROFILE, PLAIN_REGION, ModelTimer, pick_fastest
 from .profiling_run import profile_runs
 from .progress import progress
-from .timing import Timings
+from .timing import BY_PROFILE, PLAIN_REGION, ModelTimer, Timings, pick_fastest
 
 
 class _Found(NamedTuple):
