@@ -24,7 +24,7 @@ from polycast.engine.fastest import slower
 from polycast.engine.recipes.recipe_listeners import listeners as recipe_listeners
 from polycast.observer.recipe_counts import RecipeCounts
 from polycast.plugins.registry import registry
-from polycast.precision import by_profile
+from polycast.precision import tuner
 from polycast.profiling import cases, profile_file
 from polycast.profiling.measurement import Measurement
 from polycast.toolchain import load
@@ -88,7 +88,7 @@ def _own_profiles(tmp_path_factory):
 def _no_profile(monkeypatch):
     """Hide the profile that an earlier test has measured, except from "fastest"; POLYCAST_PROFILE names one."""
     find = slower.find
-    for module, name in ((slower, "find"), (by_profile, "find_ignoring_errors")):
+    for module, name in ((slower, "find"), (tuner, "find_ignoring_errors")):
         monkeypatch.setattr(module, name, lambda device: find(device) if os.environ.get("POLYCAST_PROFILE") else None)
 
 

@@ -5,16 +5,16 @@ import torch
 from torch import nn
 
 import polycast
-from polycast.precision import by_profile
-from polycast.precision.by_profile import modules_faster_in_float32
+from polycast.precision import tuner
 from polycast.precision.timing import BY_PROFILE, PLAIN_REGION
+from polycast.precision.tuner import modules_faster_in_float32
 
 
 @pytest.fixture
 def profiled(profile_of, monkeypatch):
     """Return a function that gives cpu a profile with the times of bfloat16, by op, relative to float32."""
     return lambda **ratios: monkeypatch.setattr(
-        by_profile, "find_ignoring_errors", lambda device_type: profile_of(bfloat16=ratios)
+        tuner, "find_ignoring_errors", lambda device_type: profile_of(bfloat16=ratios)
     )
 
 
@@ -55,7 +55,7 @@ def test_modules_that_stay_in_float32_anyway_are_not_chosen(engine, profiled):
 
 
 def test_without_a_profile_there_is_no_choice(monkeypatch):
-    monkeypatch.setattr(by_profile, "find_ignoring_errors", lambda device_type: None)
+    monkeypatch.setattr(tuner, "find_ignoring_errors", lambda device_type: None)
     assert faster_in_float32(Model()) is None
 
 
