@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import polycast
-from polycast.precision import numerics
+from polycast.precision import values
 
 from .planted_gradients import Planted, by_name, compare, mean_square
 
@@ -161,7 +161,7 @@ def test_nested_checkpoints(use_reentrant):
 def test_inputs_of_modules_are_not_kept_in_checkpoints(monkeypatch):
     """With a checkpoint around each layer, only the activations of one layer are alive besides those in between."""
     alive, most = weakref.WeakSet(), []
-    measured = numerics.Sums.of.__func__
+    measured = values.Sums.of.__func__
 
     def of(cls, reference, other):
         most.append(len(alive))
@@ -181,7 +181,7 @@ def test_inputs_of_modules_are_not_kept_in_checkpoints(monkeypatch):
         def forward(self, x):
             return checkpoint(self.parts, x, use_reentrant=False)
 
-    monkeypatch.setattr(numerics.Sums, "of", classmethod(of))
+    monkeypatch.setattr(values.Sums, "of", classmethod(of))
     compare(nn.Sequential(*(Layer() for _ in range(6))), torch.randn(2, 8))
     assert max(most) < 45  # of 120 in both runs
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import polycast
-from polycast.precision import numerics
+from polycast.precision import values
 
 
 @pytest.fixture(autouse=True)
@@ -194,7 +194,7 @@ def test_a_forward_that_writes_to_parameters_is_refused():
 def test_only_one_output_of_a_module_is_kept(monkeypatch):
     """Besides the values of the two runs, which are the input and the output of one layer each in a chain."""
     alive, most = weakref.WeakSet(), []
-    measured = numerics.Sums.of.__func__
+    measured = values.Sums.of.__func__
 
     def of(cls, reference, other):
         most.append(len(alive))
@@ -206,7 +206,7 @@ def test_only_one_output_of_a_module_is_kept(monkeypatch):
             alive.add(output)
             return output
 
-    monkeypatch.setattr(numerics.Sums, "of", classmethod(of))
+    monkeypatch.setattr(values.Sums, "of", classmethod(of))
     polycast.compare(nn.Sequential(*(Noted(4, 4) for _ in range(20))), torch.randn(2, 4), device_type="cpu")
     assert max(most) <= 5
 

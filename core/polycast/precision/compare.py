@@ -27,13 +27,12 @@ from .comparison import Comparison, Reference
 from .gradients import LOSS
 from .isolation import in_use
 from .measured import Loss, LossModule, check_loss
-from .numerics import Sums
 from .profiling_run import ModelProfile, check_not_scripted, profiled
 from .progress import progress
 from .record import Lockstep, Record
 from .runs import RunResult, run_both
 from .sides import Side, Sides
-from .values import tensors_in
+from .values import Sums, tensors_in
 
 
 def compare(

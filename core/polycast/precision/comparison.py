@@ -15,7 +15,7 @@ from ..policy.dtypes import dtype_name
 from ..policy.plain_data import plain_fields
 from ..policy.recipe import Recipe, RecipeLike
 from ..policy.value import PolicyLike
-from .numerics import Error
+from .values import Error
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -19,8 +19,7 @@ from .calls import Calls, ModelCall, may_come_from_policy, run_eagerly, short_te
 from .gradients import ParameterGradients
 from .isolation import ModelState, isolated
 from .minimal_set import Choice, Trial, distance_of
-from .numerics import Sums, has_floats, relative_error
-from .values import replaced, tensors_in
+from .values import Sums, has_floats, relative_error, replaced, tensors_in
 
 Loss = Callable[[Any], Any]
 Metric = Callable[[Any, Any], Any]

@@ -12,10 +12,10 @@ from .calls import CallKey, ModelCall, tensors_of
 from .comparison import GradientErrors, ModuleErrors
 from .gradients import GradientCall, Gradients, aligned
 from .measured import LossModule
-from .numerics import Sums, is_finite
 from .profiling_run import ModelProfile, ModuleProfile
 from .repeated import OwnGradients
 from .sides import Handoff, Side, Sides
+from .values import Sums, is_finite
 
 _ACCOUNTED = 4.0
 """Modules inside account for a growth of the error that is at most this many times the largest of their own."""
