@@ -6,8 +6,9 @@ modules in it as in the reference. The rest of its error comes from its inputs. 
 lockstep with their backward, where the gradients of a module's outputs take the part of inputs.
 """
 
-from collections.abc import Mapping
-from contextlib import nullcontext
+import random
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from types import MappingProxyType
 from typing import Any
 
@@ -28,7 +29,6 @@ from .gradients import LOSS
 from .isolation import in_use
 from .measured import Loss, LossModule, check_loss
 from .profiling_run import ModelProfile, check_not_scripted, profiled
-from .progress import progress
 from .record import Lockstep, Record
 from .runs import RunResult, run_both
 from .sides import Side, Sides
@@ -239,3 +239,22 @@ def _add_outputs(outputs: dict[str, Sums], reference: RunResult, tested: RunResu
     for name, tensor in tensors_in(reference.output):
         if tensor.is_floating_point() or tensor.is_complex():
             outputs.setdefault(name or "output", Sums()).add(Sums.of(tensor, got.get(name)))
+
+
+@contextmanager
+def progress(what: str, total: int | None) -> Iterator[Callable[[str], None]]:
+    """Show a bar and yield a function that advances it by one, and can set its description."""
+    state = random.getstate()
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    random.setstate(state)  # importing rich draws a random number
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as shown:
+        task = shown.add_task(what, total=total)
+
+        def advance(now: str = what) -> None:
+            shown.update(task, advance=1, description=now)
+
+        yield advance

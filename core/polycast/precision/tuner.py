@@ -20,13 +20,12 @@ from ..torch_internals.dispatcher import OpOverload
 from ..torch_internals.private_names import DispatchMode
 from .calls import Calls, in_this_thread, may_come_from_policy, tensors_of, text_of, watched
 from .candidates import Blocks, ModuleCandidates, OpCandidates, candidates_in, chosen_ops, ops_seen
-from .compare import compare_with_float32
+from .compare import compare_with_float32, progress
 from .evidence import Evidence, Holdout, Tuned, machine
 from .isolation import isolated
 from .measured import Measured, TuneArguments
 from .minimal_set import NO_POLICY, CandidateOrder, Choice, OutOfBudget, Trial, Trials, minimal_choice
 from .profiling_run import profile_runs
-from .progress import progress
 from .timing import BY_PROFILE, PLAIN_REGION, ModelTimer, Timings, pick_fastest
 
 _MARGIN = 0.97
