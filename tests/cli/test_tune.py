@@ -1,6 +1,5 @@
 """``polycast tune``: the search from the shell."""
 
-
 import pytest
 import torch
 import torch.nn.functional as F
