@@ -21,6 +21,7 @@ _DTYPES = {name: value for name, value in vars(torch).items() if isinstance(valu
     "fp32": torch.float32,
 }
 
+
 class OpName(NamedTuple):
     """The name of an op, or of one overload: ``""`` for the overload without a name, None for all overloads."""
 
