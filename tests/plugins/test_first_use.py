@@ -59,6 +59,12 @@ class RefusingFunctions(torch.overrides.TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
+class Calling(torch.utils._python_dispatch.TorchDispatchMode):
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        use(x, w)
+        return op(*args, **(kwargs or {}))
+
+
 class Model(torch.nn.Module):
     def forward(self, x):
         return use(x, w)
@@ -71,6 +77,7 @@ STATES = {
             use(x, w)
     """,
     "a dispatch mode": "with Refusing(): use(x, w)",
+    "a mode's handler": "with Refusing(), Calling(): x.neg()",
     "a function mode": "with RefusingFunctions(): use(x, w)",
     "vmap": "torch.vmap(lambda x: use(x, w))(x[None])",
     "grad": "torch.func.grad(lambda x: use(x, w).float().sum())(x)",

@@ -61,10 +61,10 @@ def call_outside(function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs
 
 @contextlib.contextmanager
 def _without_tracing() -> Iterator[None]:
-    if _tracing_state is None or _set_tracing_state is None:
+    state = None if _tracing_state is None else _tracing_state()
+    if state is None or _set_tracing_state is None:  # an op may run, in which the state cannot be set
         yield
         return
-    state = _tracing_state()
     try:
         _set_tracing_state(None)
         yield
