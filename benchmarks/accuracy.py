@@ -15,13 +15,12 @@ from pydoc_data.topics import topics
 from typing import Any
 
 import torch
+from examples.demo import FLOAT32, load_digits, train
 from torch import nn
 from torch.nn import functional
 from transformers import BertConfig, BertForMaskedLM
 
 import polycast
-from polycast.cli.demo.digits import load_digits
-from polycast.cli.demo.training import FLOAT32, train
 
 from .scores import Scores
 
@@ -68,8 +67,8 @@ def _scores(
 
 
 def _digits() -> Scores:
-    digits = load_digits()
-    network: Any = train(FLOAT32, "cpu", torch.bfloat16, digits, 4, lambda: None).network
+    digits = load_digits("cpu")
+    network = train(FLOAT32, "cpu", torch.bfloat16, digits).network
 
     def right(model: nn.Module) -> float:
         return (model(digits.test_images).argmax(1) == digits.test_labels).float().mean().item() * 100

@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from examples.demo import network
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import polycast
-from polycast.cli.demo.digits import network
 
 from .timing import Race, Ratio, Several, Side
 

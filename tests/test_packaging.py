@@ -72,7 +72,7 @@ def test_the_requirements_of_each_extra():
     for line in DISTRIBUTION.requires:
         requirement, _, marker = line.partition("; extra == ")
         requirements.setdefault(marker.strip("\"'"), []).append(requirement)
-    assert set(requirements) == {"", "bench", "demo", "docs", "serve", "test", "dev"}
+    assert set(requirements) == {"", "bench", "docs", "serve", "test", "dev"}
     assert set(requirements[""]) == {
         "torch>=2.11",
         "filelock>=3.12",
@@ -85,9 +85,8 @@ def test_the_requirements_of_each_extra():
         "tomli-w>=1",
         "typer>=0.16",
     }
-    assert requirements["demo"] == ["scikit-learn>=1.4"]
     assert requirements["bench"] == ["transformers>=4.50"]
-    assert {"polycast[demo]", "polycast[docs]"} <= set(requirements["test"])
+    assert {"polycast[docs]", "polycast[serve]"} <= set(requirements["test"])
     assert "polycast[test]" in requirements["dev"]
 
 

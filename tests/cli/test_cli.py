@@ -20,7 +20,7 @@ def test_version(polycast_command):
 
 def test_help_names_every_command(polycast_command):
     words = polycast_command("--help").stdout.split()
-    assert {"devices", "ops", "build", "demo", "doctor", "run"} <= set(words)
+    assert {"devices", "ops", "build", "doctor", "run"} <= set(words)
 
 
 COMMANDS = get_command(app).commands
@@ -74,7 +74,7 @@ def test_importing_polycast_does_not_import_what_only_the_command_line_needs():
     assert result.stdout == "[]\n"
 
 
-@pytest.mark.parametrize("command", [["devices"], ["ops", "cpu"], ["demo"]], ids=lambda words: words[0])
+@pytest.mark.parametrize("command", [["devices"], ["ops", "cpu"]], ids=lambda words: words[0])
 @pytest.mark.parametrize("variable", ["POLYCAST_DISCOVERY", "POLYCAST_BLOCK", "POLYCAST_PROVIDER", "POLYCAST_ENGINE"])
 def test_an_invalid_variable_is_an_error(polycast_command, monkeypatch, rediscover, command, variable):
     monkeypatch.setenv(variable, "perhaps,")

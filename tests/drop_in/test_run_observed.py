@@ -177,11 +177,18 @@ def test_a_report_that_cannot_be_written_is_refused_before_the_program_runs(tmp_
     assert done.stderr.startswith(said)
 
 
-def test_a_program_that_cannot_be_observed_is_refused_before_it_runs(run, tmp_path):
-    done = run("print('it ran')", "--observe", CXX="no-such-compiler", XDG_CACHE_HOME=str(tmp_path / "cache"))
+@pytest.mark.parametrize("option", ["--observe", "--report=out.html"])
+def test_a_program_that_cannot_be_observed_is_refused_before_it_runs(run, tmp_path, option):
+    done = run("print('it ran')", option, CXX="no-such-compiler", XDG_CACHE_HOME=str(tmp_path / "cache"))
     assert (done.returncode, done.stdout) == (2, "")
     assert "polycast: " in done.stderr
     assert "cannot be built" in done.stderr
+    done = run("print('it ran')", option, POLYCAST_ENGINE="reference")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        "polycast: polycast.observe needs the native engine, and this process runs on the reference engine, which "
+        "cannot be observed: POLYCAST_ENGINE=reference. Unset it.\n"
+    )
 
 
 def test_observing_does_not_change_results(run):

@@ -82,6 +82,23 @@ def test_the_plain_loop_learns_the_same_where_it_is_resumed(train):
     assert stopped + train(*arguments, "--epochs", "2", "--resume", "digits.pt") == whole
 
 
+def test_the_demo_compares_accuracy_dtypes_and_time(run):
+    pytest.importorskip("sklearn", reason="the demo's digits are scikit-learn's")
+    lines = run("demo.py")
+    said = "\n".join(lines)
+    accuracy = dict(re.findall(r"^(\S+) +accuracy ([\d.]+)%, loss ", said, re.MULTILINE))
+    assert list(accuracy) == ["float32", "torch.autocast", "polycast.autocast"]
+    assert min(map(float, accuracy.values())) >= 95
+    dtypes = {layer: each for layer, *each in map(str.split, filter(None, lines)) if len(each) == 3}
+    assert dtypes["conv1"] == ["torch.float32", "torch.bfloat16", "torch.bfloat16"]
+    assert dtypes["loss"] == ["torch.float32"] * 3
+    times = re.findall(r"^(.+?) +[\d.]+ ms, [\d.]+ of float32$", said, re.MULTILINE)
+    assert times[:3] == list(accuracy)
+    assert re.fullmatch(
+        r"On cpu, polycast trains like torch.autocast, and infers in [\d.]+ of float32's time\.", lines[-1]
+    )
+
+
 def test_a_program_of_torchs_runs_on_polycast_unchanged(run):
     plain = run("unchanged.py", "--epochs", "2")
     assert [line.partition("  loss ")[0] for line in plain] == ["epoch 1", "epoch 2"]

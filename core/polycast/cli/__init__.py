@@ -10,7 +10,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from ..common.versions import __version__
-from . import build, demo, devices, doctor, explain, new_backend, ops, profile, run, tune
+from . import build, devices, doctor, explain, new_backend, ops, profile, run, tune
 from .terminal import plain_warnings, stdout_for_json
 
 
@@ -59,7 +59,6 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "explain": explain.run,
     "tune": tune.run,
     "new-backend": new_backend.run,
-    "demo": demo.run,
 }
 for _name, _function in _COMMANDS.items():
     app.command(_name, cls=_Command)(_function)

@@ -148,7 +148,7 @@ def _print(verbose: bool) -> list[ListedDevice]:
     missing = [device for device in devices if device.status.state == "missing"]
     lines = [line for device in devices if device not in missing for line in _lines_of(device, verbose)]
     if missing:
-        lines.append(plugins_needed([device.status for device in missing]))
+        lines.append(_plugins_needed([device.status for device in missing]))
     for line in [*lines, *engine, *(f"Ops of {package}: {origin}" for package, origin in origins().items())]:
         print_line(out, line)
     return devices
@@ -171,7 +171,7 @@ def _lines_of(device: ListedDevice, verbose: bool) -> list[str]:
     return [f"{device.status.device_type}: {note}" for note in notes]
 
 
-def plugins_needed(missing: Sequence[BackendStatus]) -> str:
+def _plugins_needed(missing: Sequence[BackendStatus]) -> str:
     """Return a sentence for the devices without a backend; their reasons differ in the name of the device."""
     names = ", ".join(status.device_type for status in missing)
     reason = missing[0].reason.replace(f"entry point {missing[0].device_type!r}", "entry point of that name")

@@ -16,7 +16,7 @@ from typing import Any, TextIO
 import torch
 import typer
 from rich import box
-from rich.console import Console, JustifyMethod, RenderableType
+from rich.console import Console, RenderableType
 from rich.table import Table
 
 from ..common import env
@@ -25,28 +25,18 @@ from ..engine.choice import build_failure, choose_engine
 from ..errors import SlowDtypeWarning
 
 
-def console(*, stderr: bool = False) -> Console:
+def console() -> Console:
     """Return a console that prints text without interpreting markup in it."""
-    stream = sys.stderr if stderr else sys.stdout
-    if isinstance(stream, io.TextIOWrapper):
-        stream.reconfigure(errors="backslashreplace")  # its encoding may lack characters of the text
-    return Console(stderr=stderr, markup=False, highlight=False, emoji=False)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # its encoding may lack characters of the text
+    return Console(markup=False, highlight=False, emoji=False)
 
 
-def table(*columns: str, numbers: tuple[str, ...] = (), title: str | None = None) -> Table:
-    """Return an empty table for :func:`print_table`; the columns in `numbers` are aligned right."""
-    new = Table(
-        box=box.SIMPLE_HEAD,
-        title=title,
-        title_justify="left",
-        title_style="bold",
-        show_edge=False,
-        padding=(0, 1, 0, 0),
-        pad_edge=False,
-    )
+def table(*columns: str) -> Table:
+    """Return an empty table for :func:`print_table`."""
+    new = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), pad_edge=False)
     for column in columns:
-        justify: JustifyMethod = "right" if column in numbers else "left"
-        new.add_column(column, justify=justify, overflow="fold")
+        new.add_column(column, overflow="fold")
     return new
 
 
