@@ -42,12 +42,12 @@ def _scores(
     batches: Iterable[torch.Tensor],
     score: Callable[[nn.Module], float],
 ) -> Scores:
-    answer = polycast.get_backend("cpu").recipe_availability(polycast.Int8())
+    answer = polycast.plugin.get_backend("cpu").recipe_availability(polycast.Int8())
     if not answer.available:
         return Scores(what, metric, kept, skipped=answer.reason)
     model.eval().requires_grad_(False)
     plain = polycast.Int8(min_size=0)
-    recipes: dict[str, polycast.Recipe] = {
+    recipes: dict[str, polycast.plugin.Recipe] = {
         "int8 by row": plain,
         "equalized": plain.with_options(equalization=polycast.equalize(model, batches, plain)),
         "by tensor": polycast.Int8("tensor", min_size=0),

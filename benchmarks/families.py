@@ -45,7 +45,7 @@ class Families:
         return [figure for family in self.families for figure in _figures(family, quick)]
 
 
-def _recipes(family: Family) -> dict[str, polycast.Recipe]:
+def _recipes(family: Family) -> dict[str, polycast.plugin.Recipe]:
     int8, int4 = polycast.Int8(), polycast.Int4()
     if family.convolves:  # small weights, multiplied by many pixels
         int8 = int8.with_options(ops=(*int8.ops, *_CONVOLUTIONS), min_size=_SMALL)
@@ -61,7 +61,7 @@ def _ratios(what: str) -> list[Ratio]:
 def _figures(family: Family, quick: bool) -> Iterable[Result | Scores]:
     recipes = _recipes(family)
     few, many = family.sizes
-    backend = polycast.get_backend("cpu")
+    backend = polycast.plugin.get_backend("cpu")
     reason = next((found.reason for each in recipes.values() if not (found := backend.recipe_availability(each))), "")
     if reason:
         yield from (Scores(family.what(many), metric, "", skipped=reason) for metric in (SHARE, ERROR))
@@ -78,7 +78,7 @@ def _figures(family: Family, quick: bool) -> Iterable[Result | Scores]:
         yield from _race(family.what(size), model, copied, each, recipes).run(quick)
 
 
-def _shares(family: Family, model: nn.Module, inputs: Inputs, recipes: Mapping[str, polycast.Recipe]) -> Scores:
+def _shares(family: Family, model: nn.Module, inputs: Inputs, recipes: Mapping[str, polycast.plugin.Recipe]) -> Scores:
     shares: dict[str, float] = {}
     rest: dict[str, float] = {}
     for name, recipe in recipes.items():
@@ -107,7 +107,7 @@ def _rest(seen: polycast.Observation) -> dict[str, float]:
     return rest
 
 
-def _errors(family: Family, model: nn.Module, inputs: Inputs, recipes: Mapping[str, polycast.Recipe]) -> Scores:
+def _errors(family: Family, model: nn.Module, inputs: Inputs, recipes: Mapping[str, polycast.plugin.Recipe]) -> Scores:
     with torch.no_grad():
         expected = model(**inputs)[0]
         found: dict[str, float] = {}
@@ -119,7 +119,7 @@ def _errors(family: Family, model: nn.Module, inputs: Inputs, recipes: Mapping[s
 
 
 def _race(
-    what: str, model: nn.Module, copied: nn.Module, inputs: Inputs, recipes: Mapping[str, polycast.Recipe]
+    what: str, model: nn.Module, copied: nn.Module, inputs: Inputs, recipes: Mapping[str, polycast.plugin.Recipe]
 ) -> Race:
     names: dict[str, Any] = {"torch": torch, "autocast": polycast.autocast, "model": model, "inputs": inputs}
     plain = "with torch.no_grad(): model(**inputs)"

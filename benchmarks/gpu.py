@@ -39,7 +39,7 @@ def ways() -> dict[str, Way]:
         FASTEST: Way(lambda *device: amp(*device, recipe="fastest"), "polycast"),
         FASTEST_CACHED: Way(lambda *device: amp(*device, recipe="fastest", cache=cache), "polycast", trains=False),
         COPY: Way(no_region, "polycast", copied=True, trains=False),
-        **({FLOAT8: float8} if polycast.get_backend(DEVICE).recipe_availability(polycast.Float8()) else {}),
+        **({FLOAT8: float8} if polycast.plugin.get_backend(DEVICE).recipe_availability(polycast.Float8()) else {}),
         TORCH: Way(torch.autocast, "torch"),
         FLOAT32: Way(no_region, "polycast"),
     }
@@ -143,7 +143,7 @@ class Gpu:
 
     def run(self, quick: bool) -> list[Result]:
         """Return the results, without figures if there is no GPU."""
-        available = polycast.get_backend(DEVICE).availability()
+        available = polycast.plugin.get_backend(DEVICE).availability()
         if not available:
             bounded = [ratio for case in CASES for ratio in _ratios(case, (PLAIN, TORCH))]
             return Skipped(bounded, available.reason).run(quick)

@@ -37,7 +37,7 @@ class _Case:
     what: str
     at_most: float
     make: Callable[[], tuple[nn.Module, torch.Tensor]]
-    recipe: polycast.Recipe = _INT8
+    recipe: polycast.plugin.Recipe = _INT8
     torchao: float | None = 0.5
 
 
@@ -74,7 +74,7 @@ CASES = (
 
 def _missing() -> tuple[str | None, str | None]:
     """Return the reasons why int8, and torchao's int8, cannot be measured here, or None."""
-    answer = polycast.get_backend("cpu").recipe_availability(_INT8)
+    answer = polycast.plugin.get_backend("cpu").recipe_availability(_INT8)
     ours = None if answer.available else answer.reason
     theirs = None if importlib.util.find_spec("torchao") else "torchao is not installed"
     return ours, ours or theirs
@@ -93,7 +93,7 @@ def _torchaos(model: nn.Module) -> nn.Module:
     return quantized
 
 
-def _side(model: Any, x: torch.Tensor, recipe: polycast.Recipe | None = None) -> Side:
+def _side(model: Any, x: torch.Tensor, recipe: polycast.plugin.Recipe | None = None) -> Side:
     """Return a side on polycast's kernels, which stay installed, so that prepacked weights stay cached."""
     names: Mapping[str, Any] = {"torch": torch, "model": model, "x": x}
     if recipe is None:

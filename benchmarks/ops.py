@@ -49,7 +49,7 @@ def _function(op: str) -> Callable[..., Any]:
 def _calls() -> dict[str, dict[str, Any]]:
     """Return the names of _STATEMENT for each op of the table that can be called."""
     calls = {}
-    for op in polycast.get_backend("cpu").policies:
+    for op in polycast.plugin.get_backend("cpu").policies:
         if op not in SAMPLES:
             continue
         arguments, keywords = split(SAMPLES[op](_Make()))
@@ -110,5 +110,5 @@ def against_torch() -> Race:
 
 def under_policy() -> Race:
     """Return the race of each op under a policy that repeats the table, and in a plain region."""
-    regions = polycast.autocast("cpu", policy=polycast.get_backend("cpu").policies), polycast.autocast("cpu")
+    regions = polycast.autocast("cpu", policy=polycast.plugin.get_backend("cpu").policies), polycast.autocast("cpu")
     return _every_op(*regions, "a plain region", 1.05, what=", named in a policy", of_all=1.01, rounds=120)

@@ -3,6 +3,11 @@
 import importlib.metadata
 import os
 
+import polycast
+
+# autodoc reads the defaults of a signature in the source of the function, and __new__ has the signature of __init__.
+setattr(polycast.autocast.__new__, "__wrapped__", polycast.autocast.__init__)
+
 project = "polycast"
 author = "The polycast authors"
 copyright = author
@@ -54,7 +59,10 @@ html_show_sphinx = False
 nitpicky = True
 nitpick_ignore_regex = [
     # Private names, and names of other libraries, whose inventories are not fetched.
-    ("py:.*", r"(torch|collections|os|enum|pathlib|typing)\..*|DeviceMesh|Shard|OffloadPolicy|HookimplMarker"),
+    (
+        "py:.*",
+        r"(torch|collections|contextlib|os|enum|pathlib|typing)\..*|DeviceMesh|Shard|OffloadPolicy|HookimplMarker",
+    ),
     ("py:.*", r"(polycast\.)?([a-z_0-9]+\.)*_\w+|polycast\.engine\.state\.\w+"),
 ]
 

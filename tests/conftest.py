@@ -23,10 +23,10 @@ from polycast.engine import installation
 from polycast.engine.fastest import slower
 from polycast.engine.recipes.recipe_listeners import listeners as recipe_listeners
 from polycast.observer.recipe_counts import RecipeCounts
-from polycast.plugins.registry import registry
 from polycast.precision import tuner
 from polycast.profiling import cases, profile_file
 from polycast.profiling.measurement import Measurement
+from polycast.registry.registry import registry
 from polycast.toolchain import load
 
 DEVICES = torch._C._autocast_supported_devices()
@@ -69,7 +69,7 @@ def _leaves_nothing_behind():
     yield
     left = [name for name in DEVICES if polycast.autocast_nesting(name) or torch.is_autocast_enabled(name)]
     for name in [name for name, loader in registry.loaders().items() if loader.by_hand is not None]:
-        polycast.unregister_backend(name)
+        polycast.plugin.unregister_backend(name)
     polycast.uninstall()
     assert left == []
     assert torch.is_autocast_cache_enabled()
@@ -218,12 +218,12 @@ def start_chromium():
         browser.quit()
 
 
-class HandMade(polycast.Backend):
+class HandMade(polycast.plugin.Backend):
     """A backend of the tests, registered by hand: always available, float16 by default."""
 
     default_dtype = torch.float16
-    policies = polycast.STANDARD_POLICIES
-    remedies = polycast.STANDARD_REMEDIES
+    policies = polycast.plugin.STANDARD_POLICIES
+    remedies = polycast.plugin.STANDARD_REMEDIES
 
     def __init__(self, device_type, **attributes):
         self.device_type = device_type
@@ -233,7 +233,7 @@ class HandMade(polycast.Backend):
         return (torch.float16, torch.bfloat16)
 
     def availability(self):
-        return polycast.Availability(True)
+        return polycast.plugin.Availability(True)
 
 
 @pytest.fixture
@@ -242,13 +242,13 @@ def hand_made():
 
     def register(device_type, **attributes):
         backend = HandMade(device_type, **attributes)
-        polycast.register_backend(backend)
+        polycast.plugin.register_backend(backend)
         return backend
 
     return register
 
 
-class Int8Linear(polycast.LowBitKernel):
+class Int8Linear(polycast.plugin.LowBitKernel):
     """An int8 linear in Python, for the tests: a scale for each output feature, activations as they are."""
 
     weight = 1
@@ -289,14 +289,14 @@ class Int8Mm(Int8Linear):
 def int8_kernels():
     """Register a backend for the CPU with these kernels for Int8; return them by the name of the op."""
     kernels = {"aten::linear": Int8Linear(), "aten::mm": Int8Mm(), "aten::matmul": Int8Mm()}
-    backend = copy.copy(polycast.get_backend("cpu"))
+    backend = copy.copy(polycast.plugin.get_backend("cpu"))
 
     def recipe_availability(recipe):
         offered = isinstance(recipe, polycast.Int8) and recipe.scales == "row"
-        return polycast.Availability(offered, "" if offered else f"no kernels for {recipe.short} in these tests")
+        return polycast.plugin.Availability(offered, "" if offered else f"no kernels for {recipe.short} in these tests")
 
     vars(backend).update(recipe_availability=recipe_availability, low_bit_kernels=lambda recipe: kernels)
-    polycast.register_backend(backend)
+    polycast.plugin.register_backend(backend)
     yield kernels
     polycast.clear_autocast_cache()
 

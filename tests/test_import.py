@@ -74,10 +74,14 @@ def test_importing_polycast_imports_only_what_exported_programs_need(seen):
     ours = {name for name in seen["modules"] if name.startswith("polycast")}
     assert ours == {
         "polycast",
+        "polycast.common",
+        "polycast.common.lazy_names",
         "polycast.engine",
         "polycast.engine.casts",
         "polycast.engine.casts.cached_cast",
+        "polycast.errors",
         "polycast.out_dtype",
+        "polycast.plugin",
     }
 
 
@@ -153,7 +157,7 @@ def test_dir_and_help_show_the_public_names_only():
     import polycast.testing
 
     shown = {name for name in dir(polycast) if not name.startswith("__")}
-    assert shown - {"distributed", "integrations"} == {*polycast.__all__, "testing"}
+    assert shown - {"distributed", "integrations"} == {*polycast.__all__, "errors", "plugin", "testing"}
     assert "__version__" in dir(polycast)
     assert "PYTEST" not in pydoc.render_doc(polycast)
 

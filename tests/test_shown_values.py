@@ -118,9 +118,9 @@ def test_backends_are_a_read_only_mapping():
 
 
 def test_the_repr_of_a_backend_names_its_class_device_and_dtype(hand_made):
-    assert repr(polycast.get_backend("cpu")) == "<polycast_cpu.CpuBackend: cpu, default torch.bfloat16>"
+    assert repr(polycast.plugin.get_backend("cpu")) == "<polycast_cpu.CpuBackend: cpu, default torch.bfloat16>"
     assert re.fullmatch(r"<.*HandMade: ipu, default torch\.float16>", repr(hand_made("ipu")))
-    assert repr(polycast.Backend()) == "<polycast.plugins.backend.Backend: ?, default ?>"
+    assert repr(polycast.plugin.Backend()) == "<polycast.registry.backend.Backend: ?, default ?>"
 
 
 def test_the_repr_of_observe_shows_its_options_and_whether_it_observes():

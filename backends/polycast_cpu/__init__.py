@@ -5,7 +5,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from typing_extensions import override
 
-from polycast import Availability, Backend, Int4, Int8, LowBitKernel, Recipe, hookimpl
+from polycast import Int4, Int8
+from polycast.plugin import Availability, Backend, LowBitKernel, Recipe, hookimpl
 
 from .few_rows import few_rows_availability, few_rows_kernels
 from .instructions import is_arm, is_x86, missing_instructions

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from polycast import Availability, LowBitKernel, LowBitMatmul, load_ops
+from polycast.plugin import Availability, LowBitKernel, LowBitMatmul, load_ops
 
 from .instructions import is_x86
 

@@ -19,7 +19,7 @@ from collections.abc import Hashable, Mapping, Sequence
 import torch
 from typing_extensions import override
 
-from polycast import LowBitKernel, LowBitMatmul
+from polycast.plugin import LowBitKernel, LowBitMatmul
 
 from .int8 import MAX_TERMS, int8_availability
 

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import torch
 from typing_extensions import override
 
-from polycast import Availability, LowBitKernel, LowBitMatmul, load_ops
+from polycast.plugin import Availability, LowBitKernel, LowBitMatmul, load_ops
 
 from .instructions import is_arm, is_x86
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from polycast import LowBitKernel
+from polycast.plugin import LowBitKernel
 
 _FEWEST, _FEWEST_RECORDED = 1024, 16384
 """For fewer elements, torch's kernel takes less time than the call of the operator, or than its autograd node."""

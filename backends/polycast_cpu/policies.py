@@ -5,7 +5,7 @@ from types import MappingProxyType
 
 import torch
 
-from polycast import CastPolicy, policy_table
+from polycast.plugin import CastPolicy, policy_table
 
 from .instructions import has_bfloat16_lstm
 

@@ -5,7 +5,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from typing_extensions import override
 
-from polycast import STANDARD_REMEDIES, Availability, Backend, Float8, LowBitKernel, Recipe, hookimpl
+from polycast import Float8
+from polycast.plugin import STANDARD_REMEDIES, Availability, Backend, LowBitKernel, Recipe, hookimpl
 
 from .out_dtype_kernels import KERNELS
 from .policies import EXCLUDED_OPS, POLICIES

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from typing_extensions import override
 
-from polycast import Availability, LowBitKernel, LowBitMatmul
+from polycast.plugin import Availability, LowBitKernel, LowBitMatmul
 
 from .float8_cast import cast_rows
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from polycast import STANDARD_POLICIES, CastPolicy, policy_table
+from polycast.plugin import STANDARD_POLICIES, CastPolicy, policy_table
 
 # New in torch 2.14.
 _IF_TORCH_HAS_IT = ("aten::linalg_matrix_sqrth",) if hasattr(torch.ops.aten, "linalg_matrix_sqrth") else ()

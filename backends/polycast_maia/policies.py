@@ -1,5 +1,5 @@
 """The op table of Maia: torch's list for accelerators, unchanged."""
 
-from polycast import STANDARD_POLICIES
+from polycast.plugin import STANDARD_POLICIES
 
 POLICIES = STANDARD_POLICIES

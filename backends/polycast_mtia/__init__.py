@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from typing_extensions import override
 
-from polycast import STANDARD_REMEDIES, Availability, Backend, hookimpl
+from polycast.plugin import STANDARD_REMEDIES, Availability, Backend, hookimpl
 
 from .policies import POLICIES
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from polycast import float32_products
+from polycast.plugin import float32_products
 
 _OPS = torch.ops.aten
 _int_mm: Any = getattr(torch, "_int_mm", None)

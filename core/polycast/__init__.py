@@ -3,9 +3,8 @@
 Start with :class:`autocast`. :func:`observe` shows what ran in which dtype, :func:`profile` what is fast on a device.
 """
 
-import gc
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 try:
     importlib.import_module("torch")
@@ -23,33 +22,15 @@ if TYPE_CHECKING:
     from .engine.fastest.fastest_recipe import Fastest
     from .engine.installation import install, uninstall
     from .engine.persistence.weight_cache import WeightCache
-    from .engine.register_backend import register_backend, unregister_backend
     from .engine.register_op import OpRegistration, register_op
-    from .errors import (
-        AutocastDisabledWarning,
-        BackendBrokenError,
-        BackendConflictError,
-        BackendNotFoundError,
-        InvalidBackendError,
-        RecipeDisabledWarning,
-        SlowDtypeWarning,
-        StaleWeightError,
-    )
     from .observer.observation import Observation
     from .observer.observe import observe
     from .observer.run_history import RunHistory
     from .observer.run_log import RunLog
-    from .out_dtype.matmul_kernels import float32_products
     from .out_dtype.operator import out_dtype
-    from .plugins.backend import Availability, Backend, LowBitKernel
-    from .plugins.backend_loader import BackendStatus
-    from .plugins.hookspecs import hookimpl
-    from .plugins.low_bit_matmul import LowBitMatmul
-    from .plugins.registry import backends, get_backend, is_autocast_available
-    from .policy.cast_policy import CastPolicy, policy_table
+    from .policy.cast_policy import CastPolicy
     from .policy.equalization import Equalization
-    from .policy.recipe import Float8, Int4, Int8, NoRecipe, Recipe
-    from .policy.standard import STANDARD_POLICIES, STANDARD_REMEDIES
+    from .policy.recipe import Float8, Int4, Int8, NoRecipe
     from .policy.value import Policy
     from .precision.compare import compare
     from .precision.comparison import Comparison, Reference
@@ -76,7 +57,12 @@ if TYPE_CHECKING:
         set_autocast_dtype,
         set_autocast_enabled,
     )
-    from .toolchain.load_ops import load_ops
+    from .registry.backend_loader import BackendStatus
+    from .registry.registry import backends, is_autocast_available
+
+from . import errors as errors
+from . import plugin as plugin
+from .common.lazy_names import lazy_names
 
 # An exported program may call this operator, so torch has to know it from the start.
 importlib.import_module(".engine.casts.cached_cast", __name__)
@@ -86,13 +72,7 @@ importlib.import_module(".out_dtype", __name__)
 del globals()["out_dtype"]
 
 _LAZY_NAMES = {
-    "AutocastDisabledWarning": "errors",
-    "Availability": "plugins.backend",
-    "Backend": "plugins.backend",
-    "BackendBrokenError": "errors",
-    "BackendConflictError": "errors",
-    "BackendNotFoundError": "errors",
-    "BackendStatus": "plugins.backend_loader",
+    "BackendStatus": "registry.backend_loader",
     "CastPolicy": "policy.cast_policy",
     "Comparison": "precision.comparison",
     "DeviceProfile": "profiling.device_profile",
@@ -103,9 +83,6 @@ _LAZY_NAMES = {
     "Float8": "policy.recipe",
     "Int4": "policy.recipe",
     "Int8": "policy.recipe",
-    "InvalidBackendError": "errors",
-    "LowBitKernel": "plugins.backend",
-    "LowBitMatmul": "plugins.low_bit_matmul",
     "ModelExplanation": "precision.model_explanation",
     "ModuleExplanation": "precision.model_explanation",
     "ModuleRules": "region.module_rules",
@@ -113,16 +90,10 @@ _LAZY_NAMES = {
     "Observation": "observer.observation",
     "OpRegistration": "engine.register_op",
     "Policy": "policy.value",
-    "Recipe": "policy.recipe",
-    "RecipeDisabledWarning": "errors",
     "Reference": "precision.comparison",
     "RunHistory": "observer.run_history",
     "RunLog": "observer.run_log",
-    "STANDARD_POLICIES": "policy.standard",
-    "STANDARD_REMEDIES": "policy.standard",
-    "SlowDtypeWarning": "errors",
     "Snapshot": "region.capture",
-    "StaleWeightError": "errors",
     "Tuned": "precision.evidence",
     "WeightCache": "engine.persistence.weight_cache",
     "WeightCacheStats": "engine.casts.cast_cache",
@@ -131,7 +102,7 @@ _LAZY_NAMES = {
     "autocast": "region.autocast",
     "autocast_decorator": "region.autocast",
     "autocast_nesting": "region.thread_state",
-    "backends": "plugins.registry",
+    "backends": "registry.registry",
     "capture": "region.capture",
     "clear_autocast_cache": "region.thread_state",
     "compare": "precision.compare",
@@ -139,22 +110,16 @@ _LAZY_NAMES = {
     "custom_fwd": "region.custom_function",
     "equalize": "precision.equalize",
     "explain": "precision.explain",
-    "float32_products": "out_dtype.matmul_kernels",
     "get_autocast_dtype": "region.thread_state",
-    "get_backend": "plugins.registry",
     "grad_scaler": "region.grad_scaler",
-    "hookimpl": "plugins.hookspecs",
     "install": "engine.installation",
-    "is_autocast_available": "plugins.registry",
+    "is_autocast_available": "registry.registry",
     "is_autocast_cache_enabled": "region.thread_state",
     "is_autocast_enabled": "region.thread_state",
-    "load_ops": "toolchain.load_ops",
     "observe": "observer.observe",
     "out_dtype": "out_dtype.operator",
     "patch_torch": "drop_in.patch",
-    "policy_table": "policy.cast_policy",
     "profile": "profiling.profile",
-    "register_backend": "engine.register_backend",
     "register_op": "engine.register_op",
     "remove_policy": "region.module_rules",
     "rules_of": "region.module_rules",
@@ -163,19 +128,10 @@ _LAZY_NAMES = {
     "set_autocast_enabled": "region.thread_state",
     "tune": "precision.tune",
     "uninstall": "engine.installation",
-    "unregister_backend": "engine.register_backend",
 }
 """The module of each public name. Names are imported when they are first used."""
 
 __all__ = [
-    "STANDARD_POLICIES",
-    "STANDARD_REMEDIES",
-    "AutocastDisabledWarning",
-    "Availability",
-    "Backend",
-    "BackendBrokenError",
-    "BackendConflictError",
-    "BackendNotFoundError",
     "BackendStatus",
     "CastPolicy",
     "Comparison",
@@ -187,9 +143,6 @@ __all__ = [
     "Float8",
     "Int4",
     "Int8",
-    "InvalidBackendError",
-    "LowBitKernel",
-    "LowBitMatmul",
     "ModelExplanation",
     "ModuleExplanation",
     "ModuleRules",
@@ -197,14 +150,10 @@ __all__ = [
     "Observation",
     "OpRegistration",
     "Policy",
-    "Recipe",
-    "RecipeDisabledWarning",
     "Reference",
     "RunHistory",
     "RunLog",
-    "SlowDtypeWarning",
     "Snapshot",
-    "StaleWeightError",
     "Tuned",
     "WeightCache",
     "WeightCacheStats",
@@ -220,22 +169,16 @@ __all__ = [
     "custom_fwd",
     "equalize",
     "explain",
-    "float32_products",
     "get_autocast_dtype",
-    "get_backend",
     "grad_scaler",
-    "hookimpl",
     "install",
     "is_autocast_available",
     "is_autocast_cache_enabled",
     "is_autocast_enabled",
-    "load_ops",
     "observe",
     "out_dtype",
     "patch_torch",
-    "policy_table",
     "profile",
-    "register_backend",
     "register_op",
     "remove_policy",
     "rules_of",
@@ -244,26 +187,13 @@ __all__ = [
     "set_autocast_enabled",
     "tune",
     "uninstall",
-    "unregister_backend",
 ]
 
 
 if not TYPE_CHECKING:  # type checkers would accept any name
+    __getattr__ = lazy_names(__name__, _LAZY_NAMES)
 
-    def __getattr__(name: str) -> Any:
-        if name not in _LAZY_NAMES:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        gc_enabled = gc.isenabled()
-        gc.disable()  # a finalizer may use a name of a module that is partially imported
-        try:
-            value = globals()[name] = getattr(importlib.import_module(f"{__name__}.{_LAZY_NAMES[name]}"), name)
-        finally:
-            if gc_enabled:
-                gc.enable()
-        return value
-
-
-_PUBLIC_MODULES = ("distributed", "integrations", "testing")
+_PUBLIC_MODULES = ("distributed", "errors", "integrations", "plugin", "testing")
 
 
 def __dir__() -> list[str]:

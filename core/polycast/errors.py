@@ -4,6 +4,17 @@ import sys
 import warnings
 from pathlib import Path
 
+__all__ = [
+    "AutocastDisabledWarning",
+    "BackendBrokenError",
+    "BackendConflictError",
+    "BackendNotFoundError",
+    "InvalidBackendError",
+    "RecipeDisabledWarning",
+    "SlowDtypeWarning",
+    "StaleWeightError",
+]
+
 
 class BackendNotFoundError(RuntimeError):
     """No backend is registered for a device type that torch knows."""
@@ -18,7 +29,7 @@ class BackendConflictError(RuntimeError):
 
 
 class InvalidBackendError(ValueError):
-    """An object violates the contract of :class:`polycast.Backend`."""
+    """An object violates the contract of :class:`polycast.plugin.Backend`."""
 
 
 class StaleWeightError(RuntimeError):

@@ -31,7 +31,7 @@ NEEDS = {MM: ATEN.mm.dtype, ADDMM: ATEN.mm.dtype, BMM: ATEN.bmm.dtype, ATEN.badd
 @pytest.mark.parametrize("device_type", [name for name, its in polycast.backends().items() if its.state != "missing"])
 def test_a_table_has_a_kernel_only_where_the_dispatcher_has_the_op(device_type):
     key = torch._C._dispatch_key_for_device(device_type)
-    for op, source, _ in polycast.get_backend(device_type).kernels:
+    for op, source, _ in polycast.plugin.get_backend(device_type).kernels:
         wanted = ATEN._int_mm.default if source is torch.int8 else NEEDS[op]
         assert torch._C._dispatch_has_kernel_for_dispatch_key(wanted.name(), key)
 
@@ -115,7 +115,7 @@ def test_an_accelerator_leaves_to_torch_what_its_kernels_do_not_take(kernels):
 
 def test_a_product_in_float32_leaves_to_torch_what_it_does_not_take():
     half, single = torch.ones(2, 2).half(), torch.ones(2, 2)
-    table = {op: kernel for (op, _, _), kernel in polycast.float32_products(lambda op: True).items()}
+    table = {op: kernel for (op, _, _), kernel in polycast.plugin.float32_products(lambda op: True).items()}
     mm, bmm, addmm, baddbmm = (table[op] for op in FLOAT32)
     assert mm(half, single) is NotImplemented
     assert addmm(half, single, single) is NotImplemented

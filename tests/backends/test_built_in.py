@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import polycast
-from polycast import Availability
+from polycast.plugin import Availability
 
 ACCELERATORS = ("cuda", "xpu")
 OTHERS = ("maia", "mps", "mtia")
@@ -50,7 +50,7 @@ def built_with(monkeypatch, *, cuda=None, hip=None, xpu=None):
 
 @pytest.mark.parametrize("name", DEFAULTS)
 def test_the_default_dtype_is_torchs(name, in_thread):
-    assert polycast.get_backend(name).default_dtype is DEFAULTS[name]
+    assert polycast.plugin.get_backend(name).default_dtype is DEFAULTS[name]
     assert in_thread(lambda: torch.get_autocast_dtype(name)) is DEFAULTS[name]
 
 
@@ -58,24 +58,24 @@ def test_the_default_dtype_is_torchs(name, in_thread):
 def test_the_supported_dtypes_begin_with_the_default(name, monkeypatch):
     if name in ACCELERATORS:
         monkeypatch.setattr(getattr(torch, name), "is_available", lambda: False)
-    assert tuple(polycast.get_backend(name).supported_dtypes()) == DTYPES[name]
+    assert tuple(polycast.plugin.get_backend(name).supported_dtypes()) == DTYPES[name]
 
 
 def test_the_cpu_is_always_available():
-    assert polycast.get_backend("cpu").availability() == Availability(True)
+    assert polycast.plugin.get_backend("cpu").availability() == Availability(True)
     assert polycast.backends()["cpu"].state == "ready"
 
 
 def test_an_accelerator_that_is_there_is_available(monkeypatch, accelerator):
     monkeypatch.setattr(getattr(torch, accelerator), "is_available", lambda: True)
-    assert polycast.get_backend(accelerator).availability() == Availability(True)
+    assert polycast.plugin.get_backend(accelerator).availability() == Availability(True)
     assert polycast.is_autocast_available(accelerator) is True
 
 
 def test_a_torch_that_was_built_without_the_accelerator_is_the_reason(monkeypatch, absent):
     built_with(monkeypatch)
     reason = f"torch {torch.__version__} was built without {absent.upper()}"
-    assert polycast.get_backend(absent).availability() == Availability(False, reason)
+    assert polycast.plugin.get_backend(absent).availability() == Availability(False, reason)
     assert polycast.is_autocast_available(absent) is False
 
 
@@ -85,7 +85,9 @@ def test_a_torch_that_was_built_without_the_accelerator_is_the_reason(monkeypatc
 def test_a_device_that_is_not_visible_is_the_reason(monkeypatch, name, build):
     monkeypatch.setattr(getattr(torch, name), "is_available", lambda: False)
     built_with(monkeypatch, **build)
-    assert polycast.get_backend(name).availability() == Availability(False, f"no {name.upper()} device is visible")
+    assert polycast.plugin.get_backend(name).availability() == Availability(
+        False, f"no {name.upper()} device is visible"
+    )
 
 
 def test_the_status_tells_the_reason(monkeypatch, absent):
@@ -113,14 +115,16 @@ def answers(monkeypatch):
 @pytest.mark.parametrize("name", OTHERS)
 def test_one_of_the_other_devices_that_is_there_is_available(name, answers):
     answers(name, built=True, available=True)
-    assert polycast.get_backend(name).availability() == Availability(True)
+    assert polycast.plugin.get_backend(name).availability() == Availability(True)
     assert polycast.is_autocast_available(name) is True
 
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_one_of_the_other_devices_that_is_not_visible_is_the_reason(name, answers):
     answers(name, built=True, available=False)
-    assert polycast.get_backend(name).availability() == Availability(False, f"no {name.upper()} device is visible")
+    assert polycast.plugin.get_backend(name).availability() == Availability(
+        False, f"no {name.upper()} device is visible"
+    )
 
 
 @pytest.mark.parametrize(
@@ -133,9 +137,11 @@ def test_one_of_the_other_devices_that_is_not_visible_is_the_reason(name, answer
 )
 def test_a_torch_without_one_of_the_other_devices_is_the_reason(name, reason, answers):
     answers(name, built=False, available=False)
-    assert polycast.get_backend(name).availability() == Availability(False, reason)
+    assert polycast.plugin.get_backend(name).availability() == Availability(False, reason)
     assert (polycast.backends()[name].state, polycast.backends()[name].reason) == ("unavailable", reason)
-    with pytest.warns(polycast.AutocastDisabledWarning, match=f"^{name} is not available: {re.escape(reason)}\\."):
+    with pytest.warns(
+        polycast.errors.AutocastDisabledWarning, match=f"^{name} is not available: {re.escape(reason)}\\."
+    ):
         polycast.autocast(name)
 
 
@@ -143,7 +149,7 @@ def test_a_torch_without_one_of_the_other_devices_is_the_reason(name, reason, an
 def test_mps_has_bfloat16_from_macos_14_on(monkeypatch, answers, newer, dtypes):
     answers("mps", built=True, available=True)
     monkeypatch.setattr(torch.backends.mps, "is_macos_or_newer", lambda *version: newer and version == (14, 0))
-    backend = polycast.get_backend("mps")
+    backend = polycast.plugin.get_backend("mps")
     assert tuple(backend.supported_dtypes()) == dtypes
     assert backend.dtype_availability(torch.bfloat16) == (
         Availability(True) if newer else Availability(False, "bfloat16 needs macOS 14; mps supports torch.float16")
@@ -153,14 +159,14 @@ def test_mps_has_bfloat16_from_macos_14_on(monkeypatch, answers, newer, dtypes):
 def test_a_region_on_an_absent_accelerator_warns_and_is_disabled(monkeypatch, absent):
     built_with(monkeypatch)
     text = f"{absent} is not available: torch {torch.__version__} was built without {absent.upper()}."
-    with pytest.warns(polycast.AutocastDisabledWarning, match=f"^{re.escape(text)} Disabling autocast\\.$"):
+    with pytest.warns(polycast.errors.AutocastDisabledWarning, match=f"^{re.escape(text)} Disabling autocast\\.$"):
         region = polycast.autocast(absent)
     with region:
         assert polycast.is_autocast_enabled(absent) is False
 
 
 def test_a_gpu_without_bfloat16_supports_float16_alone(without_bfloat16):
-    backend = polycast.get_backend(without_bfloat16)
+    backend = polycast.plugin.get_backend(without_bfloat16)
     assert tuple(backend.supported_dtypes()) == (torch.float16,)
     assert backend.dtype_availability(torch.float16) == Availability(True)
 
@@ -171,14 +177,14 @@ def test_bfloat16_on_a_gpu_without_it_warns_and_disables_the_region(without_bflo
         f"In {name.upper()} autocast, but the target dtype is not supported. Disabling autocast.\n"
         f"torch.bfloat16 was asked for: this GPU has no bfloat16; {name} supports torch.float16."
     )
-    with pytest.warns(polycast.AutocastDisabledWarning, match=f"^{re.escape(text)}$"):
+    with pytest.warns(polycast.errors.AutocastDisabledWarning, match=f"^{re.escape(text)}$"):
         polycast.autocast(name, torch.bfloat16)
 
 
 def test_a_gpu_with_bfloat16_can_have_it(monkeypatch, accelerator):
     monkeypatch.setattr(getattr(torch, accelerator), "is_available", lambda: True)
     monkeypatch.setattr(getattr(torch, accelerator), "is_bf16_supported", lambda: True)
-    assert polycast.get_backend(accelerator).dtype_availability(torch.bfloat16) == Availability(True)
+    assert polycast.plugin.get_backend(accelerator).dtype_availability(torch.bfloat16) == Availability(True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int8], ids=str)
@@ -187,7 +193,9 @@ def test_another_dtype_is_unavailable_and_the_reason_lists_the_supported_ones(na
     if name in ACCELERATORS:
         monkeypatch.setattr(getattr(torch, name), "is_available", lambda: False)
     supported = ", ".join(map(str, DTYPES[name]))
-    assert polycast.get_backend(name).dtype_availability(dtype) == Availability(False, f"{name} supports {supported}")
+    assert polycast.plugin.get_backend(name).dtype_availability(dtype) == Availability(
+        False, f"{name} supports {supported}"
+    )
 
 
 @pytest.mark.parametrize(("initialized", "capturing"), [(False, True), (True, False), (True, True)])
@@ -196,16 +204,16 @@ def test_cuda_records_a_graph_only_once_it_is_initialized(monkeypatch, initializ
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda: SimpleNamespace(is_capturing=lambda: capturing))
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: initialized)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
-    assert polycast.get_backend("cuda").is_capturing() is (initialized and capturing)
+    assert polycast.plugin.get_backend("cuda").is_capturing() is (initialized and capturing)
 
 
 @pytest.mark.parametrize("name", ["cpu", "xpu", *OTHERS])
 def test_the_others_record_no_graph(name):
-    assert polycast.get_backend(name).is_capturing() is False
+    assert polycast.plugin.get_backend(name).is_capturing() is False
 
 
 @pytest.mark.parametrize("name", ["cuda", "maia", "mtia", "xpu"])
 def test_what_an_accelerator_bans_has_a_remedy(name):
-    backend = polycast.get_backend(name)
+    backend = polycast.plugin.get_backend(name)
     banned = {op for op, policy in backend.policies.items() if policy is polycast.CastPolicy.BANNED}
     assert set(backend.remedies) == banned == {"aten::binary_cross_entropy"}

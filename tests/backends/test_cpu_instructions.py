@@ -27,12 +27,12 @@ def test_a_dtype_is_emulated_where_the_processor_has_no_instructions_for_it(monk
     monkeypatch.setattr(platform, "machine", lambda: machine)
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: there, raising=False)
     expected = None if reason is None else f"the processor has none of {reason}"
-    assert polycast.get_backend("cpu").slow_reason(dtype) == expected
+    assert polycast.plugin.get_backend("cpu").slow_reason(dtype) == expected
 
 
 def test_a_torch_that_does_not_know_its_processor_says_nothing(monkeypatch):
     monkeypatch.delattr(torch.cpu, "get_capabilities", raising=False)
-    assert polycast.get_backend("cpu").slow_reason(torch.bfloat16) is None
+    assert polycast.plugin.get_backend("cpu").slow_reason(torch.bfloat16) is None
 
 
 @pytest.mark.parametrize("is_compiled", [False, True])

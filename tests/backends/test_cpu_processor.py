@@ -12,7 +12,7 @@ from polycast_cpu import processor
 def test_details_name_the_processor_and_its_limits(monkeypatch):
     monkeypatch.setenv("ATEN_CPU_CAPABILITY", "avx2")
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "")
-    found = polycast.get_backend("cpu").device_details()
+    found = polycast.plugin.get_backend("cpu").device_details()
     assert found["name"]
     assert found["capability"] == torch.backends.cpu.get_cpu_capability()
     assert found["ATEN_CPU_CAPABILITY"] == "avx2"

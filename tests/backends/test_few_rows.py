@@ -234,7 +234,7 @@ def test_an_operator_is_as_its_fake_one(op):
 
 def test_a_kernel_multiplies_the_cast_and_prepacks_nothing():
     assert all(kernel.uses_cast for kernel in FewRowsMatmul().kernels().values())
-    assert not polycast.LowBitKernel.uses_cast
+    assert not polycast.plugin.LowBitKernel.uses_cast
 
 
 @pytest.mark.parametrize(

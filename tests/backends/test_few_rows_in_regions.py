@@ -113,7 +113,7 @@ def test_it_is_not_used_where_it_is_slower(profile_of, recipe_counts):
 
 
 def test_the_profile_of_the_cpu_has_it():
-    names = [way.name for way in ways_of(polycast.get_backend("cpu"))[0]]
+    names = [way.name for way in ways_of(polycast.plugin.get_backend("cpu"))[0]]
     assert {"bfloat16 kernel", "float16 kernel", "float32 kernel"} <= set(names)
 
 

@@ -161,7 +161,7 @@ def test_what_is_declined_has_a_reason_on_real_and_on_fake_tensors(reason):
     ],
 )
 def test_gpus_that_cannot_are_told_with_the_reason(capabilities, scales, reason):
-    assert float8_on(*capabilities, scales) == polycast.Availability(False, reason)
+    assert float8_on(*capabilities, scales) == polycast.plugin.Availability(False, reason)
 
 
 @pytest.mark.parametrize(("capability", "scales"), [((8, 9), "row"), ((9, 0), "row"), ((12, 0), "tensor")])
@@ -182,6 +182,6 @@ def test_torch_without_a_gpu_and_with_another_product_is_told(monkeypatch):
 
 
 def test_cuda_has_no_int8():
-    backend = polycast.get_backend("cuda")
+    backend = polycast.plugin.get_backend("cuda")
     answer = backend.recipe_availability(polycast.Int8())
-    assert answer == polycast.Availability(False, "the backend for cuda has no kernels for int8")
+    assert answer == polycast.plugin.Availability(False, "the backend for cuda has no kernels for int8")

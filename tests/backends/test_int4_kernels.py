@@ -13,7 +13,7 @@ from polycast_cpu.int4 import Int4Matmul
 
 from . import int4_reference as reference
 
-AVAILABLE = polycast.get_backend("cpu").recipe_availability(polycast.Int4())
+AVAILABLE = polycast.plugin.get_backend("cpu").recipe_availability(polycast.Int4())
 pytestmark = pytest.mark.skipif(not AVAILABLE, reason=f"no int4 here: {AVAILABLE.reason}")
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -291,7 +291,7 @@ def test_a_group_size_must_be_a_multiple_of_16(group_size):
 
 def test_the_backend_has_kernels_for_the_recipe():
     recipe = polycast.Int4(64)
-    backend = polycast.get_backend("cpu")
+    backend = polycast.plugin.get_backend("cpu")
     assert backend.recipe_availability(recipe)
     kernels = backend.low_bit_kernels(recipe)
     assert set(kernels) == {"aten::linear", "aten::matmul", "aten::mm", "aten::addmm"}

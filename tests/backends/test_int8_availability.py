@@ -28,29 +28,29 @@ def ask_anew():
 def test_a_processor_without_the_instructions_has_no_kernels(monkeypatch, machine, capability, lacks, recipe):
     monkeypatch.setattr(platform, "machine", lambda: machine)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
-    backend = polycast.get_backend("cpu")
+    backend = polycast.plugin.get_backend("cpu")
     reason = f"this CPU has no {lacks}: int8 would be slower than float32"
-    assert backend.recipe_availability(recipe) == polycast.Availability(False, reason)
+    assert backend.recipe_availability(recipe) == polycast.plugin.Availability(False, reason)
     assert backend.low_bit_kernels(recipe) == {}
 
 
 def test_where_the_ops_cannot_be_built_the_reason_is_passed_on(monkeypatch):
-    none = polycast.Availability(False, "no C++ compiler is found")
+    none = polycast.plugin.Availability(False, "no C++ compiler is found")
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
     monkeypatch.setattr(polycast_cpu.int8, "load_ops", lambda package: none)
-    assert polycast.get_backend("cpu").recipe_availability(polycast.Int8()) == none
+    assert polycast.plugin.get_backend("cpu").recipe_availability(polycast.Int8()) == none
 
 
 def test_the_cpu_has_no_float8():
-    answer = polycast.get_backend("cpu").recipe_availability(polycast.Float8())
-    assert answer == polycast.Availability(False, "the backend for cpu has no kernels for float8")
+    answer = polycast.plugin.get_backend("cpu").recipe_availability(polycast.Float8())
+    assert answer == polycast.plugin.Availability(False, "the backend for cpu has no kernels for float8")
 
 
 @pytest.mark.parametrize("scales", ["row", "tensor"])
 def test_each_recipe_has_a_kernel_for_each_op(scales):
     recipe = polycast.Int8(scales=scales)
-    backend = polycast.get_backend("cpu")
+    backend = polycast.plugin.get_backend("cpu")
     if not backend.recipe_availability(recipe):
         pytest.skip("no int8 here")
     ops = {"aten::linear", "aten::matmul", "aten::mm", "aten::addmm"}
@@ -58,13 +58,15 @@ def test_each_recipe_has_a_kernel_for_each_op(scales):
     assert set(backend.low_bit_kernels(recipe)) == ops
 
 
-@pytest.mark.skipif(not polycast.get_backend("cpu").ops_in_cpp, reason="the CPU has no ops in C++ here")
+@pytest.mark.skipif(not polycast.plugin.get_backend("cpu").ops_in_cpp, reason="the CPU has no ops in C++ here")
 def test_the_ops_that_int8_loads_are_those_that_polycast_build_compiles(monkeypatch):
     asked = []
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
     monkeypatch.setattr(
-        polycast_cpu.int8, "load_ops", lambda package: asked.append(package) or polycast.Availability(False, "no")
+        polycast_cpu.int8,
+        "load_ops",
+        lambda package: asked.append(package) or polycast.plugin.Availability(False, "no"),
     )
     polycast_cpu.int8.int8_availability()
-    assert polycast.get_backend("cpu").ops_in_cpp == tuple(asked)
+    assert polycast.plugin.get_backend("cpu").ops_in_cpp == tuple(asked)

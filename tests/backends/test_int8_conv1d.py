@@ -12,7 +12,7 @@ from polycast_cpu.int8 import Conv1d, Conv2d
 
 from .low_bit_calls import run_kernel
 
-AVAILABLE = polycast.get_backend("cpu").recipe_availability(polycast.Int8())
+AVAILABLE = polycast.plugin.get_backend("cpu").recipe_availability(polycast.Int8())
 pytestmark = pytest.mark.skipif(not AVAILABLE, reason=f"no int8 here: {AVAILABLE.reason}")
 
 STEPS = {

@@ -11,7 +11,7 @@ from polycast_cpu.int8 import Int8Matmul
 
 from .low_bit_calls import int8_product
 
-AVAILABLE = polycast.get_backend("cpu").recipe_availability(polycast.Int8())
+AVAILABLE = polycast.plugin.get_backend("cpu").recipe_availability(polycast.Int8())
 pytestmark = pytest.mark.skipif(not AVAILABLE, reason=f"no int8 here: {AVAILABLE.reason}")
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)

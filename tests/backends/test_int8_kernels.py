@@ -13,7 +13,7 @@ from polycast_cpu.int8 import Int8Matmul
 
 from .low_bit_calls import int8_product, run_kernel
 
-AVAILABLE = polycast.get_backend("cpu").recipe_availability(polycast.Int8())
+AVAILABLE = polycast.plugin.get_backend("cpu").recipe_availability(polycast.Int8())
 pytestmark = pytest.mark.skipif(not AVAILABLE, reason=f"no int8 here: {AVAILABLE.reason}")
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -159,7 +159,7 @@ def test_the_number_of_threads_makes_no_difference(isa, threads):
 COUNT = """
 import os, torch, polycast
 torch.set_num_threads(3)
-kernel = polycast.get_backend("cpu").low_bit_kernels(polycast.Int8())["aten::linear"]
+kernel = polycast.plugin.get_backend("cpu").low_bit_kernels(polycast.Int8())["aten::linear"]
 x, weight = torch.randn(512, 1024), torch.randn(1024, 1024)
 torch.mm(x, weight), torch.relu(torch.randn(10**6))
 before = len(os.listdir("/proc/self/task"))

@@ -4,7 +4,7 @@ import pytest
 from typer.testing import CliRunner
 
 from polycast.cli import app
-from polycast.plugins.registry import registry
+from polycast.registry.registry import registry
 
 
 @pytest.fixture

@@ -128,7 +128,7 @@ def test_a_missing_package_is_reported(compiler, ops):
 
 def test_ops_of_an_unavailable_device_are_reported_and_not_built(compiler, ops, hand_made):
     ops()
-    absent = polycast.Availability(False, "there is none")
+    absent = polycast.plugin.Availability(False, "there is none")
     hand_made("ipu", ops_in_cpp=[OPS.package], availability=lambda: absent)
     compiler(WRITES)
     result = run()

@@ -29,18 +29,18 @@ KEYS = [
 WORKING = """
 import polycast, torch
 
-class Acme(polycast.Backend):
+class Acme(polycast.plugin.Backend):
     device_type = "ipu"
     default_dtype = torch.float16
-    policies = polycast.STANDARD_POLICIES
+    policies = polycast.plugin.STANDARD_POLICIES
 
     def supported_dtypes(self):
         {supported}
 
     def availability(self):
-        return polycast.Availability(False, "the box [red] is not plugged in")
+        return polycast.plugin.Availability(False, "the box [red] is not plugged in")
 
-@polycast.hookimpl
+@polycast.plugin.hookimpl
 def polycast_backend():
     return Acme()
 """
@@ -188,7 +188,9 @@ def test_devices_lists_a_broken_plugin_among_the_others(polycast_command, plugin
 
 def test_verbose_shows_which_recipes_a_device_supports(polycast_command, hand_made):
     def recipe_availability(recipe):
-        return polycast.Availability(recipe.kind == "int8", "" if recipe.kind == "int8" else "it has no such units")
+        return polycast.plugin.Availability(
+            recipe.kind == "int8", "" if recipe.kind == "int8" else "it has no such units"
+        )
 
     hand_made("cpu", recipe_availability=recipe_availability)
     shown = polycast_command("devices", "--verbose").stdout

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 import polycast
 from polycast.cli import app, doctor
-from polycast.plugins.registry import registry
+from polycast.registry.registry import registry
 from polycast.toolchain import load_ops as ops
 
 SECTIONS = [

@@ -22,7 +22,7 @@ COMMANDS = [
 def test_a_command_prints_on_a_stream_of_any_encoding(command, encoding, profile_of, hand_made, tmp_path, monkeypatch):
     profile_of(bfloat16=0.5).save(tmp_path / "profile.json")
     monkeypatch.setenv("POLYCAST_PROFILE", str(tmp_path / "profile.json"))
-    reason = polycast.Availability(False, "no \u2192 driver")
+    reason = polycast.plugin.Availability(False, "no \u2192 driver")
     hand_made("ipu", availability=lambda: reason)
     done = CliRunner(charset=encoding).invoke(app, command)
     assert (done.exit_code, done.exception) == (0, None)

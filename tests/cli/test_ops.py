@@ -11,7 +11,7 @@ from polycast.engine.installation import torch_ops
 
 def test_ops_json_is_the_policy_table(polycast_command):
     shown = json.loads(polycast_command("ops", "cuda", "--json").stdout)
-    table = {name: policy.value for name, policy in polycast.get_backend("cuda").policies.items()}
+    table = {name: policy.value for name, policy in polycast.plugin.get_backend("cuda").policies.items()}
     assert {entry["op"]: entry["policy"] for entry in shown} == table
 
 

@@ -14,13 +14,13 @@ class PythonCpu(CpuBackend):
     """A CPU with a linear for int8 in Python, so that what is found does not depend on the processor."""
 
     def recipe_availability(self, recipe):
-        return polycast.Availability(True)
+        return polycast.plugin.Availability(True)
 
     def low_bit_kernels(self, recipe):
         return {"aten::linear": Linear()}
 
 
-class Linear(polycast.LowBitKernel):
+class Linear(polycast.plugin.LowBitKernel):
     def prepack(self, weight):
         return (quantized(weight),)
 
@@ -124,7 +124,7 @@ def test_it_tunes_for_time(run):
 
 
 def test_modules_that_must_leave_a_recipe_are_found(run, tmp_path):
-    polycast.register_backend(PythonCpu())
+    polycast.plugin.register_backend(PythonCpu())
     result = run("script.py:outliers", "--recipe", "int8", "--tolerance", "0.02", "--output", "policy.toml")
     assert (result.exit_code, result.stderr) == (0, "")
     first = result.stdout.splitlines()[0]

@@ -31,7 +31,7 @@ def _read_again():
 
 
 MANIFEST = "from polycast.common.manifests import Plugin\nplugin = Plugin(recipes={'nf4': '%s:Nf4'})\n"
-RECIPE = "import polycast\nclass Nf4(polycast.Recipe):\n    kind = 'nf4'\n    ops = ('linear',)\n"
+RECIPE = "import polycast\nclass Nf4(polycast.plugin.Recipe):\n    kind = 'nf4'\n    ops = ('linear',)\n"
 
 
 def test_a_recipe_of_a_plugin_is_known_by_name_before_its_module_is_imported(monkeypatch, tmp_path):

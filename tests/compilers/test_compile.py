@@ -207,7 +207,7 @@ def test_a_disabled_region_warns_while_it_is_compiled(data):
         with polycast.autocast("cpu", dtype=torch.float64):
             return layer(x)
 
-    with pytest.warns(polycast.AutocastDisabledWarning, match="float64 was asked for"):
+    with pytest.warns(polycast.errors.AutocastDisabledWarning, match="float64 was asked for"):
         result = torch.compile(function, backend="aot_eager", fullgraph=True)(*data)
     assert result.dtype is torch.float32
 
@@ -238,7 +238,9 @@ def test_a_user_s_cache_has_no_part_in_a_graph(data):
 
 def test_the_kernels_have_the_policies_of_the_backend(data, hand_made):
     """A table unlike torch's: linear stays as it is, and mm is cast."""
-    hand_made("cpu", default_dtype=torch.bfloat16, policies=polycast.policy_table({CastPolicy.FP32: ["aten::addmm"]}))
+    hand_made(
+        "cpu", default_dtype=torch.bfloat16, policies=polycast.plugin.policy_table({CastPolicy.FP32: ["aten::addmm"]})
+    )
 
     def function(x, y):
         with polycast.autocast("cpu"):

@@ -147,7 +147,7 @@ def test_a_rule_for_a_module_may_be_the_recipe(model, monkeypatch, slow, tmp_pat
         assert torch.equal(model[0](X), of_first)
 
 
-class Kernel(polycast.LowBitKernel):
+class Kernel(polycast.plugin.LowBitKernel):
     """A linear for the fast dtype, which adds one so that its results can be recognized."""
 
     uses_cast = True
@@ -158,9 +158,9 @@ class Kernel(polycast.LowBitKernel):
 
 
 def test_a_backends_kernel_gets_the_cached_cast_in_compiled_code(model, profile_of):
-    backend = copy.copy(polycast.get_backend("cpu"))
+    backend = copy.copy(polycast.plugin.get_backend("cpu"))
     vars(backend).update(low_bit_kernels=lambda recipe: {"aten::linear": Kernel()} if recipe.kind == "fastest" else {})
-    polycast.register_backend(backend)
+    polycast.plugin.register_backend(backend)
     recipe = Fastest(profile_of(overhead=1e-15, cast=1e-15, bfloat16=9.0, bfloat16_kernel=0.01))
     graphs, cache = Graphs(), WeightCache()
     compiled = torch.compile(model, backend=graphs, fullgraph=True)

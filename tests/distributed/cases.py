@@ -257,7 +257,9 @@ def gathered_again():
 
 @case
 def gathered_again_in_int8():
-    return sums_of_gathered("int8" if polycast.get_backend("cpu").recipe_availability(polycast.Int8()) else "none")
+    return sums_of_gathered(
+        "int8" if polycast.plugin.get_backend("cpu").recipe_availability(polycast.Int8()) else "none"
+    )
 
 
 def sums_of_gathered(recipe):

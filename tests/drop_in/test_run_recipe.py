@@ -39,7 +39,7 @@ def run(tmp_path, polycast_run):
 
 @pytest.fixture
 def int8():
-    answer = polycast.get_backend("cpu").recipe_availability(polycast.Int8())
+    answer = polycast.plugin.get_backend("cpu").recipe_availability(polycast.Int8())
     if not answer.available:
         pytest.skip(answer.reason)
 
@@ -144,11 +144,11 @@ def run_unprofiled(run, tmp_path):
 SLOW = """
     import polycast
 
-    class Slow(type(polycast.get_backend("cpu"))):
+    class Slow(type(polycast.plugin.get_backend("cpu"))):
         def slow_reason(self, dtype):
             return "it has no such unit"
 
-    polycast.register_backend(Slow())
+    polycast.plugin.register_backend(Slow())
 """
 
 

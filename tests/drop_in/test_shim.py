@@ -9,7 +9,7 @@ import torch
 from torch.amp import autocast_mode
 
 import polycast
-from polycast.plugins.registry import registry
+from polycast.registry.registry import registry
 
 X = torch.ones(2, 2)
 
@@ -105,7 +105,7 @@ def test_custom_fwd_and_custom_bwd_are_polycasts(module, patched):
 
 @pytest.mark.usefixtures("patched")
 def test_is_autocast_available_returns_whether_the_device_can_be_used(hand_made):
-    hand_made("maia", availability=lambda: polycast.Availability(False, "it is not plugged in"))
+    hand_made("maia", availability=lambda: polycast.plugin.Availability(False, "it is not plugged in"))
     assert torch.amp.is_autocast_available("maia") is False
     assert torch.amp.is_autocast_available("cpu") is True
     assert torch.amp.is_autocast_available("hpu") is torch._C._is_autocast_available("hpu")
@@ -153,12 +153,12 @@ def test_a_blocked_device_is_torchs(monkeypatch):
 
 def test_a_broken_backend_raises_an_error(patched, monkeypatch):
     def broken(self):
-        raise polycast.BackendBrokenError("the plugin is broken")
+        raise polycast.errors.BackendBrokenError("the plugin is broken")
 
-    monkeypatch.setattr("polycast.plugins.backend_loader.BackendLoader.get", broken)
+    monkeypatch.setattr("polycast.registry.backend_loader.BackendLoader.get", broken)
     monkeypatch.setattr(registry, "_discovered", None)
     monkeypatch.setattr(registry, "ready", {})
-    with pytest.raises(polycast.BackendBrokenError, match="the plugin is broken"):
+    with pytest.raises(polycast.errors.BackendBrokenError, match="the plugin is broken"):
         torch.autocast("cpu")
 
 

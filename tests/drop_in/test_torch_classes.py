@@ -282,6 +282,6 @@ def test_a_warning_names_the_line_of_the_program(through):
         "subclass": lambda: Plain("cpu", torch.int8),
         "subclass with its own": Own,
     }[through]
-    with pytest.warns(polycast.AutocastDisabledWarning) as record:
+    with pytest.warns(polycast.errors.AutocastDisabledWarning) as record:
         make()
     assert {warning.filename for warning in record} == {__file__}

@@ -84,7 +84,7 @@ def int8_operators(int8_kernels):
 
         library.impl(op, call, "CPU")
         kernel.operator = getattr(torch.ops.polycast_test_int8, op).default
-        kernel.run = functools.partial(polycast.LowBitKernel.run, kernel)
+        kernel.run = functools.partial(polycast.plugin.LowBitKernel.run, kernel)
     yield int8_kernels
     library._destroy()
 

@@ -34,7 +34,7 @@ PRODUCTS = [
     lambda weight: torch.nn.functional.linear(X, weight[:2]),
     lambda weight: torch.matmul(X, weight.chunk(2, dim=1)[1]),
 ]
-HAS_INT8 = bool(polycast.get_backend("cpu").recipe_availability(polycast.Int8()))
+HAS_INT8 = bool(polycast.plugin.get_backend("cpu").recipe_availability(polycast.Int8()))
 FLOAT32 = polycast.DeviceProfile(  # where float32 is the fastest, so that "fastest" records products without Python
     *("cpu", "a processor", 1, {}, {}),
     tuple(
@@ -80,7 +80,7 @@ class Contended:
         try:
             with torch.inference_mode():
                 right = torch.all(product(weight) == 4 * value).item()
-        except polycast.StaleWeightError:
+        except polycast.errors.StaleWeightError:
             right = False  # the cache that verifies found a write that is going on
         assert right or not idle or self.begun != ended, (weight, value)
 

@@ -222,7 +222,7 @@ def test_a_stale_weight_is_found_by_verify(layer, asked, double_unseen):
     run(layer, X, cache=cache)
     run(layer, X, cache=cache)
     double_unseen(layer.weight)
-    with pytest.raises(polycast.StaleWeightError):
+    with pytest.raises(polycast.errors.StaleWeightError):
         run(layer, X, cache=cache)
     assert asked == ["linear"]
 
@@ -253,9 +253,9 @@ def test_uninstalling_forgets(layer, kernel, asked):
 
 def test_another_backend_decides_anew(layer, kernel, hand_made):
     run(layer, X)
-    polycast.unregister_backend("cpu")
+    polycast.plugin.unregister_backend("cpu")
     backend = hand_made("cpu")
-    backend.recipe_availability = lambda recipe: polycast.Availability(True)
+    backend.recipe_availability = lambda recipe: polycast.plugin.Availability(True)
     backend.low_bit_kernels = lambda recipe: {}
     with autocast("cpu"):
         fast = layer(X)

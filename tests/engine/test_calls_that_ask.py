@@ -194,9 +194,9 @@ def test_a_negative_view_asks(layer, asked):
 
 
 def test_a_device_that_may_capture_is_asked(hand_made, asked, int8_operators):
-    polycast.unregister_backend("cpu")
+    polycast.plugin.unregister_backend("cpu")
     backend = hand_made("cpu", is_capturing=lambda: False)
-    backend.recipe_availability = lambda recipe: polycast.Availability(True)
+    backend.recipe_availability = lambda recipe: polycast.plugin.Availability(True)
     backend.low_bit_kernels = lambda recipe: int8_operators
     layer = nn.Linear(8, 8)
     for _ in range(3):

@@ -39,7 +39,7 @@ def _captures(monkeypatch, int8_kernels):
         "replay": lambda graph: graph.work(),
     }.items():
         monkeypatch.setattr(base, name, staticmethod(method) if name == "__new__" else method, raising=False)
-    vars(polycast.get_backend("cpu"))["is_capturing"] = lambda: state.capturing
+    vars(polycast.plugin.get_backend("cpu"))["is_capturing"] = lambda: state.capturing
 
 
 def captured(work, replayed):

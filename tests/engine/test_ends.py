@@ -255,11 +255,11 @@ def test_threads_caches_weights_generators_and_forks_together(engine, seed):
 
 
 CAPTURES = """
-class Capturing(type(polycast.get_backend("cpu"))):
+class Capturing(type(polycast.plugin.get_backend("cpu"))):
     def is_capturing(self):
         return False
 
-polycast.register_backend(Capturing())
+polycast.plugin.register_backend(Capturing())
 with polycast.autocast("cpu"):
     print(torch.mm(X.float(), weight()).dtype)
 """

@@ -19,7 +19,7 @@ from polycast.engine.fastest import slower
 from polycast.testing.low_bit import run_prepacked
 from polycast_cpu.int8 import Int8Matmul
 
-AVAILABLE = polycast.get_backend("cpu").recipe_availability(polycast.Int8())
+AVAILABLE = polycast.plugin.get_backend("cpu").recipe_availability(polycast.Int8())
 pytestmark = [
     pytest.mark.skipif(not AVAILABLE, reason=f"no int8 here: {AVAILABLE.reason}"),
     pytest.mark.usefixtures("engine", "no_grad"),
@@ -266,7 +266,7 @@ def test_a_region_with_an_equalization_may_be_in_compiled_code(model, e, equaliz
 
 def test_compiled_code_of_another_process_needs_the_equalization(model):
     text = Int8(equalization=polycast.Equalization(())).text
-    unknown = polycast.Recipe.of_text(text.replace("digest('", "digest('0"))
+    unknown = polycast.plugin.Recipe.of_text(text.replace("digest('", "digest('0"))
     with pytest.raises(RuntimeError, match=r"load it with polycast\.Equalization\.load"):
         run(functools.partial(F.linear, weight=nn.Parameter(torch.randn(256, 256))), torch.randn(1, 256), unknown)
 

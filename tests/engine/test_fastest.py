@@ -83,7 +83,7 @@ def test_float32_casts_and_caches_no_weight(slow):
     assert cache.stats().entries == 0
 
 
-class Kernel(polycast.LowBitKernel):
+class Kernel(polycast.plugin.LowBitKernel):
     """A linear for the fast dtype, which adds one so that its results can be recognized."""
 
     uses_cast = True
@@ -103,9 +103,9 @@ class Kernel(polycast.LowBitKernel):
 
 def register_kernel():
     """Register a backend for the CPU with a kernel, and return the kernel."""
-    made, backend = Kernel(), copy.copy(polycast.get_backend("cpu"))
+    made, backend = Kernel(), copy.copy(polycast.plugin.get_backend("cpu"))
     vars(backend).update(low_bit_kernels=lambda recipe: {"aten::linear": made} if recipe.kind == "fastest" else {})
-    polycast.register_backend(backend)
+    polycast.plugin.register_backend(backend)
     return made
 
 
@@ -121,7 +121,7 @@ def test_a_backend_that_is_registered_in_place_of_another_uses_its_own_kernel(ke
         for _ in range(3):
             with autocast("cpu", recipe=recipe):
                 layer(X[:1])
-        polycast.unregister_backend("cpu")
+        polycast.plugin.unregister_backend("cpu")
         kernels.append(register_kernel())
     assert [len(each.casts) for each in kernels] == [3, 3, 0]
 
@@ -303,7 +303,7 @@ def test_a_profile_that_becomes_known_is_used(profile_of, monkeypatch):
         with autocast("cpu", recipe=recipe):
             return F.linear(X, weight)
 
-    unknown = polycast.Recipe.of_text(text)
+    unknown = polycast.plugin.Recipe.of_text(text)
     assert torch.equal(run(unknown), run(recipe="none"))
     known, expected = Fastest(profile), F.linear(X, weight).bfloat16()
     assert all(torch.equal(run(each), expected) for each in (known, unknown))

@@ -253,9 +253,9 @@ def test_a_layer_whose_inner_ops_another_library_computes_is_not_one(slow, inner
 @pytest.mark.parametrize("inner", ["native_layer_norm", "_addmm_activation"])
 @pytest.mark.parametrize("policy", [polycast.CastPolicy.FP32, polycast.CastPolicy.BANNED], ids=str)
 def test_a_table_with_other_policies_for_inner_ops_applies(slow, inner, policy):
-    backend = copy.copy(polycast.get_backend("cpu"))
+    backend = copy.copy(polycast.plugin.get_backend("cpu"))
     vars(backend).update(policies={**backend.policies, f"aten::{inner}": policy})
-    polycast.register_backend(backend)
+    polycast.plugin.register_backend(backend)
     seen = []
     for recipe in (None, slow):
         with autocast("cpu", recipe=recipe):

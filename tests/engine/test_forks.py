@@ -142,7 +142,7 @@ def use():
         elif what == "observer":
             polycast.observe().__enter__()
         else:
-            raise RuntimeError(polycast.load_ops("polycast_cpu.native").reason)
+            raise RuntimeError(polycast.plugin.load_ops("polycast_cpu.native").reason)
     except RuntimeError as error:
         refusals.append("the compiler failed with status 1" in str(error))
 

@@ -256,8 +256,8 @@ def test_a_backend_in_use_is_not_unregistered(hand_made):
         polycast.autocast("cpu"),
         pytest.raises(RuntimeError, match="^polycast's kernels for 'cpu' are in use: 2 regions are open"),
     ):
-        polycast.unregister_backend("cpu")
-    assert polycast.get_backend("cpu") is backend
+        polycast.plugin.unregister_backend("cpu")
+    assert polycast.plugin.get_backend("cpu") is backend
 
 
 def test_a_thread_that_ended_in_a_region_is_not_in_it_any_more(in_thread):
@@ -292,7 +292,7 @@ def test_threads_that_run_ops_while_another_uninstalls_and_installs():
 def test_ops_of_an_override_have_their_kernels_after_a_change_of_backend(hand_made):
     x = tensor("cpu", torch.bfloat16)
     region = polycast.autocast("cpu", torch.bfloat16, policy={"aten::add.Tensor": CastPolicy.FP32})
-    for change in (lambda: hand_made("cpu"), polycast.uninstall, lambda: polycast.unregister_backend("cpu")):
+    for change in (lambda: hand_made("cpu"), polycast.uninstall, lambda: polycast.plugin.unregister_backend("cpu")):
         with region:
             assert torch.add(x, x).dtype is torch.float32
         change()

@@ -39,7 +39,7 @@ def test_many_overrides_merge_with_those_of_enclosing_regions():
 
 @pytest.mark.slow
 def test_overrides_of_dead_regions_are_freed():
-    pairs = itertools.combinations(sorted(polycast.STANDARD_POLICIES), 2)
+    pairs = itertools.combinations(sorted(polycast.plugin.STANDARD_POLICIES), 2)
 
     def enter(count):
         for pair in itertools.islice(pairs, count):

@@ -9,7 +9,7 @@ import torch
 
 import polycast
 
-AVAILABLE = polycast.get_backend("cpu").recipe_availability(polycast.Int8())
+AVAILABLE = polycast.plugin.get_backend("cpu").recipe_availability(polycast.Int8())
 TASKS = "/proc/self/task"
 TEAM = 4
 

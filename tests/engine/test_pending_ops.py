@@ -43,6 +43,6 @@ def test_an_op_that_appears_and_cannot_have_its_policy_says_so_at_the_next_regio
         "policies of the backend for 'cpu': 'polycast_test::late_' writes to its inputs: in-place and out= variants "
         "are never cast, so LOWER_PRECISION_FP cannot hold"
     )
-    with pytest.raises(polycast.InvalidBackendError, match=f"^{re.escape(text)}$"), polycast.autocast("cpu"):
+    with pytest.raises(polycast.errors.InvalidBackendError, match=f"^{re.escape(text)}$"), polycast.autocast("cpu"):
         pass
     assert polycast.autocast_nesting("cpu") == 0

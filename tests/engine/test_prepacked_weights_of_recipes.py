@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 import polycast
-from polycast import Int8, LowBitMatmul, Recipe, WeightCache, autocast
+from polycast import Int8, WeightCache, autocast
+from polycast.plugin import LowBitMatmul, Recipe
 from polycast.policy import recipe_settings
 from polycast.policy.recipe_base import kinds
 from polycast.policy.recipe_settings import ObjectDigest
@@ -57,12 +58,12 @@ class Product(LowBitMatmul):
 def products():
     """Register a backend for the CPU with kernels for the recipe; return its products, by group size."""
     products = {size: Product(size) for size in (16, 32)}
-    backend = copy.copy(polycast.get_backend("cpu"))
+    backend = copy.copy(polycast.plugin.get_backend("cpu"))
     vars(backend).update(
-        recipe_availability=lambda recipe: polycast.Availability(isinstance(recipe, Grouped)),
+        recipe_availability=lambda recipe: polycast.plugin.Availability(isinstance(recipe, Grouped)),
         low_bit_kernels=lambda recipe: products[recipe.group_size].kernels(),
     )
-    polycast.register_backend(backend)
+    polycast.plugin.register_backend(backend)
     yield products
     polycast.clear_autocast_cache()
 
@@ -88,7 +89,7 @@ def test_recipes_that_pack_alike_share_a_prepacked_weight(products):
 
 
 def test_an_equalization_that_becomes_known_is_used(monkeypatch):
-    if not polycast.get_backend("cpu").recipe_availability(Int8()):
+    if not polycast.plugin.get_backend("cpu").recipe_availability(Int8()):
         pytest.skip("the CPU has no such kernels")
     monkeypatch.setattr(recipe_settings, "objects", {})
     factors = 2.0 ** torch.arange(64).remainder(5)

@@ -13,8 +13,8 @@ from polycast import Int8, WeightCache, autocast
 from polycast.engine import state
 from polycast.engine.recipes.compute import plan_for, plan_of
 from polycast.engine.recipes.kernel_plan import process_cache
-from polycast.plugins.registry import registry
 from polycast.region.policies import override_of
+from polycast.registry.registry import registry
 
 from .int8_linears import X, expected, run
 
@@ -71,7 +71,7 @@ def test_verify_finds_an_unseen_write_of_a_prepacked_weight(layer, double_unseen
     run(layer, cache=cache)
     run(layer, cache=cache)
     double_unseen(layer.weight)
-    with pytest.raises(polycast.StaleWeightError, match="changed without a trace"):
+    with pytest.raises(polycast.errors.StaleWeightError, match="changed without a trace"):
         run(layer, cache=cache)
     cache.clear()
     assert torch.equal(run(layer, cache=cache), expected(layer))
@@ -265,14 +265,14 @@ def test_threads_share_a_prepacked_weight(layer, linear):
 
 def test_another_backend_for_the_device_has_its_own_kernels(layer, linear):
     run(layer)
-    polycast.unregister_backend("cpu")
-    with pytest.warns(polycast.RecipeDisabledWarning) if not _built_in() else polycast.autocast("cpu"):
+    polycast.plugin.unregister_backend("cpu")
+    with pytest.warns(polycast.errors.RecipeDisabledWarning) if not _built_in() else polycast.autocast("cpu"):
         run(layer)
     assert linear.ran == 1
 
 
 def _built_in():
-    return bool(polycast.get_backend("cpu").recipe_availability(Int8()))
+    return bool(polycast.plugin.get_backend("cpu").recipe_availability(Int8()))
 
 
 def test_a_kernel_may_return_another_dtype(layer, linear, monkeypatch):
@@ -298,7 +298,7 @@ def test_equal_recipes_share_plans(layer, linear):
     for _ in range(3):
         with autocast("cpu", recipe=Int8(min_size=1)):
             layer(X)
-    backend = polycast.get_backend("cpu")
+    backend = polycast.plugin.get_backend("cpu")
     assert plan_for(backend, Int8(min_size=1)) is plan_for(backend, Int8(min_size=1))
     assert plan_for(backend, Int8(min_size=1)) is not plan_for(backend, Int8(min_size=2))
     assert linear.prepared == 1
@@ -307,7 +307,7 @@ def test_equal_recipes_share_plans(layer, linear):
 @pytest.mark.parametrize("name", ["native", "reference", "override"])
 @pytest.mark.usefixtures("engine")
 def test_devices_with_unusual_names_have_plans_of_their_own(monkeypatch, name):
-    backend = copy.copy(polycast.get_backend("cpu"))
+    backend = copy.copy(polycast.plugin.get_backend("cpu"))
     vars(backend)["device_type"] = name
     with polycast.autocast("cpu", recipe=Int8(min_size=3)):
         torch.mm(torch.ones(2, 2), torch.ones(2, 2))

@@ -158,12 +158,12 @@ def test_another_instance_of_a_backend_has_its_own_prepacked_weights(layer, line
     cache = polycast.WeightCache()
     with autocast("cpu", cache=cache):
         run(lambda: layer(X))
-    other = copy.copy(polycast.get_backend("cpu"))
+    other = copy.copy(polycast.plugin.get_backend("cpu"))
     doubled = copy.copy(linear)
     doubled.prepack = lambda weight: tuple(part * 2 for part in linear.prepack(weight / 2))
     vars(other)["low_bit_kernels"] = lambda recipe: {"aten::linear": doubled}
-    polycast.unregister_backend("cpu")
-    polycast.register_backend(other)
+    polycast.plugin.unregister_backend("cpu")
+    polycast.plugin.register_backend(other)
     with autocast("cpu", cache=cache):
         run(lambda: layer(X))
     assert linear.prepared == 2
@@ -185,7 +185,7 @@ def test_prepack_must_not_return_a_bare_tensor(layer, linear, monkeypatch):
 
 def test_kernels_that_are_first_asked_for_under_a_mode_have_plain_tensors(layer, linear):
     made = []
-    backend = polycast.get_backend("cpu")
+    backend = polycast.plugin.get_backend("cpu")
     offered = backend.low_bit_kernels
 
     def low_bit_kernels(recipe):
@@ -199,7 +199,7 @@ def test_kernels_that_are_first_asked_for_under_a_mode_have_plain_tensors(layer,
 
 
 def test_a_weight_without_memory_is_refused_as_in_the_fast_dtype(engine):
-    if not polycast.get_backend("cpu").recipe_availability(Int8()).available:
+    if not polycast.plugin.get_backend("cpu").recipe_availability(Int8()).available:
         pytest.skip("no int8 here")
     weight = nn.Parameter(torch.randn(8, 8), requires_grad=False)
     weight.untyped_storage().resize_(0)

@@ -143,7 +143,7 @@ def test_verify_finds_an_unseen_write(kernels):
     for _ in range(2):
         run(linear, X, w[:4], cache=cache)
     pointer[0] += 1
-    with pytest.raises(polycast.StaleWeightError):
+    with pytest.raises(polycast.errors.StaleWeightError):
         run(linear, X, w[:4], cache=cache)
 
 

@@ -82,14 +82,14 @@ def test_a_registration_for_one_device_goes_before_one_for_all(scale, registered
 
 
 def test_it_goes_before_the_table_which_stays_as_it_is(registered):
-    x, table = torch.ones(2, 2), dict(polycast.get_backend("cpu").policies)
+    x, table = torch.ones(2, 2), dict(polycast.plugin.get_backend("cpu").policies)
     with polycast.autocast("cpu"):
         registration = registered("aten::mm", CastPolicy.FP32, device_type="cpu")
         assert torch.mm(x, x).dtype is torch.float32
     polycast.uninstall()
     with polycast.autocast("cpu"):
         assert torch.mm(x, x).dtype is torch.float32
-    assert dict(polycast.get_backend("cpu").policies) == table
+    assert dict(polycast.plugin.get_backend("cpu").policies) == table
     registration.remove()
     with polycast.autocast("cpu"):
         assert torch.mm(x, x).dtype is torch.bfloat16
@@ -147,7 +147,7 @@ def test_removed_it_is_as_if_it_had_not_been(scale):
 def test_the_kernels_of_other_ops_are_in_place_after_a_removal(scale):
     polycast.install("cpu")
     polycast.register_op(scale, LOWER).remove()
-    assert kernels_of("cpu").ops == {*polycast.get_backend("cpu").policies, *COMPOSED_OPS}
+    assert kernels_of("cpu").ops == {*polycast.plugin.get_backend("cpu").policies, *COMPOSED_OPS}
 
 
 def test_as_a_context_manager_it_is_removed_on_exit(scale):

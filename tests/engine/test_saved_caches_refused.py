@@ -93,13 +93,13 @@ def test_a_kernel_of_another_class(saved_int8, model, int8_kernels):
         pass
 
     recipe = Int8(min_size=1)
-    polycast.unregister_backend("cpu")
-    backend = copy.copy(polycast.get_backend("cpu"))
+    polycast.plugin.unregister_backend("cpu")
+    backend = copy.copy(polycast.plugin.get_backend("cpu"))
     kernels = {"aten::linear": Other()}
     vars(backend).update(
-        recipe_availability=lambda recipe: polycast.Availability(True), low_bit_kernels=lambda recipe: kernels
+        recipe_availability=lambda recipe: polycast.plugin.Availability(True), low_bit_kernels=lambda recipe: kernels
     )
-    polycast.register_backend(backend)
+    polycast.plugin.register_backend(backend)
     why = refused(saved_int8, model)
     assert why.startswith(f"the kernel of aten::linear with the recipe {recipe!r} was ")
     assert "Int8Linear ('rows'), and is " in why
@@ -121,10 +121,12 @@ def test_a_kernel_that_prepacks_differently(saved_int8, model, int8_kernels, mon
 
 
 def test_a_recipe_without_kernels_here(saved_int8, model):
-    polycast.unregister_backend("cpu")
-    backend = copy.copy(polycast.get_backend("cpu"))
-    vars(backend).update(recipe_availability=lambda recipe: polycast.Availability(False, "this processor is too old"))
-    polycast.register_backend(backend)
+    polycast.plugin.unregister_backend("cpu")
+    backend = copy.copy(polycast.plugin.get_backend("cpu"))
+    vars(backend).update(
+        recipe_availability=lambda recipe: polycast.plugin.Availability(False, "this processor is too old")
+    )
+    polycast.plugin.register_backend(backend)
     assert refused(saved_int8, model) == (
         "it has weights for aten::linear with the recipe Int8(min_size=1), and here this processor is too old"
     )

@@ -11,6 +11,6 @@ def test_every_op_of_a_built_in_table_has_an_unboxed_entry_point():
     found = {
         name.partition("::")[2].replace(".", "_")
         for device_type in ("cpu", "cuda", "maia", "mps", "mtia", "xpu")
-        for name in polycast.get_backend(device_type).policies
+        for name in polycast.plugin.get_backend(device_type).policies
     }
     assert found - listed == set()

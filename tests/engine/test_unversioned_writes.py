@@ -199,7 +199,7 @@ def test_weights_in_privately_mapped_memory_are_cached(tmp_path, engine):
 @pytest.mark.parametrize("where", ["cast", "prepacked"])
 def test_no_cast_is_cached_of_a_weight_in_a_larger_buffer(where):
     options = {"recipe": polycast.Int8(min_size=1)} if where == "prepacked" else {}
-    if options and not polycast.get_backend("cpu").recipe_availability(options["recipe"]):
+    if options and not polycast.plugin.get_backend("cpu").recipe_availability(options["recipe"]):
         pytest.skip("this processor has no int8 products")
     buffer, weight, cache = torch.ones(20), weight_of(), polycast.WeightCache()
     weight.data = buffer[4:].view(4, 4)  # as an optimizer has it that updates all weights at once
@@ -245,7 +245,7 @@ def test_unseen_writes_are_found_by_verify_and_mended_by_clear(double_unseen):
     weight, cache = weight_of(), polycast.WeightCache(verify=True)
     forward(weight, cache=cache)
     double_unseen(weight)
-    with pytest.raises(polycast.StaleWeightError):
+    with pytest.raises(polycast.errors.StaleWeightError):
         forward(weight, cache=cache)
     cache.clear()
     assert is_right(forward(weight, cache=cache), weight)

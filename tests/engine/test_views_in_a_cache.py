@@ -241,7 +241,7 @@ def test_verify_finds_an_unseen_write(take):
     use(cache, take(w))
     use(cache, take(w))
     pointer[0] += 1
-    with pytest.raises(polycast.StaleWeightError):
+    with pytest.raises(polycast.errors.StaleWeightError):
         use(cache, take(w))
 
 

@@ -24,7 +24,9 @@ def test_verify_finds_a_write_that_is_not_seen(double_unseen):
     use(cache, weight)
     use(cache, weight)
     double_unseen(weight)
-    with pytest.raises(polycast.StaleWeightError, match=r"a write at a raw pointer.*Call clear\(\) on the cache"):
+    with pytest.raises(
+        polycast.errors.StaleWeightError, match=r"a write at a raw pointer.*Call clear\(\) on the cache"
+    ):
         use(cache, weight)
     cache.clear()
     assert torch.equal(use(cache, weight), torch.full((4, 4), 8.0, dtype=torch.bfloat16))

@@ -63,7 +63,7 @@ def run(demo, monkeypatch, **constants):
 @pytest.mark.slow
 @pytest.mark.parametrize("op", ["conv2d", "linear", "group_norm", "cross_entropy_loss"])
 def test_an_op_that_runs_in_another_precision_is_found(demo, hand_made, monkeypatch, op):
-    right = polycast.get_backend("cpu").policies
+    right = polycast.plugin.get_backend("cpu").policies
     wrong = polycast.CastPolicy.PASSTHROUGH if op == "cross_entropy_loss" else polycast.CastPolicy.FP32
     hand_made("cpu", default_dtype=torch.bfloat16, policies={**right, f"aten::{op}": wrong})
     few = demo["Digits"](*(part[:300] for part in demo["load_digits"]("cpu")))

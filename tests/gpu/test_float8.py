@@ -10,8 +10,8 @@ from polycast_cuda.float8_cast import cast_rows, cast_with_aten
 
 from ..backends.low_bit_calls import float8_product, run_kernel
 
-ROWS = polycast.get_backend("cuda").recipe_availability(polycast.Float8())
-TENSORS = polycast.get_backend("cuda").recipe_availability(polycast.Float8(scales="tensor"))
+ROWS = polycast.plugin.get_backend("cuda").recipe_availability(polycast.Float8())
+TENSORS = polycast.plugin.get_backend("cuda").recipe_availability(polycast.Float8(scales="tensor"))
 pytestmark = pytest.mark.skipif(not TENSORS, reason=f"no float8 here: {TENSORS.reason}")
 
 

@@ -28,7 +28,7 @@ def fail(error):
 polycast_npy.register_device()
 x = torch.ones(4).to("npy")
 """
-REGISTER = "polycast.register_backend(Capturing())\n"
+REGISTER = "polycast.plugin.register_backend(Capturing())\n"
 ANSWERS = """
 for answer in (lambda: False, lambda: True, lambda: fail(ValueError), lambda: fail(SystemExit)):
     print(*observed())
@@ -47,7 +47,7 @@ print(*observed())
 REGISTERED_LATER = """
 answer = lambda: True
 with polycast.observe(nonfinite="record") as seen, torch.no_grad():
-    polycast.register_backend(Capturing())
+    polycast.plugin.register_backend(Capturing())
     (x - x).log()
 print(seen.nonfinite)
 """

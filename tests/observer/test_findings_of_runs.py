@@ -51,11 +51,11 @@ def test_emulated_dtype_is_found(engine, hand_made, findings):
         with polycast.autocast("cpu"):
             torch.mm(torch.ones(2, 2), torch.ones(2, 2))
 
-    table = polycast.get_backend("cpu").policies
+    table = polycast.plugin.get_backend("cpu").policies
     hand_made("cpu", default_dtype=torch.bfloat16, policies=table, slow_reason=lambda dtype: f"no {dtype} here")
     (found,) = findings("slow_dtype", run)
     assert (found.where, found.what) == ("cpu", "bfloat16 is emulated: no torch.bfloat16 here.")
-    polycast.unregister_backend("cpu")
+    polycast.plugin.unregister_backend("cpu")
     hand_made("cpu", default_dtype=torch.bfloat16, policies=table)
     assert findings("slow_dtype", run) == []
 
@@ -71,13 +71,13 @@ def test_error_of_backend_about_emulation_is_ignored(engine, hand_made, findings
 def test_disabled_region_has_a_reason(engine, hand_made, findings, in_region):
     class Absent(type(hand_made("xpu"))):
         def availability(self):
-            return polycast.Availability(False, "no device is plugged in")
+            return polycast.plugin.Availability(False, "no device is plugged in")
 
-    polycast.unregister_backend("xpu")
-    polycast.register_backend(Absent("xpu"))
+    polycast.plugin.unregister_backend("xpu")
+    polycast.plugin.register_backend(Absent("xpu"))
 
     def refused():
-        with pytest.warns(polycast.AutocastDisabledWarning), polycast.autocast("xpu"):
+        with pytest.warns(polycast.errors.AutocastDisabledWarning), polycast.autocast("xpu"):
             pass
 
     (found,) = findings("disabled_region", refused)

@@ -23,7 +23,7 @@ OPS = ("linear", "matmul", "bmm")
 @pytest.fixture(autouse=True)
 def _has_bfloat16(monkeypatch):
     """Run on a processor with instructions for the fast dtypes."""
-    monkeypatch.setattr(type(polycast.get_backend("cpu")), "slow_reason", lambda self, dtype: None)
+    monkeypatch.setattr(type(polycast.plugin.get_backend("cpu")), "slow_reason", lambda self, dtype: None)
 
 
 @pytest.fixture
@@ -86,7 +86,7 @@ def test_rows_of_the_run_decide(engine, profiled, findings, in_region):
 
 
 def test_recipe_that_computed_the_matmuls_avoids_it(engine, profiled, findings, in_region):
-    if not polycast.get_backend("cpu").recipe_availability(polycast.Int8()):
+    if not polycast.plugin.get_backend("cpu").recipe_availability(polycast.Int8()):
         pytest.skip("this processor has no int8")
     layer = nn.Linear(64, 64)
     profiled(bfloat16={1: 2.0, 128: 2.0}, int8={1: 0.4, 128: 0.4})
@@ -148,7 +148,7 @@ def test_batches_have_no_recipe(engine, profiled, findings, in_region):
 
 
 def test_profile_decides_about_an_emulated_dtype(engine, profiled, findings, in_region, hand_made):
-    table = polycast.get_backend("cpu").policies
+    table = polycast.plugin.get_backend("cpu").policies
     hand_made("cpu", default_dtype=torch.bfloat16, policies=table, slow_reason=lambda dtype: "it has no such unit")
     (found,) = findings("slow_dtype", in_region(linear))
     assert found.what == "bfloat16 is emulated: it has no such unit."

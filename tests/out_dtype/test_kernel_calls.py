@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import polycast
 from polycast import out_dtype
-from polycast.plugins.registry import registry
+from polycast.registry.registry import registry
 
 from .int8_matrices import ATEN, BMM, MM, OPERATOR, int8, same
 
@@ -173,7 +173,7 @@ def test_the_kernels_of_an_unavailable_backend_do_not_run(hand_made):
         raise AssertionError
 
     kernels = {(MM, torch.int8, torch.int32): never, (BMM, torch.int8, torch.int32): never}
-    hand_made("cpu", kernels=kernels, availability=lambda: polycast.Availability(False, "not today"))
+    hand_made("cpu", kernels=kernels, availability=lambda: polycast.plugin.Availability(False, "not today"))
     a = int8(2, 2)
     same(out_dtype(MM, torch.int32, a, a), OPERATOR(MM, torch.int32, a, a))
     with pytest.raises(ValueError, match="out_dtype only allows the following operators"):
@@ -182,7 +182,7 @@ def test_the_kernels_of_an_unavailable_backend_do_not_run(hand_made):
 
 def test_a_device_without_a_backend_goes_to_torchs_operator(monkeypatch):
     def find(device_type):
-        raise polycast.BackendNotFoundError(device_type)
+        raise polycast.errors.BackendNotFoundError(device_type)
 
     monkeypatch.setattr(registry, "find", find)
     a = int8(2, 2)
@@ -191,10 +191,10 @@ def test_a_device_without_a_backend_goes_to_torchs_operator(monkeypatch):
 
 def test_a_broken_backend_raises(monkeypatch):
     def find(device_type):
-        raise polycast.BackendBrokenError("broken")
+        raise polycast.errors.BackendBrokenError("broken")
 
     monkeypatch.setattr(registry, "find", find)
-    with pytest.raises(polycast.BackendBrokenError, match="broken"):
+    with pytest.raises(polycast.errors.BackendBrokenError, match="broken"):
         out_dtype(MM, torch.int32, int8(2, 2), int8(2, 2))
 
 
@@ -210,7 +210,7 @@ def test_a_kernel_may_return_not_implemented(hand_made, op, shape):
 )
 def test_a_kernel_that_returns_another_dtype_raises(hand_made, result, got):
     hand_made("cpu", kernels={(MM, torch.int8, torch.int32): lambda a, b: result})
-    with pytest.raises(polycast.InvalidBackendError) as caught:
+    with pytest.raises(polycast.errors.InvalidBackendError) as caught:
         out_dtype(MM, torch.int32, int8(2, 2), int8(2, 2))
     assert str(caught.value) == f"the kernel for aten.mm.default must return a tensor in torch.int32, got {got}"
 
@@ -218,6 +218,6 @@ def test_a_kernel_that_returns_another_dtype_raises(hand_made, result, got):
 @pytest.mark.parametrize("op", [ATEN.mul_.Tensor, ATEN.sort.default, ATEN.mm.out], ids=str)
 def test_a_kernel_is_for_a_functional_op_that_returns_one_tensor(hand_made, op):
     with pytest.raises(
-        polycast.InvalidBackendError, match=f"kernels: {op} must be a functional op that returns one tensor"
+        polycast.errors.InvalidBackendError, match=f"kernels: {op} must be a functional op that returns one tensor"
     ):
         hand_made("cpu", kernels={(op, torch.int8, torch.int32): torch.mm})

@@ -13,7 +13,7 @@ def samples(dtype):
     opinfos = pytest.importorskip(
         "torch.testing._internal.common_methods_invocations", reason="torch's samples need the package expecttest"
     )
-    table = {name.partition("::")[2].partition(".")[0] for name in polycast.get_backend("cpu").policies}
+    table = {name.partition("::")[2].partition(".")[0] for name in polycast.plugin.get_backend("cpu").policies}
     calls = []
     for op in opinfos.op_db:
         names = {op.aten_name, op.name.rpartition(".")[2], op.name.replace(".", "_")}

@@ -30,12 +30,12 @@ EXCLUDED_OPS = {"cuda": {"aten::_cudnn_rnn"}}
 @pytest.mark.parametrize("device_type", BUILT_INS)
 def test_the_table_names_exactly_the_ops_that_torch_treats(device_type):
     left = NAMED_TENSORS | EXCLUDED_OPS.get(device_type, set())
-    assert set(polycast.get_backend(device_type).policies) == torch_ops(device_type) - left
+    assert set(polycast.plugin.get_backend(device_type).policies) == torch_ops(device_type) - left
 
 
 @pytest.mark.parametrize("device_type", BUILT_INS)
 def test_there_is_no_drift_and_what_is_left_to_torch_is_named_with_its_reason(device_type):
-    drift = drift_of(polycast.get_backend(device_type))
+    drift = drift_of(polycast.plugin.get_backend(device_type))
     left = NAMED_TENSORS | EXCLUDED_OPS.get(device_type, set())
     assert not drift, drift
     assert set(drift.excluded_ops) == left & torch_ops(device_type)
@@ -46,7 +46,7 @@ def test_there_is_no_drift_and_what_is_left_to_torch_is_named_with_its_reason(de
 def test_the_table_has_as_many_ops_as_torch_2_13(device_type, count):
     if not torch.__version__.startswith("2.13."):
         pytest.skip(f"counts are those of torch 2.13, this is {torch.__version__}")
-    assert len(polycast.get_backend(device_type).policies) == count
+    assert len(polycast.plugin.get_backend(device_type).policies) == count
 
 
 @pytest.mark.parametrize("device_type", BUILT_INS)
@@ -54,5 +54,5 @@ def test_all_of_the_table_is_installed_and_only_composed_ops_are_new_to_torch(de
     from polycast.engine.installation import kernels_of
 
     kernels = kernels_of(device_type)
-    assert kernels.ops == {*polycast.get_backend(device_type).policies, *COMPOSED_OPS}
+    assert kernels.ops == {*polycast.plugin.get_backend(device_type).policies, *COMPOSED_OPS}
     assert kernels.added == COMPOSED_OPS.keys()

@@ -14,7 +14,8 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from polycast import Int8, NoRecipe, Policy, Recipe
+from polycast import Int8, NoRecipe, Policy
+from polycast.plugin import Recipe
 from polycast.policy import recipe_base
 from polycast.policy.recipe import all_recipes, read_recipe
 from polycast.policy.recipe_base import kinds

@@ -6,7 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from polycast import Fastest, Float8, Int8, NoRecipe, Policy, Recipe
+from polycast import Fastest, Float8, Int8, NoRecipe, Policy
+from polycast.plugin import Recipe
 from polycast.policy.recipe import read_recipe
 
 RECIPES = [

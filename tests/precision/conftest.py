@@ -16,7 +16,7 @@ def quantized(values, dim):
     return (values / scale).round() * scale
 
 
-class Linear(polycast.LowBitKernel):
+class Linear(polycast.plugin.LowBitKernel):
     """A linear with int8's rounding, computed in float32."""
 
     def __init__(self, scales):
@@ -33,8 +33,8 @@ class Linear(polycast.LowBitKernel):
 class PythonCpu(CpuBackend):
     def recipe_availability(self, recipe):
         if recipe.kind == "int8":
-            return polycast.Availability(True)
-        return polycast.Availability(False, "there is int8 only")
+            return polycast.plugin.Availability(True)
+        return polycast.plugin.Availability(False, "there is int8 only")
 
     def low_bit_kernels(self, recipe):
         return {"aten::linear": Linear(recipe.scales)}
@@ -43,7 +43,7 @@ class PythonCpu(CpuBackend):
 @pytest.fixture
 def int8_in_python():
     """Register a backend for the CPU whose recipes are computed in Python."""
-    polycast.register_backend(PythonCpu())
+    polycast.plugin.register_backend(PythonCpu())
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 import polycast
 from polycast import Equalization, Int4, Int8, Policy
 
-AVAILABLE = polycast.get_backend("cpu").recipe_availability(Int8())
+AVAILABLE = polycast.plugin.get_backend("cpu").recipe_availability(Int8())
 pytestmark = pytest.mark.skipif(not AVAILABLE, reason=f"no int8 here: {AVAILABLE.reason}")
 
 TEXT = """schema = 1

@@ -13,7 +13,7 @@ from polycast.engine.fastest import slower
 from polycast.engine.recipes.recipe_listeners import calibrators
 from polycast.precision.equalize import Activations
 
-AVAILABLE = polycast.get_backend("cpu").recipe_availability(polycast.Int8())
+AVAILABLE = polycast.plugin.get_backend("cpu").recipe_availability(polycast.Int8())
 pytestmark = pytest.mark.skipif(not AVAILABLE, reason=f"no int8 here: {AVAILABLE.reason}")
 
 RECIPE = Int8(min_size=0)

@@ -10,7 +10,7 @@ import torch
 import polycast
 from polycast.engine.fastest import slower
 
-AVAILABLE = polycast.get_backend("cpu").recipe_availability(polycast.Int8())
+AVAILABLE = polycast.plugin.get_backend("cpu").recipe_availability(polycast.Int8())
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not AVAILABLE, reason=f"no int8 here: {AVAILABLE.reason}"),

@@ -3,10 +3,10 @@
 import pytest
 
 import polycast
-from polycast.plugins.registry import registry
 from polycast.profiling import profile_file
 from polycast.profiling.conditions import Conditions
 from polycast.profiling.profile import find, forget
+from polycast.registry.registry import registry
 
 
 @pytest.mark.parametrize("noise", [{"noisy": True}, {"other_load": 0.31}], ids=["times differ", "busy"])

@@ -45,16 +45,16 @@ def test_a_profile_of_other_settings_is_not_used(setting, measured):
 
 
 def test_the_same_precision_set_again_is_no_other_setting():
-    before = Conditions.now(polycast.get_backend("cpu"))
+    before = Conditions.now(polycast.plugin.get_backend("cpu"))
     with matmuls_of("highest"):
-        assert Conditions.now(polycast.get_backend("cpu")) == before
+        assert Conditions.now(polycast.plugin.get_backend("cpu")) == before
 
 
 def test_settings_of_one_device_do_not_change_the_profile_of_another():
-    before = Conditions.now(polycast.get_backend("cpu"))
+    before = Conditions.now(polycast.plugin.get_backend("cpu"))
     torch.backends.cuda.enable_cudnn_sdp(False)
     try:
-        assert Conditions.now(polycast.get_backend("cpu")) == before
+        assert Conditions.now(polycast.plugin.get_backend("cpu")) == before
         assert CudaBackend().device_details().items() >= {("cuDNN attention", "off")}
     finally:
         torch.backends.cuda.enable_cudnn_sdp(True)

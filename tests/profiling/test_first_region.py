@@ -105,7 +105,7 @@ def test_a_device_that_cannot_be_measured_gives_a_warning_and_the_fast_dtype(mea
 
     measured.instead = fail
     expected = region(recipe=None)
-    with pytest.warns(polycast.RecipeDisabledWarning) as warned:
+    with pytest.warns(polycast.errors.RecipeDisabledWarning) as warned:
         assert torch.equal(region(), expected)
     assert [str(each.message) for each in warned] == [
         "Fastest() cannot be used on cpu: cpu cannot be measured: it is on fire. The region runs in the fast dtype."
@@ -117,7 +117,9 @@ def test_a_device_that_cannot_be_measured_gives_a_warning_and_the_fast_dtype(mea
 
 def test_what_is_measured_may_not_have_a_region_with_the_recipe(measured):
     measured.instead = region
-    with pytest.warns(polycast.RecipeDisabledWarning, match="the profile of cpu was requested while it is measured"):
+    with pytest.warns(
+        polycast.errors.RecipeDisabledWarning, match="the profile of cpu was requested while it is measured"
+    ):
         region()
 
 

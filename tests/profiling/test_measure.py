@@ -7,7 +7,6 @@ from torch._subclasses import FakeTensorMode
 
 import polycast
 from polycast.engine.fastest.workloads import workload_of
-from polycast.plugins.registry import registry
 from polycast.profiling import measure as measuring
 from polycast.profiling import op_timer, operands, stopwatch
 from polycast.profiling.cases import ATTENTION, ATTENTION_BACKWARD, CONVOLUTIONS, cases
@@ -16,9 +15,10 @@ from polycast.profiling.measurement import Omission
 from polycast.profiling.operands import Operands
 from polycast.profiling.stopwatch import Stopwatch
 from polycast.profiling.ways import MeasuredWay, ways_of
+from polycast.registry.registry import registry
 
 
-class Doubling(polycast.LowBitKernel):
+class Doubling(polycast.plugin.LowBitKernel):
     """A kernel of the fast dtype, which counts its calls."""
 
     uses_cast = True
@@ -44,7 +44,7 @@ def with_kernels(hand_made):
 
     def recipe_availability(recipe):
         offered = recipe.kind in ("int8", "fastest")
-        return polycast.Availability(offered, "" if offered else "it has no units for it")
+        return polycast.plugin.Availability(offered, "" if offered else "it has no units for it")
 
     return hand_made("cpu", recipe_availability=recipe_availability, low_bit_kernels=low_bit_kernels)
 
@@ -68,7 +68,7 @@ def test_ways_are_float32_the_fast_dtypes_recipes_and_kernels(with_kernels):
 def test_kernels_for_fastest_that_do_not_use_the_cast_are_no_way(hand_made):
     backend = hand_made(
         "cpu",
-        recipe_availability=lambda recipe: polycast.Availability(recipe.kind == "fastest"),
+        recipe_availability=lambda recipe: polycast.plugin.Availability(recipe.kind == "fastest"),
         low_bit_kernels=lambda recipe: {"aten::linear": Int8Linear()},
     )
     assert [way.name for way in ways_of(backend)[0]] == ["float32", "float16", "bfloat16"]
@@ -76,7 +76,7 @@ def test_kernels_for_fastest_that_do_not_use_the_cast_are_no_way(hand_made):
 
 def test_dtypes_that_are_not_available_are_left_out(hand_made):
     backend = hand_made(
-        "cpu", dtype_availability=lambda dtype: polycast.Availability(dtype is not torch.bfloat16, "it is old")
+        "cpu", dtype_availability=lambda dtype: polycast.plugin.Availability(dtype is not torch.bfloat16, "it is old")
     )
     found, omitted = ways_of(backend)
     assert "bfloat16" not in [way.name for way in found]
@@ -88,7 +88,7 @@ def test_kernels_that_raise_are_left_out(hand_made):
         raise OSError("the library is gone")
 
     backend = hand_made(
-        "cpu", recipe_availability=lambda recipe: polycast.Availability(True), low_bit_kernels=low_bit_kernels
+        "cpu", recipe_availability=lambda recipe: polycast.plugin.Availability(True), low_bit_kernels=low_bit_kernels
     )
     found, omitted = ways_of(backend)
     assert [way.name for way in found] == ["float32", "float16", "bfloat16"]
@@ -96,7 +96,7 @@ def test_kernels_that_raise_are_left_out(hand_made):
 
 
 def test_kernels_of_the_backend_are_measured(with_kernels, quick):
-    polycast.get_backend("cpu")
+    polycast.plugin.get_backend("cpu")
     found = measure(with_kernels)
     kernels = {"float16 kernel", "bfloat16 kernel", "float32 kernel"}
     assert set(found.ways("linear")) == {"float32", "float16", "bfloat16", "int8", *kernels}
@@ -127,7 +127,7 @@ def test_any_accelerator_is_measured_through_torchs_ops(can_wait, hand_made, qui
             raise RuntimeError("it has no streams")
 
     backend = hand_made("cpu")
-    assert polycast.get_backend("cpu") is backend
+    assert polycast.plugin.get_backend("cpu") is backend
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cpu"))
     monkeypatch.setattr(torch.accelerator, "synchronize", synchronize)
     found = measure(backend)
@@ -143,7 +143,7 @@ def test_backend_whose_tensors_cannot_be_made_is_an_error(hand_made, monkeypatch
 
     monkeypatch.setattr(Operands, "__init__", fail)
     with pytest.raises(RuntimeError, match="cpu cannot be measured: NotImplementedError: no such op"):
-        measure(polycast.get_backend("cpu"))
+        measure(polycast.plugin.get_backend("cpu"))
 
 
 @pytest.fixture

@@ -298,7 +298,7 @@ def test_making_the_memory_and_reading_it_is_part_of_the_time(made, read, clock,
     noisy = clock.cases(lambda way, work, before: work * 1e-5 * (1 + clock.now))
     monkeypatch.setattr(op_timer, "cases", lambda: noisy)
     backend = hand_made("cpu")
-    polycast.get_backend("cpu")
+    polycast.plugin.get_backend("cpu")
     found = measure(backend)
     assert found.ways("linear") == ("float32", "float16", "bfloat16")
     assert found.bandwidth == pytest.approx(2**27 / max(read, 1e-9))

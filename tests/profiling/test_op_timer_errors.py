@@ -26,7 +26,7 @@ def test_what_raises_is_left_out_with_the_reason(clock, run, by_rows):
 
 
 def test_what_is_unsupported_is_not_extrapolated(monkeypatch, clock):
-    class FewRows(polycast.LowBitKernel):
+    class FewRows(polycast.plugin.LowBitKernel):
         def unsupported_reason(self, *args):
             return "too many rows" if args[0].shape[0] > 4 else None
 

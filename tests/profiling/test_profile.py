@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import polycast
-from polycast.plugins.registry import registry
 from polycast.profiling import conditions, profile_file
 from polycast.profiling.conditions import Conditions
 from polycast.profiling.profile import Lookup, find, forget, look_up
+from polycast.registry.registry import registry
 
 only_posix = pytest.mark.skipif(not hasattr(os, "geteuid"), reason="this system has other owners and permissions")
 only_root = pytest.mark.skipif(
@@ -94,12 +94,12 @@ def test_each_number_of_threads_has_a_profile(measured, kept, threads):
     ids=lambda changes: "".join(changes),
 )
 def test_other_conditions_have_another_file(changes):
-    now = Conditions.now(polycast.get_backend("cpu"))
+    now = Conditions.now(polycast.plugin.get_backend("cpu"))
     assert dataclasses.replace(now, **changes).file_name != now.file_name
 
 
 def test_versions_belong_to_the_conditions():
-    versions = Conditions.now(polycast.get_backend("cpu")).versions
+    versions = Conditions.now(polycast.plugin.get_backend("cpu")).versions
     assert {name: versions[name] for name in ("polycast", "torch")} == {
         "polycast": polycast.__version__,
         "torch": str(torch.__version__),
@@ -121,7 +121,7 @@ def test_another_version_measures_for_itself(name, measured, kept, monkeypatch):
 
 
 def test_limits_of_the_instructions_belong_to_the_conditions(monkeypatch):
-    backend = polycast.get_backend("cpu")
+    backend = polycast.plugin.get_backend("cpu")
     before = Conditions.now(backend)
     assert before.details["capability"] == torch.backends.cpu.get_cpu_capability()
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
@@ -134,7 +134,7 @@ def test_a_backend_registered_by_hand_has_profiles_of_its_own(measured, hand_mad
     hand_made("cpu")
     assert find("cpu") is None
     assert polycast.profile("cpu").versions["backend"].endswith(".HandMade")
-    polycast.unregister_backend("cpu")
+    polycast.plugin.unregister_backend("cpu")
     assert find("cpu").versions["backend"].startswith("polycast ")
 
 
@@ -248,7 +248,7 @@ def test_a_cache_that_cannot_be_written_gives_a_warning(measured, tmp_path, kept
 
 
 def test_a_device_that_is_not_there_cannot_be_measured(kept, hand_made):
-    hand_made("xpu", availability=lambda: polycast.Availability(False, "it is unplugged"))
+    hand_made("xpu", availability=lambda: polycast.plugin.Availability(False, "it is unplugged"))
     assert find("xpu") is None
     with pytest.raises(RuntimeError, match="xpu cannot be measured: it is unplugged"):
         polycast.profile("xpu")

@@ -20,7 +20,7 @@ def profiled(hand_made, monkeypatch):
         times += [Measurement("linear", rows, "bfloat16", 1e-3 * each, **changes) for rows, each in ratios.items()]
         found = polycast.DeviceProfile("cpu", "a processor", 1, {}, {}, tuple(times), 1e10)
         monkeypatch.setattr(profiles, "look_up", lambda device_type: profiles.Lookup(backend, found))
-        assert polycast.get_backend("cpu") is backend
+        assert polycast.plugin.get_backend("cpu") is backend
         return backend
 
     return profile
@@ -50,7 +50,7 @@ def test_extrapolated_times_count(profiled):
 
 def test_noisy_times_do_not_count(profiled):
     assert find_slow_reason(profiled({128: 1.8}, noisy=True), torch.bfloat16) is None
-    polycast.unregister_backend("cpu")
+    polycast.plugin.unregister_backend("cpu")
     assert find_slow_reason(profiled({128: 0.8}, reason="why", noisy=True), torch.bfloat16) == "why"
 
 
@@ -60,18 +60,18 @@ def test_dtype_that_was_not_measured_is_left_to_the_backend(profiled):
 
 def test_without_a_profile_the_backend_is_asked(hand_made):
     backend = hand_made("cpu", slow_reason=lambda dtype: "it says so")
-    assert polycast.get_backend("cpu") is backend
+    assert polycast.plugin.get_backend("cpu") is backend
     assert find_slow_reason(backend, torch.bfloat16) == "it says so"
 
 
 def test_named_profile_that_is_bad_is_as_none(hand_made, monkeypatch):
     monkeypatch.setenv("POLYCAST_PROFILE", "/nowhere.json")
     backend = hand_made("cpu", slow_reason=lambda dtype: "it says so")
-    assert polycast.get_backend("cpu") is backend
+    assert polycast.plugin.get_backend("cpu") is backend
     assert find_slow_reason(backend, torch.bfloat16) == "it says so"
 
 
 def test_backend_that_is_not_registered_has_no_profile(profiled):
     profiled({128: 0.5})
-    other = type(polycast.get_backend("cpu"))("cpu", slow_reason=lambda dtype: "it says so")
+    other = type(polycast.plugin.get_backend("cpu"))("cpu", slow_reason=lambda dtype: "it says so")
     assert find_slow_reason(other, torch.bfloat16) == "it says so"

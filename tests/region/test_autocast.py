@@ -87,7 +87,7 @@ def test_a_region_inherits_or_sets_cache_enabled():
 
 
 def test_a_dtype_that_the_backend_does_not_support_disables_the_region_with_a_warning(engine):
-    with pytest.warns(polycast.AutocastDisabledWarning) as caught:
+    with pytest.warns(polycast.errors.AutocastDisabledWarning) as caught:
         region = polycast.autocast("cpu", dtype=torch.float64)
     assert str(caught[0].message) == (
         "In CPU autocast, but the target dtype is not supported. Disabling autocast.\n"
@@ -99,24 +99,26 @@ def test_a_dtype_that_the_backend_does_not_support_disables_the_region_with_a_wa
 
 
 def test_a_device_that_cannot_be_used_disables_the_region_with_a_warning(hand_made):
-    hand_made("hpu", availability=lambda: polycast.Availability(False, "the cable is out"))
-    with pytest.warns(polycast.AutocastDisabledWarning, match=r"^hpu is not available: the cable is out\. Disabling"):
+    hand_made("hpu", availability=lambda: polycast.plugin.Availability(False, "the cable is out"))
+    with pytest.warns(
+        polycast.errors.AutocastDisabledWarning, match=r"^hpu is not available: the cable is out\. Disabling"
+    ):
         region = polycast.autocast("hpu")
     with region:
         assert not polycast.is_autocast_enabled("hpu")
 
 
 def test_the_warning_is_a_user_warning_that_a_filter_can_make_an_error(hand_made):
-    hand_made("hpu", availability=lambda: polycast.Availability(False, "the cable is out"))
-    assert issubclass(polycast.AutocastDisabledWarning, UserWarning)
+    hand_made("hpu", availability=lambda: polycast.plugin.Availability(False, "the cable is out"))
+    assert issubclass(polycast.errors.AutocastDisabledWarning, UserWarning)
     with warnings.catch_warnings():
-        warnings.simplefilter("error", polycast.AutocastDisabledWarning)
-        with pytest.raises(polycast.AutocastDisabledWarning):
+        warnings.simplefilter("error", polycast.errors.AutocastDisabledWarning)
+        with pytest.raises(polycast.errors.AutocastDisabledWarning):
             polycast.autocast("hpu")
 
 
 def test_a_disabled_region_asks_nothing_of_the_device(hand_made):
-    hand_made("hpu", availability=lambda: polycast.Availability(False, "the cable is out"))
+    hand_made("hpu", availability=lambda: polycast.plugin.Availability(False, "the cable is out"))
     with polycast.autocast("hpu", dtype=torch.float64, enabled=False):
         assert not polycast.is_autocast_enabled("hpu")
 
@@ -126,7 +128,7 @@ def test_a_disabled_region_asks_nothing_of_the_device(hand_made):
     [
         ((torch.device("cpu"),), ValueError, r"Expected `device_type` of type `str`, got: `<class 'torch.device'>`"),
         (("not a real device",), RuntimeError, r"^Invalid device string: 'not a real device'\. "),
-        (("meta",), polycast.BackendNotFoundError, r"^No polycast backend is installed for 'meta'\."),
+        (("meta",), polycast.errors.BackendNotFoundError, r"^No polycast backend is installed for 'meta'\."),
         (("cpu", "bfloat16"), TypeError, r"^dtype must be a torch.dtype or None, got 'bfloat16'$"),
     ],
 )
@@ -179,7 +181,11 @@ def test_settings_can_be_copied_and_pickled(engine):
         (lambda: polycast.set_autocast_dtype("cpu", "half"), TypeError, "must be a torch.dtype, got 'half'"),
         (lambda: polycast.set_autocast_enabled("cpu", 1), TypeError, "enabled must be a bool, got 1"),
         (lambda: polycast.set_autocast_cache_enabled(None), TypeError, "enabled must be a bool, got None"),
-        (lambda: polycast.is_autocast_enabled("meta"), polycast.BackendNotFoundError, "no Autocast dispatch key"),
+        (
+            lambda: polycast.is_autocast_enabled("meta"),
+            polycast.errors.BackendNotFoundError,
+            "no Autocast dispatch key",
+        ),
         (lambda: polycast.autocast_nesting("nonsense"), RuntimeError, "^Invalid device string: 'nonsense'. "),
     ],
 )

@@ -70,7 +70,7 @@ def test_an_open_region_keeps_its_dtype(engine):
 
 def test_a_region_is_for_the_device_that_was_set_last():
     region = polycast.autocast("cpu")
-    with pytest.warns(polycast.AutocastDisabledWarning):
+    with pytest.warns(polycast.errors.AutocastDisabledWarning):
         region.device = "xpu"
     assert region.device == "xpu"
     with region:

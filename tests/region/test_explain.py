@@ -10,8 +10,8 @@ import polycast
 from polycast import CastPolicy, Policy, explain
 from polycast.engine.override import make_override
 from polycast.engine.state import Settings
-from polycast.plugins.registry import registry
 from polycast.region.explain_op import explain_in
+from polycast.registry.registry import registry
 
 X = torch.ones(2, 2)
 

@@ -44,16 +44,16 @@ def test_it_is_a_scaler_of_torchs_with_its_options():
 
 
 def test_where_the_region_would_run_disabled_it_is_disabled_and_says_so(hand_made):
-    hand_made("maia", availability=lambda: polycast.Availability(False, "it is not plugged in"))
+    hand_made("maia", availability=lambda: polycast.plugin.Availability(False, "it is not plugged in"))
     said = r"^maia is not available: it is not plugged in\. Disabling autocast\.$"
-    with pytest.warns(polycast.AutocastDisabledWarning, match=said) as record:
+    with pytest.warns(polycast.errors.AutocastDisabledWarning, match=said) as record:
         scaler = polycast.grad_scaler("maia")
     assert not scaler.is_enabled()
     assert record[0].filename == __file__
 
 
 def test_nothing_is_said_where_nothing_is_scaled(hand_made):
-    hand_made("maia", availability=lambda: polycast.Availability(False, "it is not plugged in"))
+    hand_made("maia", availability=lambda: polycast.plugin.Availability(False, "it is not plugged in"))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert not polycast.grad_scaler("maia", torch.bfloat16).is_enabled()
@@ -81,7 +81,7 @@ def test_an_option_that_torch_does_not_know_is_refused():
 
 
 def test_a_device_without_a_backend_is_refused():
-    with pytest.raises(polycast.BackendNotFoundError, match="'hpu'"):
+    with pytest.raises(polycast.errors.BackendNotFoundError, match="'hpu'"):
         polycast.grad_scaler("hpu")
 
 

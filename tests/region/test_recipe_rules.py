@@ -9,7 +9,7 @@ from polycast import Policy
 from polycast_cpu import CpuBackend
 
 
-class Doubles(polycast.LowBitKernel):
+class Doubles(polycast.plugin.LowBitKernel):
     """A linear of nobody's, which can be recognized."""
 
     def prepack(self, weight):
@@ -21,7 +21,7 @@ class Doubles(polycast.LowBitKernel):
 
 class Backend(CpuBackend):
     def recipe_availability(self, recipe):
-        return polycast.Availability(True)
+        return polycast.plugin.Availability(True)
 
     def low_bit_kernels(self, recipe):
         return {"aten::linear": Doubles()}
@@ -29,7 +29,7 @@ class Backend(CpuBackend):
 
 @pytest.fixture
 def model():
-    polycast.register_backend(Backend())
+    polycast.plugin.register_backend(Backend())
     return nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4)))
 
 

@@ -174,10 +174,10 @@ def test_a_rule_for_a_module_may_be_a_recipe(layer, ran, tmp_path):
 
 def test_a_device_that_cannot_compute_by_it_runs_in_the_fast_dtype_and_says_so(layer, ran):
     with pytest.warns(
-        polycast.RecipeDisabledWarning, match=r"scales='tensor'\) cannot be used on cpu: no kernels for int8:"
+        polycast.errors.RecipeDisabledWarning, match=r"scales='tensor'\) cannot be used on cpu: no kernels for int8:"
     ):
         region = autocast("cpu", recipe="int8:tensor")
-    assert issubclass(polycast.RecipeDisabledWarning, polycast.AutocastDisabledWarning)
+    assert issubclass(polycast.errors.RecipeDisabledWarning, polycast.errors.AutocastDisabledWarning)
     with autocast("cpu", recipe=RECIPE), region:
         assert layer(X).dtype is torch.bfloat16
         assert ran(lambda: layer(X)) == 0
@@ -193,16 +193,16 @@ def test_a_check_that_raises_is_an_answer(layer, monkeypatch):
     def raises(recipe):
         raise OSError("no such instruction")
 
-    monkeypatch.setattr(polycast.get_backend("cpu"), "recipe_availability", raises)
-    with pytest.warns(polycast.RecipeDisabledWarning, match="no such instruction"):
+    monkeypatch.setattr(polycast.plugin.get_backend("cpu"), "recipe_availability", raises)
+    with pytest.warns(polycast.errors.RecipeDisabledWarning, match="no such instruction"):
         autocast("cpu", recipe=RECIPE)
 
 
 def test_the_reason_of_one_that_is_available_is_told_once(engine, layer, monkeypatch):
     monkeypatch.setattr(
-        polycast.get_backend("cpu"),
+        polycast.plugin.get_backend("cpu"),
         "recipe_availability",
-        lambda recipe: polycast.Availability(True, f"experimental ({engine})"),
+        lambda recipe: polycast.plugin.Availability(True, f"experimental ({engine})"),
     )
     with pytest.warns(UserWarning, match=r"Int8\(min_size=1\) on cpu: experimental"):
         autocast("cpu", recipe=RECIPE)

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("engine", "no_grad")
 
 @pytest.fixture(params=RECIPES, ids=repr)
 def recipe(request):
-    answer = polycast.get_backend("cpu").recipe_availability(request.param)
+    answer = polycast.plugin.get_backend("cpu").recipe_availability(request.param)
     if not answer:
         pytest.skip(answer.reason)
     yield request.param
@@ -168,7 +168,7 @@ MADE = {
 
 @pytest.mark.parametrize("made", MADE.values(), ids=MADE)
 def test_it_may_be_made_in_compiled_code(model, x, made):
-    if not polycast.get_backend("cpu").recipe_availability(made()):
+    if not polycast.plugin.get_backend("cpu").recipe_availability(made()):
         pytest.skip("the CPU has no such kernels")
     torch._dynamo.reset()
 
@@ -225,10 +225,10 @@ def test_a_weight_with_inf_runs_in_the_fast_dtype(model, x, recipe):
 
 
 def test_without_kernels_a_warning_says_why(recipe, monkeypatch, model, x):
-    backend = copy.copy(polycast.get_backend("cpu"))
-    vars(backend)["recipe_availability"] = lambda each: polycast.Availability(False, f"no {each.kind} here.")
-    polycast.register_backend(backend)
-    with pytest.warns(polycast.RecipeDisabledWarning, match=rf"no {recipe.kind} here\. The region runs"):
+    backend = copy.copy(polycast.plugin.get_backend("cpu"))
+    vars(backend)["recipe_availability"] = lambda each: polycast.plugin.Availability(False, f"no {each.kind} here.")
+    polycast.plugin.register_backend(backend)
+    with pytest.warns(polycast.errors.RecipeDisabledWarning, match=rf"no {recipe.kind} here\. The region runs"):
         region = autocast("cpu", recipe=recipe)
     with region:
         result = model(x)

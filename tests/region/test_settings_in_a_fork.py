@@ -37,9 +37,9 @@ if not child:
     kept = [construct(**arguments) for arguments in ARGUMENTS] == before
     with polycast.autocast("cpu"):
         kept = kept and torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype is torch.bfloat16
-    backend = copy.copy(polycast.get_backend("cpu"))
+    backend = copy.copy(polycast.plugin.get_backend("cpu"))
     vars(backend)["default_dtype"] = torch.float16
-    polycast.register_backend(backend)
+    polycast.plugin.register_backend(backend)
     settings, is_resolved = construct()
     os._exit(0 if kept and is_resolved and settings.dtype is torch.float16 else 1)
 print(os.waitpid(child, 0)[1], [is_resolved for _, is_resolved in before])

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import polycast
-from polycast import Availability, autocast
+from polycast import autocast
+from polycast.plugin import Availability
 from polycast.policy.recipe_base import kinds
 
 from .made_region import made
@@ -26,7 +27,7 @@ def test_a_backend_that_is_registered_serves_the_next_region(hand_made):
     assert made("cpu").fast_dtype is torch.bfloat16
     hand_made("cpu", default_dtype=torch.float16)
     assert made("cpu").fast_dtype is torch.float16
-    polycast.unregister_backend("cpu")
+    polycast.plugin.unregister_backend("cpu")
     assert made("cpu").fast_dtype is torch.bfloat16
 
 
@@ -36,7 +37,7 @@ def test_a_device_is_asked_each_time_whether_it_is_available(backend, monkeypatc
     with monkeypatch.context() as changed:
         changed.setattr(backend, "availability", lambda: Availability(False, "unplugged"), raising=False)
         for _ in range(2):
-            with pytest.warns(polycast.AutocastDisabledWarning, match="unplugged"):
+            with pytest.warns(polycast.errors.AutocastDisabledWarning, match="unplugged"):
                 assert not autocast("cpu")._enabled
         assert made("cpu", enabled=False)._settings.enabled is False
     assert made("cpu")._enabled
@@ -51,7 +52,9 @@ def test_a_bad_answer_disables_the_region(backend, monkeypatch, answer):
 
     made("cpu")
     monkeypatch.setattr(backend, "availability", bad, raising=False)
-    with pytest.warns(polycast.AutocastDisabledWarning, match="no device|expected a polycast.Availability"):
+    with pytest.warns(
+        polycast.errors.AutocastDisabledWarning, match="no device|expected a polycast.plugin.Availability"
+    ):
         assert not autocast("cpu")._enabled
 
 
@@ -83,7 +86,7 @@ def test_a_backend_may_make_regions_while_it_is_asked(backend, monkeypatch):
 def test_a_dtype_is_asked_for_each_time(backend, monkeypatch):
     assert made("cpu", torch.float16)._enabled
     monkeypatch.setattr(backend, "supported_dtypes", lambda: (torch.bfloat16,), raising=False)
-    with pytest.warns(polycast.AutocastDisabledWarning, match="target dtype is not supported"):
+    with pytest.warns(polycast.errors.AutocastDisabledWarning, match="target dtype is not supported"):
         assert not autocast("cpu", torch.float16)._enabled
 
 

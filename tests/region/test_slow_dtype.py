@@ -50,7 +50,7 @@ def warned(make):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         make()
-    return [each for each in caught if each.category is polycast.SlowDtypeWarning]
+    return [each for each in caught if each.category is polycast.errors.SlowDtypeWarning]
 
 
 def test_first_region_says_why_and_what_to_do(slow):
@@ -58,13 +58,13 @@ def test_first_region_says_why_and_what_to_do(slow):
     assert str(found.message) == (
         "bfloat16 is slow on cpu: it has no such unit. It saves memory but no time. Faster: "
         'recipe="fastest", dtype=torch.float16, float32, without a region. `polycast profile cpu` measures how much. '
-        'To silence this: warnings.simplefilter("ignore", polycast.SlowDtypeWarning).'
+        'To silence this: warnings.simplefilter("ignore", polycast.errors.SlowDtypeWarning).'
     )
     assert found.filename == __file__
 
 
 def test_recipes_that_the_device_supports_are_named(slow, monkeypatch):
-    monkeypatch.setattr(slow, "recipe_availability", lambda recipe: polycast.Availability(True), raising=False)
+    monkeypatch.setattr(slow, "recipe_availability", lambda recipe: polycast.plugin.Availability(True), raising=False)
     (found,) = warned(lambda: polycast.autocast("cpu"))
     assert 'Faster: recipe="fastest", recipe="int8" (inference only), dtype=torch.float16' in str(found.message)
 
@@ -72,7 +72,7 @@ def test_recipes_that_the_device_supports_are_named(slow, monkeypatch):
 def test_nothing_is_compiled_for_the_names(slow, monkeypatch):
     def recipe_availability(recipe):
         assert not recipe.needs_kernels  # others would compile
-        return polycast.Availability(True)
+        return polycast.plugin.Availability(True)
 
     slow.ops_in_cpp = ("polycast_cpu.native",)
     monkeypatch.setattr(slow, "recipe_availability", recipe_availability, raising=False)
@@ -116,7 +116,7 @@ def test_profile_says_how_slow_it_is(slow, profile_of, use_profile):
     assert str(found.message) == (
         "bfloat16 is slow on cpu: it has no such unit (time of linear layers relative to float32: 8 for 1 row and 8 "
         'for 128 rows). It saves memory but no time. Faster: recipe="fastest", dtype=torch.float16, float32, without a '
-        'region. To silence this: warnings.simplefilter("ignore", polycast.SlowDtypeWarning).'
+        'region. To silence this: warnings.simplefilter("ignore", polycast.errors.SlowDtypeWarning).'
     )
 
 
@@ -142,7 +142,7 @@ def test_wrong_profile_is_no_error_in_a_plain_region(slow, monkeypatch):
 
 
 def test_region_with_a_recipe_does_not_warn(slow, engine, monkeypatch):
-    monkeypatch.setattr(slow, "recipe_availability", lambda recipe: polycast.Availability(True), raising=False)
+    monkeypatch.setattr(slow, "recipe_availability", lambda recipe: polycast.plugin.Availability(True), raising=False)
 
     def run():
         with polycast.autocast("cpu", recipe="int8"), polycast.autocast("cpu", cache=polycast.WeightCache()):
@@ -164,12 +164,12 @@ def test_region_of_patched_torch_warns_at_the_line_of_the_program(slow):
 
 def test_warning_can_be_ignored_and_can_be_an_error(slow):
     with warnings.catch_warnings():
-        warnings.simplefilter("error", polycast.SlowDtypeWarning)
+        warnings.simplefilter("error", polycast.errors.SlowDtypeWarning)
         for _ in range(2):  # each time, so that it does not depend on the order of tests
-            with pytest.raises(polycast.SlowDtypeWarning):
+            with pytest.raises(polycast.errors.SlowDtypeWarning):
                 polycast.autocast("cpu")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", polycast.SlowDtypeWarning)
+        warnings.simplefilter("ignore", polycast.errors.SlowDtypeWarning)
         polycast.autocast("cpu")
     assert warned(lambda: polycast.autocast("cpu")) == []
 
@@ -196,11 +196,11 @@ def test_region_in_compiled_code_warns(slow, engine):
 PROGRAM = """
 import warnings, torch, polycast
 
-class Slow(type(polycast.get_backend("cpu"))):
+class Slow(type(polycast.plugin.get_backend("cpu"))):
     def slow_reason(self, dtype):
         return "it has no such unit"
 
-polycast.register_backend(Slow())
+polycast.plugin.register_backend(Slow())
 with polycast.autocast("cpu"):
     pass
 with polycast.autocast("cpu"):

@@ -14,7 +14,7 @@ def check():
     """Return a function that runs one check of the suite on a backend for the CPU."""
 
     def check(name, wrong, *arguments, break_later=None, **attributes):
-        polycast.register_backend(wrong)
+        polycast.plugin.register_backend(wrong)
         if break_later is not None:
             break_later(wrong)
         suite = type("TestWrong", (BackendConformance,), {"backend": "cpu", **attributes})()

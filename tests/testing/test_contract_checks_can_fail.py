@@ -9,11 +9,11 @@ import pytest
 import torch
 
 import polycast
-from polycast import Availability
+from polycast.plugin import Availability
 from polycast.testing import BackendConformance
 from polycast_cpu import CpuBackend
 
-pytestmark = pytest.mark.filterwarnings("ignore::polycast.AutocastDisabledWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::polycast.errors.AutocastDisabledWarning")
 
 
 class Leaky(CpuBackend):
@@ -116,7 +116,7 @@ CONTRACT = [
     (
         "test_dtype_availability",
         partial(saying, dtype_availability=None),
-        "returned None, expected a polycast.Availability",
+        "returned None, expected a polycast.plugin.Availability",
     ),
     ("test_is_capturing", Capturing, "is_capturing() must return False while no graph is captured, got True."),
     (
@@ -173,7 +173,7 @@ def test_a_backend_that_breaks_the_contract_is_told_every_problem(check):
     def break_later(backend):
         backend.default_dtype, backend.remedies = torch.int8, None
 
-    with pytest.raises(polycast.InvalidBackendError, match=r"(?s)default_dtype must be .*remedies must map"):
+    with pytest.raises(polycast.errors.InvalidBackendError, match=r"(?s)default_dtype must be .*remedies must map"):
         check("test_contract", CpuBackend(), break_later=break_later)
 
 

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 import polycast
-from polycast import LowBitKernel
+from polycast.plugin import LowBitKernel
 from polycast.testing import BackendConformance
 from polycast_cpu import CpuBackend
 
@@ -61,13 +61,13 @@ def check_fast(kernel, name="test_kernels_of_the_fast_dtype", op="aten::linear")
         def low_bit_kernels(self, recipe):
             return {op: kernel}
 
-    polycast.register_backend(Own())
+    polycast.plugin.register_backend(Own())
     suite = type("TestOwn", (BackendConformance,), {"backend": "cpu"})()
     try:
         with suite.opened() as device:
             getattr(suite, name)(device)
     finally:
-        polycast.unregister_backend("cpu")
+        polycast.plugin.unregister_backend("cpu")
 
 
 def test_a_kernel_of_the_fast_dtype():

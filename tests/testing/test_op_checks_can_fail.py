@@ -14,7 +14,7 @@ from polycast.testing.oracle import call_as
 from polycast.torch_internals.builtin_functions import const_data_ptr
 from polycast_cpu import CpuBackend
 
-pytestmark = pytest.mark.filterwarnings("ignore::polycast.AutocastDisabledWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::polycast.errors.AutocastDisabledWarning")
 MM_INT8 = (torch.ops.aten.mm.default, torch.int8, torch.int32)
 
 
@@ -42,7 +42,7 @@ def having(**attributes):
 )
 def test_an_op_that_does_not_do_what_its_policy_says(policies, op, message, engine):
     backend = CpuBackend()
-    polycast.register_backend(backend)
+    polycast.plugin.register_backend(backend)
     suite = type("TestWrong", (BackendConformance,), {"backend": "cpu"})()
     with suite.opened() as device:
         backend.policies = policies  # the kernels that are in place are for the table that was

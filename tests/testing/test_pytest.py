@@ -19,12 +19,12 @@ class Acme(CpuBackend):
     )
 
     def availability(self):
-        return polycast.Availability(False, "no board")
+        return polycast.plugin.Availability(False, "no board")
 
     def is_capturing(self):
         raise OSError("no driver")
 
-@polycast.hookimpl
+@polycast.plugin.hookimpl
 def polycast_backend():
     return Acme()
 """

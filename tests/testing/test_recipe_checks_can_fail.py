@@ -19,7 +19,7 @@ def quantized(values, dim):
     return torch.where(values.isfinite(), (values / scale).round() * scale, values.float())
 
 
-class Linear(polycast.LowBitKernel):
+class Linear(polycast.plugin.LowBitKernel):
     """A linear that is right."""
 
     dim = -1
@@ -132,7 +132,7 @@ def check(name, kernel, recipe="int8", op="aten::linear", **answers):
 
     class Wrong(CpuBackend):
         def recipe_availability(self, recipe):
-            there = polycast.Availability(
+            there = polycast.plugin.Availability(
                 recipe.short == "int8", "" if recipe.short == "int8" else "there is int8 only"
             )
             return answers.get("availability", there)
@@ -140,7 +140,7 @@ def check(name, kernel, recipe="int8", op="aten::linear", **answers):
         def low_bit_kernels(self, recipe):
             return answers.get("kernels", {op: kernel})
 
-    polycast.register_backend(Wrong())
+    polycast.plugin.register_backend(Wrong())
     suite = type("TestWrong", (BackendConformance,), {"backend": "cpu"})()
     method = getattr(suite, name)
     with pytest.MonkeyPatch.context() as patch:
@@ -151,7 +151,7 @@ def check(name, kernel, recipe="int8", op="aten::linear", **answers):
             with suite.opened() as device:
                 return method(device, recipe)
         finally:
-            polycast.unregister_backend("cpu")
+            polycast.plugin.unregister_backend("cpu")
 
 
 CHECKS = [name for name in dir(BackendConformance) if name.startswith("test_recipe")]
@@ -170,7 +170,7 @@ def test_a_kernel_that_is_right_passes(name, engine):
             Second(),
             "says that its weight is argument 2, which is not a tensor. Set the attribute `weight`",
         ),
-        ("test_recipe", max, "must map names of ops to instances of polycast.LowBitKernel, at least one"),
+        ("test_recipe", max, "must map names of ops to instances of polycast.plugin.LowBitKernel, at least one"),
         (
             "test_recipe_product",
             NotTransposed(),
@@ -222,7 +222,7 @@ def test_a_kernel_that_is_right_passes(name, engine):
         ("test_recipe_in_a_region", PacksNothing(), "did not run in a region with Int8("),
         ("test_recipe_in_a_region", ForgetsTheSign(), "after the weight was negated: the error is "),
     ],
-    ids=lambda value: type(value).__name__ if isinstance(value, polycast.LowBitKernel) else "",
+    ids=lambda value: type(value).__name__ if isinstance(value, polycast.plugin.LowBitKernel) else "",
 )
 def test_a_kernel_that_is_wrong(name, kernel, message):
     with pytest.raises(AssertionError, match=re.escape(message)):
@@ -253,7 +253,7 @@ def test_one_scale_for_all_rows_is_not_what_a_scale_for_each_row_gives(monkeypat
 
 def test_a_recipe_that_is_refused_without_a_reason():
     with pytest.raises(AssertionError, match="says no and gives no reason. Give one"):
-        check("test_recipe", Linear(), availability=polycast.Availability(False))
+        check("test_recipe", Linear(), availability=polycast.plugin.Availability(False))
 
 
 def test_a_recipe_that_is_available_and_has_no_kernels():

@@ -29,10 +29,10 @@ def loaded(monkeypatch):
 
 @pytest.mark.slow
 def test_ops_are_built_once_with_a_message(compiler, home, loaded, capfd):
-    assert polycast.load_ops(PACKAGE) == polycast.load_ops(PACKAGE) == polycast.Availability(True)
+    assert polycast.plugin.load_ops(PACKAGE) == polycast.plugin.load_ops(PACKAGE) == polycast.plugin.Availability(True)
     assert capfd.readouterr().err == f"polycast: building the ops of {PACKAGE}, once for this torch ...\n"
     ops._answers.clear()
-    assert polycast.load_ops(PACKAGE)
+    assert polycast.plugin.load_ops(PACKAGE)
     assert capfd.readouterr().err == ""
     assert compiler.calls == 1
     (first, second) = loaded
@@ -46,7 +46,7 @@ def test_origin_before_and_after_loading(compiler, home, loaded, monkeypatch):
     monkeypatch.setattr(ops, "_origins", {})
     assert ops.origin(PACKAGE) == "not compiled yet, as `polycast build` does"
     assert compiler.calls == 0
-    assert polycast.load_ops(PACKAGE)
+    assert polycast.plugin.load_ops(PACKAGE)
     assert ops.origin(PACKAGE) == f"compiled here: {loaded[0]}"
     ops._origins.clear()
     assert ops.origin(PACKAGE) == f"compiled here: {loaded[0]}"
@@ -55,20 +55,20 @@ def test_origin_before_and_after_loading(compiler, home, loaded, monkeypatch):
 def test_origin_of_ops_that_failed_to_build(compiler, home, loaded, monkeypatch):
     monkeypatch.setattr(ops, "_origins", {})
     compiler.behave(status=3)
-    assert not polycast.load_ops(PACKAGE)
+    assert not polycast.plugin.load_ops(PACKAGE)
     (log,) = home.rglob("*.log")
     assert ops.origin(PACKAGE).startswith(f"none: it failed before; its output is in {log}.")
 
 
 @pytest.mark.slow
 def test_ops_and_the_engine_have_separate_folders(compiler, home, loaded):
-    polycast.load_ops(PACKAGE)
+    polycast.plugin.load_ops(PACKAGE)
     assert loaded[0].parent.parent != get_or_build(home, ENGINE).parent.parent
 
 
 def test_the_reason_without_a_compiler(home, loaded, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
-    answer = polycast.load_ops(PACKAGE)
+    answer = polycast.plugin.load_ops(PACKAGE)
     assert (answer.available, answer.reason) == (False, f"the C++ of {PACKAGE} cannot be loaded: {no_compiler()}")
     assert loaded == []
 
@@ -76,7 +76,7 @@ def test_the_reason_without_a_compiler(home, loaded, monkeypatch):
 @pytest.mark.slow
 def test_the_reason_of_a_failed_build_has_the_log_and_how_to_retry(compiler, home, loaded):
     compiler.behave(status=3, also='print("ops.cpp:1:9: error: no room\\nops.cpp:2:1: error: another")')
-    reason = polycast.load_ops(PACKAGE).reason
+    reason = polycast.plugin.load_ops(PACKAGE).reason
     (log,) = home.rglob("*.log")
     assert reason.endswith(
         f"the compiler failed with status 3: ops.cpp:1:9: error: no room; its output is in {log}. When the cause is "
@@ -86,11 +86,11 @@ def test_the_reason_of_a_failed_build_has_the_log_and_how_to_retry(compiler, hom
     ops._answers.clear()
     assert (
         f"it failed before: ops.cpp:1:9: error: no room; its output is in {log}. Remove that file to try "
-        "again." in polycast.load_ops(PACKAGE).reason
+        "again." in polycast.plugin.load_ops(PACKAGE).reason
     )
     log.unlink()
     ops._answers.clear()
-    assert polycast.load_ops(PACKAGE)
+    assert polycast.plugin.load_ops(PACKAGE)
 
 
 @pytest.mark.parametrize("files", [[], ["kernels.h"]], ids=["nothing", "headers"])
@@ -100,7 +100,7 @@ def test_a_package_without_cpp_is_told_that_the_sources_are_its_own(files, tmp_p
     for name in ["__init__.py", *files]:
         (tmp_path / package / name).touch()
     monkeypatch.syspath_prepend(tmp_path)
-    reason = polycast.load_ops(package).reason
+    reason = polycast.plugin.load_ops(package).reason
     missing = f"there are headers and no .cpp file in {package}" if files else f"its C++ sources are not in {tmp_path}"
     assert missing in reason
     assert f"They belong to the distribution of {package}: if that is yours, list *.cpp and *.h in its pack" in reason
@@ -123,7 +123,7 @@ def test_ops_may_include_all_of_aten(tmp_path, monkeypatch, home):
     (package / "__init__.py").touch()
     (package / "ops.cpp").write_text(OPS_WITH_ATEN)
     monkeypatch.syspath_prepend(tmp_path)
-    assert polycast.load_ops("acme_with_aten") == polycast.Availability(True)
+    assert polycast.plugin.load_ops("acme_with_aten") == polycast.plugin.Availability(True)
     assert torch.ops.acme_aten.twice(torch.tensor([1.0, 2.0])).tolist() == [2.0, 4.0]
 
 
@@ -134,7 +134,7 @@ def test_the_reason_for_a_library_that_does_not_load(compiler, home, monkeypatch
         raise OSError("undefined symbol: somewhere")
 
     monkeypatch.setattr(ops, "_register", refuse)
-    reason = polycast.load_ops(PACKAGE).reason
+    reason = polycast.plugin.load_ops(PACKAGE).reason
     assert reason.startswith(f"the C++ of {PACKAGE} cannot be loaded: ")
     assert reason.endswith(".so does not load: undefined symbol: somewhere. Remove it to have it built again.")
     ops._answers.clear()
@@ -147,12 +147,12 @@ def test_with_an_untrusted_cache_ops_are_built_for_this_process(compiler, home, 
     with pytest.warns(
         UserWarning, match=f"polycast built the ops of {PACKAGE} for this process alone, as each process"
     ):
-        assert polycast.load_ops(PACKAGE)
+        assert polycast.plugin.load_ops(PACKAGE)
     assert not loaded[0].is_relative_to(home)
     assert not loaded[0].exists()
 
 
 def test_the_cpus_ops_register_themselves():
-    if not polycast.get_backend("cpu").recipe_availability(polycast.Int8()):
+    if not polycast.plugin.get_backend("cpu").recipe_availability(polycast.Int8()):
         pytest.skip("this CPU or compiler has no int8")
     assert torch.ops.polycast_cpu.best_isa() in torch.ops.polycast_cpu.isas()

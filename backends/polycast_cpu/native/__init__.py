@@ -1,1 +1,1 @@
-"""C++ ops of the CPU's backend, which ``polycast.load_ops`` builds and loads."""
+"""C++ ops of the CPU's backend, which ``polycast.plugin.load_ops`` builds and loads."""

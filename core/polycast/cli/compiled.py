@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from ..engine.native.engine_library import ENGINE
 from ..observer.observer_library import OBSERVER
-from ..plugins.registry import backends, get_backend
+from ..registry.registry import backends, get_backend
 from ..toolchain.cpp_library import CppLibrary
 from ..toolchain.load_ops import origin
 

@@ -9,12 +9,12 @@ import typer
 from rich.text import Text
 
 from ..errors import BackendBrokenError
-from ..plugins.backend_loader import BackendStatus
-from ..plugins.checks import check_recipe
-from ..plugins.registry import backends, get_backend, registry
 from ..policy.dtypes import dtype_name
 from ..policy.recipe import Float8, Int4, Int8
 from ..profiling.profile import look_up
+from ..registry.backend_loader import BackendStatus
+from ..registry.checks import check_recipe
+from ..registry.registry import backends, get_backend, registry
 from .compiled import origins
 from .profile import summary
 from .terminal import blame_at_end, console, engine_lines, library_errors, print_json, print_line, print_rows

@@ -22,11 +22,11 @@ from ..common.cpu_info import cpu_info, processor_name
 from ..common.versions import versions
 from ..engine.choice import choose_engine
 from ..engine.persistence.weight_cache import WeightCache
-from ..plugins.registry import backends
 from ..profiling.device_profile import DeviceProfile
 from ..profiling.profile import look_up
 from ..profiling.profile import profile as measure_profile
 from ..region.autocast import autocast
+from ..registry.registry import backends
 from .compiled import origins
 from .devices import known_devices
 from .profile import profile_lines

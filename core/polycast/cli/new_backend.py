@@ -13,8 +13,8 @@ import torch
 import typer
 
 from ..engine.installation import torch_ops
-from ..plugins.hookspecs import ENTRY_POINT_GROUP, PROJECT
 from ..policy.standard import STANDARD_POLICIES
+from ..registry.hookspecs import ENTRY_POINT_GROUP, PROJECT
 from ..torch_internals.dispatcher import has_autocast_key, privateuse1_name
 
 _TEMPLATES = Path(__file__).with_name("templates")

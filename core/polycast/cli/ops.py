@@ -10,14 +10,14 @@ from rich.console import Console
 
 from ..engine.drift import Drift, drift_of
 from ..engine.state import Settings
-from ..plugins.backend import Backend
-from ..plugins.registry import get_backend
 from ..policy.cast_policy import CastPolicy
 from ..policy.names import read_policy
 from ..policy.recipe import read_recipe
 from ..region.explain_op import explain_in
 from ..region.explanation import Explanation
 from ..region.policies import override_of
+from ..registry.backend import Backend
+from ..registry.registry import get_backend
 from .terminal import console, library_errors, print_json, print_line, print_table, table
 
 

@@ -14,12 +14,12 @@ from ..drop_in.program import Program
 from ..drop_in.session import Options, start
 from ..engine.choice import choose_engine
 from ..observer.observe import observe
-from ..plugins.checks import check_availability, check_dtype
-from ..plugins.registry import get_backend
 from ..policy.dtypes import dtype_name
 from ..policy.names import read_dtype
 from ..policy.recipe import read_recipe
 from ..policy.value import Policy
+from ..registry.checks import check_availability, check_dtype
+from ..registry.registry import get_backend
 from .output import check_output
 from .terminal import library_errors
 

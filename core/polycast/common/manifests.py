@@ -1,6 +1,6 @@
 """Manifests of plugins: what each adds to polycast, known before its code is imported.
 
-A manifest is a `Plugin` that an entry point in the group ``polycast.plugins`` names. Reading it imports its
+A manifest is a `Plugin` that an entry point in the group `GROUP` names. Reading it imports its
 module, which should import nothing else of the plugin.
 """
 

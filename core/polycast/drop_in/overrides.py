@@ -10,11 +10,11 @@ import torch
 from ..engine import state
 from ..engine.persistence.weight_cache import WeightCache
 from ..engine.state import Settings
-from ..plugins.registry import registry
 from ..policy.dtypes import dtype_name
 from ..policy.value import Policy
 from ..region.policies import override_of
 from ..region.recipes import usable_recipe
+from ..registry.registry import registry
 
 if TYPE_CHECKING:
     from .recipe_summary import RecipeSummary

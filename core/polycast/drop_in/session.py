@@ -13,9 +13,9 @@ import torch
 
 from ..engine.choice import choose_engine
 from ..engine.persistence.weight_cache import WeightCache
-from ..plugins.registry import registry
 from ..policy.value import Policy
 from ..region import slow_dtype
+from ..registry.registry import registry
 from ..torch_internals import changes
 from .overrides import RunOverrides
 from .patch import patch_torch

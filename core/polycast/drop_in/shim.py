@@ -22,12 +22,12 @@ from ..engine import state
 from ..engine.disable_dynamo import disable_dynamo
 from ..engine.state import Settings
 from ..errors import BackendNotFoundError
-from ..plugins.registry import is_autocast_available, registry
 from ..region import custom_function
 from ..region.autocast import autocast, own_attributes
 from ..region.decorate import decorate, in_block
 from ..region.entry import enter
 from ..region.suspend import Suspendable
+from ..registry.registry import is_autocast_available, registry
 from ..torch_internals import changes
 from ..torch_internals.patcher import Patch
 from ..torch_internals.private_names import UnmanagedAutocast

@@ -11,8 +11,8 @@ from ..common import env
 from ..common.atfork import hold_during_fork
 from ..common.interrupts import raise_if_callers
 from ..errors import warn_user
-from ..plugins.backend import Backend
 from ..policy.cast_policy import CastPolicy
+from ..registry.backend import Backend
 from ..torch_internals.dispatcher import excluded_keys
 from ..torch_internals.lookup import warn_of_missing
 from . import state

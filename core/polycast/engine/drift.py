@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ..plugins.backend import Backend
 from ..policy.schemas import find_op, has_named_dimensions
+from ..registry.backend import Backend
 from .installation import torch_ops
 
 _NAMED_TENSORS = "for named tensors, which torch took out in 2.13"

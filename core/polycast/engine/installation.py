@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterable
 
 from ..common.atfork import hold_during_fork
 from ..errors import BackendNotFoundError
-from ..plugins.registry import registry
 from ..policy.registered import Registration, policies_for, refuse_conflict, registrations
+from ..registry.registry import registry
 from ..torch_internals import changes
 from ..torch_internals.dispatcher import all_op_names, has_kernel_for_dispatch_key
 from . import state
@@ -32,7 +32,7 @@ def install(device_type: str) -> None:
         device_type: a device string that torch knows, such as ``"cuda"``.
 
     Raises:
-        ValueError, RuntimeError: as :func:`polycast.get_backend`.
+        ValueError, RuntimeError: as :func:`polycast.plugin.get_backend`.
 
     Example:
         >>> import polycast

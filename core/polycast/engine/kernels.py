@@ -7,11 +7,11 @@ from typing import Any
 
 from ..common.atfork import hold_during_fork
 from ..errors import InvalidBackendError
-from ..plugins.backend import Backend
 from ..policy.cast_policy import CastPolicy
 from ..policy.recipe_settings import COMPOSED_OPS
 from ..policy.schemas import find_op
 from ..policy.validation import entry_problem
+from ..registry.backend import Backend
 from ..torch_internals.dispatcher import (
     OpOverload,
     clear_dispatch_cache,

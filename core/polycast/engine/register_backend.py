@@ -1,7 +1,7 @@
 """Backends that are registered by hand."""
 
-from ..plugins.backend import Backend, validate
-from ..plugins.registry import registry
+from ..registry.backend import Backend, validate
+from ..registry.registry import registry
 from .installation import run_uninstalled
 
 
@@ -9,7 +9,7 @@ def register_backend(backend: Backend) -> None:
     """Register a backend by hand; it takes precedence over those from entry points.
 
     Args:
-        backend: an instance of a subclass of :class:`polycast.Backend`.
+        backend: an instance of a subclass of :class:`polycast.plugin.Backend`.
 
     Raises:
         InvalidBackendError: it violates the contract (a ValueError); nothing is registered.

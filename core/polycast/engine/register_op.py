@@ -2,10 +2,10 @@
 
 from typing_extensions import Self
 
-from ..plugins.registry import registry
 from ..policy.cast_policy import CastPolicy
 from ..policy.names import ops_with, read_op, read_policy
 from ..policy.registered import Registration
+from ..registry.registry import registry
 from ..torch_internals.dispatcher import CustomOpDef, OpOverload, OpOverloadPacket, has_autocast_key
 from . import installation
 

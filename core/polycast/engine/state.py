@@ -18,7 +18,7 @@ import torch
 from typing_extensions import Self
 
 from ..common.atfork import hold_during_fork
-from ..plugins.backend import Availability, Backend
+from ..registry.backend import Availability, Backend
 from .casts.cast_cache import CastCache, CastStore
 from .disable_dynamo import disable_dynamo
 from .override import Override

@@ -4,11 +4,11 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-from ..plugins.backend import Backend
-from ..plugins.checks import ask_slow_reason, check_availability
-from ..plugins.registry import registry
 from ..profiling.slow_dtypes import find_slow_reason
 from ..region.resolve import why_disabled
+from ..registry.backend import Backend
+from ..registry.checks import ask_slow_reason, check_availability
+from ..registry.registry import registry
 
 
 def find_backend(device: str) -> Backend | None:

@@ -12,9 +12,9 @@ from ..common.atfork import hold_during_fork
 from ..common.interrupts import raise_if_callers
 from ..engine.choice import build_failure, choose_engine
 from ..engine.disable_dynamo import disable_dynamo
-from ..plugins.backend import overrides_is_capturing
-from ..plugins.checks import PLUGIN_ERRORS
-from ..plugins.registry import registry
+from ..registry.backend import overrides_is_capturing
+from ..registry.checks import PLUGIN_ERRORS
+from ..registry.registry import registry
 from ..toolchain.cache_folder import cache_directory
 from ..toolchain.cpp_library import BuildError, CppLibrary
 from .call_sites import call_site, call_stack

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..plugins.backend import KernelKey
+from ..registry.backend import KernelKey
 from ..torch_internals.dispatcher import OpOverload
 
 _OPS = torch.ops.aten
@@ -57,7 +57,7 @@ def float32_products(has_kernel: Callable[[OpOverload], bool]) -> Mapping[Kernel
 
     Example:
         >>> import polycast
-        >>> len(polycast.float32_products(lambda op: True))
+        >>> len(polycast.plugin.float32_products(lambda op: True))
         8
     """
     return {

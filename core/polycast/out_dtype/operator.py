@@ -14,8 +14,8 @@ from torch.overrides import has_torch_function
 
 from ..engine.casts.weights import caching_is_safe
 from ..errors import BackendNotFoundError, InvalidBackendError
-from ..plugins.checks import check_availability
-from ..plugins.registry import registry
+from ..registry.checks import check_availability
+from ..registry.registry import registry
 from ..torch_internals.dispatcher import OpOverload, disable_autocast, is_any_autocast_enabled
 from ..torch_internals.private_names import (
     DeviceContext,
@@ -51,7 +51,7 @@ def out_dtype(op: OpOverload, dtype: torch.dtype, *args: Any) -> torch.Tensor:
         TypeError: `dtype` is not a torch.dtype, or no argument is a tensor.
         ValueError: torch's operator does not support the op, and there is no kernel for it.
         RuntimeError: the tensors are on different devices; the op refuses its arguments; or the backend of their
-            device cannot be loaded (see :func:`polycast.get_backend`).
+            device cannot be loaded (see :func:`polycast.plugin.get_backend`).
         InvalidBackendError: the kernel did not return a tensor in `dtype`.
 
     Example:

@@ -41,7 +41,7 @@ def policy_table(ops: Mapping[CastPolicy, Iterable[str]]) -> Mapping[str, CastPo
         TypeError: a list of names is a str.
 
     Example:
-        >>> from polycast import CastPolicy, policy_table
+        >>> from polycast.plugin import CastPolicy, policy_table
         >>> dict(policy_table({CastPolicy.FP32: ["aten::exp", "aten::log"]}))
         {'aten::exp': <CastPolicy.FP32: 'fp32'>, 'aten::log': <CastPolicy.FP32: 'fp32'>}
     """

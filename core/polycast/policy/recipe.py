@@ -24,7 +24,7 @@ class Int8(Recipe):
         equalization: an equalization of the model's weights, or None.
 
     Raises:
-        TypeError, ValueError: see :class:`Recipe`.
+        TypeError, ValueError: see :class:`polycast.plugin.Recipe`.
 
     Example:
         >>> import torch, polycast
@@ -41,7 +41,7 @@ class Int8(Recipe):
     equalization: Any = None
 
     def check(self) -> None:
-        """See :class:`Recipe`."""
+        """See :class:`polycast.plugin.Recipe`."""
         _check_equalization(self.equalization)
 
 
@@ -60,7 +60,7 @@ class Int4(Recipe):
         equalization: an equalization of the model's weights, or None.
 
     Raises:
-        TypeError, ValueError: see :class:`Recipe`.
+        TypeError, ValueError: see :class:`polycast.plugin.Recipe`.
 
     Example:
         >>> import torch, polycast
@@ -77,7 +77,7 @@ class Int4(Recipe):
     equalization: Any = None
 
     def check(self) -> None:
-        """See :class:`Recipe`."""
+        """See :class:`polycast.plugin.Recipe`."""
         _check_equalization(self.equalization)
 
 
@@ -90,7 +90,7 @@ class Float8(Recipe):
         ops, min_size: as for :class:`Int8`.
 
     Raises:
-        TypeError, ValueError: see :class:`Recipe`.
+        TypeError, ValueError: see :class:`polycast.plugin.Recipe`.
     """
 
     kind = "float8"

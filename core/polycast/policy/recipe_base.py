@@ -27,7 +27,7 @@ class Recipe:
 
     An immutable value for ``polycast.autocast(..., recipe=...)``. Outputs have the fast dtype, and ops without a kernel
     for the recipe compute in it. To compute a module in the fast dtype, give it the rule ``"none"``
-    (:func:`apply_policy`). Recipes with equal settings are equal, and can be made in compiled code.
+    (:func:`polycast.apply_policy`). Recipes with equal settings are equal, and can be made in compiled code.
 
     To define a recipe, subclass it. A subclass has a `kind`, which backends query, and declares its settings as the
     fields of a dataclass, each with a default, and without the decorator. Equality, text, pickles, names and policy
@@ -37,8 +37,8 @@ class Recipe:
     the same string. All subclasses have
 
     Attributes:
-        ops: the ops to compute by the recipe if the backend has a kernel, by names as in a :class:`Policy`. None of
-            them, unless the subclass declares it.
+        ops: the ops to compute by the recipe if the backend has a kernel, by names as in a :class:`polycast.Policy`.
+            None of them, unless the subclass declares it.
         min_size: the smallest number of elements of a weight for which the recipe is used. 0, unless declared.
         text: the kind and the settings as text, the same in every process for equal recipes.
 
@@ -50,7 +50,7 @@ class Recipe:
         >>> from collections.abc import Sequence
         >>> from typing import Literal
         >>> import polycast
-        >>> class Nf4(polycast.Recipe):
+        >>> class Nf4(polycast.plugin.Recipe):
         ...     kind = "nf4"
         ...     group_size: Literal[32, 64] = 32
         ...     ops: Sequence[str] = ("linear", "mm")

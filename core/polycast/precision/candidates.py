@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from ..engine.kernels import refusal
-from ..plugins.registry import get_backend
 from ..policy.cast_policy import CastPolicy
 from ..policy.dtypes import dtype_name
 from ..policy.globs import escape
@@ -18,6 +17,7 @@ from ..policy.recipe import NoRecipe, Recipe
 from ..policy.schemas import find_op
 from ..policy.value import Policy
 from ..region.autocast import autocast
+from ..registry.registry import get_backend
 from ..torch_internals.dispatcher import OpOverload
 from ..torch_internals.private_names import DispatchMode
 from .calls import ModelCall, may_come_from_policy, run_eagerly

@@ -16,13 +16,13 @@ import torch
 
 from ..common.random_state import RandomState
 from ..errors import warn_user
-from ..plugins.checks import check_availability, check_recipe
-from ..plugins.registry import get_backend
 from ..policy.recipe import NoRecipe, Recipe, RecipeLike, read_recipe
 from ..policy.value import Policy, PolicyLike
 from ..region.autocast import autocast
 from ..region.module_rules import apply_policy
 from ..region.resolve import why_disabled
+from ..registry.checks import check_availability, check_recipe
+from ..registry.registry import get_backend
 from .calls import Calls, ModelCall, calls_of, device_of, run_eagerly, tensors_of
 from .comparison import Comparison, Reference
 from .gradients import LOSS

@@ -13,10 +13,10 @@ from ..engine.casts.weights import parameter_of
 from ..engine.recipes.equalized import activations_of, matrix_of, product_arguments
 from ..engine.recipes.plan import Plan
 from ..engine.recipes.recipe_listeners import calibrators
-from ..plugins.backend import LowBitKernel
 from ..policy.equalization import Equalization, EqualizedWeight, fingerprint_of
 from ..policy.recipe import Recipe, RecipeLike, read_recipe
 from ..policy.weight_views import TRANSPOSED, WHOLE, parameters_by_name, view_of
+from ..registry.backend import LowBitKernel
 from .calls import ModelCall, run_eagerly, tensors_of
 from .compare import enabled_region
 from .isolation import find_writes, isolated

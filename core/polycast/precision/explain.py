@@ -14,13 +14,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from ..engine.recipes.recipe_listeners import listeners as recipe_listeners
-from ..plugins.registry import get_backend
 from ..policy.dtypes import dtype_name
 from ..policy.recipe import Recipe, RecipeLike
 from ..policy.value import Policy, PolicyLike
 from ..region.explain_op import Op, explain_op
 from ..region.explanation import Explanation
 from ..region.module_rules import apply_policy, rules_of
+from ..registry.registry import get_backend
 from ..torch_internals.dispatcher import OpOverload
 from ..torch_internals.private_names import DispatchMode
 from .calls import ModelCall, device_of, in_this_thread, watched
@@ -98,7 +98,7 @@ def explain(
             ``meta``, without a `device_type`, or has lazy modules that were not called.
         RuntimeError: the model's forward depends on values of tensors; or the region cannot run enabled, or not with
             the recipe.
-        ValueError, RuntimeError: as :func:`polycast.get_backend`.
+        ValueError, RuntimeError: as :func:`polycast.plugin.get_backend`.
 
     Example:
         >>> import torch, polycast

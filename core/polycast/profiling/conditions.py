@@ -10,9 +10,9 @@ from typing_extensions import Self
 
 from ..common.interrupts import raise_if_callers
 from ..common.versions import package_versions
-from ..plugins.backend import Backend
-from ..plugins.checks import PLUGIN_ERRORS
-from ..plugins.registry import registry
+from ..registry.backend import Backend
+from ..registry.checks import PLUGIN_ERRORS
+from ..registry.registry import registry
 from ..torch_internals.callers_state import call_outside
 from .device_profile import DeviceProfile
 

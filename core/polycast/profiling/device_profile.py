@@ -79,12 +79,12 @@ class DeviceProfile:
 
     @property
     def is_noisy(self) -> bool:
-        """Whether the machine was busy: many measurements are noisy or missing, or others took much processor time."""
+        """Whether many measurements are noisy or missing, or other processes took much of the processors' time."""
         return self.noise > 1
 
     @property
     def noise(self) -> float:
-        """How noisy it is, to compare profiles: over 1 it is."""
+        """The noise of the measurements, by which profiles are compared. Over 1, the profile is noisy."""
         measured = [each.noisy for each in self.measurements if each.noisy or not each.extrapolated]
         measured += [True for each in self.omissions if each.reason == PREEMPTED]
         return max(sum(measured) / max(len(measured), 1) / _NOISY, self.other_load / BUSY)

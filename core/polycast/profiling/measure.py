@@ -8,7 +8,7 @@ import torch
 
 from ..common.interrupts import raise_if_callers
 from ..common.own_work import own_work
-from ..plugins.backend import Backend
+from ..registry.backend import Backend
 from ..torch_internals.callers_state import call_outside
 from .conditions import Conditions
 from .device_profile import DeviceProfile

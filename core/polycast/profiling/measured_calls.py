@@ -6,7 +6,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from ..plugins.backend import LowBitKernel
+from ..registry.backend import LowBitKernel
 from .cases import Case, WeightedOp
 from .operands import SMALL, Operands
 from .ways import MeasuredWay

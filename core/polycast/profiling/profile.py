@@ -13,9 +13,9 @@ from ..common.announce import announce
 from ..common.atfork import hold_during_fork
 from ..common.listeners import Listeners
 from ..errors import warn_user
-from ..plugins.backend import Backend
-from ..plugins.registry import registry
 from ..policy.recipe import Recipe, RecipeLike
+from ..registry.backend import Backend
+from ..registry.registry import registry
 from . import profile_file
 from .conditions import Conditions
 from .device_profile import BUSY, DeviceProfile

@@ -2,10 +2,10 @@
 
 import torch
 
-from ..plugins.backend import Backend
-from ..plugins.checks import ask_slow_reason
-from ..plugins.registry import registry
 from ..policy.dtypes import FLOAT32, dtype_name
+from ..registry.backend import Backend
+from ..registry.checks import ask_slow_reason
+from ..registry.registry import registry
 from .device_profile import DeviceProfile
 from .profile import find_ignoring_errors
 

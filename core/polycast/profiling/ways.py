@@ -6,10 +6,10 @@ from dataclasses import dataclass
 import torch
 
 from ..common.interrupts import raise_if_callers
-from ..plugins.backend import Backend, LowBitKernel
-from ..plugins.checks import PLUGIN_ERRORS, check_availability, check_dtype, check_recipe
 from ..policy.dtypes import dtype_name
 from ..policy.recipe import Recipe, all_recipes
+from ..registry.backend import Backend, LowBitKernel
+from ..registry.checks import PLUGIN_ERRORS, check_availability, check_dtype, check_recipe
 from ..torch_internals.callers_state import call_outside
 from .measurement import Omission
 

@@ -15,10 +15,10 @@ from ..engine import state
 from ..engine.disable_dynamo import disable_dynamo
 from ..engine.persistence.weight_cache import WeightCache
 from ..engine.state import RegionBase, Settings
-from ..plugins.registry import registry
 from ..policy.names import OpName
 from ..policy.recipe import RecipeLike
 from ..policy.value import PolicyLike
+from ..registry.registry import registry
 from .decorate import decorate, in_block
 from .entry import prepare
 from .resolve import resolve
@@ -56,7 +56,7 @@ class autocast(RegionBase, TorchAutocast):
         TypeError: `dtype` is not a torch.dtype, `cache_enabled` not a bool, `cache` not a WeightCache, or `recipe` not
             a recipe.
         RuntimeError: torch does not know the device string, or no backend serves it (see
-            :func:`polycast.get_backend`).
+            :func:`polycast.plugin.get_backend`).
 
     Warns:
         AutocastDisabledWarning: the device is not available, or its backend does not support the dtype. The region

@@ -18,7 +18,7 @@ from torch.autograd.function import FunctionCtx
 
 from ..engine import state
 from ..engine.state import Settings
-from ..plugins.registry import registry
+from ..registry.registry import registry
 from ..torch_internals import changes
 from .cast_arguments import CastArguments
 from .suspend import Regions
@@ -43,7 +43,7 @@ def custom_fwd(fwd: Any = None, *, device_type: str, cast_inputs: torch.dtype | 
             a dict do. If autocast is disabled, it has no effect.
 
     Raises:
-        ValueError, RuntimeError: as :func:`polycast.get_backend`.
+        ValueError, RuntimeError: as :func:`polycast.plugin.get_backend`.
 
     Example:
         >>> import torch, polycast
@@ -107,7 +107,7 @@ def custom_bwd(bwd: Any = None, *, device_type: str) -> Any:
         device_type: the device, as given to :func:`custom_fwd`.
 
     Raises:
-        ValueError, RuntimeError: as :func:`polycast.get_backend`. The decorated function raises RuntimeError if
+        ValueError, RuntimeError: as :func:`polycast.plugin.get_backend`. The decorated function raises RuntimeError if
             ``forward`` is not decorated with :func:`custom_fwd`.
     """
     device_type = registry.find(device_type).device_type

@@ -12,8 +12,6 @@ from ..engine.kernels import autocast_key, installed, refusal
 from ..engine.recipes.compute import plan_of
 from ..engine.reference.rules import OpCall, apply_rule, is_eligible
 from ..engine.state import Settings
-from ..plugins.backend import Backend
-from ..plugins.registry import registry
 from ..policy.cast_policy import CastPolicy
 from ..policy.names import OpName, known_overloads, read_op
 from ..policy.recipe import RecipeLike, read_recipe
@@ -21,6 +19,8 @@ from ..policy.recipe_settings import WITHOUT_POLICY
 from ..policy.registered import registrations
 from ..policy.schemas import existing_op, flatten_arguments
 from ..policy.value import PolicyLike
+from ..registry.backend import Backend
+from ..registry.registry import registry
 from ..torch_internals.dispatcher import (
     CustomOpDef,
     OpOverload,

@@ -7,8 +7,8 @@ from torch import nn
 
 from ..engine import state
 from ..errors import AutocastDisabledWarning, warn_user
-from ..plugins.checks import check_availability
-from ..plugins.registry import registry
+from ..registry.checks import check_availability
+from ..registry.registry import registry
 from .recording_scaler import RecordingGradScaler
 from .resolve import why_disabled
 
@@ -42,7 +42,7 @@ def grad_scaler(
         TypeError: `dtype` is not a torch.dtype, `enabled` not a bool, `model` not a module, or an option does not
             exist.
         ValueError: `dtype` is not floating point.
-        ValueError, RuntimeError: as :func:`polycast.get_backend`.
+        ValueError, RuntimeError: as :func:`polycast.plugin.get_backend`.
 
     Warns:
         AutocastDisabledWarning: the region would run disabled, so the scaler is disabled, too.

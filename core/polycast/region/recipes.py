@@ -7,10 +7,10 @@ import torch
 from ..common import env
 from ..engine.state import DictItem
 from ..errors import RecipeDisabledWarning, warn_user
-from ..plugins.backend import Availability, Backend
-from ..plugins.checks import check_recipe
 from ..policy.recipe import NoRecipe, Recipe, RecipeLike, read_recipe
 from ..profiling import profile
+from ..registry.backend import Availability, Backend
+from ..registry.checks import check_recipe
 from .slow_dtype import warn_if_slow
 
 _warned: set[tuple[str, str]] = set()
@@ -35,7 +35,7 @@ def checked_recipe(given: RecipeLike | None, backend: Backend, enabled: bool, dt
 def usable_recipe(given: RecipeLike, backend: Backend, enabled: bool) -> Recipe:
     """Return the recipe to use in a region. If its device does not support the given one, warn and return NoRecipe().
 
-    It is resolved, which may measure the device; see :meth:`polycast.Recipe.resolved`.
+    It is resolved, which may measure the device; see :meth:`polycast.plugin.Recipe.resolved`.
 
     Raises:
         TypeError, ValueError: `given` is not a recipe, or cannot be resolved.

@@ -9,12 +9,12 @@ from ..engine.disable_dynamo import disable_dynamo
 from ..engine.persistence.weight_cache import WeightCache
 from ..engine.state import Dependencies, DictItem, Settings
 from ..errors import AutocastDisabledWarning, warn_user
-from ..plugins.backend import Availability, Backend
-from ..plugins.checks import check_availability, check_dtype
-from ..plugins.registry import registry
 from ..policy.recipe import RecipeLike, read_recipe
 from ..policy.recipe_base import kinds
 from ..policy.value import PolicyLike
+from ..registry.backend import Availability, Backend
+from ..registry.checks import check_availability, check_dtype
+from ..registry.registry import registry
 from ..torch_internals.private_names import skip_frames
 from .policies import override_of
 from .recipes import checked_recipe, profile_dependencies

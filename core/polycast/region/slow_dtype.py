@@ -5,12 +5,12 @@ import torch
 from ..common.interrupts import raise_if_callers
 from ..engine import state
 from ..errors import SlowDtypeWarning, warn_user
-from ..plugins.backend import Backend
-from ..plugins.checks import PLUGIN_ERRORS, ask_slow_reason, check_recipe
 from ..policy.dtypes import dtype_name
 from ..policy.recipe import read_recipe
 from ..profiling.profile import find_ignoring_errors
 from ..profiling.slow_dtypes import find_slow_reason
+from ..registry.backend import Backend
+from ..registry.checks import PLUGIN_ERRORS, ask_slow_reason, check_recipe
 from ..toolchain.load_ops import is_built
 from ..torch_internals.callers_state import call_outside
 
@@ -46,7 +46,7 @@ def warn_if_slow(backend: Backend, dtype: torch.dtype) -> bool:
             measure = "" if is_measured else f" `polycast profile {backend.device_type}` measures how much."
             warn_user(
                 f"{text}. It saves memory but no time. Faster: {', '.join(ways)}.{measure} To silence this: "
-                'warnings.simplefilter("ignore", polycast.SlowDtypeWarning).',
+                'warnings.simplefilter("ignore", polycast.errors.SlowDtypeWarning).',
                 SlowDtypeWarning,
             )
         found[key] = None

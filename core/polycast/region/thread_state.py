@@ -6,8 +6,8 @@ from ..engine import state
 from ..engine.installation import kernels_of
 from ..engine.recipes.kernel_plan import process_cache
 from ..errors import BackendNotFoundError
-from ..plugins.checks import check_dtype
-from ..plugins.registry import registry
+from ..registry.checks import check_dtype
+from ..registry.registry import registry
 from ..torch_internals.dispatcher import has_autocast_key
 
 
@@ -36,7 +36,7 @@ def set_autocast_enabled(device_type: str, enabled: bool) -> None:
     Enabling installs the backend's kernels.
 
     Raises:
-        ValueError, RuntimeError: as :func:`polycast.get_backend`.
+        ValueError, RuntimeError: as :func:`polycast.plugin.get_backend`.
         TypeError: `enabled` is not a bool.
     """
     name = _device_type(device_type)
@@ -53,7 +53,7 @@ def get_autocast_dtype(device_type: str) -> torch.dtype:
     """Return the fast dtype of a device on this thread; until one is set, the backend's default.
 
     Raises:
-        ValueError, RuntimeError: as :func:`polycast.get_backend`.
+        ValueError, RuntimeError: as :func:`polycast.plugin.get_backend`.
     """
     name = _device_type(device_type)
     return state.current_dtype(name, registry.find(name).default_dtype)
@@ -69,7 +69,7 @@ def set_autocast_dtype(device_type: str, dtype: torch.dtype) -> None:
     Raises:
         ValueError: the dtype is not floating point or not supported; nothing changes.
         TypeError: `dtype` is not a torch.dtype.
-        ValueError, RuntimeError: as :func:`polycast.get_backend`.
+        ValueError, RuntimeError: as :func:`polycast.plugin.get_backend`.
     """
     name = _device_type(device_type)
     if not isinstance(dtype, torch.dtype):

@@ -5,12 +5,12 @@ from typing import Any
 
 import torch
 
-from ..plugins.backend import Availability, validate
+from ..registry.backend import Availability, validate
 from .subject import Subject, require
 
 
 class ContractChecks(Subject):
-    """The contract of :class:`polycast.Backend`."""
+    """The contract of :class:`polycast.plugin.Backend`."""
 
     def test_contract(self) -> None:
         """The backend has all attributes, of the right types, as polycast checks when it loads a plugin."""
@@ -22,7 +22,7 @@ class ContractChecks(Subject):
         require(
             answer or answer.reason.strip(),
             f"{self.backend}: availability() says that the device cannot be used and gives no reason. Give one: "
-            'polycast.Availability(False, "no device is visible")',
+            'polycast.plugin.Availability(False, "no device is visible")',
         )
         if answer:
             try:
@@ -88,6 +88,6 @@ def _without_error(call: str, function: Callable[[], Any]) -> Any:
 def answer_of(call: str, function: Callable[[], Any]) -> Availability:
     """Return the Availability that a backend's check returns; fail if it returns anything else."""
     answer = _without_error(call, function)
-    require(isinstance(answer, Availability), f"{call} returned {answer!r}, expected a polycast.Availability")
+    require(isinstance(answer, Availability), f"{call} returned {answer!r}, expected a polycast.plugin.Availability")
     assert isinstance(answer, Availability)
     return answer

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from ..plugins.registry import backends
+from ..registry.registry import backends
 from .subject import Subject, require
 
 _SCRIPT = """
@@ -45,7 +45,7 @@ def state():
     return {name: str(value) for name, value in values.items()}
 
 before = state()
-polycast.get_backend(sys.argv[1])
+polycast.plugin.get_backend(sys.argv[1])
 after = state()
 names = [name for name in before if name in after and before[name] != after[name]]
 print("\\n" + json.dumps([[name, before[name], after[name]] for name in names]))

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.utils._pytree import tree_map_only
 
-from ..plugins.backend import Backend, KernelKey
 from ..policy.dtypes import dtype_name
+from ..registry.backend import Backend, KernelKey
 from .samples import Sample, split
 from .subject import Device, Subject, describe, require
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from ..engine.fastest.fastest_recipe import Fastest
-from ..plugins.backend import LowBitKernel
 from ..policy.recipe_settings import POINTWISE_OPS
 from ..policy.schemas import existing_op, flatten_arguments, unflatten_arguments
+from ..registry.backend import LowBitKernel
 from .low_bit import LINEAR_OPS, LinearOp, assert_within, run_prepacked
 from .recipe_checks import arguments_of, kernel_calls
 from .subject import Device, Subject, require

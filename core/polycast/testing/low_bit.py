@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from ..plugins.backend import LowBitKernel
 from ..policy.recipe import Float8, Int4, Int8, Recipe
 from ..policy.schemas import existing_op, unflatten_arguments
+from ..registry.backend import LowBitKernel
 
 _SMALLEST = 2.0**-110
 """Scales are at least those of a value of this size, so that they and their inverses are normal."""

@@ -14,11 +14,11 @@ from torch.utils._pytree import tree_map_only
 from ..engine.persistence.weight_cache import WeightCache
 from ..engine.recipes.operators import operator_of
 from ..engine.recipes.recipe_listeners import listeners
-from ..plugins.backend import LowBitKernel
 from ..policy.cast_policy import CastPolicy
 from ..policy.recipe import Float8, Int4, Int8, Recipe
 from ..policy.schemas import find_op
 from ..region.autocast import autocast
+from ..registry.backend import LowBitKernel
 from .contract import answer_of
 from .low_bit import LINEAR_OPS, LinearOp, assert_within, run_prepacked
 from .subject import Device, Subject, require
@@ -67,7 +67,7 @@ class RecipeChecks(Subject):
             isinstance(kernels, Mapping)
             and kernels
             and all(isinstance(each, LowBitKernel) for each in kernels.values()),
-            f"{call} must map names of ops to instances of polycast.LowBitKernel, at least one; got {kernels!r}",
+            f"{call} must map names of ops to instances of polycast.plugin.LowBitKernel, at least one; got {kernels!r}",
         )
         for name, kernel in kernels.items():
             require(

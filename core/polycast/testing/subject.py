@@ -13,12 +13,12 @@ from torch._subclasses import FakeTensorMode
 
 from ..engine.installation import install
 from ..engine.kernels import autocast_key
-from ..plugins.backend import Availability, Backend
-from ..plugins.checks import check_availability
-from ..plugins.registry import get_backend
 from ..policy.dtypes import dtype_name
 from ..region.autocast import autocast
 from ..region.thread_state import autocast_nesting
+from ..registry.backend import Availability, Backend
+from ..registry.checks import check_availability
+from ..registry.registry import get_backend
 from ..torch_internals.private_names import has_dispatch_key
 from . import expected
 from .samples import Sample

@@ -7,7 +7,7 @@ import torch
 
 from ..common.atfork import hold_during_fork
 from ..common.interrupts import raise_if_callers
-from ..plugins.backend import Availability
+from ..registry.backend import Availability
 from .build import find_build
 from .cache_folder import cache_directory
 from .cpp_library import BuildError, CppLibrary
@@ -42,7 +42,7 @@ def load_ops(package: str) -> Availability:
 
     Example:
         >>> import polycast
-        >>> polycast.load_ops("polycast.policy").available  # it contains no C++
+        >>> polycast.plugin.load_ops("polycast.policy").available  # it contains no C++
         False
     """
     answer = _answers.get(package)

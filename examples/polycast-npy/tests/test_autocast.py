@@ -128,11 +128,11 @@ def test_the_backend_is_found_by_its_entry_point():
     status = polycast.backends()["npy"]
     assert (status.state, status.distribution, status.default_dtype) == ("ready", "polycast-npy", torch.float16)
     assert polycast.is_autocast_available("npy")
-    assert isinstance(polycast.get_backend("npy"), polycast_npy.NpyBackend)
+    assert isinstance(polycast.plugin.get_backend("npy"), polycast_npy.NpyBackend)
 
 
 def test_a_region_in_bfloat16_is_disabled_and_says_why():
-    with pytest.warns(polycast.AutocastDisabledWarning, match=r"npy supports torch\.float16"):
+    with pytest.warns(polycast.errors.AutocastDisabledWarning, match=r"npy supports torch\.float16"):
         region = polycast.autocast("npy", dtype=torch.bfloat16)
     x, y = tensors((2, 3), (3, 4))
     with region:
@@ -141,14 +141,14 @@ def test_a_region_in_bfloat16_is_disabled_and_says_why():
 
 def test_an_old_numpy_makes_the_device_unavailable(monkeypatch):
     monkeypatch.setattr("numpy.__version__", "1.19.5")
-    answer = polycast.get_backend("npy").availability()
+    answer = polycast.plugin.get_backend("npy").availability()
     assert (answer.available, answer.reason) == (False, "NumPy 1.19.5 is too old: npy needs 1.20 or newer")
     assert not polycast.is_autocast_available("npy")
 
 
 def test_a_missing_numpy_makes_the_device_unavailable(monkeypatch):
     monkeypatch.setitem(sys.modules, "numpy", None)
-    answer = polycast.get_backend("npy").availability()
+    answer = polycast.plugin.get_backend("npy").availability()
     assert not answer.available
     assert answer.reason.startswith("NumPy cannot be imported: ")
 

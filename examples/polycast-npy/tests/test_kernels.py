@@ -18,12 +18,12 @@ def products(monkeypatch):
         made.append(int8_mm(*args))
         return made[-1]
 
-    monkeypatch.setattr(polycast.get_backend("npy"), "kernels", {(MM, torch.int8, torch.int32): kernel})
+    monkeypatch.setattr(polycast.plugin.get_backend("npy"), "kernels", {(MM, torch.int8, torch.int32): kernel})
     return made
 
 
 def test_the_backend_supplies_the_kernel():
-    assert polycast.get_backend("npy").kernels == {(MM, torch.int8, torch.int32): int8_mm}
+    assert polycast.plugin.get_backend("npy").kernels == {(MM, torch.int8, torch.int32): int8_mm}
 
 
 def test_out_dtype_runs_the_kernel_and_the_product_is_exact(products):

@@ -32,7 +32,7 @@ def scales(request):
 
 
 def test_the_backend_offers_int8_and_says_why_not_of_others():
-    backend = polycast.get_backend("npy")
+    backend = polycast.plugin.get_backend("npy")
     assert backend.recipe_availability(polycast.Int8("tensor"))
     answer = backend.recipe_availability(polycast.Float8())
     assert (answer.available, answer.reason) == (False, "the backend for npy has no kernels for float8")

@@ -6,11 +6,11 @@ from typing import Any, NamedTuple
 import torch
 from typing_extensions import override
 
-from ...plugins.backend import Backend, LowBitKernel
 from ...policy.dtypes import dtype_name
 from ...policy.recipe_settings import COMPOSED_OPS, POINTWISE_OPS, resolve
 from ...policy.registered import policies_for
 from ...profiling.device_profile import DeviceProfile
+from ...registry.backend import Backend, LowBitKernel
 from ...torch_internals.callers_state import call_outside
 from ...torch_internals.private_names import is_intercepted, onednn_supports, size_hint
 from ..casts.cast_cache import CastCache

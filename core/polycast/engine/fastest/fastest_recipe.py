@@ -56,7 +56,7 @@ class Fastest(Recipe):
     min_size: int = 0
 
     def check(self) -> None:
-        """See :class:`Recipe`."""
+        """See :class:`polycast.plugin.Recipe`."""
         profile = self.profile
         if (
             profile is not None
@@ -67,7 +67,7 @@ class Fastest(Recipe):
 
     @property
     def resolves_alike(self) -> bool:
-        """See :class:`Recipe`. The file of a profile may change."""
+        """See :class:`polycast.plugin.Recipe`. The file of a profile may change."""
         return not isinstance(self.profile, str)
 
     def resolved(self, device_type: str, measure: bool) -> "Fastest":

@@ -11,10 +11,10 @@ from typing_extensions import override
 
 from ...common.atfork import hold_during_fork
 from ...errors import StaleWeightError
-from ...plugins.backend import Backend, overrides_is_capturing
 from ...policy.cast_policy import CastPolicy
 from ...policy.recipe_settings import WITHOUT_POLICY
 from ...policy.schemas import overload_with_dtype
+from ...registry.backend import Backend, overrides_is_capturing
 from ...torch_internals.dispatcher import OpOverload
 from ..casts.cast_cache import CastCache, cache_by_identity
 from ..casts.not_prepacked import NOT_PREPACKED

@@ -13,10 +13,10 @@ from ...common.atfork import hold_during_fork
 from ...common.own_work import own_work
 from ...common.plain_text import first_of
 from ...common.versions import package_versions
-from ...plugins.registry import registry
 from ...policy.recipe import Recipe
 from ...policy.recipe_settings import ObjectDigest
 from ...policy.tensor_file import TensorFile
+from ...registry.registry import registry
 from ...torch_internals.dispatcher import disable_autocast
 from .. import state
 from ..casts.cast_cache import CastCache, EntryKind

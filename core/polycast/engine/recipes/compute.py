@@ -5,9 +5,9 @@ import pkgutil
 from collections.abc import Sequence
 from typing import Any
 
-from ...plugins.backend import Backend
-from ...plugins.registry import registry
 from ...policy.recipe_base import Recipe
+from ...registry.backend import Backend
+from ...registry.registry import registry
 from .. import state
 from ..disable_dynamo import disable_dynamo
 from ..override import Override

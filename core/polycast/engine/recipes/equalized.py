@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 
-from ...plugins.backend import LowBitKernel
 from ...policy.recipe import Recipe
 from ...policy.recipe_settings import resolve
+from ...registry.backend import LowBitKernel
 from ...torch_internals.private_names import has_python_key
 
 _IS_TRANSPOSED = {"aten::linear": False, "aten::matmul": True, "aten::mm": True, "aten::addmm": True}

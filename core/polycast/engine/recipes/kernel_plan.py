@@ -17,10 +17,10 @@ from typing_extensions import override
 
 from ...common import manifests
 from ...common.atfork import hold_during_fork
-from ...plugins.backend import Backend, LowBitKernel, overrides_is_capturing
-from ...plugins.checks import check_recipe
 from ...policy.dtypes import dtype_name
 from ...policy.recipe import Recipe
+from ...registry.backend import Backend, LowBitKernel, overrides_is_capturing
+from ...registry.checks import check_recipe
 from ...torch_internals.callers_state import call_outside
 from ...torch_internals.private_names import is_intercepted
 from ..casts.cast_cache import CastCache

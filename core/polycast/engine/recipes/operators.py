@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch.library import Library
 
-from ...plugins.backend import Backend
-from ...plugins.registry import registry
 from ...policy.recipe import Recipe
 from ...policy.schemas import existing_op
+from ...registry.backend import Backend
+from ...registry.registry import registry
 from ...torch_internals.dispatcher import disable_autocast, tracking_views
 from .. import state
 from ..casts.cached_cast import TAGS, number_in_graph

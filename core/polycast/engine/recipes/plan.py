@@ -6,8 +6,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from ...plugins.backend import Backend, LowBitKernel
 from ...policy.recipe_base import Recipe
+from ...registry.backend import Backend, LowBitKernel
 from ...torch_internals.private_names import has_python_key
 from ..casts.cast_cache import CastCache
 from .actions import Action, Results

@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 
-from ...plugins.backend import Backend, LowBitKernel
-from ...plugins.registry import registry
 from ...policy.recipe import Recipe
+from ...registry.backend import Backend, LowBitKernel
+from ...registry.registry import registry
 
 
 @dataclass(frozen=True)

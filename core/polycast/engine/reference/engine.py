@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch.library import Library
 
-from ...plugins.backend import Backend
 from ...policy.cast_policy import CastPolicy
 from ...policy.schemas import find_op
+from ...registry.backend import Backend
 from ...torch_internals import changes
 from ...torch_internals.dispatcher import (
     DispatchKeySet,

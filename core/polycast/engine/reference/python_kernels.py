@@ -13,10 +13,10 @@ import torch
 from torch.library import Library, fallthrough_kernel
 from typing_extensions import override
 
-from ...plugins.backend import Backend
 from ...policy.cast_policy import CastPolicy
 from ...policy.recipe_settings import COMPOSED_OPS, WITHOUT_POLICY
 from ...policy.schemas import flatten_arguments
+from ...registry.backend import Backend
 from ...torch_internals.dispatcher import DispatchKeySet, OpOverload, excluding, keys_below, redispatch
 from ..casts.cast_cache import cache_by_identity
 from ..casts.traced import cast_of_traced

@@ -1,6 +1,6 @@
 """The device ``npy``, whose kernels are NumPy's, and autocast for it."""
 
-from polycast import Backend, hookimpl
+from polycast.plugin import Backend, hookimpl
 
 from .backend import NpyBackend
 from .device import register_device

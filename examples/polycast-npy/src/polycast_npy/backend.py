@@ -5,7 +5,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from typing_extensions import override
 
-from polycast import STANDARD_REMEDIES, Availability, Backend, Int8, LowBitKernel, Recipe
+from polycast import Int8
+from polycast.plugin import STANDARD_REMEDIES, Availability, Backend, LowBitKernel, Recipe
 
 from .device import numpy_availability
 from .kernels import KERNELS

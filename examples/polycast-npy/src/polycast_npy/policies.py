@@ -1,6 +1,6 @@
 """The op table of npy: that of torch's accelerators, with changes for NumPy."""
 
-from polycast import STANDARD_POLICIES, CastPolicy, policy_table
+from polycast.plugin import STANDARD_POLICIES, CastPolicy, policy_table
 
 _OWN = policy_table(
     {

@@ -28,7 +28,7 @@ def test_the_error_of_a_conflict_names_both_distributions_and_the_remedy(run, us
 @pytest.mark.usefixtures("two")
 def test_a_conflict_imports_neither_plugin_and_affects_no_other_device(run):
     answer = run("""
-        available = [polycast.is_autocast_available("cpu"), polycast.get_backend("xpu").device_type]
+        available = [polycast.is_autocast_available("cpu"), polycast.plugin.get_backend("xpu").device_type]
         answer = [available, polycast.backends()["cpu"], {"acme_one", "acme_two", "polycast_cpu"} & set(sys.modules)]
     """)
     assert answer[0] == [False, "xpu"]
@@ -62,7 +62,7 @@ def test_the_provider_resolves_a_conflict(run, provider, chosen, replaces):
 def test_a_backend_registered_by_hand_resolves_a_conflict(run):
     answer = run("""
         from polycast_cpu import CpuBackend
-        polycast.register_backend(CpuBackend())
+        polycast.plugin.register_backend(CpuBackend())
         answer = polycast.backends()["cpu"]
     """)
     assert (answer["state"], answer["distribution"], answer["replaces"]) == ("ready", "", [ONE, TWO, BUILT_IN])
@@ -78,8 +78,8 @@ def test_a_provider_that_is_not_installed_is_an_error_when_its_device_is_used(ru
     plugin("acme-one", "cpu")
     answer = run(
         """
-        uses = [polycast.get_backend, polycast.autocast, polycast.is_autocast_available, polycast.backends().get]
-        answer = [*(error_of(use, "cpu") for use in uses), polycast.get_backend("xpu").device_type]
+        uses = [polycast.plugin.get_backend, polycast.autocast, polycast.is_autocast_available, polycast.backends().get]
+        answer = [*(error_of(use, "cpu") for use in uses), polycast.plugin.get_backend("xpu").device_type]
         """,
         POLYCAST_PROVIDER="cpu=Acme_Three",
     )

@@ -43,4 +43,4 @@ def _answer(backend: Backend, method: str, *arguments: object) -> Availability:
         return Availability(False, str(error) or type(error).__name__)
     if isinstance(answer, Availability):
         return answer
-    return Availability(False, f"{method}() returned {answer!r}, expected a polycast.Availability")
+    return Availability(False, f"{method}() returned {answer!r}, expected a polycast.plugin.Availability")

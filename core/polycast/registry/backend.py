@@ -26,7 +26,7 @@ class Availability:
 
     Example:
         >>> import polycast
-        >>> polycast.Availability(False, "no device is plugged in").available
+        >>> polycast.plugin.Availability(False, "no device is plugged in").available
         False
     """
 
@@ -125,7 +125,7 @@ class Backend:
             each with the reason.
         optional_ops: optional; ops of `policies` that a torch which the backend supports may lack, each with the
             reason. The conformance suite fails for other ops that the running torch lacks: they may be misspelled.
-        ops_in_cpp: optional; the packages that the backend passes to :func:`polycast.load_ops`, which
+        ops_in_cpp: optional; the packages that the backend passes to :func:`polycast.plugin.load_ops`, which
             ``polycast build`` compiles ahead of their first use.
     """
 
@@ -241,7 +241,7 @@ def validate(backend: object, device_type: str | None = None) -> Backend:
         what = (
             f"the class {backend.__name__}" if isinstance(backend, type) else f"{type(backend).__name__}: {backend!r}"
         )
-        raise InvalidBackendError(f"expected an instance of polycast.Backend, got {what}")
+        raise InvalidBackendError(f"expected an instance of polycast.plugin.Backend, got {what}")
     required = ("device_type", "default_dtype", "policies")
     problems = [f"{name} is missing" for name in required if not hasattr(backend, name)]
     if not problems:
@@ -262,8 +262,8 @@ def validate(backend: object, device_type: str | None = None) -> Backend:
     ]
     if problems:
         raise InvalidBackendError(
-            f"{type(backend).__module__}.{type(backend).__qualname__} violates the contract of polycast.Backend:\n"
-            + "\n".join(f"  - {problem}" for problem in problems)
+            f"{type(backend).__module__}.{type(backend).__qualname__} violates the contract of "
+            "polycast.plugin.Backend:\n" + "\n".join(f"  - {problem}" for problem in problems)
         )
     return backend
 

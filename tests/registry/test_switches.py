@@ -23,10 +23,10 @@ def test_a_blocked_device_has_no_backend_and_its_plugin_is_not_imported(run, plu
     answer = run(
         """
         answer = [
-            error_of(polycast.get_backend, "hpu"),
+            error_of(polycast.plugin.get_backend, "hpu"),
             error_of(polycast.autocast, "cpu"),
             [polycast.is_autocast_available(device) for device in ("hpu", "cpu")],
-            polycast.get_backend("cuda").device_type,
+            polycast.plugin.get_backend("cuda").device_type,
             "acme_hpu" in sys.modules or "polycast_cpu" in sys.modules,
         ]
         """,
@@ -54,7 +54,7 @@ def test_a_backend_registered_by_hand_is_not_blocked(run):
     answer = run(
         """
         from polycast_cpu import CpuBackend
-        polycast.register_backend(CpuBackend())
+        polycast.plugin.register_backend(CpuBackend())
         answer = polycast.is_autocast_available("cpu")
         """,
         POLYCAST_BLOCK="cpu",
@@ -70,7 +70,8 @@ def test_without_discovery_there_are_only_the_built_ins(run, plugin, off):
         """
         statuses = polycast.backends()
         found = [name for name, status in statuses.items() if status.state != "missing"]
-        answer = [found, statuses["cpu"].distribution, statuses["hpu"].reason, error_of(polycast.get_backend, "hpu")]
+        error = error_of(polycast.plugin.get_backend, "hpu")
+        answer = [found, statuses["cpu"].distribution, statuses["hpu"].reason, error]
         """,
         POLYCAST_DISCOVERY=off,
     )
@@ -80,7 +81,7 @@ def test_without_discovery_there_are_only_the_built_ins(run, plugin, off):
         "No polycast backend is installed for 'hpu'. Backends are installed for: "
         f"{', '.join(BUILT_INS)}. "
         "Install a distribution that supplies one in the entry-point group 'polycast.backends', or pass yours to "
-        f"polycast.register_backend().{off}"
+        f"polycast.plugin.register_backend().{off}"
     )
     found = BUILT_INS
     assert answer == [found, "polycast", reason, ["BackendNotFoundError", missing]]
@@ -91,7 +92,8 @@ def test_an_invalid_value_is_an_error_at_each_look_up_until_it_is_corrected(run,
     answer = run(
         f"""
         import os
-        uses = [polycast.get_backend, polycast.autocast, polycast.is_autocast_available, lambda _: polycast.backends()]
+        get_backend = polycast.plugin.get_backend
+        uses = [get_backend, polycast.autocast, polycast.is_autocast_available, lambda _: polycast.backends()]
         answer = [error_of(use, "cpu") for use in uses]
         del os.environ[{variable!r}]
         answer.append(polycast.is_autocast_available("cpu"))
@@ -115,8 +117,8 @@ def test_a_variable_that_names_an_unknown_device_warns(run, variable, value, dev
         import warnings
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            polycast.get_backend("cuda")
-            polycast.get_backend("xpu")
+            polycast.plugin.get_backend("cuda")
+            polycast.plugin.get_backend("xpu")
         answer = [str(each.message) for each in caught]
         """,
         **{variable: value},

@@ -15,7 +15,7 @@ import torch
 import polycast
 
 
-class AcmeBackend(polycast.Backend):
+class AcmeBackend(polycast.plugin.Backend):
     device_type = {device_type!r}
     default_dtype = torch.bfloat16
     policies = {{"aten::mm": polycast.CastPolicy.LOWER_PRECISION_FP}}
@@ -24,10 +24,10 @@ class AcmeBackend(polycast.Backend):
         return (torch.bfloat16, torch.float16)
 
     def availability(self):
-        return polycast.Availability(True)
+        return polycast.plugin.Availability(True)
 
 
-@polycast.hookimpl
+@polycast.plugin.hookimpl
 def polycast_backend():
     return AcmeBackend()
 

@@ -7,8 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from polycast import Availability, Backend, CastPolicy, InvalidBackendError
-from polycast.plugins.backend import validate
+from polycast.errors import InvalidBackendError
+from polycast.plugin import Availability, Backend, CastPolicy
+from polycast.registry.backend import validate
 
 MM = torch.ops.aten.mm.default
 
@@ -36,7 +37,7 @@ def problems(backend, device_type=None):
     with pytest.raises(InvalidBackendError) as error:
         validate(backend, device_type)
     first, *lines = str(error.value).splitlines()
-    assert first == f"{__name__}.{type(backend).__name__} violates the contract of polycast.Backend:"
+    assert first == f"{__name__}.{type(backend).__name__} violates the contract of polycast.plugin.Backend:"
     return [line.removeprefix("  - ") for line in lines]
 
 
@@ -65,7 +66,7 @@ def test_attributes_may_be_set_on_the_instance():
 def test_an_object_of_another_type_is_rejected(value, got):
     with pytest.raises(InvalidBackendError) as error:
         validate(value)
-    assert str(error.value) == f"expected an instance of polycast.Backend, got {got}"
+    assert str(error.value) == f"expected an instance of polycast.plugin.Backend, got {got}"
 
 
 def test_a_bare_backend_lacks_all_required_members():
@@ -193,7 +194,7 @@ def test_a_stream_without_capture_queries_is_not_capturing_and_other_errors_prop
         def is_capturing(self):
             raise RuntimeError(said)
 
-    monkeypatch.setattr("polycast.plugins.backend.STREAMS_KNOW_CAPTURE", True)
+    monkeypatch.setattr("polycast.registry.backend.STREAMS_KNOW_CAPTURE", True)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("hpu"))
     monkeypatch.setattr(torch.accelerator, "current_stream", Stream)
     monkeypatch.setattr(torch, "hpu", SimpleNamespace(is_initialized=lambda: True), raising=False)

@@ -213,7 +213,7 @@ def _load_plugin(candidate: Candidate, device_type: str) -> Backend:
     answers: list[Any] = manager.hook.polycast_backend()
     if len(answers) != 1:
         raise InvalidBackendError(
-            f"{candidate.entry_point.value} must implement the hook polycast_backend (marked with @polycast.hookimpl) "
-            f"and return a Backend from it; got {len(answers)} answers"
+            f"{candidate.entry_point.value} must implement the hook polycast_backend (marked with "
+            f"@polycast.plugin.hookimpl) and return a Backend from it; got {len(answers)} answers"
         )
     return validate(answers[0], device_type)

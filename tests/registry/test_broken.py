@@ -3,8 +3,8 @@
 import pytest
 
 NO_HOOK = (
-    "acme_hpu must implement the hook polycast_backend (marked with @polycast.hookimpl) and return a Backend from it; "
-    "got {} answers"
+    "acme_hpu must implement the hook polycast_backend (marked with @polycast.plugin.hookimpl) and return a Backend "
+    "from it; got {} answers"
 )
 AT_IMPORT = {
     "an exception": ("raise ValueError('no firmware')", "ValueError", "no firmware"),
@@ -15,32 +15,36 @@ AT_IMPORT = {
 IN_THE_HOOK = {
     "no hook": ("del polycast_backend", "InvalidBackendError", NO_HOOK.format(0)),
     "no marker": ("def polycast_backend(): return AcmeBackend()", "InvalidBackendError", NO_HOOK.format(0)),
-    "returns None": ("polycast_backend = polycast.hookimpl(lambda: None)", "InvalidBackendError", NO_HOOK.format(0)),
+    "returns None": (
+        "polycast_backend = polycast.plugin.hookimpl(lambda: None)",
+        "InvalidBackendError",
+        NO_HOOK.format(0),
+    ),
     "two hooks": (
-        "second = polycast.hookimpl(specname='polycast_backend')(lambda: AcmeBackend())",
+        "second = polycast.plugin.hookimpl(specname='polycast_backend')(lambda: AcmeBackend())",
         "InvalidBackendError",
         NO_HOOK.format(2),
     ),
     "returns a class": (
-        "polycast_backend = polycast.hookimpl(lambda: AcmeBackend)",
+        "polycast_backend = polycast.plugin.hookimpl(lambda: AcmeBackend)",
         "InvalidBackendError",
-        "expected an instance of polycast.Backend, got the class AcmeBackend",
+        "expected an instance of polycast.plugin.Backend, got the class AcmeBackend",
     ),
     "returns a list": (
-        "polycast_backend = polycast.hookimpl(lambda: [None])",
+        "polycast_backend = polycast.plugin.hookimpl(lambda: [None])",
         "InvalidBackendError",
-        "expected an instance of polycast.Backend, got list: [None]",
+        "expected an instance of polycast.plugin.Backend, got list: [None]",
     ),
     "returns two backends": (
         "AcmeBackend.__repr__ = lambda self: 'acme'\n"
-        "polycast_backend = polycast.hookimpl(lambda: (AcmeBackend(), AcmeBackend()))",
+        "polycast_backend = polycast.plugin.hookimpl(lambda: (AcmeBackend(), AcmeBackend()))",
         "InvalidBackendError",
-        "expected an instance of polycast.Backend, got tuple: (acme, acme)",
+        "expected an instance of polycast.plugin.Backend, got tuple: (acme, acme)",
     ),
-    "raises": ("@polycast.hookimpl\ndef polycast_backend(): raise OSError('no driver')", "OSError", "no driver"),
-    "exits": ("@polycast.hookimpl\ndef polycast_backend(): sys.exit('no licence')", "SystemExit", "no licence"),
+    "raises": ("@polycast.plugin.hookimpl\ndef polycast_backend(): raise OSError('no driver')", "OSError", "no driver"),
+    "exits": ("@polycast.plugin.hookimpl\ndef polycast_backend(): sys.exit('no licence')", "SystemExit", "no licence"),
     "an unknown argument": (
-        "@polycast.hookimpl\ndef polycast_backend(device): ...",
+        "@polycast.plugin.hookimpl\ndef polycast_backend(device): ...",
         "PluginValidationError",
         "Plugin 'acme-hpu' for hook 'polycast_backend'\nhookimpl definition: polycast_backend(device)\n"
         "Argument(s) {'device'} are declared in the hookimpl but can not be found in the hookspec",
@@ -76,7 +80,9 @@ def broken(cause, text, *, device="hpu", plugin="acme-hpu 1.0 (acme_hpu)"):
 def test_the_error_of_a_broken_plugin_has_the_cause_and_the_distribution(run, plugin, folder, case):
     source, cause, text = CASES[case]
     plugin("acme-hpu", "hpu", f"import sys\n{source}")
-    assert run("answer = error_of(polycast.get_backend, 'hpu')") == broken(cause, text.replace("{folder}", str(folder)))
+    assert run("answer = error_of(polycast.plugin.get_backend, 'hpu')") == broken(
+        cause, text.replace("{folder}", str(folder))
+    )
 
 
 @pytest.mark.parametrize(
@@ -89,7 +95,7 @@ def test_the_error_of_a_broken_plugin_has_the_cause_and_the_distribution(run, pl
 def test_an_entry_point_that_points_nowhere_is_broken(run, distribution, value, cause, text):
     distribution("acme-hpu", {"hpu": value}, {"acme_hpu.py": ""})
     expected = broken(cause, text, plugin=f"acme-hpu 1.0 ({value})")
-    assert run("answer = error_of(polycast.get_backend, 'hpu')") == expected
+    assert run("answer = error_of(polycast.plugin.get_backend, 'hpu')") == expected
 
 
 @pytest.mark.parametrize("case", ["SystemExit", "no hook", "two hooks", "uses its own device"])
@@ -139,7 +145,7 @@ def test_a_broken_plugin_is_imported_once_and_raises_at_each_use(run, plugin):
     plugin(
         "acme-hpu", "hpu", "import sys\nsys.imports = getattr(sys, 'imports', 0) + 1\nraise ValueError('no firmware')"
     )
-    answer = run("answer = [*(error_of(polycast.get_backend, 'hpu') for _ in range(3)), sys.imports]")
+    answer = run("answer = [*(error_of(polycast.plugin.get_backend, 'hpu') for _ in range(3)), sys.imports]")
     assert answer == [*[broken("ValueError", "no firmware")] * 3, 1]
 
 
@@ -148,7 +154,7 @@ def test_an_interrupted_import_propagates_and_is_repeated_at_the_next_use(run, p
         "import sys\nif not hasattr(sys, 'interrupted'):\n    sys.interrupted = True\n    raise KeyboardInterrupt"
     )
     plugin("acme-hpu", "hpu", interrupt)
-    answer = run("answer = [error_of(polycast.get_backend, 'hpu'), polycast.is_autocast_available('hpu')]")
+    answer = run("answer = [error_of(polycast.plugin.get_backend, 'hpu'), polycast.is_autocast_available('hpu')]")
     assert answer == [["KeyboardInterrupt", ""], True]
 
 
@@ -163,7 +169,7 @@ def test_a_backend_registered_by_hand_replaces_a_broken_one(run, plugin):
         from polycast_cpu import CpuBackend
         backend = CpuBackend()
         backend.device_type = "hpu"
-        polycast.register_backend(backend)
+        polycast.plugin.register_backend(backend)
         status = polycast.backends()["hpu"]
         answer = [status.state, status.distribution, status.replaces]
     """)
@@ -177,7 +183,7 @@ def test_a_distribution_without_metadata_breaks_only_its_own_device(run, distrib
         (record / "METADATA").unlink()
     else:
         (record / "METADATA").write_text(metadata)
-    answer = run("answer = [polycast.is_autocast_available('cpu'), error_of(polycast.get_backend, 'hpu')]")
+    answer = run("answer = [polycast.is_autocast_available('cpu'), error_of(polycast.plugin.get_backend, 'hpu')]")
     nameless = "(nameless) (no version) (acme_absent)"
     error = broken("ModuleNotFoundError", "No module named 'acme_absent'", plugin=nameless)
     assert answer == [True, error]

@@ -13,9 +13,8 @@ def test_a_plugin_that_hangs_at_import_blocks_only_users_of_its_device(run, plug
         import threading
         sys.started, sys.go_on = threading.Event(), threading.Event()
         found = []
-        held_up = [
-            threading.Thread(target=lambda: found.append(polycast.get_backend("hpu").device_type)) for _ in range(2)
-        ]
+        get_backend = polycast.plugin.get_backend
+        held_up = [threading.Thread(target=lambda: found.append(get_backend("hpu").device_type)) for _ in range(2)]
         for thread in held_up:
             thread.start()
         assert sys.started.wait(60)
@@ -48,8 +47,8 @@ def test_a_second_name_for_torchs_out_of_tree_device_breaks_its_plugin(run, plug
     plugin("acme-npu", "npu", RENAME.format("npu"))
     plugin("acme-tpu", "tpu", RENAME.format("tpu"))
     answer = run("""
-        first = polycast.get_backend("npu").device_type
-        name, text, cause, limit = error_of(polycast.get_backend, "tpu")
+        first = polycast.plugin.get_backend("npu").device_type
+        name, text, cause, limit = error_of(polycast.plugin.get_backend, "tpu")
         answer = [first, name, limit in text, limit, {d: s.state for d, s in polycast.backends().items() if "pu" in d}]
     """)
     first, name, chained, limit, states = answer
@@ -75,7 +74,7 @@ def test_eight_threads_that_look_up_as_many_devices_read_the_metadata_once(run, 
         barrier = threading.Barrier(8)
         def look_up(device):
             barrier.wait(60)
-            return polycast.get_backend(device).device_type
+            return polycast.plugin.get_backend(device).device_type
         with ThreadPoolExecutor(8) as threads:
             found = list(threads.map(look_up, devices))
         answer = [found == devices, len(reads)]
@@ -114,7 +113,7 @@ def test_a_fork_after_discovery_has_the_plugins_and_can_load_more(run, plugin, e
     plugin("acme-ipu", "ipu")
     answer = run(
         f"""{FORK}
-polycast.get_backend("hpu")
+polycast.plugin.get_backend("hpu")
 {region}
 answer = [
     in_child(lambda: [s.state for d, s in polycast.backends().items() if d in ("hpu", "ipu", "cpu")]),
@@ -134,10 +133,11 @@ def test_a_fork_waits_until_another_thread_has_imported_a_plugin(run, plugin):
     answer = run(f"""{FORK}
 import threading
 sys.started = threading.Event()
-thread = threading.Thread(target=polycast.get_backend, args=("hpu",))
+thread = threading.Thread(target=polycast.plugin.get_backend, args=("hpu",))
 thread.start()
 assert sys.started.wait(60)
-answer = [in_child(lambda: polycast.get_backend("hpu").device_type), polycast.get_backend("hpu").device_type]
+get_backend = polycast.plugin.get_backend
+answer = [in_child(lambda: get_backend("hpu").device_type), get_backend("hpu").device_type]
 thread.join()
 """)
     assert answer == ["hpu", "hpu"]
@@ -161,7 +161,7 @@ answer = [child, parent]
 
 
 def test_an_upgraded_plugin_is_used_by_the_next_process(run, plugin, folder):
-    status = "answer = [polycast.backends()['hpu'].version, polycast.get_backend('hpu').default_dtype]"
+    status = "answer = [polycast.backends()['hpu'].version, polycast.plugin.get_backend('hpu').default_dtype]"
     plugin("acme-hpu", "hpu", version="1.0")
     assert run(status) == ["1.0", "torch.bfloat16"]
     for path in sorted((folder / "acme_hpu-1.0.dist-info").iterdir()):
@@ -176,4 +176,4 @@ def test_a_removed_plugin_is_unknown_to_the_next_process(run, plugin, folder):
     assert run("answer = polycast.backends()['hpu'].state") == "ready"
     for path in sorted((folder / "acme_hpu-1.0.dist-info").iterdir()):
         path.unlink()
-    assert run("answer = error_of(polycast.get_backend, 'hpu')[0]") == "BackendNotFoundError"
+    assert run("answer = error_of(polycast.plugin.get_backend, 'hpu')[0]") == "BackendNotFoundError"

@@ -31,7 +31,7 @@ class LowBitMatmul:
 
     Example:
         >>> import polycast
-        >>> class Matmul(polycast.LowBitMatmul):
+        >>> class Matmul(polycast.plugin.LowBitMatmul):
         ...     def prepack(self, weight):
         ...         return (weight.clone(),)
         ...     def multiply(self, x, prepacked, bias, alpha):

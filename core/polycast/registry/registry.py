@@ -88,8 +88,8 @@ class Registry:
             raise BackendNotFoundError(
                 f"No polycast backend is installed for {name!r}. Backends are installed for: "
                 f"{', '.join(sorted(self.loaders())) or 'no device'}. Install a distribution that supplies one in the "
-                f"entry-point group {hookspecs.ENTRY_POINT_GROUP!r}, or pass yours to polycast.register_backend()."
-                f"{_discovery_hint()}"
+                f"entry-point group {hookspecs.ENTRY_POINT_GROUP!r}, or pass yours to "
+                f"polycast.plugin.register_backend().{_discovery_hint()}"
             )
         backend = loader.get()
         with self._lock:
@@ -130,7 +130,7 @@ class Registry:
             if loader.by_hand is not None:
                 raise ValueError(
                     f"A backend for {backend.device_type!r} is already registered by hand: {loader.by_hand!r}. "
-                    f"Call polycast.unregister_backend({backend.device_type!r}) first."
+                    f"Call polycast.plugin.unregister_backend({backend.device_type!r}) first."
                 )
             loader.by_hand = backend
             self.ready.pop(backend.device_type, None)

@@ -71,7 +71,7 @@ PROBLEMS = [
 def rejected(device, *problems):
     """Return the exception for the backend of acme-DEVICE with these problems, and its cause."""
     module = f"acme_{device}"
-    text = f"{module}.AcmeBackend violates the contract of polycast.Backend:\n" + "\n".join(
+    text = f"{module}.AcmeBackend violates the contract of polycast.plugin.Backend:\n" + "\n".join(
         f"  - {problem}" for problem in problems
     )
     return [
@@ -86,13 +86,13 @@ def rejected(device, *problems):
 @pytest.mark.parametrize(("source", "problem"), PROBLEMS)
 def test_a_backend_that_violates_the_contract_is_rejected(run, plugin, source, problem):
     plugin("acme-hpu", "hpu", source)
-    assert run("answer = error_of(polycast.get_backend, 'hpu')") == rejected("hpu", problem)
+    assert run("answer = error_of(polycast.plugin.get_backend, 'hpu')") == rejected("hpu", problem)
 
 
 def test_every_problem_is_listed_at_once(run, plugin):
     sources, problems = zip(PROBLEMS[7], PROBLEMS[9], PROBLEMS[-2], PROBLEMS[4], strict=True)
     plugin("acme-hpu", "hpu", "\n".join(sources))
-    assert run("answer = error_of(polycast.get_backend, 'hpu')") == rejected("hpu", *problems)
+    assert run("answer = error_of(polycast.plugin.get_backend, 'hpu')") == rejected("hpu", *problems)
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_every_problem_is_listed_at_once(run, plugin):
 def test_a_device_without_an_autocast_key_is_rejected(run, plugin, device, problem):
     plugin("acme", device)
     listed = run(f"answer = polycast.backends()[{device!r}].reason")
-    assert f"acme.AcmeBackend violates the contract of polycast.Backend:\n  - {problem}. Repair" in listed
+    assert f"acme.AcmeBackend violates the contract of polycast.plugin.Backend:\n  - {problem}. Repair" in listed
 
 
 def test_ops_that_torch_lacks_are_accepted(run, plugin):

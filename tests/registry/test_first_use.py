@@ -12,14 +12,14 @@ class AcmeBackend(AcmeBackend):
 
     def availability(self):
         self.tables.append(made())
-        return polycast.Availability(True)
+        return polycast.plugin.Availability(True)
 
     def slow_reason(self, dtype):
         self.tables.append(made())
 
     def recipe_availability(self, recipe):
         self.tables.append(made())
-        return polycast.Availability(True)
+        return polycast.plugin.Availability(True)
 
     def low_bit_kernels(self, recipe):
         self.tables.append(made())
@@ -33,7 +33,7 @@ def made():
     return table
 
 
-@polycast.hookimpl
+@polycast.plugin.hookimpl
 def polycast_backend():
     return AcmeBackend()
 """
@@ -93,7 +93,7 @@ STATES = {
     "warnings as errors": """
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            warnings.simplefilter("ignore", polycast.SlowDtypeWarning)
+            warnings.simplefilter("ignore", polycast.errors.SlowDtypeWarning)
             use(x, w)
     """,
 }
@@ -116,7 +116,8 @@ with polycast.autocast("cpu"):
 y.float().sum().backward()
 answer = [y.dtype, weight.grad.dtype]
 if polycast.is_autocast_available("hpu"):
-    kinds = {{(type(each), each.device.type, each.is_inference()) for each in polycast.get_backend("hpu").tables}}
+    tables = polycast.plugin.get_backend("hpu").tables
+    kinds = {{(type(each), each.device.type, each.is_inference()) for each in tables}}
     answer += [sorted(map(str, kind)) for kind in kinds]
 """
 
@@ -161,8 +162,8 @@ def test_what_a_signals_handler_raises_is_the_callers_and_not_remembered(run, pl
     )
     amendment = {
         "import": f"if True:\n{interrupt}",
-        "hook": f"@polycast.hookimpl\ndef polycast_backend():\n{interrupt}    return AcmeBackend()\n",
-        "availability": f"def availability(self):\n{interrupt}    return polycast.Availability(True)\n"
+        "hook": f"@polycast.plugin.hookimpl\ndef polycast_backend():\n{interrupt}    return AcmeBackend()\n",
+        "availability": f"def availability(self):\n{interrupt}    return polycast.plugin.Availability(True)\n"
         "AcmeBackend.availability = availability\n",
     }[where]
     plugin("acme-hpu", "hpu", f"import signal, sys\n{amendment}")
@@ -176,5 +177,5 @@ answer = [error_of(polycast.is_autocast_available, "hpu"), polycast.is_autocast_
 @pytest.mark.parametrize("error", ["MemoryError()", "RecursionError('too deep')", "DeprecationWarning('old')"])
 def test_an_error_that_the_caller_may_have_caused_is_not_remembered(run, plugin, error):
     plugin("acme-hpu", "hpu", f"import sys\nif not hasattr(sys, 'failed'):\n    sys.failed = True\n    raise {error}")
-    answer = run("answer = [error_of(polycast.get_backend, 'hpu')[0], polycast.is_autocast_available('hpu')]")
+    answer = run("answer = [error_of(polycast.plugin.get_backend, 'hpu')[0], polycast.is_autocast_available('hpu')]")
     assert answer == ["BackendBrokenError", True]

@@ -8,7 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import polycast
 
 
-class Product(polycast.LowBitMatmul):
+class Product(polycast.plugin.LowBitMatmul):
     """Multiplies in float64, and records its arguments."""
 
     def __init__(self):
@@ -107,7 +107,7 @@ def test_an_operator_gets_the_arguments_the_prepacked_weight_the_fast_dtype_and_
 
 def test_a_kernel_without_an_operator_must_define_run():
     with pytest.raises(NotImplementedError):
-        polycast.LowBitKernel().run((), torch.ones(5, 6), torch.ones(4, 6), None)
+        polycast.plugin.LowBitKernel().run((), torch.ones(5, 6), torch.ones(4, 6), None)
 
 
 X, WEIGHT = torch.ones(5, 6), torch.ones(4, 6)

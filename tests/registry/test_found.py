@@ -65,13 +65,13 @@ def test_ops_of_a_third_partys_device_run_in_its_fast_dtype(run, plugin, engine)
 @pytest.mark.parametrize("index", ["0", "1"])
 def test_an_out_of_tree_device_has_an_index_before_its_plugin_is_imported(run, plugin, index):
     plugin("acme-npu", "npu", NPU)
-    assert run(f"answer = polycast.get_backend('npu:{index}').device_type") == "npu"
+    assert run(f"answer = polycast.plugin.get_backend('npu:{index}').device_type") == "npu"
 
 
 @pytest.mark.parametrize("device", ["npu:x", "npu:", "npu:-1"])
 def test_a_bad_index_of_an_out_of_tree_device_is_refused_at_the_first_use(run, plugin, device):
     plugin("acme-npu", "npu", NPU)
-    answer = run(f"answer = [error_of(polycast.get_backend, '{device}') for _ in range(2)]")
+    answer = run(f"answer = [error_of(polycast.plugin.get_backend, '{device}') for _ in range(2)]")
     assert answer[0] == answer[1]
     kind, text = answer[0]
     assert kind == "RuntimeError"
@@ -99,8 +99,8 @@ def test_registering_a_backend_by_hand_uninstalls_the_plugins_kernels(run, plugi
         answer = [has_kernel()]
         backend = CpuBackend()
         backend.device_type = "hpu"
-        polycast.register_backend(backend)
-        answer += [has_kernel(), polycast.get_backend("hpu") is backend]
+        polycast.plugin.register_backend(backend)
+        answer += [has_kernel(), polycast.plugin.get_backend("hpu") is backend]
     """)
     assert answer == [True, False, True]
 
@@ -113,7 +113,7 @@ class Plugin:
     def __init__(self, device_type):
         self.backend = CpuBackend()
         self.backend.device_type = device_type
-    @polycast.hookimpl
+    @polycast.plugin.hookimpl
     def polycast_backend(self):
         return self.backend
 hpu, ipu = Plugin("hpu"), Plugin("ipu")
@@ -144,7 +144,7 @@ def test_discovery_of_1000_entry_points_imports_nothing(run, distribution):
         loads = []
         importlib.metadata.EntryPoint.load = lambda entry_point: loads.append(entry_point)
         importlib.metadata.entry_points(group="polycast.backends")
-        look_up = polycast.get_backend  # which imports what looks
+        look_up = polycast.plugin.get_backend  # which imports what looks
         before = set(sys.modules)
         listing = error_of(look_up, "ipu")[1]
         answer = [sorted(set(sys.modules) - before), loads, listing]
@@ -174,7 +174,7 @@ def test_eight_threads_load_a_plugin_once(run, plugin):
         barrier = threading.Barrier(8)
         def look_up(_):
             barrier.wait()
-            return polycast.get_backend("hpu")
+            return polycast.plugin.get_backend("hpu")
         with ThreadPoolExecutor(8) as threads:
             found = set(threads.map(look_up, range(8)))
         answer = [len(found), len(sys.modules["acme_hpu"].made), len(reads)]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import polycast
 from polycast import CastPolicy
-from polycast.plugins.registry import registry
+from polycast.registry.registry import registry
 
 BUILT_INS = sorted(importlib.metadata.distribution("polycast").entry_points.select(group="polycast.backends").names)
 BY_NAME = ("get_backend", "autocast", "install", "uninstall", "unregister_backend", "is_autocast_available")
@@ -34,7 +34,7 @@ def missing(device_type):
     return (
         f"No polycast backend is installed for {device_type!r}. Backends are installed for: "
         f"{', '.join(BUILT_INS)}. Install a distribution that supplies one in the entry-point group "
-        "'polycast.backends', or pass yours to polycast.register_backend()."
+        "'polycast.backends', or pass yours to polycast.plugin.register_backend()."
     )
 
 
@@ -53,7 +53,7 @@ def test_a_device_that_is_not_a_str_is_refused(function, value):
 
 def test_the_error_for_a_torch_device_names_its_class():
     with pytest.raises(ValueError, match=r"^Expected `device_type` of type `str`, got: `<class 'torch\.device'>`$"):
-        polycast.get_backend(torch.device("cpu"))
+        polycast.plugin.get_backend(torch.device("cpu"))
 
 
 @pytest.mark.parametrize("function", BY_NAME)
@@ -83,7 +83,7 @@ def test_a_string_is_accepted_if_torch_accepts_it(text):
 )
 def test_the_error_for_an_unknown_string_says_what_is_there(name, nearest):
     with pytest.raises(RuntimeError) as refusal:
-        polycast.get_backend(name)
+        polycast.plugin.get_backend(name)
     installed = ", ".join(sorted(registry.loaders()))
     did_you_mean = "" if nearest is None else f" Did you mean {nearest!r}?"
     assert str(refusal.value) == (
@@ -107,7 +107,7 @@ def test_the_error_for_a_gpu_names_the_kind_that_torch_was_built_for(accelerator
 
 def test_an_unregistered_device_is_unknown_again(hand_made):
     hand_made("hpu")
-    polycast.unregister_backend("hpu")
+    polycast.plugin.unregister_backend("hpu")
     assert polycast.backends()["hpu"].state == "missing"
     with pytest.raises(RuntimeError, match=r"^Invalid device string: 'hpu:'\. "):
         polycast.is_autocast_available("hpu:")
@@ -122,29 +122,29 @@ def test_availability_is_a_bool_for_every_device_of_torch(name, index):
 
 @pytest.mark.parametrize("name", BUILT_INS)
 def test_an_index_means_the_device_type(name):
-    assert polycast.get_backend(f"{name}:0") is polycast.get_backend(name)
+    assert polycast.plugin.get_backend(f"{name}:0") is polycast.plugin.get_backend(name)
 
 
 @pytest.mark.parametrize("function", ["get_backend", "autocast", "install", "get_autocast_dtype"])
 def test_the_error_for_a_device_without_a_backend_lists_those_with_one(function):
-    with pytest.raises(polycast.BackendNotFoundError, match=f"^{re.escape(missing('ipu'))}$"):
+    with pytest.raises(polycast.errors.BackendNotFoundError, match=f"^{re.escape(missing('ipu'))}$"):
         getattr(polycast, function)("ipu")
 
 
 def test_the_error_lists_devices_registered_by_hand(hand_made):
     hand_made("hpu")
-    with pytest.raises(polycast.BackendNotFoundError, match=", ".join(sorted([*BUILT_INS, "hpu"]))):
-        polycast.get_backend("meta")
+    with pytest.raises(polycast.errors.BackendNotFoundError, match=", ".join(sorted([*BUILT_INS, "hpu"]))):
+        polycast.plugin.get_backend("meta")
 
 
 @pytest.mark.parametrize(
     ("error", "standard"),
     [
-        (polycast.BackendNotFoundError, RuntimeError),
-        (polycast.BackendBrokenError, RuntimeError),
-        (polycast.BackendConflictError, RuntimeError),
-        (polycast.InvalidBackendError, ValueError),
-        (polycast.AutocastDisabledWarning, UserWarning),
+        (polycast.errors.BackendNotFoundError, RuntimeError),
+        (polycast.errors.BackendBrokenError, RuntimeError),
+        (polycast.errors.BackendConflictError, RuntimeError),
+        (polycast.errors.InvalidBackendError, ValueError),
+        (polycast.errors.AutocastDisabledWarning, UserWarning),
     ],
 )
 def test_each_error_is_a_standard_one(error, standard):
@@ -160,7 +160,7 @@ def test_the_status_of_a_built_in_names_this_distribution(name):
         importlib.metadata.version("polycast"),
         (),
     )
-    assert status.default_dtype is polycast.get_backend(name).default_dtype
+    assert status.default_dtype is polycast.plugin.get_backend(name).default_dtype
     assert (status.state == "ready") == polycast.is_autocast_available(name) == (status.reason == "")
 
 
@@ -175,20 +175,20 @@ def test_the_statuses_are_sorted_read_only_and_kept_once_read(hand_made):
 
 
 def test_a_backend_registered_by_hand_takes_precedence_over_entry_points(hand_made):
-    found = polycast.get_backend("cpu")
+    found = polycast.plugin.get_backend("cpu")
     backend = hand_made("cpu")
     status = polycast.backends()["cpu"]
-    assert polycast.get_backend("cpu") is backend
+    assert polycast.plugin.get_backend("cpu") is backend
     assert (status.state, status.distribution, status.version) == ("ready", "", "")
     assert status.replaces == (f"polycast {importlib.metadata.version('polycast')} (polycast_cpu)",)
-    polycast.unregister_backend("cpu:0")
-    assert polycast.get_backend("cpu") is found
+    polycast.plugin.unregister_backend("cpu:0")
+    assert polycast.plugin.get_backend("cpu") is found
 
 
 def test_a_device_without_entry_points_is_available_while_a_backend_is_registered(hand_made):
     hand_made("hpu")
     assert polycast.is_autocast_available("hpu")
-    polycast.unregister_backend("hpu")
+    polycast.plugin.unregister_backend("hpu")
     assert not polycast.is_autocast_available("hpu")
     assert polycast.backends()["hpu"].state == "missing"
 
@@ -209,12 +209,11 @@ def test_every_device_that_torch_has_an_autocast_key_for_has_a_status():
 
 def test_a_second_backend_registered_by_hand_is_refused(hand_made):
     first = hand_made("hpu")
-    text = (
-        f"A backend for 'hpu' is already registered by hand: {first!r}. Call polycast.unregister_backend('hpu') first."
-    )
+    remedy = "Call polycast.plugin.unregister_backend('hpu') first."
+    text = f"A backend for 'hpu' is already registered by hand: {first!r}. {remedy}"
     with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
         hand_made("hpu")
-    assert polycast.get_backend("hpu") is first
+    assert polycast.plugin.get_backend("hpu") is first
 
 
 @pytest.mark.parametrize("name", ["cpu", "ipu"])
@@ -223,24 +222,26 @@ def test_only_backends_registered_by_hand_can_be_unregistered(name):
         f"No backend for {name!r} is registered by hand. One found through an entry point is switched off with "
         f"POLYCAST_BLOCK={name}."
     )
-    with pytest.raises(polycast.BackendNotFoundError, match=f"^{re.escape(text)}$"):
-        polycast.unregister_backend(name)
+    with pytest.raises(polycast.errors.BackendNotFoundError, match=f"^{re.escape(text)}$"):
+        polycast.plugin.unregister_backend(name)
 
 
-@pytest.mark.parametrize("backend", [None, polycast.Backend, polycast.get_backend])
+@pytest.mark.parametrize("backend", [None, polycast.plugin.Backend, polycast.plugin.get_backend])
 def test_an_object_that_is_not_a_backend_cannot_be_registered(backend):
-    with pytest.raises(polycast.InvalidBackendError, match=r"^expected an instance of polycast\.Backend, got "):
-        polycast.register_backend(backend)
+    with pytest.raises(polycast.errors.InvalidBackendError, match=r"^expected an instance of polycast\.Backend, got "):
+        polycast.plugin.register_backend(backend)
 
 
 def test_rejecting_a_backend_changes_nothing(hand_made):
     polycast.install("cpu")
-    before, backend = polycast.backends(), polycast.get_backend("cpu")
+    before, backend = polycast.backends(), polycast.plugin.get_backend("cpu")
     for device_type in ("cpu", "hpu"):
-        with pytest.raises(polycast.InvalidBackendError, match=r"default_dtype must be a floating-point torch\.dtype"):
+        with pytest.raises(
+            polycast.errors.InvalidBackendError, match=r"default_dtype must be a floating-point torch\.dtype"
+        ):
             hand_made(device_type, default_dtype=torch.int8)
     assert polycast.backends() == before
-    assert polycast.get_backend("cpu") is backend
+    assert polycast.plugin.get_backend("cpu") is backend
     assert has_kernel("AutocastCPU")
     assert not has_kernel("AutocastHPU")
 
@@ -249,7 +250,7 @@ def test_unregistering_uninstalls_the_kernels(hand_made):
     hand_made("hpu")
     polycast.install("hpu")
     assert has_kernel("AutocastHPU")
-    polycast.unregister_backend("hpu")
+    polycast.plugin.unregister_backend("hpu")
     assert not has_kernel("AutocastHPU")
 
 
@@ -264,7 +265,7 @@ def test_the_next_region_uses_the_current_backend(hand_made):
     policies = {"aten::mm": CastPolicy.FP32, "aten::exp": CastPolicy.PASSTHROUGH}
     hand_made("cpu", default_dtype=torch.bfloat16, policies=policies)
     assert dtypes() == (torch.float32, torch.float16)
-    polycast.unregister_backend("cpu")
+    polycast.plugin.unregister_backend("cpu")
     assert dtypes() == of_the_built_in == (torch.bfloat16, torch.float16)
 
 
@@ -275,17 +276,17 @@ def raising(error):
     return availability
 
 
-NO_ANSWER = "availability() returned {!r}, expected a polycast.Availability"
+NO_ANSWER = "availability() returned {!r}, expected a polycast.plugin.Availability"
 NO_AVAILABILITY = "an Availability has a bool and a str, the reason; got {!r}, {!r}"
 CHECKS = {
-    "says no": (lambda: polycast.Availability(False, "no device"), "no device"),
+    "says no": (lambda: polycast.plugin.Availability(False, "no device"), "no device"),
     "raises": (raising(RuntimeError("driver 12 is too old")), "driver 12 is too old"),
     "exits": (raising(SystemExit("no board")), "no board"),
     "raises without a text": (raising(OSError()), "OSError"),
     "returns a bool": (lambda: True, NO_ANSWER.format(True)),
     "returns nothing": (lambda: None, NO_ANSWER.format(None)),
-    "says neither yes nor no": (lambda: polycast.Availability("no"), NO_AVAILABILITY.format("no", "")),
-    "has None for the reason": (lambda: polycast.Availability(False, None), NO_AVAILABILITY.format(False, None)),
+    "says neither yes nor no": (lambda: polycast.plugin.Availability("no"), NO_AVAILABILITY.format("no", "")),
+    "has None for the reason": (lambda: polycast.plugin.Availability(False, None), NO_AVAILABILITY.format(False, None)),
 }
 
 
@@ -295,14 +296,14 @@ def test_the_status_of_an_unavailable_device_has_the_reason(hand_made, check, re
     status = polycast.backends()["hpu"]
     assert (status.state, status.reason, status.default_dtype) == ("unavailable", reason, torch.float16)
     assert polycast.is_autocast_available("hpu") is False
-    assert polycast.get_backend("hpu") is backend
+    assert polycast.plugin.get_backend("hpu") is backend
 
 
 @pytest.mark.parametrize(("check", "reason"), CHECKS.values(), ids=CHECKS)
 def test_a_region_on_an_unavailable_device_warns_and_is_disabled(hand_made, check, reason):
     hand_made("hpu", availability=check)
     text = f"hpu is not available: {reason}. Disabling autocast."
-    with pytest.warns(polycast.AutocastDisabledWarning, match=f"^{re.escape(text)}$"):
+    with pytest.warns(polycast.errors.AutocastDisabledWarning, match=f"^{re.escape(text)}$"):
         region = polycast.autocast("hpu")
     with region:
         assert not polycast.is_autocast_enabled("hpu")
@@ -310,8 +311,8 @@ def test_a_region_on_an_unavailable_device_warns_and_is_disabled(hand_made, chec
 
 @pytest.mark.parametrize("dtype", [None, torch.float16, torch.bfloat16])
 def test_a_region_checks_availability_once(hand_made, dtype):
-    answers = [polycast.Availability(False, "it is in use"), polycast.Availability(True)]
+    answers = [polycast.plugin.Availability(False, "it is in use"), polycast.plugin.Availability(True)]
     hand_made("cpu", availability=lambda: answers.pop(0))
-    with pytest.warns(polycast.AutocastDisabledWarning, match="cpu is not available: it is in use"):
+    with pytest.warns(polycast.errors.AutocastDisabledWarning, match="cpu is not available: it is in use"):
         polycast.autocast("cpu", dtype)
     assert len(answers) == 1
