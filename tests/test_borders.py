@@ -7,6 +7,8 @@ exports, and the core imports no plugin. After a change that makes it shorter, r
 import ast
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent / "core" / "polycast"
 ALLOWED = Path(__file__).parent / "borders.txt"
 PLUGINS = {
@@ -62,6 +64,32 @@ def test_no_more_names_cross_the_borders_than_are_listed():
 def test_the_list_has_no_name_that_crosses_no_border_any_more():
     found = crossings()
     assert [line for line in ALLOWED.read_text(encoding="utf-8").splitlines() if line not in found] == []
+
+
+PUBLISHED = {"polycast", "polycast.plugin", "polycast.errors"}
+
+
+def imported_modules(path):
+    """Return the modules of polycast, and of its backends, that a file imports by name."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name.startswith("polycast"))
+        elif isinstance(node, ast.ImportFrom) and not node.level and node.module.startswith("polycast"):
+            yield node.module
+
+
+@pytest.mark.parametrize("folder", ["backends", "examples/polycast-npy/src"])
+def test_backends_import_published_modules_and_their_own_package_only(folder):
+    folder = ROOT.parents[1] / folder
+    files = sorted(folder.rglob("*.py"))
+    assert files
+    found = {
+        f"{path.relative_to(folder)}: {module}"
+        for path in files
+        for module in imported_modules(path)
+        if module not in PUBLISHED and module.partition(".")[0] != path.relative_to(folder).parts[0]
+    }
+    assert found == set()
 
 
 if __name__ == "__main__":
