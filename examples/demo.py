@@ -136,13 +136,13 @@ def time_inference(modes: tuple[str, ...], device: str, dtype: torch.dtype) -> d
     for turn in range(ROUNDS):
         for mode in modes[turn % len(modes) :] + modes[: turn % len(modes)]:
             call = functools.partial(infer, model, rows, region(mode, device, dtype))
-            call()  # slow, since the kernels are others
+            call()  # not timed: the first call with other kernels is slow
             times[mode].append(timeit.timeit(call, number=CALLS) / CALLS)
     return times
 
 
 def problems(dtype: torch.dtype, runs: Mapping[str, Run], int8_accuracy: float | None) -> Iterator[str]:
-    """Yield a sentence for each thing that is wrong; nan is."""
+    """Yield a sentence for each thing that is wrong; nan counts as wrong."""
     plain, theirs, ours = (runs[mode] for mode in TRAINED)
     for mode, run in runs.items():
         if not run.accuracy >= LEAST_ACCURACY:

@@ -1,4 +1,4 @@
-"""Exceptions and warnings. Each class is also the standard one that code written for torch catches."""
+"""Exceptions and warnings. Each derives from the standard class that code written for torch catches."""
 
 import sys
 import warnings

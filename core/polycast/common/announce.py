@@ -15,12 +15,12 @@ def announce(text: str) -> None:
 
 @contextlib.contextmanager
 def announce_if_slow(text: str, seconds: float = 2.0) -> Iterator[None]:
-    """Print a line on stderr if the block takes longer."""
+    """Print a line on stderr if the block takes longer than `seconds`."""
     timer = threading.Timer(seconds, announce, (text,))
     timer.daemon = True
     with contextlib.ExitStack() as stack:
-        with contextlib.suppress(RuntimeError):  # no thread can be started, as while the interpreter ends
+        with contextlib.suppress(RuntimeError):  # no thread can start while the interpreter exits
             timer.start()
-            stack.callback(timer.join)  # a fork warns of threads
+            stack.callback(timer.join)  # Python warns if a process with several threads forks
             stack.callback(timer.cancel)
         yield

@@ -1,14 +1,16 @@
-"""Tell an exception of the caller's from one of the code that was called."""
+"""Tell exceptions that the caller caused from those of the code that it called."""
 
 import itertools
 import traceback
 
 CALLERS_ERRORS = (MemoryError, RecursionError, Warning)
-"""What may be raised anywhere: memory or the stack ended, or a filter made an error of a warning."""
+"""What any code may raise: it is out of memory or stack, or a filter turned a warning into an error."""
 
 
 def is_interrupt(error: BaseException) -> bool:
-    """Return whether the handler of a signal raised an exception: a function that got the frame it interrupted."""
+    """Return whether a signal handler raised an exception: its traceback has a function that was given a signal and
+    the frame of its caller, as handlers are.
+    """
     for frame, _ in traceback.walk_tb(error.__traceback__):
         values = [*frame.f_locals.values()]  # first the arguments
         values += [each for value in values if isinstance(value, tuple) for each in value]  # *args
@@ -18,7 +20,7 @@ def is_interrupt(error: BaseException) -> bool:
 
 
 def is_callers(error: BaseException) -> bool:
-    """Return whether the caller caused an exception, which says nothing of the code that was called."""
+    """Return whether the caller caused an exception, which then says nothing about the code that was called."""
     return isinstance(error, CALLERS_ERRORS) or is_interrupt(error)
 
 

@@ -15,7 +15,7 @@ def lazy_names(
     Args:
         module: its name.
         places: the module of the package that has each name, relative to ``polycast``.
-        explain: given another name, returns what the error adds, or "".
+        explain: given an unknown name, returns what to add to the error, or "".
     """
 
     def get(name: str) -> Any:

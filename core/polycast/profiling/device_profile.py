@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 _FORMAT = 2
 _WIDTH = 1000  # tables are as wide as they need
 _NOISY = 0.25
-"""A profile is noisy if more than this fraction of its measurements is,"""
+"""A profile is noisy if more than this fraction of its measurements is."""
 BUSY = 0.15
-"""or if other processes took more than this part of the processors' time."""
+"""A profile is also noisy if other processes took more than this part of the processors' time."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -145,7 +145,7 @@ class OpTimer:
         return tuple(each for each in found if each is not None)
 
     def other_load(self) -> float:
-        """Return the part of the processors' time that others took, in the middle one of the passes."""
+        """Return the part of the processors' time that others took: the median of the passes."""
         return statistics.median(self._loads or [0.0])
 
     def bandwidth(self) -> float:

@@ -64,7 +64,7 @@ def profile(device_type: str, *, refresh: bool = False) -> DeviceProfile:
 
     Args:
         device_type: the device type, such as ``"cpu"``.
-        refresh: measure again, and replace the profile on disk, unless that one is less noisy.
+        refresh: measure again, and replace the profile on disk, unless the result is noisy and no better.
 
     Raises:
         ValueError: `device_type` is not a str, or ``POLYCAST_PROFILE`` is not the path of a profile.
@@ -196,7 +196,7 @@ def _measured(backend: Backend, refresh: bool) -> DeviceProfile:
 
 
 def _better(measured: DeviceProfile, kept: DeviceProfile | None) -> DeviceProfile:
-    """Return the one to use of two profiles: the new one, unless it is noisy, and the other is less so; say that."""
+    """Return the new profile, or the kept one if the new one is noisy and no better; announce a noisy one."""
     if not measured.is_noisy:
         return measured
     better = measured if kept is None or kept.noise > measured.noise else kept

@@ -25,7 +25,7 @@ _RUNNING = 0.9
 """A block was preempted if a thread of the process was, and this thread ran for less than this part of the time."""
 _LOAD_SECONDS = 0.02
 _ELEMENTS_OF_THREAD = 2**16
-"""Twice as many as torch gives one thread at least."""
+"""Twice the least number of elements that torch gives to a thread."""
 _AGREE = 1.25
 """Passes disagree if their two least times differ by more than this factor. A processor that virtual
 machines share may be slower by less than that for a second, for all ways alike."""
@@ -140,7 +140,7 @@ def load_of_others() -> float:
     result = torch.empty_like(x)
     wall, processor = time.monotonic(), time.process_time()
     while time.monotonic() - wall < _LOAD_SECONDS:
-        torch.lgamma(x, out=result)  # takes long for its memory
+        torch.lgamma(x, out=result)  # much work for little memory
     passed, processors = time.monotonic() - wall, min(torch.get_num_threads(), _available_processors())
     return max(0.0, 1 - (time.process_time() - processor) / (passed * processors))
 

@@ -186,7 +186,7 @@ class autocast(RegionBase, TorchAutocast):
         return f"autocast({self.device!r}, dtype={settings.dtype}, enabled={settings.enabled}{others})"
 
 
-setattr(autocast.__new__, "__signature__", inspect.signature(autocast.__init__))  # it takes any arguments
+setattr(autocast.__new__, "__signature__", inspect.signature(autocast.__init__))  # __new__ takes any arguments
 state.set_region_class(autocast, resolve)
 
 

@@ -1,8 +1,8 @@
 """Disable the fused path of torch's attention modules in regions whose recipe computes linears.
 
 In eval mode, nn.MultiheadAttention and nn.TransformerEncoder call one fused op. On cuda, torch disables it under
-autocast; on other devices it does not. The recipe "fastest" computes the fused op itself; no other recipe does. Torch
-computes nested tensors by the fused op only, so for these it stays enabled.
+autocast; on other devices it does not. The recipe "fastest" computes the fused op itself; no other recipe does. torch
+computes nested tensors only by the fused op, so for these it stays enabled.
 """
 
 import sys
@@ -28,7 +28,7 @@ def _recipe_computes_linears() -> bool:
 
 @constant_to_dynamo
 def _is_for_nested_tensors() -> bool:
-    """Return whether the module's forward that asks for the fused path was given a nested tensor."""
+    """Return whether the forward that asks for the fused path was given a nested tensor."""
     given = sys._getframe(2).f_locals.values()
     return any(isinstance(each, torch.Tensor) and each.is_nested for each in given)
 

@@ -1,8 +1,8 @@
-"""The base class of callable objects that stand as the ``forward`` of a module, and are copied and pickled with it.
+"""The base class of callable objects that serve as the ``forward`` of a module, and are copied and pickled with it.
 
-Others may wrap such a forward, and bind the result to the module, as Accelerate does. A copy of the module has the same
-function, bound to the copy, and pickling leaves the function out. So the module also keeps the object under another
-name, where a copy has its own.
+Others may wrap such a forward, and bind the result to the module, as Accelerate does. A copy of the module then has the
+same function, bound to the copy, and pickling leaves the function out. So the module also keeps the object under
+another name, where a copy finds its own.
 """
 
 import inspect
@@ -13,7 +13,7 @@ from torch import nn
 
 FORWARD = "forward"
 _BOUND = "_polycast_bound"
-"""An attribute of an unbound function: the forward that it is of."""
+"""An attribute of an unbound function: the forward that it belongs to."""
 _IS_PUT = "is_put"
 _REPLICATE = "_replicate_for_data_parallel"
 
@@ -22,9 +22,9 @@ class InstanceForward:
     """The ``forward`` of one module.
 
     Attributes:
-        kept_as: the name under which the module keeps it, too.
+        kept_as: the other name under which the module keeps it.
         module: the module.
-        inner: the instance's own forward before; None if it had none, so that its class's is called.
+        inner: the forward that the instance had before; None if it had none, and its class's is called.
     """
 
     kept_as: ClassVar[str]
@@ -68,7 +68,7 @@ class InstanceForward:
     def _keep_before_forward(self) -> None:
         """Put this object into the module twice, in the order in which it has to be unpickled.
 
-        Pickle looks a bound method, such as a wrapped forward, up by its name: it finds this object, if that is there.
+        Pickle looks up a bound method, such as a wrapped forward, by name. It finds this object if that is in place.
         """
         attributes = vars(self.module)
         attributes.pop(FORWARD, None)
@@ -89,7 +89,7 @@ class InstanceForward:
     def __func__(self) -> Callable[..., Any]:
         """The unbound function; with a copy of the module, it runs the copy's forward.
 
-        It has no ``__wrapped__``: Accelerate follows these to the function to bind when it unwraps a model.
+        It has no ``__wrapped__``, which Accelerate would follow to the function that it binds when it unwraps a model.
         """
 
         def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -113,7 +113,7 @@ _ForwardT = TypeVar("_ForwardT", bound=InstanceForward)
 
 
 def forward_of(module: nn.Module, kind: type[_ForwardT]) -> _ForwardT | None:
-    """Return the forward of some class that a module has, even if it was wrapped since; None if it has none."""
+    """Return a module's forward of a given class, even if it was wrapped since; None if it has none."""
     forward = vars(module).get(FORWARD)
     while forward is not None:
         if isinstance(forward, kind):

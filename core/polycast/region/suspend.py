@@ -56,7 +56,7 @@ class Regions:
         self._leave_all()
 
     def call(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Call a function in the regions, which a block leaves open if a signal handler raises just as it ends."""
+        """Call a function in the regions. Unlike a block, leave them even if a signal handler raises as it ends."""
         try:
             with self:
                 return function(*args, **kwargs)
@@ -70,7 +70,7 @@ class Regions:
             while self._entered:
                 _leave(self._entered[-1])
                 self._entered.pop()
-        except BaseException:  # of a signal handler
+        except BaseException:  # from a signal handler
             switched_off.leave(self._rules_before)
             while self._entered:
                 state.machine.leave(self._entered.pop())
@@ -99,7 +99,7 @@ class Suspendable(Regions):
     @disable_dynamo
     def __exit__(self, *_: object) -> None:
         reached: list[tuple[object, Settings]] = []
-        is_alone = not self._entered  # the thread was in no region, so all that it is in are the body's
+        is_alone = not self._entered  # the thread was in no region: those that it is in now are the body's
         try:
             switched_off.leave(self._rules_before)
             while (self._entered or is_alone) and (last := state.machine.last()) is not None:

@@ -15,7 +15,7 @@ from .private_names import tensor_base
 
 _VARARGS, _KEYWORDS, _FASTCALL = 0x1, 0x2, 0x80
 _CALLERS = {_VARARGS | _KEYWORDS: "PyObject_Call", _FASTCALL | _KEYWORDS: "PyObject_Vectorcall"}
-"""By a function's flags, the function of Python's that calls an object and takes its arguments in the same form."""
+"""By a function's flags: the function of Python's C API that calls an object with arguments in the same form."""
 
 
 class _Definition(ctypes.Structure):  # PyMethodDef
@@ -45,7 +45,7 @@ def _data_ptr() -> Callable[[torch.Tensor], int]:
 
 
 const_data_ptr: Callable[[torch.Tensor], int] = getattr(tensor_base, "const_data_ptr", None) or _data_ptr()
-"""Return the address of a tensor's memory, for reading it: hooks take it for a write if they are asked."""
+"""Return the address of a tensor's memory, to read it, without the hooks, which take ``data_ptr()`` for a write."""
 
 
 class _Target(ctypes.Structure):
@@ -57,7 +57,7 @@ class _Function(ctypes.Structure):  # the beginning of PyCFunctionObject
 
 
 _kept: list[object] = []
-"""Definitions that were put in place: other threads may still be in a call after they were replaced."""
+"""Definitions that are or were in place: other threads may still be in a call of one that was replaced."""
 
 
 class Builtin:

@@ -1,7 +1,7 @@
 """Call a function as if the caller had switched on nothing that intercepts ops.
 
-The first use of a device may be anywhere: in a model that is traced, under a mode, in a transform. What a plugin asks
-its library then, and the tensors that it makes and keeps, must be no part of that.
+The first use of a device may be anywhere: in a model that is traced, under a mode, in a transform. The calls that a
+plugin makes to its library then, and the tensors that it makes and keeps, must not become part of these.
 """
 
 import contextlib
@@ -62,7 +62,7 @@ def call_outside(function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs
 @contextlib.contextmanager
 def _without_tracing() -> Iterator[None]:
     state = None if _tracing_state is None else _tracing_state()
-    if state is None or _set_tracing_state is None:  # an op may run, in which the state cannot be set
+    if state is None or _set_tracing_state is None:  # set nothing: while an op runs, the state cannot be set
         yield
         return
     try:

@@ -4,7 +4,7 @@ While a compiler traces a region with a cache, autocast's kernels replace the ca
 the compiled code runs, it returns the cast from the cache of the thread's region, or of the region in the compiled
 code, or a new cast if there is neither.
 
-With a `cache` of -1, it returns the cast from the thread's region in eager code, with a cache or without.
+In eager code, a `cache` of -1 stands for the casts of the thread's region, whether it has a WeightCache or not.
 
 The result is cached memory, which must not be written. So the fake implementation returns a tensor on the weight's own
 storage, which compilers do not reuse; see compilers/cached_casts.py for those that need more.

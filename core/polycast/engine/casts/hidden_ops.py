@@ -1,7 +1,7 @@
-"""Watch ops that write weights where versions do not tell: in handlers of dispatch modes, and in graphs of devices.
+"""Watch ops that write weights and change no version: in handlers of dispatch modes, and in graphs of devices.
 
-torch counts no versions below the key at which dispatch modes run. And a graph of a device, of which a part of the
-program or a whole training step was captured, repeats at each replay what was written then, without Python.
+torch counts no versions below the key at which dispatch modes run. And a graph of a device, which has captured a part
+of the program or a whole training step, repeats its writes at each replay, without Python.
 """
 
 import functools
@@ -25,10 +25,10 @@ class Capture(Protocol):
 
 
 class HiddenOps(Protocol):
-    """What an engine does about them."""
+    """What an engine does about such ops."""
 
     def enter_mode(self) -> None:
-        """Note that this thread is in one dispatch mode more."""
+        """Note that this thread has entered a dispatch mode."""
 
     def leave_mode(self) -> None:
         """Note that it has left one."""
@@ -93,7 +93,7 @@ def _told_of(mode: Any) -> HiddenOps | None:
 
 
 def watch_graphs(patch: Patch) -> None:
-    """Tell of captures and replays of graphs. What a graph of before may write is unknown: its replays drop all."""
+    """Tell of captures and replays of graphs. What an earlier graph writes is unknown: its replays drop all casts."""
     for module, name in _GRAPHS:
         graph = getattr(sys.modules.get(module), name, None)
         if graph is not None:

@@ -1,7 +1,7 @@
 """Invalidate cached casts on writes that change no version: the part in Python, for both engines.
 
-torch's fused optimizers write so, and collectives: the engines hook these ops, and those that make aliases. So do
-optimizers of other libraries, whose kernels take pointers: a hook of torch.optim runs after each step. See
+torch's fused optimizers and collectives write so: the engines hook these ops, and those that make aliases. Optimizers
+of other libraries do too, as their kernels take pointers: a hook of torch.optim runs after each step. See
 alias_hooks.h and alias_hooks.py for methods that expose a weight's memory, and hidden_ops.py for ops that run where
 torch counts no versions, or without Python.
 """
@@ -51,7 +51,7 @@ WRITING_OPS = (
         )
     ),
 )
-"""The ops of torch that write to some of their arguments, and do not change the version."""
+"""The ops of torch that write to some of their arguments without changing the version."""
 
 EXPOSING_OPS = tuple(
     f"aten::{name}"
@@ -72,7 +72,7 @@ EXPOSING_OPS = tuple(
         "unsafe_split_with_sizes",
     )
 )
-"""The ops of torch that make aliases of their arguments, which have versions of their own."""
+"""The ops of torch that make aliases of their arguments with versions of their own."""
 
 COLLECTIVES = (
     *(
@@ -119,7 +119,8 @@ class WatchedWrites:
     Args:
         note_writes: is called with tensors that were written without a new version.
         forget: is called with tensors whose entries, and references to them, are to be dropped.
-        read: is called with a tensor and a function, whose aliases of the tensor are not written; returns its result.
+        read: is called with a tensor and a function that makes aliases of it, but does not write to them; returns the
+            function's result.
         hidden_ops: is told of dispatch modes and graphs.
     """
 
@@ -183,7 +184,8 @@ def note_hidden_writes(patch: Patch) -> None:
 def forget_swapped(patch: Patch) -> None:
     """Drop the weak references to tensors before they are swapped, which torch refuses otherwise.
 
-    ``swap_tensors`` asks a module that it reads from its own, also where it was imported by name.
+    ``swap_tensors`` finds them by the global ``weakref`` of its module. That is replaced, and not the function, which
+    may have been imported by name.
     """
     expect("getweakrefs" in torch.utils.swap_tensors.__code__.co_names, "swap_tensors looks for no weak references")
 
@@ -199,7 +201,7 @@ def forget_swapped(patch: Patch) -> None:
 
 
 def export_aliases(patch: Patch) -> None:
-    """Export tensors by DLPack, and to graphs that read ``.data``, as what ``.data`` returns: its hook drops casts."""
+    """Let exports by DLPack, and graphs that read ``.data``, use the attribute ``data``, whose hook drops casts."""
 
     def exporting(export: Any) -> Any:
         def export_alias(*args: Any, **kwargs: Any) -> Any:
@@ -217,7 +219,7 @@ def export_aliases(patch: Patch) -> None:
 
 
 def keep_while_described(patch: Patch) -> None:
-    """Keep the casts of tensors that the compiler describes to itself, for which it reads their storages."""
+    """Keep the casts of tensors while the compiler describes them to itself, for which it reads their storages."""
     from torch._subclasses.meta_utils import MetaTensorDescriber
 
     describe_tensor: Any = method_of(MetaTensorDescriber, "describe_tensor", "self", "t")
@@ -234,8 +236,8 @@ def keep_while_described(patch: Patch) -> None:
 def keep_in_first_run(patch: Patch) -> None:
     """Keep the casts of weights in the first run of compiled code, which looks for faults of custom ops.
 
-    For that, it reads ``weight.data`` of the arguments of every op. It finds nothing about torch's ops and polycast's.
-    Others may write anything, and no version changes in the handler of a mode.
+    For that, it reads ``weight.data`` of the arguments of every op. The ops of torch and polycast have no such faults,
+    so they run without it. Others may write anything, and no version changes in the handler of a mode.
     """
     from torch._functorch._aot_autograd import runtime_wrappers
 

@@ -37,7 +37,7 @@ def is_weight(tensor: torch.Tensor, *, for_prepacking: bool = False) -> bool:
     """Return whether a tensor is a weight, whose casts may be cached; with `for_prepacking`, which may be prepacked.
 
     Weights are float32 leaves that require grad, and frozen parameters. Other subclasses than Parameter are cast at
-    each use, so that their own dispatch sees it, and so are weights that FSDP gathers, and, as in torch, those that it
+    each use, so that their own dispatch sees it. So are weights that FSDP gathers and, as in torch, those that torch
     marks because their values change between uses.
     """
     kind = type(tensor)
@@ -152,7 +152,7 @@ def has_other_holders(weight: torch.Tensor, known: int = 1) -> bool:
 
 
 def _references(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the reference counts of a storage and of its Python object, which may be made here.
+    """Return the reference counts of a storage and of its Python object, which this may create.
 
     Weak references to the object count, except those of dictionaries in which torch looks tensors up.
     """
@@ -180,7 +180,7 @@ def caching_is_safe() -> bool:
 
 
 def only_modes_see_casts() -> bool:
-    """Return whether dispatch modes intercept the ops, and only see them, as far as known."""
+    """Return whether dispatch modes intercept the ops, and nothing is known to trace or transform them."""
     return bool(dispatch_mode_count()) and not (is_traced_by_modes() or _are_transformed())
 
 

@@ -14,7 +14,7 @@ _overload = functools.cache(existing_op)
 
 
 def in_dtype(op: str, args: Sequence[Any], dtype: torch.dtype) -> torch.Tensor:
-    """Return the one result of an op, given by its name, on its arguments in a dtype."""
+    """Return the single result of an op, given by its name, on its arguments in a dtype."""
     result = results_of(op, args, dtype)
     assert isinstance(result, torch.Tensor)
     return result

@@ -1,6 +1,6 @@
 """`KernelPlan`: computes a recipe with the backend's kernels, from prepacked weights.
 
-Prepacked weights are cached in the region's WeightCache or, without one, in a cache of the process: to prepack in each
+Prepacked weights are cached in the region's WeightCache or, without one, in a cache of the process: prepacking in each
 region would cost more than a recipe saves.
 """
 
