@@ -88,37 +88,6 @@ thread.join()
 """
 
 
-NESTED = """
-import os, threading
-from polycast.common.atfork import hold_during_fork
-
-outer, inner = threading.Lock(), threading.RLock()
-held, forks = threading.Event(), threading.Event()
-locks = [outer, inner] if ORDER else [inner, outer]
-for lock in locks:
-    hold_during_fork(lambda lock=lock: [lock])
-
-
-def nest():
-    with outer:
-        held.set()
-        forks.wait()
-        with inner:
-            pass
-
-
-thread = threading.Thread(target=nest)
-thread.start()
-held.wait()
-os.register_at_fork(before=forks.set)
-child = os.fork()
-if not child:
-    os._exit(not (outer.acquire(blocking=False) and inner.acquire(blocking=False)))
-print(os.waitpid(child, 0)[1])
-thread.join()
-"""
-
-
 COMPILING = """
 import os, sys, threading, warnings
 import polycast
@@ -265,12 +234,6 @@ def run(program, engine, timeout, *arguments):
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform has no fork")
 def test_observing_and_forking_on_two_threads_do_not_deadlock():
     assert run(MEETING, "native", timeout=300) == ("0\n", "")
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform has no fork")
-@pytest.mark.parametrize("order", [True, False])
-def test_a_fork_takes_locks_that_another_thread_nests_in_any_order(order):
-    assert run(NESTED.replace("ORDER", str(order)), "native", timeout=60) == ("0\n", "")
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform has no fork")

@@ -1,4 +1,4 @@
-"""Forks while a thread clears torch's own cache of casts."""
+"""Forks while a thread clears torch's own cache of casts, or waits to clear it."""
 
 import os
 import subprocess
@@ -6,13 +6,30 @@ import sys
 
 import pytest
 
-pytestmark = pytest.mark.slow
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform has no fork"),
+]
 
-CLEARING = """
+CACHED = """
 import os, signal, threading, time
+
+begun, forks, waited = threading.Event(), threading.Event(), []
+
+
+def pause():
+    if not waited:  # it is the first fork
+        forks.set()
+        waited.append(begun.wait(10))
+
+
+if PAUSES:
+    os.register_at_fork(before=pause)  # before polycast is imported: called once its locks are taken
+
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 import polycast
+from polycast.engine import state
 
 
 class Ends:
@@ -30,19 +47,22 @@ class Marks(TorchDispatchMode):
 
 
 def clear():
-    if CLEAR:
-        polycast.clear_autocast_cache()
-    else:
-        with polycast.autocast("cpu"):
-            pass
+    CLEARS
 
 
-begun, forks = threading.Event(), threading.Event()
+def enter_and_leave():
+    with polycast.autocast("cpu"):
+        pass
+
+
 weight = torch.nn.Parameter(torch.ones(2, 2))
 torch.set_autocast_enabled("cpu", True)
 with Marks():
     torch.mm(torch.ones(2, 2), weight)  # by torch's kernel
 torch.set_autocast_enabled("cpu", False)
+"""
+
+CLEARING = """
 thread = threading.Thread(target=clear)
 thread.start()
 begun.wait()
@@ -56,16 +76,67 @@ print(os.waitpid(child, 0)[1])
 thread.join()
 """
 
+PAUSING = """
+thread = threading.Thread(target=lambda: (forks.wait(), clear()))
+thread.start()
+child = os.fork()
+if not child:
+    signal.alarm(20)
+    grandchild = os.fork()  # waits for threads that clear the cache
+    os._exit(os.waitpid(grandchild, 0)[1] if grandchild else 0)
+print(waited, os.waitpid(child, 0)[1])
+thread.join()
+"""
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform has no fork")
-@pytest.mark.parametrize("engine", ["native", "reference"])
-@pytest.mark.parametrize("by_hand", [True, False], ids=["by hand", "at the end of a region"])
-def test_a_fork_waits_for_a_thread_that_clears_torchs_cache(engine, by_hand):
+FORKING = """
+import os, signal, threading
+import polycast
+from polycast.engine.choice import chosen
+
+with polycast.autocast("cpu"):
+    pass
+torchs_cache = chosen()._extension
+thread = threading.Thread(target=torchs_cache.acquire_for_fork, args=(True,))  # as a thread that is about to fork
+thread.start()
+thread.join()
+child = os.fork()
+if not child:
+    signal.alarm(4)
+    for _ in range(200):  # each would wait for 50 ms
+        with polycast.autocast("cpu"):
+            pass
+    os._exit(0)
+print(os.waitpid(child, 0)[1])
+"""
+
+
+def run(program, engine="native"):
+    """Return what a program wrote."""
     done = subprocess.run(
-        [sys.executable, "-W", "ignore::DeprecationWarning", "-c", CLEARING.replace("CLEAR:", f"{by_hand}:")],
+        [sys.executable, "-W", "ignore::DeprecationWarning", "-c", program],
         env={**os.environ, "POLYCAST_ENGINE": engine},
         capture_output=True,
         text=True,
         timeout=300,
     )
-    assert done.stdout == "0\n", done.stderr
+    return done.stdout or done.stderr
+
+
+@pytest.mark.parametrize("engine", ["native", "reference"])
+@pytest.mark.parametrize("clears", ["polycast.clear_autocast_cache()", "enter_and_leave()"])
+def test_a_fork_waits_for_a_thread_that_clears_torchs_cache(engine, clears):
+    cached = CACHED.replace("PAUSES:", "False:").replace("CLEARS", clears)
+    assert run(cached + CLEARING, engine) == "0\n"
+
+
+@pytest.mark.parametrize(
+    ("engine", "clears"),
+    [("native", "enter_and_leave()"), ("reference", "state.clear_torchs_cache()")],
+)
+def test_a_thread_that_another_librarys_fork_hook_waits_for_clears_torchs_cache(engine, clears):
+    cached = CACHED.replace("PAUSES:", "True:").replace("CLEARS", clears)
+    assert run(cached + PAUSING, engine) == "[True] 0\n"
+
+
+def test_a_child_does_not_wait_for_threads_that_were_about_to_fork():
+    assert run(FORKING) == "0\n"

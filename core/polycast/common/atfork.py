@@ -1,6 +1,7 @@
 """Hold locks during a fork, so that the child finds their data consistent and the locks free."""
 
 import os
+import threading
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
@@ -16,7 +17,15 @@ class Lock(Protocol):
 
 
 _locks: list[Callable[[], Iterable[Lock]]] = []
-_held: list[Lock] = []
+
+
+class _Forks(threading.local):
+    def __init__(self) -> None:
+        self.held: list[list[Lock]] = []
+        """For each fork of this thread, one in the hooks of another: what it holds."""
+
+
+_forks = _Forks()
 
 
 def hold_during_fork(locks: Callable[[], Iterable[Lock]]) -> None:
@@ -38,10 +47,12 @@ def _all_locks() -> dict[int, Lock]:
 
 def _acquire_all() -> None:
     """Acquire all locks. Where one is not free, release the others, wait for it, and try again."""
+    held: list[Lock] = []
+    _forks.held.append(held)  # first: an error of a signal handler ends the waiting, but not the fork
     awaited: Lock | None = None
     without: dict[int, Lock] = {}  # those that have a timeout
     while True:
-        locks, held = _all_locks(), []
+        locks = _all_locks()
         if awaited is not None:
             if awaited.acquire():
                 held.append(awaited)
@@ -50,7 +61,6 @@ def _acquire_all() -> None:
         done = {*without, *map(id, held)}
         awaited = next((lock for key, lock in locks.items() if key not in done and not _try(lock, held)), None)
         if awaited is None and _all_locks().keys() <= {*locks, *done}:  # none was made meanwhile
-            _held.extend(held)
             return
         _release(held)
 
@@ -68,7 +78,10 @@ def _release(held: list[Lock]) -> None:
         held.pop().release()
 
 
+def _release_all() -> None:
+    if _forks.held:
+        _release(_forks.held.pop())
+
+
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(
-        before=_acquire_all, after_in_parent=lambda: _release(_held), after_in_child=lambda: _release(_held)
-    )
+    os.register_at_fork(before=_acquire_all, after_in_parent=_release_all, after_in_child=_release_all)

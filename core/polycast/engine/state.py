@@ -256,8 +256,13 @@ hold_during_fork(lambda: [_clearing])
 
 def clear_torchs_cache() -> None:
     """Clear torch's own cache of casts, but not during a fork: the child would find the cache's mutex held."""
-    with _clearing:
+    # Give up after 50 ms: another library's fork hook may wait for this thread. Then the child may find the mutex held.
+    is_acquired = _clearing.acquire(timeout=0.05)
+    try:
         torch.clear_autocast_cache()
+    finally:
+        if is_acquired:
+            _clearing.release()
 
 
 def not_entered(owner: object) -> RuntimeError:

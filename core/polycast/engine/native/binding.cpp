@@ -274,6 +274,7 @@ PyMethodDef functions[] = {
     {"leave", fast(&raising_fast<&leave>), METH_FASTCALL, "Leave the innermost region that an owner entered on this thread."},
     {"acquire_for_fork", &raising<&acquire_for_fork>, METH_O, "Keep other threads from clearing torch's cache; return False if one does and this may not block."},
     {"release_after_fork", &raising<&release_after_fork>, METH_NOARGS, "Let them clear it again."},
+    {"forget_other_threads", &raising<&forget_other_threads>, METH_NOARGS, "In a forked child, forget the other threads that forked or cleared it."},
     {"excluded_keys", &raising<&excluded_keys>, METH_NOARGS, "Return the raw bits of the dispatch keys that this thread excludes."},
     {"dtype", &raising<&dtype>, METH_O, "Return the fast dtype of a device on this thread."},
     {"last", &raising<&last>, METH_NOARGS, "Return (owner, settings) of the region that this thread entered last; None if it is in none."},

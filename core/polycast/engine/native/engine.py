@@ -1,6 +1,7 @@
 """The native engine: the interface of the C++ to Python."""
 
 import itertools
+import os
 from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -99,6 +100,8 @@ class NativeEngine:
         )
         torchs_cache = _TorchsCache(extension)
         hold_during_fork(lambda: [torchs_cache])
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=extension.forget_other_threads)
         self._extension = extension
         self._watched: WatchedWrites | None = None
         # See StateMachine.

@@ -258,6 +258,12 @@ PyObject* release_after_fork(PyObject*, PyObject*) {
   return Py_NewRef(Py_None);
 }
 
+// forget_other_threads()
+PyObject* forget_other_threads(PyObject*, PyObject*) {
+  TorchsCache::forget_other_threads();
+  return Py_NewRef(Py_None);
+}
+
 // dtype(device_type) -> torch.dtype
 PyObject* dtype(PyObject*, PyObject* device_type) {
   return Py_NewRef(python_dtype(at::autocast::get_autocast_dtype(device_of(device_type))));

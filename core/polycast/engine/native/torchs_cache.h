@@ -15,8 +15,8 @@ namespace {
 class TorchsCache {
  public:
   static void clear() {
-    while (C10_UNLIKELY(forks_ != forks_here_)) {
-      let_others_run();
+    if (C10_UNLIKELY(forks_ != forks_here_)) {
+      wait_for_forks();
     }
     ++clears_;
     ++clears_here_;
@@ -46,7 +46,22 @@ class TorchsCache {
     --forks_here_;
   }
 
+  // In a forked child: the other threads do not exist there, so nothing would ever end what they had begun.
+  static void forget_other_threads() {
+    forks_ = forks_here_;
+    clears_ = clears_here_;
+  }
+
  private:
+  // Gives up after 50 ms: another library's fork hook may wait for this thread. Then a child may find the mutex held, as without polycast.
+  static void wait_for_forks() {
+    using Clock = std::chrono::steady_clock;
+    const Clock::time_point end = Clock::now() + std::chrono::milliseconds(50);
+    while (forks_ != forks_here_ && Clock::now() < end) {
+      let_others_run();
+    }
+  }
+
   static void let_others_run() {
     const WithoutGil others_may_run;
     std::this_thread::sleep_for(std::chrono::microseconds(100));

@@ -1,0 +1,106 @@
+"""A fork holds locks that other threads hold or nest, and another fork does."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform has no fork"),
+]
+
+NESTED = """
+import os, threading
+from polycast.common.atfork import hold_during_fork
+
+outer, inner = threading.Lock(), threading.RLock()
+held, forks = threading.Event(), threading.Event()
+locks = [outer, inner] if ORDER else [inner, outer]
+for lock in locks:
+    hold_during_fork(lambda lock=lock: [lock])
+
+
+def nest():
+    with outer:
+        held.set()
+        forks.wait()
+        with inner:
+            pass
+
+
+thread = threading.Thread(target=nest)
+thread.start()
+held.wait()
+os.register_at_fork(before=forks.set)
+child = os.fork()
+if not child:
+    os._exit(not (outer.acquire(blocking=False) and inner.acquire(blocking=False)))
+print(os.waitpid(child, 0)[1])
+thread.join()
+"""
+
+TAKING_TURNS = """
+import os, threading
+
+program = os.getpid()
+os.register_at_fork(before=lambda: pause())  # after the locks are taken
+from polycast.common.atfork import hold_during_fork
+
+
+class Lock:
+    def acquire(self, blocking=True):
+        if blocking:  # it is waited for, so it is released last
+            is_awaited.set()
+        return lock.acquire(blocking)
+
+    def release(self):
+        lock.release()
+        if os.getpid() == program and threading.current_thread() is first and is_awaited.is_set():
+            is_released.set()
+            second_forks.wait(10)
+
+
+def fork():
+    child = os.fork()
+    if not child:
+        os._exit(0)
+    print(os.waitpid(child, 0)[1])
+
+
+def pause():
+    if threading.current_thread() is not first:
+        second_forks.set()
+        first.join()
+        print(lock.locked(), flush=True)
+
+
+lock = threading.Lock()
+is_awaited, is_released, second_forks = threading.Event(), threading.Event(), threading.Event()
+held, first = [Lock()], threading.Thread(target=fork)
+hold_during_fork(lambda: held)
+lock.acquire()
+first.start()
+is_awaited.wait()
+lock.release()
+is_released.wait()
+fork()
+print(lock.locked())
+"""
+
+
+def run(program):
+    """Return what a program wrote. Python warns of forks among threads, as here."""
+    arguments = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", program]
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=60)
+    return done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("order", [True, False])
+def test_a_fork_takes_locks_that_another_thread_nests_in_any_order(order):
+    assert run(NESTED.replace("ORDER", str(order))) == ("0\n", "")
+
+
+def test_threads_that_fork_in_turn_release_their_own_locks():
+    assert run(TAKING_TURNS) == ("0\nTrue\n0\nFalse\n", "")
