@@ -74,6 +74,52 @@ def test_one_snapshot_is_applied_within_itself_and_after_an_exception():
     assert polycast.autocast_nesting("cpu") == 0
 
 
+def test_the_regions_of_a_snapshot_are_in_one_block_at_a_time(in_thread):
+    with polycast.autocast("cpu"):
+        snapshot = polycast.capture()
+    for of in (snapshot, polycast.Snapshot(())):
+        regions = of.apply()
+        with regions:
+            before = observe()
+            for elsewhere in (in_thread, lambda enter: enter()):
+                with pytest.raises(
+                    RuntimeError, match=r"entered already, .*: call snapshot\.apply\(\) for each block$"
+                ):
+                    elsewhere(regions.__enter__)
+            with pytest.raises(RuntimeError, match="cannot be left on thread .*, which has not entered it"):
+                in_thread(regions.__exit__)
+            assert observe() == before
+        with pytest.raises(RuntimeError, match="cannot be left on thread 'MainThread', which has not entered it"):
+            regions.__exit__()
+        with regions:  # again
+            assert observe() == before
+        assert polycast.autocast_nesting("cpu") == 0
+
+
+def test_regions_that_cannot_be_entered_can_be_once_they_can(monkeypatch):
+    with polycast.autocast("cpu"):
+        regions = polycast.Snapshot(()).apply()
+        with monkeypatch.context() as patch:
+            patch.setattr("polycast.region.capture.snapshot", lambda: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                regions.__enter__()
+        with regions:
+            assert not polycast.is_autocast_enabled("cpu")
+
+
+def test_what_applies_a_snapshot_decorates_functions():
+    with polycast.autocast("cpu"):
+        snapshot = polycast.capture()
+
+    @snapshot.apply()
+    def factorial(n):
+        assert polycast.autocast_nesting("cpu") == 4 - n
+        return n * factorial(n - 1) if n else 1
+
+    assert factorial(3) == factorial(3) == 6
+    assert polycast.autocast_nesting("cpu") == 0
+
+
 def test_the_policy_is_that_of_the_snapshot_and_not_of_the_place():
     x = torch.ones(2, 2)
     plain, fp32 = polycast.autocast("cpu"), polycast.autocast("cpu", policy={"aten::mm": polycast.CastPolicy.FP32})

@@ -1,7 +1,6 @@
 """Capture a thread's regions, to enter them on another thread."""
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -24,9 +23,10 @@ class Snapshot:
     switched_off: frozenset[str] = frozenset()
     """The devices that a module rule has switched autocast off for."""
 
-    def apply(self) -> AbstractContextManager[None]:
-        """Return a context manager that enters the regions on the current thread.
+    def apply(self) -> Regions:
+        """Return a context manager, for one block at a time, that enters the regions on the current thread.
 
+        It decorates plain functions too, as those of contextlib do; :meth:`wrap` also takes generators.
         Autocast is disabled inside for devices that had no region when the snapshot was taken.
 
         Example:

@@ -1,9 +1,12 @@
 """Regions that are entered together: for a block, or for each step of code that is suspended between the steps."""
 
+import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import ContextDecorator
 from typing import Any
 
 import torch
+from typing_extensions import Self
 
 from ..compilers.export import record_entry, record_exit
 from ..engine import state
@@ -13,8 +16,10 @@ from . import switched_off
 from .entry import enter
 
 
-class Regions:
+class Regions(ContextDecorator):
     """Regions that are entered for a block, and left after it. Regions that the block leaves open stay open.
+
+    They are in one block at a time. As a decorator of a function, new ones are entered for each call.
 
     Args:
         regions: what to enter.
@@ -32,16 +37,24 @@ class Regions:
         self._around = around
         self._off_by_rule = off_by_rule
         self._owner, self._owner_around = object(), object()  # not self, in a cycle with what it suspends
+        self._is_in_use = threading.Lock()
+        self._thread: int | None = None  # which has entered them
         self._entered: list[object] = []
         """The owners of these regions and those around them; the last may not be entered yet."""
 
     @disable_dynamo
     def __enter__(self) -> None:
-        own = [(self._owner, settings) for settings in self._regions]
-        if self._around is not None:
-            own = [*((self._owner_around, settings) for settings in self._around()), *own]
+        if not self._is_in_use.acquire(blocking=False):
+            raise RuntimeError(
+                "the regions of a snapshot are entered already, here or on another thread: "
+                "call snapshot.apply() for each block"
+            )
         self._rules_before = switched_off.current()
+        self._thread = threading.get_ident()
         try:
+            own = [(self._owner, settings) for settings in self._regions]
+            if self._around is not None:
+                own = [*((self._owner_around, settings) for settings in self._around()), *own]
             for owner, settings in own:
                 self._entered.append(owner)  # first: a signal handler may raise as soon as it is entered
                 _enter(owner, settings)
@@ -53,7 +66,20 @@ class Regions:
 
     @disable_dynamo
     def __exit__(self, *_: object) -> None:
+        self._require_entered()
         self._leave_all()
+
+    def _recreate_cm(self) -> Self:  # of ContextDecorator, for each call
+        return type(self)(*self._regions, around=self._around, off_by_rule=self._off_by_rule)
+
+    def _require_entered(self) -> None:
+        if self._thread != threading.get_ident():
+            raise state.not_entered(self)
+
+    def _end_use(self) -> None:
+        if self._thread is not None:
+            self._thread = None
+            self._is_in_use.release()
 
     def call(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Call a function in the regions. Unlike a block, leave them even if a signal handler raises as it ends."""
@@ -75,6 +101,8 @@ class Regions:
             while self._entered:
                 state.machine.leave(self._entered.pop())
             raise
+        finally:
+            self._end_use()
 
 
 class Suspendable(Regions):
@@ -98,6 +126,7 @@ class Suspendable(Regions):
 
     @disable_dynamo
     def __exit__(self, *_: object) -> None:
+        self._require_entered()
         reached: list[tuple[object, Settings]] = []
         is_alone = not self._entered  # the thread was in no region: those that it is in now are the body's
         try:
@@ -119,6 +148,7 @@ class Suspendable(Regions):
             raise
         own = len(self._regions)
         self._regions, self._suspended = [settings for _, settings in reached[:own]], reached[own:]
+        self._end_use()
 
 
 def _enter(owner: object, settings: Settings) -> None:
