@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING
 from .common.lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from .common.manifests import Plugin as Plugin
     from .engine.register_backend import register_backend as register_backend
     from .engine.register_backend import unregister_backend as unregister_backend
     from .out_dtype.matmul_kernels import float32_products as float32_products
     from .policy.cast_policy import CastPolicy as CastPolicy
     from .policy.cast_policy import policy_table as policy_table
+    from .policy.manifests import Plugin as Plugin
     from .policy.recipe_base import Recipe as Recipe
     from .policy.standard import STANDARD_POLICIES as STANDARD_POLICIES
     from .policy.standard import STANDARD_REMEDIES as STANDARD_REMEDIES
@@ -38,7 +38,7 @@ _PLACES = {
     "CastPolicy": "policy.cast_policy",
     "LowBitKernel": "registry.backend",
     "LowBitMatmul": "registry.low_bit_matmul",
-    "Plugin": "common.manifests",
+    "Plugin": "policy.manifests",
     "Recipe": "policy.recipe_base",
     "STANDARD_POLICIES": "policy.standard",
     "STANDARD_REMEDIES": "policy.standard",

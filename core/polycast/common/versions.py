@@ -26,3 +26,14 @@ def versions() -> dict[str, str]:
 def package_versions() -> dict[str, str]:
     """Return the versions that saved files depend on: those of polycast and torch."""
     return {name: version for name, version in versions().items() if name != "python"}
+
+
+def name_and_version(entry_point: importlib.metadata.EntryPoint) -> tuple[str, str]:
+    """Return the name and the version of the distribution that has an entry point."""
+    distribution = entry_point.dist
+    assert distribution is not None  # entry_points() always sets it
+    try:
+        name, version = distribution.name, distribution.version
+    except Exception:  # a half-removed distribution has no metadata; the exception depends on the Python
+        name = version = ""
+    return name or "(nameless)", version or "(no version)"

@@ -4,7 +4,8 @@ import functools
 from collections.abc import Sequence
 from typing import Any, Literal, TypeAlias
 
-from ..common import manifests
+from ..errors import warn_user
+from . import manifests
 from .names import hint
 from .recipe_base import Recipe as Recipe
 from .recipe_base import find_kind, kinds, restored
@@ -146,9 +147,12 @@ def _words(kind: type[Recipe]) -> dict[str, str]:
 
 
 def all_kinds() -> dict[str, type[Recipe]]:
-    """Return the classes of recipes by kind, with those of plugins."""
-    for name in manifests.names("recipes"):
-        find_kind(name)
+    """Return the classes of recipes by kind, with those of plugins; warn of those that cannot be used."""
+    for name in {name for each in manifests.manifests() for name in each.plugin.recipes}:
+        try:
+            find_kind(name)
+        except RuntimeError as error:
+            warn_user(str(error))
     return kinds
 
 

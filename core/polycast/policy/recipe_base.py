@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal, TypeVar, get_args, get_origin, get_ty
 
 from typing_extensions import Self, dataclass_transform
 
-from ..common import manifests
+from . import manifests
 from .names import hint, known_overloads, read_op
 from .recipe_settings import SIMPLE_TYPES, is_object, read_setting, text_of, value_of
 
@@ -243,9 +243,16 @@ class Recipe:
 
 
 def find_kind(name: str) -> type[Recipe] | None:
-    """Return the class of a kind of recipes, which may be that of a plugin; None if there is none."""
-    if name not in kinds:
-        manifests.find("recipes", name)  # which imports it
+    """Return the class of a kind of recipes, which may be that of a plugin; None if there is none.
+
+    Raises:
+        RuntimeError: the plugin that has it is broken, or several have it.
+    """
+    found = None if name in kinds else manifests.find("recipes", name)  # which imports it
+    if found is not None and name not in kinds:
+        raise RuntimeError(
+            f"A plugin names {found!r} as the recipe {name!r}, whose kind is another. Repair the plugin."
+        )
     return kinds.get(name)
 
 
@@ -273,9 +280,13 @@ def _parsed(text: str) -> ast.expr | None:
 def _check_kind(cls: type[Recipe], kind: object) -> None:
     if not isinstance(kind, str) or not re.fullmatch(_NAME, kind):
         raise ValueError(f"{cls.__name__}.kind must be a name such as 'int8', got {kind!r}")
-    name, taken = (
-        None if each is None else f"{each.__module__}.{each.__qualname__}" for each in (cls, kinds.get(kind))
-    )
+    name = f"{cls.__module__}.{cls.__qualname__}"
+    known = kinds.get(kind)
+    taken = None if known is None else f"{known.__module__}.{known.__qualname__}"
+    if known is None and not name.startswith("polycast."):  # the class of a plugin may not be imported yet
+        offers = [each.plugin.recipes[kind] for each in manifests.manifests() if kind in each.plugin.recipes]
+        places = [offer.replace(":", ".") for offer in offers]
+        taken = name if name in places else next(iter(places), None)
     if taken not in (None, name):
         raise ValueError(f"{cls.__name__}.kind is {kind!r}, which is the kind of {taken}: give it another")
 

@@ -4,6 +4,7 @@ import importlib.metadata
 from collections.abc import Iterable
 
 from ..common import env
+from ..common.versions import name_and_version
 from ..errors import warn_user
 from ..policy.names import hint
 from .backend_loader import BackendLoader, Candidate
@@ -17,7 +18,7 @@ def discover() -> dict[str, BackendLoader]:
     offered = {entry_point.name for entry_point in entry_points}
     _warn_of_unknown("POLYCAST_BLOCK", blocked, offered)
     _warn_of_unknown("POLYCAST_PROVIDER", providers, offered)
-    candidates = [Candidate(*_name_and_version(entry_point), entry_point) for entry_point in entry_points]
+    candidates = [Candidate(*name_and_version(entry_point), entry_point) for entry_point in entry_points]
     loaders: dict[str, BackendLoader] = {}
     for candidate in sorted(candidates, key=str):  # the order of distributions in a folder is arbitrary
         if candidate.built_in or third_party:
@@ -34,13 +35,3 @@ def _warn_of_unknown(variable: str, named: Iterable[str], offered: Iterable[str]
             f"{variable} names {device_type!r}, which no installed distribution offers a backend for: "
             + hint(device_type, sorted(offered))
         )
-
-
-def _name_and_version(entry_point: importlib.metadata.EntryPoint) -> tuple[str, str]:
-    distribution = entry_point.dist
-    assert distribution is not None  # entry_points() always sets it
-    try:
-        name, version = distribution.name, distribution.version
-    except Exception:  # a half-removed distribution has no metadata; the exception depends on the Python
-        name = version = ""
-    return name or "(nameless)", version or "(no version)"

@@ -1,6 +1,6 @@
 """Choose the fastest way to compute an op, by a device's profile, for the recipe `Fastest`."""
 
-from ...common.manifests import Plugin
+from ...policy.manifests import Plugin
 
 plugin = Plugin(
     recipes={"fastest": "polycast.engine.fastest.fastest_recipe:Fastest"},

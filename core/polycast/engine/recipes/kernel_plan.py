@@ -6,7 +6,6 @@ region would cost more than a recipe saves.
 
 import functools
 import itertools
-import pkgutil
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Sequence
@@ -15,12 +14,14 @@ from typing import Any, TypeAlias
 import torch
 from typing_extensions import override
 
-from ...common import manifests
 from ...common.atfork import hold_during_fork
+from ...common.interrupts import raise_if_callers
+from ...errors import warn_user
+from ...policy import manifests
 from ...policy.dtypes import dtype_name
 from ...policy.recipe import Recipe
 from ...registry.backend import Backend, LowBitKernel, overrides_is_capturing
-from ...registry.checks import check_recipe
+from ...registry.checks import PLUGIN_ERRORS, check_recipe
 from ...torch_internals.callers_state import call_outside
 from ...torch_internals.private_names import is_intercepted
 from ..casts.cast_cache import CastCache
@@ -250,7 +251,28 @@ class KernelPlan(Plan):
 @functools.cache
 def _vetoes() -> list[_Veto]:
     """Return the functions of plugins that say why a kernel should not compute a call; see `Plugin`."""
-    return [pkgutil.resolve_name(path) for path in manifests.names("vetoes")]
+    found = []
+    for manifest in manifests.manifests():
+        for path in manifest.plugin.vetoes:
+            try:
+                found.append(_guarded(manifest.resolve(path), path))
+            except RuntimeError as error:
+                warn_user(str(error))
+    return found
+
+
+def _guarded(veto: _Veto, path: str) -> _Veto:
+    """Return a veto that warns of what it raises, and leaves the op to the kernel then."""
+
+    def ask(device_type: str, kind: str, op: str, args: Sequence[Any]) -> str | None:
+        try:
+            return veto(device_type, kind, op, args)
+        except PLUGIN_ERRORS as error:
+            raise_if_callers(error)
+            warn_user(f"{path}, a veto of a plugin, failed for {op}: {type(error).__name__}: {error}")
+            return None
+
+    return ask
 
 
 def format_of_id(prepack_id: int) -> PrepackedFormat:

@@ -1,0 +1,141 @@
+"""Manifests of plugins: what each adds to polycast, known before its code is imported.
+
+A manifest is a `Plugin` that an entry point in the group `GROUP` names. Reading it imports its module, which should
+import nothing else of the plugin. A plugin that is broken, or slow to import, affects only what it adds.
+"""
+
+import importlib.metadata
+import pkgutil
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from ..common import env
+from ..common.announce import announce_if_slow
+from ..common.atfork import hold_during_fork
+from ..common.interrupts import raise_if_callers
+from ..common.versions import name_and_version
+from ..errors import warn_user
+from ..torch_internals.callers_state import call_outside
+from ..torch_internals.dispatcher import disable_autocast
+
+GROUP = "polycast.plugins"
+PROJECT = "polycast"
+_ERRORS = (Exception, SystemExit)  # some libraries exit if they find no device
+
+
+@dataclass(frozen=True)
+class Plugin:
+    """What a plugin adds to polycast. Objects are named ``module:attribute``, and imported when they are first used.
+
+    Attributes:
+        recipes: the classes of recipes, by kind.
+        vetoes: functions that say why a kernel of a recipe should not compute a call: given the device type, the
+            recipe's kind, the op and its arguments, which may be fake, each returns a str, or None.
+
+    Raises:
+        TypeError: an attribute is of another type.
+    """
+
+    recipes: Mapping[str, str] = field(default_factory=dict)
+    vetoes: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.recipes, Mapping) or not _are_texts([*self.recipes, *self.recipes.values()]):
+            raise TypeError(f"recipes must map kinds to 'module:class', got {self.recipes!r}")
+        if isinstance(self.vetoes, str) or not isinstance(self.vetoes, Sequence) or not _are_texts(self.vetoes):
+            raise TypeError(f"vetoes must be a sequence of 'module:function', got {self.vetoes!r}")
+
+
+def _are_texts(values: Sequence[object]) -> bool:
+    return all(isinstance(each, str) for each in values)
+
+
+class InstalledPlugin(NamedTuple):
+    """A plugin that is installed: the name of its entry point, its distribution, and its manifest."""
+
+    name: str
+    distribution: str
+    plugin: Plugin
+
+    def resolve(self, path: str) -> Any:
+        """Return an object of the plugin, given as ``module:attribute``.
+
+        Raises:
+            RuntimeError: it cannot be imported.
+        """
+        try:
+            with _lock, disable_autocast():
+                return call_outside(pkgutil.resolve_name, path)
+        except _ERRORS as error:
+            raise_if_callers(error)
+            raise RuntimeError(f"{path} cannot be imported. {_broken(self.name, self.distribution, error)}") from error
+
+
+_lock = threading.RLock()
+hold_during_fork(lambda: [_lock])  # a child that is forked during an import could never finish it
+_manifests: list[InstalledPlugin] | None = None
+_is_reading = False
+
+
+def manifests() -> Sequence[InstalledPlugin]:
+    """Return the manifests of the installed plugins, and warn of broken ones; none while they are read."""
+    global _manifests, _is_reading
+    if _manifests is None:
+        with _lock:
+            if _is_reading:  # the module of a manifest asks
+                return ()
+            _is_reading = True
+            try:
+                _manifests = list(_read())
+            finally:
+                _is_reading = False
+    return _manifests
+
+
+def forget() -> None:
+    """Read the manifests again at the next use."""
+    global _manifests
+    _manifests = None
+
+
+def _read() -> Iterator[InstalledPlugin]:
+    for point in sorted(importlib.metadata.entry_points(group=GROUP), key=lambda point: point.name):
+        distribution, _ = name_and_version(point)
+        is_own = env.canonical_name(distribution) == PROJECT
+        if not is_own and not env.discovery():
+            continue
+        waiting = f"still importing the plugin {point.name!r} of {distribution}. POLYCAST_DISCOVERY=0 leaves it out."
+        try:
+            with nullcontext() if is_own else announce_if_slow(waiting), disable_autocast():
+                plugin = call_outside(point.load)
+            if not isinstance(plugin, Plugin):
+                raise TypeError(f"{point.value} must be a polycast.plugin.Plugin, got {plugin!r}")
+        except _ERRORS as error:
+            raise_if_callers(error)
+            warn_user(_broken(point.name, distribution, error))
+        else:
+            yield InstalledPlugin(point.name, distribution, plugin)
+
+
+def _broken(name: str, distribution: str, error: BaseException) -> str:
+    reason = f"{type(error).__name__}: {error}".rstrip(".")
+    return f"The plugin {name!r} of {distribution} is broken: {reason}. Repair or uninstall {distribution}."
+
+
+def find(table: str, name: str) -> Any:
+    """Return the object with a name in a table of a plugin's manifest, such as ``recipes``; None if there is none.
+
+    polycast's own plugins take precedence over others.
+
+    Raises:
+        RuntimeError: several plugins have one, or it cannot be imported.
+    """
+    offers = [each for each in manifests() if name in getattr(each.plugin, table)]
+    offers = [each for each in offers if env.canonical_name(each.distribution) == PROJECT] or offers
+    if len(offers) > 1:
+        plugins = ", ".join(f"{each.name} ({each.distribution})" for each in offers)
+        raise RuntimeError(f"Several plugins have {name!r} in {table}: {plugins}. Uninstall all but one.")
+    return next((each.resolve(getattr(each.plugin, table)[name]) for each in offers), None)

@@ -1,0 +1,133 @@
+"""Manifests of plugins: recipes by name before their modules are imported, broken plugins, and conflicts."""
+
+import importlib
+import sys
+
+import pytest
+
+import polycast
+from polycast.engine.recipes import kernel_plan
+from polycast.policy import manifests
+from polycast.policy.recipe import all_recipes, read_recipe
+
+
+def offer(monkeypatch, tmp_path, *packages):
+    """Install packages, each given as its name and its source, which has a `plugin`."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name, source in packages:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+        (tmp_path / f"{name}.py").write_text(source)
+        info = tmp_path / f"{name}-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text(f"[polycast.plugins]\n{name} = {name}:plugin\n")
+    importlib.invalidate_caches()
+    manifests.forget()
+
+
+@pytest.fixture(autouse=True)
+def _read_again():
+    yield
+    manifests.forget()
+
+
+MANIFEST = "from polycast.plugin import Plugin\nplugin = Plugin(recipes={'nf4': '%s:Nf4'})\n"
+RECIPE = "import polycast\nclass Nf4(polycast.plugin.Recipe):\n    kind = 'nf4'\n    ops = ('linear',)\n"
+
+
+def test_a_recipe_of_a_plugin_is_known_by_name_before_its_module_is_imported(monkeypatch, tmp_path):
+    offer(monkeypatch, tmp_path, ("acme", MANIFEST % "acme_recipes"))
+    (tmp_path / "acme_recipes.py").write_text(RECIPE)
+    assert read_recipe("fastest").kind == "fastest"
+    assert "acme_recipes" not in sys.modules
+    policy = polycast.Policy(modules={"head": "nf4"})
+    assert type(policy.modules["head"]).__module__ == "acme_recipes"
+    del polycast.policy.recipe_base.kinds["nf4"]
+
+
+def test_two_plugins_with_one_kind_are_a_conflict(monkeypatch, tmp_path):
+    offer(monkeypatch, tmp_path, ("acme", MANIFEST % "acme_recipes"), ("other", MANIFEST % "other_recipes"))
+    with pytest.raises(RuntimeError, match=r"Several plugins have 'nf4' in recipes: acme \(acme\), other \(other\)\."):
+        read_recipe("nf4")
+
+
+def test_polycasts_own_recipe_takes_precedence(monkeypatch, tmp_path):
+    source = "from polycast.plugin import Plugin\nplugin = Plugin(recipes={'fastest': 'acme_recipes:Mine'})\n"
+    offer(monkeypatch, tmp_path, ("acme", source))
+    assert manifests.find("recipes", "fastest") is polycast.Fastest
+
+
+def test_a_kind_of_a_plugin_that_is_not_imported_is_taken(monkeypatch, tmp_path):
+    offer(monkeypatch, tmp_path, ("acme", MANIFEST % "acme_recipes"))
+    with pytest.raises(
+        ValueError, match=r"Mine\.kind is 'nf4', which is the kind of acme_recipes\.Nf4: give it another"
+    ):
+
+        class Mine(polycast.plugin.Recipe):
+            kind = "nf4"
+
+
+@pytest.mark.parametrize("module", ["raise SystemExit(5)", "import no_such_module", RECIPE.replace("'nf4'", "'nf5'")])
+def test_a_recipe_that_cannot_be_imported_matters_only_where_it_is_named(monkeypatch, tmp_path, module):
+    offer(monkeypatch, tmp_path, ("acme", MANIFEST % "acme_recipes"))
+    monkeypatch.delitem(sys.modules, "acme_recipes", raising=False)
+    (tmp_path / "acme_recipes.py").write_text(module)
+    warning = r"Repair|which is the kind of"
+    with pytest.raises((RuntimeError, ValueError), match=r"acme|Nf4"):
+        read_recipe("nf4")
+    monkeypatch.delitem(sys.modules, "acme_recipes", raising=False)
+    with (
+        pytest.warns(UserWarning, match=warning),
+        pytest.raises(ValueError, match=r"did you mean 'int8'"),
+    ):
+        read_recipe("int9")
+    with pytest.warns(UserWarning, match=warning):
+        assert "int8" in {recipe.kind for recipe in all_recipes()}
+    polycast.policy.recipe_base.kinds.pop("nf5", None)
+
+
+def test_a_veto_that_cannot_be_imported_or_fails_is_left_out_with_a_warning(monkeypatch, tmp_path, int8_kernels):
+    source = "from polycast.plugin import Plugin\nplugin = Plugin(vetoes=('acme:no', 'acme:fails'))\n"
+    source += "def fails(*args): 1 / 0\n"
+    offer(monkeypatch, tmp_path, ("acme", source))
+    kernel_plan._vetoes.cache_clear()
+    with pytest.warns(UserWarning, match=r"acme:no cannot be imported\. The plugin 'acme' of acme is broken"):
+        vetoes = kernel_plan._vetoes()
+    with pytest.warns(UserWarning, match=r"acme:fails, a veto of a plugin, failed for aten::mm: ZeroDivisionError"):
+        assert {veto("cpu", "int8", "aten::mm", ()) for veto in vetoes[:1]} == {None}
+    kernel_plan._vetoes.cache_clear()
+
+
+def test_what_interrupts_the_import_of_a_plugin_reaches_the_caller(monkeypatch, tmp_path):
+    offer(monkeypatch, tmp_path, ("acme", "raise MemoryError"))
+    with pytest.raises(MemoryError):
+        manifests.manifests()
+    monkeypatch.setattr(manifests, "_read", lambda: iter(()))
+    assert manifests.manifests() == []
+
+
+def test_a_distribution_without_metadata_hides_no_plugin(monkeypatch, tmp_path):
+    offer(monkeypatch, tmp_path, ("acme", MANIFEST % "acme_recipes"))
+    (tmp_path / "acme-1.0.dist-info" / "METADATA").unlink()
+    assert {"acme", "fastest"} <= {manifest.name for manifest in manifests.manifests()}
+
+
+@pytest.mark.parametrize("given", [{"recipes": None}, {"recipes": {"a": 1}}, {"vetoes": "a:b"}, {"vetoes": (1,)}])
+def test_a_manifest_of_other_types_is_refused(given):
+    with pytest.raises(TypeError, match=r"(recipes must map kinds|vetoes must be a sequence)"):
+        polycast.plugin.Plugin(**given)
+
+
+@pytest.mark.parametrize("source", ["raise OSError('no driver')", "raise SystemExit(1)", "plugin = {}"])
+def test_a_broken_plugin_breaks_itself_only(monkeypatch, tmp_path, source):
+    offer(monkeypatch, tmp_path, ("acme", source))
+    with pytest.warns(UserWarning, match=r"The plugin 'acme' of acme is broken: \w+: .*Repair or uninstall acme\."):
+        known = manifests.manifests()
+    assert any("fastest" in manifest.plugin.recipes for manifest in known)
+
+
+def test_plugins_of_third_parties_are_ignored_without_discovery(monkeypatch, tmp_path):
+    offer(monkeypatch, tmp_path, ("acme", MANIFEST % "acme_recipes"))
+    monkeypatch.setenv("POLYCAST_DISCOVERY", "0")
+    with pytest.raises(ValueError, match=r"'nf4' is not a recipe"):
+        read_recipe("nf4")
