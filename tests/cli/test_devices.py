@@ -199,6 +199,18 @@ def test_verbose_shows_which_recipes_a_device_supports(polycast_command, hand_ma
     assert "int8" not in polycast_command("devices").stdout
 
 
+def test_a_warning_of_a_plugin_that_a_filter_makes_an_error_is_a_remark(polycast_command, hand_made):
+    def warn(*_):
+        raise UserWarning("the driver is old")
+
+    hand_made("hpu", availability=warn)
+    hand_made("cpu", device_details=warn, recipe_availability=warn)
+    said = polycast_command("devices", "--verbose").stdout
+    assert "hpu: the driver is old\n" in said
+    assert "cpu: device_details() raised UserWarning: the driver is old\n" in said
+    assert "cpu: recipe_availability() raised UserWarning: the driver is old\n" in said
+
+
 def test_verbose_shows_the_traceback_of_a_broken_plugin(polycast_command, plugin):
     plugin("acme_traced", "raise OSError('libacme.so: cannot open')")
     shown = polycast_command("devices", "--verbose").stdout
@@ -221,10 +233,14 @@ def test_verbose_does_not_change_json(polycast_command, plugin):
     assert "OSError: libacme.so: cannot open" in result.stderr
 
 
-def test_a_plugin_whose_supported_dtypes_raise_is_listed(polycast_command, plugin):
-    plugin("acme_silent", WORKING.format(supported="raise KeyError('driver')"))
+@pytest.mark.parametrize("error", ["KeyError('driver')", "SystemExit('driver')"])
+def test_a_plugin_whose_supported_dtypes_raise_is_listed(polycast_command, plugin, error):
+    plugin(f"acme_{error.partition('(')[0]}", WORKING.format(supported=f"raise {error}"))
     assert listed(polycast_command("devices", "--json"))["ipu"]["supported_dtypes"] is None
-    assert "ipu: supported_dtypes() raised KeyError: 'driver'\n" in polycast_command("devices").stdout
+    assert re.search(
+        r"\nipu: supported_dtypes\(\) raised (KeyError: 'driver'|SystemExit: driver)\n",
+        polycast_command("devices").stdout,
+    )
 
 
 def test_devices_shows_a_conflict(polycast_command, plugin):

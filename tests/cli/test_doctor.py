@@ -154,6 +154,21 @@ def test_a_region_that_does_not_cast_is_reported(engine, examine, monkeypatch):
     assert status == 1
 
 
+@pytest.mark.parametrize("error", [SystemExit("no board"), UserWarning("no board")], ids=["exit", "warning"])
+def test_what_a_plugin_or_a_driver_raises_is_reported(examine, hand_made, monkeypatch, error):
+    def fail(**_):
+        raise error
+
+    hand_made("hpu", availability=fail)
+    hand_made("cpu", supported_dtypes=fail, device_details=fail)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", fail)
+    _, found = examine()
+    rows = {device["device_type"]: device for device in found["backends"]}
+    assert (rows["hpu"]["state"], rows["hpu"]["reason"]) == ("unavailable", "no board")
+    assert rows["cpu"]["supported_dtypes"] is None
+    assert found["accelerator"] == f"{type(error).__name__}: no board"
+
+
 def test_an_error_in_a_region_is_reported(engine, examine, monkeypatch):
     def broken(*_, **__):
         raise RuntimeError("no kernel image is available")

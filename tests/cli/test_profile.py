@@ -51,6 +51,9 @@ def test_it_prints_json(polycast_command, kept):
 def test_refresh_measures_again(polycast_command, kept):
     polycast_command("profile", "cpu")
     assert "measuring" in polycast_command("profile", "cpu", "--refresh").stderr
+    rule = "the result replaces the profile, unless it is noisy and no better."
+    assert rule in " ".join(polycast.profile.__doc__.split())
+    assert rule in " ".join(polycast_command("profile", "--help").stdout.replace("│", "").split())
 
 
 def test_output_writes_a_file_for_the_variable(polycast_command, kept, tmp_path, monkeypatch):

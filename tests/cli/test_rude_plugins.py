@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 
@@ -55,19 +56,44 @@ def test_a_plugin_that_ends_the_process_is_named_below_the_rows_before_it(start,
     assert [line.split()[0].strip(":") for line in out.splitlines()[-2:]] == ["cpu", "cuda"]
 
 
+HANGS_WHEN_ASKED = """
+import polycast, time, torch
+
+class Acme(polycast.plugin.Backend):
+    device_type, default_dtype, policies = "hpu", torch.bfloat16, polycast.plugin.STANDARD_POLICIES
+
+    def availability(self):
+        time.sleep(600)
+
+    def supported_dtypes(self):
+        return (torch.bfloat16,)
+
+@polycast.plugin.hookimpl
+def polycast_backend():
+    return Acme()
+"""
+
+
+@pytest.mark.parametrize("end", ["SIGKILL", "SIGINT"])
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("import time\ntime.sleep(600)", "importing the plugin of 'hpu', acme-hpu 1.5 (acme_hpu)"),
+        (HANGS_WHEN_ASKED, "asking the plugin of 'hpu', acme-hpu 1.5 (acme_hpu) whether the device can be used"),
+    ],
+    ids=["import", "availability"],
+)
 @pytest.mark.parametrize("command", ["devices", "doctor"])
-def test_a_plugin_that_hangs_is_named_below_the_rows_before_it(start, command):
-    process = start("import time\ntime.sleep(600)", command)
+def test_a_plugin_that_hangs_is_named_below_the_rows_before_it(start, command, source, said, end):
+    process = start(source, command)
     try:
-        assert process.stderr.readline() == (
-            "polycast: still importing the plugin of 'hpu', acme-hpu 1.5 (acme_hpu). "
-            "POLYCAST_BLOCK=hpu leaves it out.\n"
-        )
+        assert process.stderr.readline() == f"polycast: still {said}. POLYCAST_BLOCK=hpu leaves it out.\n"
     finally:
-        process.kill()
+        process.send_signal(signal.Signals[end])
     out, err = process.communicate()
     assert [line.split()[0].strip(":") for line in out.splitlines()[-2:]] == ["cpu", "cuda"]
-    assert err == "polycast: the process ended in the plugin of 'hpu': acme-hpu 1.5 (acme_hpu)\n"
+    assert "polycast: the process ended in the plugin of 'hpu': acme-hpu 1.5 (acme_hpu)\n" in err
+    assert end == "SIGINT" or len(err.splitlines()) == 1  # no word of typer's
 
 
 @pytest.mark.parametrize(

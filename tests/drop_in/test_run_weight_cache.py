@@ -22,10 +22,12 @@ ONCE = """
     with torch.no_grad(), torch.autocast("cpu"):
         torch.nn.Linear(4, 4)(x)
 """
+BOTH = f"{GENERATE}{ONCE}"
 NO_WEIGHT = """
     with torch.no_grad(), torch.autocast("cpu"):
         model.bfloat16()(x)
 """
+WITH_GRAD = "3 regions entered with grad on; it is for those under torch.no_grad()"
 
 
 @pytest.mark.parametrize("engine", ["native", "reference"])
@@ -33,14 +35,15 @@ NO_WEIGHT = """
     ("body", "said"),
     [
         (WITHOUT_CACHE, "4 hits, 2 misses"),
-        (GENERATE, "0 hits (3 regions entered with grad on; it is for those under torch.no_grad()), 0 misses"),
+        (GENERATE, f"0 hits ({WITH_GRAD}), 0 misses"),
         (ONCE, "0 hits (each weight was cast once), 6 misses"),
+        (BOTH, f"0 hits ({WITH_GRAD}; each weight was cast once), 6 misses"),
         (NO_WEIGHT, "0 hits (no region cast a weight), 0 misses"),
     ],
-    ids=["cache_enabled=False", "generate", "once", "no weight"],
+    ids=["cache_enabled=False", "generate", "once", "generate and once", "no weight"],
 )
 def test_the_summary_has_the_hits_or_why_there_are_none(polycast_run, tmp_path, body, said, engine):
     (tmp_path / "program.py").write_text(PROGRAM.format(body))
     done = polycast_run("--engine", engine, "--weight-cache", "program.py", folder=tmp_path)
     assert f"\n{done.stderr}".endswith(f", weight cache: {said}, 0.0 MiB\n"), done.stderr
-    assert done.stderr.startswith(f"polycast: {engine} engine, 3 regions (cpu bfloat16 3), ")
+    assert done.stderr.startswith(f"polycast: {engine} engine, {3 * (1 + (body is BOTH))} regions (cpu bfloat16 ")

@@ -149,11 +149,16 @@ def ring(number, frame):
 class Handler:
     def __call__(self, number, frame):
         raise Alarm("time is up")
+
+def forgetful(number, frame):
+    del number, frame
+    raise Alarm("time is up")
 """
 
 
 @pytest.mark.parametrize(
-    "handler", ["ring", "lambda *given: ring(*given)", "Handler()", "Handler().__call__", "functools.partial(ring)"]
+    "handler",
+    ["ring", "forgetful", "lambda *given: ring(*given)", "Handler()", "Handler().__call__", "functools.partial(ring)"],
 )
 @pytest.mark.parametrize("where", ["import", "hook", "availability"])
 def test_what_a_signals_handler_raises_is_the_callers_and_not_remembered(run, plugin, handler, where):

@@ -1,6 +1,8 @@
 """The registry: device strings, look-ups, registration by hand, status and availability."""
 
+import copy
 import importlib.metadata
+import pickle
 import re
 
 import pytest
@@ -14,6 +16,10 @@ from polycast.registry.registry import registry
 
 BUILT_INS = sorted(importlib.metadata.distribution("polycast").entry_points.select(group="polycast.backends").names)
 BY_NAME = ("get_backend", "autocast", "install", "uninstall", "unregister_backend", "is_autocast_available")
+
+
+def of_name(function):
+    return getattr(polycast, function, None) or getattr(polycast.plugin, function)
 
 
 def device_types():
@@ -48,7 +54,7 @@ def _no_compiler(monkeypatch):
 def test_a_device_that_is_not_a_str_is_refused(function, value):
     text = f"Expected `device_type` of type `str`, got: `{type(value)}`"
     with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
-        getattr(polycast, function)(value)
+        of_name(function)(value)
 
 
 def test_the_error_for_a_torch_device_names_its_class():
@@ -60,7 +66,7 @@ def test_the_error_for_a_torch_device_names_its_class():
 @pytest.mark.parametrize("name", ["not a real device", "", "CPU", " cpu", "cuda:-1", "cuda:x", "cpu:0:1", "cpu\0"])
 def test_a_string_that_torch_does_not_know_is_refused(function, name):
     with pytest.raises(RuntimeError, match=f"^{re.escape(f'Invalid device string: {name!r}. ')}") as refusal:
-        getattr(polycast, function)(name)
+        of_name(function)(name)
     assert refusal.type is RuntimeError
 
 
@@ -128,7 +134,7 @@ def test_an_index_means_the_device_type(name):
 @pytest.mark.parametrize("function", ["get_backend", "autocast", "install", "get_autocast_dtype"])
 def test_the_error_for_a_device_without_a_backend_lists_those_with_one(function):
     with pytest.raises(polycast.errors.BackendNotFoundError, match=f"^{re.escape(missing('ipu'))}$"):
-        getattr(polycast, function)("ipu")
+        of_name(function)("ipu")
 
 
 def test_the_error_lists_devices_registered_by_hand(hand_made):
@@ -172,6 +178,13 @@ def test_the_statuses_are_sorted_read_only_and_kept_once_read(hand_made):
     assert (before["hpu"].state, polycast.backends()["hpu"].state) == ("missing", "ready")
     with pytest.raises(TypeError, match="does not support item assignment"):
         before["hpu"] = None
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda statuses: pickle.loads(pickle.dumps(statuses))])
+def test_statuses_can_be_copied_and_pickled(copied):
+    statuses = polycast.backends()
+    assert copied(statuses) == statuses
+    assert repr(copied(statuses)) == repr(statuses)
 
 
 def test_a_backend_registered_by_hand_takes_precedence_over_entry_points(hand_made):
@@ -228,7 +241,9 @@ def test_only_backends_registered_by_hand_can_be_unregistered(name):
 
 @pytest.mark.parametrize("backend", [None, polycast.plugin.Backend, polycast.plugin.get_backend])
 def test_an_object_that_is_not_a_backend_cannot_be_registered(backend):
-    with pytest.raises(polycast.errors.InvalidBackendError, match=r"^expected an instance of polycast\.Backend, got "):
+    with pytest.raises(
+        polycast.errors.InvalidBackendError, match=r"^expected an instance of polycast\.plugin\.Backend, got "
+    ):
         polycast.plugin.register_backend(backend)
 
 
@@ -297,6 +312,15 @@ def test_the_status_of_an_unavailable_device_has_the_reason(hand_made, check, re
     assert (status.state, status.reason, status.default_dtype) == ("unavailable", reason, torch.float16)
     assert polycast.is_autocast_available("hpu") is False
     assert polycast.plugin.get_backend("hpu") is backend
+
+
+def test_a_warning_that_a_filter_makes_an_error_is_the_reason_in_a_status_and_raised_by_regions(hand_made):
+    hand_made("hpu", availability=raising(DeprecationWarning("old driver")))
+    status = polycast.backends()["hpu"]
+    assert (status.state, status.reason) == ("unavailable", "old driver")
+    assert "old driver" in repr(polycast.backends())
+    with pytest.raises(DeprecationWarning, match="old driver"):
+        polycast.autocast("hpu")
 
 
 @pytest.mark.parametrize(("check", "reason"), CHECKS.values(), ids=CHECKS)

@@ -13,7 +13,7 @@ from ..policy.dtypes import dtype_name
 from ..policy.recipe import Float8, Int4, Int8
 from ..profiling.profile import look_up
 from ..registry.backend_loader import BackendStatus
-from ..registry.checks import check_recipe
+from ..registry.checks import PLUGIN_ERRORS, check_recipe
 from ..registry.registry import backends, get_backend, registry
 from .compiled import origins
 from .profile import summary
@@ -53,7 +53,10 @@ class ListedDevice:
         if self.status.state != "ready":
             return []
         backend = get_backend(self.status.device_type)
-        answers = {recipe.kind: check_recipe(backend, recipe) for recipe in (Int8(), Int4(), Float8())}
+        try:
+            answers = {recipe.kind: check_recipe(backend, recipe) for recipe in (Int8(), Int4(), Float8())}
+        except Warning as error:  # a filter turned it into an error
+            return [f"recipe_availability() raised {type(error).__name__}: {error}"]
         return [
             f"{kind}: {'yes' if answer else 'no'}, {answer.reason}".rstrip(", ") for kind, answer in answers.items()
         ]
@@ -62,7 +65,10 @@ class ListedDevice:
         """Return a sentence about the device's profile; None if it has none."""
         if self.status.state != "ready":
             return None
-        found = look_up(self.status.device_type)
+        try:
+            found = look_up(self.status.device_type)
+        except Warning as error:  # a filter turned it into an error
+            return f"device_details() raised {type(error).__name__}: {error}"
         return found.warning if found.profile is None else summary(found.profile)
 
     def as_json(self) -> dict[str, object]:
@@ -102,7 +108,7 @@ def _ask(status: BackendStatus) -> ListedDevice:
         return ListedDevice(status, tuple(map(dtype_name, get_backend(status.device_type).supported_dtypes())))
     except BackendBrokenError as error:
         return ListedDevice(status, failure=error.__cause__ or error)
-    except Exception as error:  # a plugin may raise anything; the others are still listed
+    except PLUGIN_ERRORS as error:  # the others are still listed
         return ListedDevice(status, failure=error)
 
 

@@ -36,7 +36,12 @@ def profile_lines(out: Console, profile: DeviceProfile, indentation: int = 0) ->
 
 def run(
     device: Annotated[str, typer.Argument(metavar="DEVICE", help="The device, such as cpu.")] = "cpu",
-    refresh: Annotated[bool, typer.Option("--refresh", help="Measure again, and keep the less noisy profile.")] = False,
+    refresh: Annotated[
+        bool,
+        typer.Option(
+            "--refresh", help="Measure again; the result replaces the profile, unless it is noisy and no better."
+        ),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the profile as JSON.")] = False,
     output: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the profile to a file, for POLYCAST_PROFILE.")

@@ -134,7 +134,7 @@ else:
 
 @contextmanager
 def blame_at_end() -> Iterator[Callable[[str], None]]:
-    """Yield a function that says where this process is; if the process ends there, another one prints it on stderr."""
+    """Yield a function that says where this process is; if it ends there, also by Ctrl-C, another one prints it."""
     try:
         command = [sys.executable, "-I", "-S", "-c", _BLAME]
         nowhere = subprocess.DEVNULL
@@ -152,7 +152,8 @@ def blame_at_end() -> Iterator[Callable[[str], None]]:
         try:
             yield where
         finally:
-            where("")
+            if sys.exc_info()[0] is not KeyboardInterrupt:
+                where("")
 
 
 def engine_lines() -> list[str]:

@@ -1,22 +1,41 @@
 """Tell exceptions that the caller caused from those of the code that it called."""
 
-import itertools
+import functools
+import signal
 import traceback
+from collections.abc import Callable
+from types import CodeType, FrameType
 
 CALLERS_ERRORS = (MemoryError, RecursionError, Warning)
 """What any code may raise: it is out of memory or stack, or a filter turned a warning into an error."""
 
 
 def is_interrupt(error: BaseException) -> bool:
-    """Return whether a signal handler raised an exception: its traceback has a function that was given a signal and
-    the frame of its caller, as handlers are.
-    """
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        values = [*frame.f_locals.values()]  # first the arguments
-        values += [each for value in values if isinstance(value, tuple) for each in value]  # *args
-        if any(isinstance(signal, int) and at is frame.f_back for signal, at in itertools.pairwise(values)):
+    """Return whether a signal handler that is installed now raised an exception, or one that it was raised from."""
+    handlers = {_code(handler) for handler in map(signal.getsignal, signal.valid_signals()) if callable(handler)}
+    chain, frames = [error], set[FrameType]()
+    for each in chain:
+        called = [frame for frame, _ in traceback.walk_tb(each.__traceback__)]
+        if isinstance(each, KeyboardInterrupt) or any(frame.f_code in handlers for frame in called):
             return True
+        frames.update(called)
+        context = each.__context__
+        # What our caller was handling when it called is the context, too, but was not caught in these frames.
+        caught = context is not None and context.__traceback__ is not None and context.__traceback__.tb_frame in frames
+        chain += [
+            before
+            for before in (each.__cause__, context if caught else None)
+            if before is not None and not any(before is known for known in chain)
+        ]
     return False
+
+
+def _code(handler: Callable[..., object]) -> CodeType | None:
+    """Return the code of a function, a method, a partial of one, or ``__call__``; None if it is not in Python."""
+    while isinstance(handler, functools.partial):
+        handler = handler.func
+    code: CodeType | None = getattr(handler, "__code__", None) or getattr(type(handler).__call__, "__code__", None)
+    return code
 
 
 def is_callers(error: BaseException) -> bool:

@@ -78,17 +78,15 @@ class RunOverrides:
         return [(device, dtype) for device, dtype in self._regions if dtype is not None]
 
     def cache_summary(self) -> str:
-        """Return what the cache did and, without hits, why. Call it once: it advances a counter."""
+        """Return what the cache did and, without hits, all reasons. Call it once: it advances a counter."""
         assert self.cache is not None
         stats, with_grad = self.cache.stats(), next(self._with_grad)
-        why = "no region cast a weight"
-        if with_grad:
-            why = (
-                f"{with_grad} region{'s' * (with_grad > 1)} entered with grad on; it is for those under torch.no_grad()"
-            )
-        elif stats.misses:
-            why = "each weight was cast once"
-        reason = "" if stats.hits else f" ({why})"
+        s = "s" * (with_grad > 1)
+        reasons = [f"{with_grad} region{s} entered with grad on; it is for those under torch.no_grad()"] * bool(
+            with_grad
+        )
+        reasons += ["each weight was cast once"] * bool(stats.misses)
+        reason = "" if stats.hits else f" ({'; '.join(reasons) or 'no region cast a weight'})"
         return f"weight cache: {stats.hits} hits{reason}, {stats.misses} misses, {stats.bytes / 2**20:.1f} MiB"
 
     def counts(self) -> dict[str, int]:

@@ -55,8 +55,8 @@ def profile(device_type: str, *, refresh: bool = False) -> DeviceProfile:
     Ops are timed in float32, in each fast dtype and by each recipe, which takes at most 3 s on a CPU, unless calls of
     the smallest size take 50 ms or more. The result is kept on disk, in ``$XDG_CACHE_HOME/polycast``
     (``~/.cache/polycast``), for this device, number of threads, settings of torch that select kernels, and versions of
-    torch, polycast and the backend. Call it while the machine is otherwise idle: a noisy result is replaced only by a
-    less noisy one, when you measure again. A message on stderr says that it measures, that the result is noisy, and why
+    torch, polycast and the backend. Call it while the machine is otherwise idle: a noisy result is kept, too,
+    until you measure again. A message on stderr says that it measures, that the result is noisy, and why
     a profile on disk is not used.
 
     If ``POLYCAST_PROFILE`` is the path of a saved profile of this device type, that one is returned, whichever machine
@@ -64,7 +64,7 @@ def profile(device_type: str, *, refresh: bool = False) -> DeviceProfile:
 
     Args:
         device_type: the device type, such as ``"cpu"``.
-        refresh: measure again, and replace the profile on disk, unless the result is noisy and no better.
+        refresh: measure again; the result replaces the profile, unless it is noisy and no better.
 
     Raises:
         ValueError: `device_type` is not a str, or ``POLYCAST_PROFILE`` is not the path of a profile.

@@ -6,7 +6,7 @@ own device only, and the user reads what is wrong with it.
 
 import importlib.metadata
 import threading
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
@@ -20,7 +20,7 @@ from ..errors import BackendBrokenError, BackendConflictError, BackendNotFoundEr
 from ..torch_internals.callers_state import call_outside
 from ..torch_internals.dispatcher import disable_autocast
 from . import hookspecs
-from .backend import Backend, validate
+from .backend import Availability, Backend, validate
 from .checks import PLUGIN_ERRORS, check_availability
 
 _FORK_TIMEOUT = 10
@@ -124,7 +124,11 @@ class BackendLoader:
             return BackendStatus(self.device_type, "blocked", str(error))
         except BackendBrokenError as error:
             return self._status("broken", str(error), None)
-        answer = check_availability(backend)
+        try:
+            with self._announced_if_slow("asking", " whether the device can be used"):
+                answer = check_availability(backend)
+        except Warning as error:  # a filter turned it into an error: those who list devices get all of them
+            answer = Availability(False, str(error) or type(error).__name__)
         return self._status("ready" if answer else "unavailable", answer.reason, backend.default_dtype)
 
     def acquire(self, blocking: bool = True) -> bool:
@@ -167,13 +171,8 @@ class BackendLoader:
         failure = self.failure
         if failure is None:
             self._loading = True
-            waiting = (
-                f"still importing the plugin of {self.device_type!r}, {candidate}. POLYCAST_BLOCK={self.device_type} "
-                "leaves it out."
-            )
             try:
-                slowly = nullcontext() if candidate.built_in else announce_if_slow(waiting)
-                with slowly, disable_autocast():
+                with self._announced_if_slow("importing"), disable_autocast():
                     return call_outside(_load_plugin, candidate, self.device_type)
             except PLUGIN_ERRORS as error:
                 if is_interrupt(error):
@@ -189,6 +188,16 @@ class BackendLoader:
             f"{type(failure).__name__}: {reason}. Repair or uninstall {candidate.distribution}, or set "
             f"POLYCAST_BLOCK={self.device_type}."
         ) from failure
+
+    def _announced_if_slow(self, doing: str, rest: str = "") -> AbstractContextManager[None]:
+        """Return a context manager that names the plugin on stderr if the block is slow, unless polycast has it."""
+        candidate = self._choose() if self.by_hand is None else None
+        if candidate is None or candidate.built_in:
+            return nullcontext()
+        return announce_if_slow(
+            f"still {doing} the plugin of {self.device_type!r}, {candidate}{rest}. POLYCAST_BLOCK={self.device_type} "
+            "leaves it out."
+        )
 
     def _status(self, state: State, reason: str, dtype: torch.dtype | None) -> BackendStatus:
         used = None if self.by_hand is not None else self._choose()

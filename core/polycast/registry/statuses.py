@@ -1,6 +1,8 @@
 """`BackendStatuses`: the result of ``backends()``, a mapping that prints as a table."""
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from typing_extensions import override
@@ -45,6 +47,9 @@ class BackendStatuses(Mapping[str, BackendStatus]):
     @override
     def __len__(self) -> int:
         return len(self._find)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), ({name: partial(replace, status) for name, status in self.items()},)
 
     def _rows(self) -> Iterator[tuple[str, ...]]:
         for status in self.values():
