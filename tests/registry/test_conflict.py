@@ -20,7 +20,7 @@ def two(plugin):
 
 
 @pytest.mark.usefixtures("two")
-@pytest.mark.parametrize("use", ["get_backend", "autocast", "install", "get_autocast_dtype"])
+@pytest.mark.parametrize("use", ["plugin.get_backend", "autocast", "install", "get_autocast_dtype"])
 def test_the_error_of_a_conflict_names_both_distributions_and_the_remedy(run, use):
     assert run(f"answer = error_of(polycast.{use}, 'cpu')") == ["BackendConflictError", CONFLICT]
 

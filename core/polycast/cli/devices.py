@@ -13,7 +13,7 @@ from ..policy.dtypes import dtype_name
 from ..policy.recipe import Float8, Int4, Int8
 from ..profiling.profile import look_up
 from ..registry.backend_loader import BackendStatus
-from ..registry.checks import PLUGIN_ERRORS, check_recipe
+from ..registry.checks import check_recipe
 from ..registry.registry import backends, get_backend, registry
 from .compiled import origins
 from .profile import summary
@@ -108,7 +108,7 @@ def _ask(status: BackendStatus) -> ListedDevice:
         return ListedDevice(status, tuple(map(dtype_name, get_backend(status.device_type).supported_dtypes())))
     except BackendBrokenError as error:
         return ListedDevice(status, failure=error.__cause__ or error)
-    except PLUGIN_ERRORS as error:  # the others are still listed
+    except (Exception, SystemExit) as error:  # a plugin may raise anything; the others are still listed
         return ListedDevice(status, failure=error)
 
 
