@@ -12,8 +12,9 @@ HELD = """
 import contextlib, os, sys, threading
 import polycast
 
-for name in polycast.__all__:
-    getattr(polycast, name)
+for module in (polycast, polycast.plugin):
+    for name in module.__all__:
+        getattr(module, name)
 with polycast.observe() if os.environ["POLYCAST_ENGINE"] == "native" else contextlib.nullcontext():
     with polycast.autocast("cpu"):
         pass
