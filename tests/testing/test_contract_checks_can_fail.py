@@ -69,7 +69,7 @@ CONTRACT = [
     (
         "test_availability",
         partial(saying, availability=True),
-        "cpu: availability() returned True, expected a polycast.Avail",
+        "cpu: availability() returned True, expected a polycast.plugin.Avail",
     ),
     (
         "test_availability",
