@@ -117,10 +117,10 @@ def test_a_plugin_that_changes_torch_is_told_each_change(folder, suite):
         "grad mode from True to False",
         "deterministic algorithms from False to True",
         " to 7",
-        "autocast enabled for cpu from False to True",
         " to 1;",
     ):
         assert change in message
+    assert "autocast enabled" not in message  # polycast imports plugins with autocast off, and restores it
 
 
 def test_a_broken_plugin_fails_with_its_cause(folder, suite):

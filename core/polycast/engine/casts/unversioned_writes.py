@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from ...torch_internals import changes
 from ...torch_internals.builtin_functions import Builtin
 from ...torch_internals.patcher import Patch, expect, method_of
+from ..disable_dynamo import disable_dynamo
 from .hidden_ops import HiddenOps, tell_of_hidden_ops
 
 WRITING_OPS = (
@@ -224,6 +225,7 @@ def keep_while_described(patch: Patch) -> None:
 
     describe_tensor: Any = method_of(MetaTensorDescriber, "describe_tensor", "self", "t")
 
+    @disable_dynamo  # compiled autograd describes tensors in frames that Dynamo sees
     @functools.wraps(describe_tensor)
     def describe_and_keep(self: Any, t: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if type(t) not in (torch.Tensor, torch.nn.Parameter):  # other classes may run any code
