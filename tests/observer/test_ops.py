@@ -172,6 +172,16 @@ def test_casting_an_unchanged_weight_again_is_a_recast(engine):
     assert (row(seen, "aten::mm").casts, row(seen, "aten::mm").recasts) == (4, 2)
 
 
+def test_weight_whose_storage_has_an_object_in_python_is_observed(engine):
+    weight, x = torch.nn.Parameter(torch.ones(4, 4)), torch.ones(4, 4).bfloat16()
+    weight.untyped_storage()  # the storage keeps the object
+    with torch.no_grad(), polycast.observe() as seen:
+        for _ in range(2):
+            with polycast.autocast("cpu"):
+                torch.mm(x, weight)
+    assert (row(seen, "aten::mm").casts, row(seen, "aten::mm").recasts) == (2, 1)
+
+
 @pytest.mark.parametrize("timing", [True, False])
 def test_times_are_measured_on_request(engine, timing):
     with polycast.observe(timing=timing) as seen, polycast.autocast("cpu"):

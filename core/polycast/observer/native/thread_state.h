@@ -92,7 +92,7 @@ class CastWeights {
     if (found != weights_.end() && found->second.content.matches(weight)) {
       unchanged = found->second.cast._unsafe_get_target() == cast.unsafeGetTensorImpl() ? Unchanged::kCast : Unchanged::kContent;
     }
-    weights_.insert_or_assign(key, Weight{VersionStamp(weight), decltype(Weight::cast)(cast.getIntrusivePtr())});
+    weights_.insert_or_assign(key, Weight{VersionStamp(weight, /*finds_holders=*/false), decltype(Weight::cast)(cast.getIntrusivePtr())});
     return unchanged;
   }
 

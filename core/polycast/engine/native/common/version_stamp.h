@@ -148,7 +148,9 @@ enum class Holders : uint8_t { kNone, kVersioned, kUnversioned };
 // an alias and a stamp that are made at once, one sees the other.)
 class VersionStamp {
  public:
-  explicit VersionStamp(const Tensor& weight)
+  // Only the engine may find the holders: the observer, a library with its own globals, has neither what bind() sets nor the engine's
+  // UnreliableCounters.
+  explicit VersionStamp(const Tensor& weight, bool finds_holders = true)
       : counter_(counter_of(weight)),
         storage_(weight.unsafeGetTensorImpl()->unsafe_storage().getWeakStorageImpl()),
         data_(weight.const_data_ptr()),
@@ -156,7 +158,7 @@ class VersionStamp {
         sizes_and_strides_(weight.sizes()) {
     const auto strides = weight.strides();
     sizes_and_strides_.append(strides.begin(), strides.end());
-    if (const size_t count = count_holders(weight); count > 1) {
+    if (const size_t count = finds_holders ? count_holders(weight) : 1; count > 1) {
       const bool is_versioned = count == counter_of(weight).use_count() && !UnreliableCounters::instance().contains(weight);
       holders_ = is_versioned ? Holders::kVersioned : Holders::kUnversioned;
     }
