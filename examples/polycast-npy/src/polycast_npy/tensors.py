@@ -7,6 +7,7 @@ where they are on every device, and views of one storage share its memory.
 
 import functools
 import math
+import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -65,12 +66,16 @@ def place(tensor: torch.Tensor, data: Any, size: Sequence[int], stride: Sequence
     storage.npy_data = data  # type: ignore[attr-defined]
     set_storage = metadata_kernel(torch.ops.aten.set_.source_Storage_storage_offset)
     placed: torch.Tensor = set_storage(tensor, storage, 0, size, stride)
+    _arrays[torch._C._storage_id(placed)] = data  # type: ignore[attr-defined]
     return placed
 
 
-def storage_of(tensor: torch.Tensor) -> Any:
-    """Return a tensor's storage. polycast does not take that for an alias through which a weight is written unseen."""
-    return torch._C.TensorBase.untyped_storage(tensor)
+_arrays: "weakref.WeakValueDictionary[int, np.ndarray[Any, Any]]" = weakref.WeakValueDictionary()
+"""The array of each storage, by the storage's identity.
+
+Kernels look it up here: to ask a weight for its storage makes an alias, through which it might be written unseen, so
+polycast would drop the weight's cast at each op.
+"""
 
 
 def array(tensor: torch.Tensor) -> "np.ndarray[Any, Any]":
@@ -88,7 +93,7 @@ def array(tensor: torch.Tensor) -> "np.ndarray[Any, Any]":
         )
     width = tensor.itemsize
     strides = [width * step for step in tensor.stride()]
-    data, offset = storage_of(tensor).npy_data, width * tensor.storage_offset()
+    data, offset = _arrays[torch._C._storage_id(tensor)], width * tensor.storage_offset()  # type: ignore[attr-defined]
     values: np.ndarray[Any, Any] = np.ndarray(tensor.shape, numpy_dtype(tensor.dtype), data, offset, strides)
     return values
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..tensors import contiguous_strides, metadata_kernel, place, storage_of
+from ..tensors import contiguous_strides, metadata_kernel, place
 from .adapter import find
 
 
@@ -15,7 +15,7 @@ def resize_(tensor: torch.Tensor, size: Sequence[int], *, memory_format: Any = N
     """Give a tensor another size, and more memory where it has too little; what it holds is not kept then."""
     stride = contiguous_strides(size)
     needed = (tensor.storage_offset() + math.prod(size)) * tensor.itemsize
-    storage = storage_of(tensor)
+    storage = tensor.untyped_storage()
     if needed > storage.nbytes():
         return place(tensor, np.empty(math.prod(size) * tensor.itemsize, np.uint8), size, stride)
     return torch._C.TensorBase.set_(tensor, storage, tensor.storage_offset(), size, stride)
