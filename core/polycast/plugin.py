@@ -1,4 +1,4 @@
-"""What authors of backends, recipes and other plugins import.
+"""The names that authors of backends, recipes and other plugins import.
 
 - A device: :class:`Backend`, :class:`Availability`, the hook marker :data:`hookimpl`; :func:`get_backend`,
   :func:`register_backend`, :func:`unregister_backend`.

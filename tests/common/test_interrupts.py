@@ -10,7 +10,7 @@ from polycast.common.interrupts import is_interrupt
 
 
 class Alarm(Exception):
-    """What the handlers raise."""
+    """The error that the handlers raise."""
 
 
 def ring(number, frame):

@@ -6,8 +6,9 @@ import traceback
 from collections.abc import Callable
 from types import CodeType, FrameType
 
+PLUGIN_ERRORS = (Exception, SystemExit)  # some libraries exit if they find no device
 CALLERS_ERRORS = (MemoryError, RecursionError, Warning)
-"""What any code may raise: it is out of memory or stack, or a filter turned a warning into an error."""
+"""Errors of any code: it is out of memory or stack, or a filter turned a warning into an error."""
 
 
 def is_interrupt(error: BaseException) -> bool:
@@ -20,7 +21,7 @@ def is_interrupt(error: BaseException) -> bool:
             return True
         frames.update(called)
         context = each.__context__
-        # What our caller was handling when it called is the context, too, but was not caught in these frames.
+        # The context also has the error that our caller was handling when it called, which these frames did not catch.
         caught = context is not None and context.__traceback__ is not None and context.__traceback__.tb_frame in frames
         chain += [
             before

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from ..common import env
 from ..common.announce import announce_if_slow
 from ..common.atfork import hold_during_fork
-from ..common.interrupts import raise_if_callers
+from ..common.interrupts import PLUGIN_ERRORS, raise_if_callers
 from ..common.versions import name_and_version
 from ..errors import warn_user
 from ..torch_internals.callers_state import call_outside
@@ -23,12 +23,11 @@ from ..torch_internals.dispatcher import disable_autocast
 
 GROUP = "polycast.plugins"
 PROJECT = "polycast"
-_ERRORS = (Exception, SystemExit)  # some libraries exit if they find no device
 
 
 @dataclass(frozen=True)
 class Plugin:
-    """What a plugin adds to polycast. Objects are named ``module:attribute``, and imported when they are first used.
+    """Lists what a plugin adds. Objects are named ``module:attribute``, and imported when they are first used.
 
     Attributes:
         recipes: the classes of recipes, by kind.
@@ -69,7 +68,7 @@ class InstalledPlugin(NamedTuple):
         try:
             with _lock, disable_autocast():
                 return call_outside(pkgutil.resolve_name, path)
-        except _ERRORS as error:
+        except PLUGIN_ERRORS as error:
             raise_if_callers(error)
             raise RuntimeError(f"{path} cannot be imported. {_broken(self.name, self.distribution, error)}") from error
 
@@ -113,7 +112,7 @@ def _read() -> Iterator[InstalledPlugin]:
                 plugin = call_outside(point.load)
             if not isinstance(plugin, Plugin):
                 raise TypeError(f"{point.value} must be a polycast.plugin.Plugin, got {plugin!r}")
-        except _ERRORS as error:
+        except PLUGIN_ERRORS as error:
             raise_if_callers(error)
             warn_user(_broken(point.name, distribution, error))
         else:

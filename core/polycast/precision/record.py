@@ -1,4 +1,4 @@
-"""What the two runs of a comparison share: the record of errors, and the call at which one waits for the other."""
+"""The record of errors that two runs of a comparison share, and the call at which one waits for the other."""
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping

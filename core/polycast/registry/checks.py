@@ -2,12 +2,11 @@
 
 import torch
 
+from ..common.interrupts import PLUGIN_ERRORS as PLUGIN_ERRORS
 from ..common.interrupts import raise_if_callers
 from ..policy.recipe import Recipe
 from ..torch_internals.callers_state import call_outside
 from .backend import Availability, Backend
-
-PLUGIN_ERRORS = (Exception, SystemExit)  # some libraries exit if they find no device
 
 
 def check_availability(backend: Backend) -> Availability:

@@ -25,7 +25,7 @@ class Capture(Protocol):
 
 
 class HiddenOps(Protocol):
-    """What an engine does about such ops."""
+    """Receives modes, captures and replays: the part of each engine."""
 
     def enter_mode(self) -> None:
         """Note that this thread has entered a dispatch mode."""

@@ -120,7 +120,7 @@ class AliasHooks {
   }
 
  private:
-  // What descriptors are in every Python that the limited API serves.
+  // The layout of descriptors in every Python that the limited API serves.
   struct Descriptor {
     PyObject head;
     PyTypeObject* owner;

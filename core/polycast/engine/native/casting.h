@@ -54,7 +54,7 @@ C10_ALWAYS_INLINE const Tensor* weight_of(const Tensor& tensor, bool for_prepack
   return is_weight(tensor, for_prepacking) ? &tensor : viewed_weight(tensor, for_prepacking);
 }
 
-// What intercepts the ops: nothing; dispatch modes that only see them, as far as known; or a tracer or functorch transform.
+// The interception of ops: none; by dispatch modes that only see them, as far as known; or by a tracer or functorch transform.
 enum class Interception : uint8_t { kNone, kSeen, kTransformed };
 
 Interception interception() {

@@ -32,7 +32,7 @@ void collect_storages(const c10::IValue& value, Storages& found) {
   }
 }
 
-// What an op does with its arguments, as far as their versions do not tell. A collective may write any of them after it has returned.
+// The effects of an op on its arguments that their versions do not tell. A collective may write any of them after it has returned.
 enum class Access : uint8_t { kWrites, kMayWrite, kExposes };
 
 // Runs at the key where torch counts versions, or in place of the kernel of a composite op.

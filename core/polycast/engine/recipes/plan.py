@@ -25,7 +25,7 @@ Performed: TypeAlias = tuple[Results | None, Action | None]
 
 
 class Computed(NamedTuple):
-    """How a recipe computes a call, for `explain`.
+    """Describes how a recipe computes a call, for `explain`.
 
     Attributes:
         way: the name of the way that the recipe has chosen; empty for a recipe with one way.

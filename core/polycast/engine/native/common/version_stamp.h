@@ -48,7 +48,7 @@ using WeakCounter = c10::weak_intrusive_ptr<Counter>;
 
 uint32_t version_of(const Tensor& tensor) { return tensor.unsafeGetTensorImpl()->version_counter().current_version(); }
 
-// What CPython keeps of a weak reference, and where the Python object of a storage has the list of those to it.
+// The layout of CPython's weak references, and the offset of the list of those to the Python object of a storage.
 struct WeakReference {
   PyObject head;
   PyObject *object, *callback;
