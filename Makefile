@@ -6,7 +6,7 @@ VENV ?= .venv
 TESTS ?= tests
 
 # Folders too, since removing a file updates its folder.
-SOURCES := pyproject.toml MANIFEST.in README.md $(wildcard LICENSE) $(shell find core backends \
+SOURCES := pyproject.toml MANIFEST.in README.md $(wildcard LICENSE) $(shell find core backends plugins \
 	\( -name __pycache__ -o -name '*.egg-info' \) -prune -o -print)
 
 .PHONY: test test-all matrix check demo compiled docs stress asan tsan bench wheels clean FORCE
@@ -109,7 +109,7 @@ wheels: $(VENV)/package.stamp
 		rm -rf $(VENV)-engine; \
 		$(PYTHON) -m venv $(VENV)-engine; \
 		$(VENV)-engine/bin/python -m pip install --quiet --no-compile "$$torch" numpy "$$(echo dist/*-none-any.whl)"; \
-		$(VENV)-engine/bin/python -m polycast.cli.prebuild build/engines polycast_cpu.native; \
+		$(VENV)-engine/bin/python -m polycast_plugins.cli.prebuild build/engines polycast_backends.cpu.native; \
 		rm -rf $(VENV)-engine; \
 	done
 	$(VENV)/bin/python tools/platform_wheel.py dist/*-none-any.whl build/engines dist

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 import polycast
-from polycast.testing.samples import SAMPLES, split
+from polycast_plugins.testing.samples import SAMPLES, split
 
 from .timing import Race, Ratio, Side
 
@@ -19,7 +19,7 @@ _BINDINGS = (torch._C._VariableFunctions, torch._C._nn, torch._C._fft, torch._C.
 
 
 class _Make:
-    """Makes the tensors of the samples; see polycast.testing.samples.Maker."""
+    """Makes the tensors of the samples; see polycast_plugins.testing.samples.Maker."""
 
     def __call__(self, *shape: int) -> torch.Tensor:
         return torch.rand(*shape) * 0.8 + 0.1

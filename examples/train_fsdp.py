@@ -16,7 +16,7 @@ from sklearn.datasets import load_digits
 from torch import distributed, nn
 
 import polycast
-from polycast.distributed import MixedPrecision, fully_shard
+from polycast_plugins.distributed import MixedPrecision, fully_shard
 
 
 def load(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

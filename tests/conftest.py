@@ -22,12 +22,12 @@ import polycast
 from polycast.engine import installation
 from polycast.engine.fastest import slower
 from polycast.engine.recipes.recipe_listeners import listeners as recipe_listeners
-from polycast.observer.recipe_counts import RecipeCounts
-from polycast.precision import tuner
 from polycast.profiling import cases, profile_file
 from polycast.profiling.measurement import Measurement
 from polycast.registry.registry import registry
 from polycast.toolchain import load
+from polycast_plugins.observe.recipe_counts import RecipeCounts
+from polycast_plugins.precision import tuner
 
 DEVICES = torch._C._autocast_supported_devices()
 

@@ -9,50 +9,60 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent / "core" / "polycast"
+SOURCES = Path(__file__).parent.parent
+CORE, BACKENDS, PLUGINS = (
+    SOURCES / folder for folder in ("core/polycast", "backends/polycast_backends", "plugins/polycast_plugins")
+)
 ALLOWED = Path(__file__).parent / "borders.txt"
-PLUGINS = {
-    "cli": ("cli/",),
-    "distributed": ("distributed.py",),
-    "drop_in": ("drop_in/",),
-    "fastest": ("engine/fastest/", "profiling/"),
-    "integrations": ("integrations/",),
-    "observer": ("observer/",),
-    "out_dtype": ("out_dtype/",),
-    "precision": ("precision/",),
-    "testing": ("testing/",),
-}
-"""The files of each plugin to be."""
+INSIDE = {"fastest": ("engine/fastest/", "profiling/"), "out_dtype": ("out_dtype/",)}
+"""The places in the core of what is to become plugins."""
+PUBLISHED = {"polycast", "polycast.plugin", "polycast.errors"}
 
 
-def plugin_of(path):
-    """Return the plugin that a file of the core is to be in, given its path in the package; else "core"."""
-    return next((name for name, places in PLUGINS.items() if path.startswith(places)), "core")
+def owner(path):
+    """Return the plugin that a file is in, or is to be in; else "core"."""
+    if path.is_relative_to(PLUGINS):
+        return path.relative_to(PLUGINS).parts[0]
+    name = path.relative_to(CORE).as_posix()
+    return next((plugin for plugin, places in INSIDE.items() if name.startswith(places)), "core")
+
+
+def file_of(module):
+    """Return the file of a module of polycast or its plugins."""
+    base = Path(*module.split("."))
+    for root in (CORE.parent, PLUGINS.parent):
+        for path in (root / base.with_suffix(".py"), root / base / "__init__.py"):
+            if path.is_file():
+                return path
+    return None
 
 
 def imports(path):
-    """Return the file and the name of each thing that a file imports from the package, as (path, name)."""
-    package = path.relative_to(ROOT).parent.parts
+    """Return the module and the name of each thing that a file imports from polycast or its plugins."""
+    root = next(root for root in (CORE.parent, PLUGINS.parent) if path.is_relative_to(root))
+    package = path.relative_to(root).parent.parts
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.ImportFrom) and node.level:
-            base = ROOT.joinpath(*package[: len(package) + 1 - node.level], *(node.module or "").split("."))
-            for alias in node.names:
-                inside = base / f"{alias.name}.py"
-                file = inside if inside.is_file() else base.with_suffix(".py")
-                if not file.is_file():
-                    file = base / "__init__.py"
-                yield file.relative_to(ROOT).as_posix(), "" if file == inside else alias.name
+        if not isinstance(node, ast.ImportFrom):
+            continue
+        outer = package[: len(package) + 1 - node.level] if node.level else ()
+        module = ".".join([*outer, *([node.module] if node.module else [])])
+        for alias in node.names:
+            inside = file_of(f"{module}.{alias.name}")
+            if inside is not None:
+                yield f"{module}.{alias.name}", ""
+            elif file_of(module) is not None:
+                yield module, alias.name
 
 
 def crossings():
     """Return a line for each name that crosses a border: who imports it, its module, and its name."""
     found = set()
-    for path in ROOT.rglob("*.py"):
-        here = plugin_of(path.relative_to(ROOT).as_posix())
-        if path != ROOT / "__init__.py":
-            for other, name in imports(path):
-                if plugin_of(other) != here and not (other == "errors.py" and here != "core"):
-                    found.add(f"{here}: {other.removesuffix('.py').replace('/', '.')} {name}".rstrip())
+    for path in [*CORE.rglob("*.py"), *PLUGINS.rglob("*.py")]:
+        here = owner(path)
+        if path != CORE / "__init__.py":
+            for module, name in imports(path):
+                if owner(file_of(module)) != here and (here == "core" or module not in PUBLISHED):
+                    found.add(f"{here}: {module} {name}".rstrip())
     return sorted(found)
 
 
@@ -66,9 +76,6 @@ def test_the_list_has_no_name_that_crosses_no_border_any_more():
     assert [line for line in ALLOWED.read_text(encoding="utf-8").splitlines() if line not in found] == []
 
 
-PUBLISHED = {"polycast", "polycast.plugin", "polycast.errors"}
-
-
 def imported_modules(path):
     """Return the modules of polycast, and of its backends, that a file imports by name."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -78,16 +85,16 @@ def imported_modules(path):
             yield node.module
 
 
-@pytest.mark.parametrize("folder", ["backends", "examples/polycast-npy/src"])
+@pytest.mark.parametrize("folder", [BACKENDS, SOURCES / "examples/polycast-npy/src"], ids=lambda path: path.name)
 def test_backends_import_published_modules_and_their_own_package_only(folder):
-    folder = ROOT.parents[1] / folder
     files = sorted(folder.rglob("*.py"))
     assert files
+    own = {path: f"polycast_backends.{path.relative_to(folder).parts[0]}" for path in files if folder == BACKENDS}
     found = {
         f"{path.relative_to(folder)}: {module}"
         for path in files
         for module in imported_modules(path)
-        if module not in PUBLISHED and module.partition(".")[0] != path.relative_to(folder).parts[0]
+        if module not in PUBLISHED and not module.startswith(own.get(path, "polycast_npy"))
     }
     assert found == set()
 

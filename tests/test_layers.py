@@ -12,15 +12,17 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import polycast
+import polycast_plugins.observe
 
 ROOT = Path(polycast.__file__).parent
 SOURCES = Path(__file__).parent.parent
+PLUGINS = Path(polycast_plugins.observe.__file__).parents[1]
 GENERATED = {"docs/modules.md", "docs/benchmarks.md"}
 LAYERS = [
     {"cli", "testing"},
-    {"drop_in", "integrations"},
+    {"dropin", "integrations"},
     {"distributed", "precision"},
-    {"observer"},
+    {"observe"},
     {"region"},
     {"compilers", "out_dtype"},
     {"engine"},
@@ -32,10 +34,12 @@ LAYERS = [
     {"common"},
     {"errors"},
 ]
-"""The layers, from the top, and the folders in each. A folder imports only from those in lower layers."""
+"""The layers, from the top: plugins, and folders of the core. Each imports from lower layers only."""
+PACKAGES = ("polycast", "polycast_plugins")
 MODULES = {
-    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
-    for path in ROOT.rglob("*.py")
+    ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__"): path
+    for root in (ROOT, PLUGINS)
+    for path in root.rglob("*.py")
     if path.parent != ROOT or path.stem not in ("__init__", "__main__", "plugin")
 }
 
@@ -49,7 +53,7 @@ def imports(module):
         if isinstance(node, ast.ImportFrom):
             if node.level:
                 base = [*package[: len(package) + 1 - node.level], *(node.module or "").split(".")]
-            elif (node.module or "").partition(".")[0] == "polycast":
+            elif (node.module or "").partition(".")[0] in PACKAGES:
                 base = node.module.split(".")[1:]
             else:
                 continue
@@ -58,8 +62,9 @@ def imports(module):
                 inside = f"{base}.{alias.name}".lstrip(".")
                 found.add(inside if inside in MODULES else base)
         elif isinstance(node, ast.Import):
-            found.update(alias.name[len("polycast.") :] for alias in node.names if alias.name.startswith("polycast."))
-    return found - {""}
+            names = (alias.name.partition(".") for alias in node.names)
+            found.update(name for package, _, name in names if package in PACKAGES)
+    return found - {"", "plugin"}
 
 
 ARROWS = {module: imports(module) for module in MODULES}
@@ -149,7 +154,7 @@ def test_layers_call_upwards_only_through_callbacks():
     upwards = set()
 
     def module_of(frame):
-        return frame.f_globals.get("__name__", "").removeprefix("polycast.")
+        return frame.f_globals.get("__name__", "").removeprefix("polycast.").removeprefix("polycast_plugins.")
 
     def note(frame, event, _):
         if event != "call" or frame.f_back is None:
@@ -165,11 +170,11 @@ def test_layers_call_upwards_only_through_callbacks():
         stack.callback(sys.setprofile, sys.getprofile())
         sys.setprofile(note)
         use_everything(nn.Sequential(nn.Linear(8, 8), nn.ReLU()), torch.ones(2, 8))
-    from_cpp = {(caller, called) for caller, called in upwards if called.startswith("observer.")}
+    from_cpp = {(caller, called) for caller, called in upwards if called.startswith("observe.")}
     # Not equal: what earlier tests have computed is not computed again.
     assert {caller for caller, _ in upwards - from_cpp} <= CALLS_UP
     assert "common.listeners" in {caller for caller, _ in upwards}
-    assert {called for caller, called in from_cpp if caller not in CALLS_UP} <= {"observer.call_sites"}
+    assert {called for caller, called in from_cpp if caller not in CALLS_UP} <= {"observe.call_sites"}
 
 
 @pytest.mark.parametrize("folder", sorted({path.parent for path in MODULES.values()}), ids=lambda path: path.name)
@@ -177,7 +182,9 @@ def test_a_folder_says_what_it_is_for(folder):
     assert ast.get_docstring(ast.parse((folder / "__init__.py").read_text(encoding="utf-8")))
 
 
-FOLDERS = pytest.mark.parametrize("folder", ["backends", "benchmarks", "core", "docs", "examples", "tests", "tools"])
+FOLDERS = pytest.mark.parametrize(
+    "folder", ["backends", "benchmarks", "core", "docs", "examples", "plugins", "tests", "tools"]
+)
 
 
 def lines_of(function):
@@ -212,10 +219,10 @@ def test_no_file_has_more_than_350_lines(folder):
 
 HOST_AND_ACCELERATORS = {"cpu", "cuda", "xpu", "mps", "mtia", "maia", "hpu", "ipu", "xla"}
 MAY_NAME_A_DEVICE = {
-    "distributed.py": "the device of a process group without an accelerator",
+    "distributed/__init__.py": "the device of a process group without an accelerator",
     "engine/overlap.py": "a mask is in host memory",
     "engine/reference/store.py": "host memory may be shared by processes",
-    "observer/rerun.py": "the generator of the host's random numbers",
+    "observe/rerun.py": "the generator of the host's random numbers",
     "precision/runs.py": "torch's default device is thread-local",
     "profiling/operands.py": "the numbers are drawn on the host",
     "profiling/stopwatch.py": "the load of the host's processors",
@@ -228,8 +235,8 @@ MAY_NAME_A_DEVICE = {
 
 def test_the_core_names_no_device_but_in_the_listed_modules():
     found = set()
-    for path in ROOT.rglob("*.py"):
-        name = path.relative_to(ROOT).as_posix()
+    for path in [*ROOT.rglob("*.py"), *PLUGINS.rglob("*.py")]:
+        name = path.relative_to(PLUGINS if path.is_relative_to(PLUGINS) else ROOT).as_posix()
         constants = (
             node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.Constant)
         )
@@ -242,7 +249,7 @@ def test_the_core_names_no_device_but_in_the_listed_modules():
 
 def test_the_engine_in_cpp_names_no_accelerator():
     accelerators = r"\b(?:k|Autocast|is_)?(?:CUDA|XPU|MPS|MTIA|MAIA|HPU|IPU|XLA|cuda|xpu|mps|mtia|maia)\b"
-    sources = [path for path in ROOT.rglob("*") if path.suffix in (".h", ".cpp")]
+    sources = [path for root in (ROOT, PLUGINS) for path in root.rglob("*") if path.suffix in (".h", ".cpp")]
     code = {path: re.sub(r"//.*", "", path.read_text(encoding="utf-8")) for path in sources}
     assert [path.name for path, text in code.items() if re.search(accelerators, text)] == []
 

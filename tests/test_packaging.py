@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parent.parent
 BACKENDS = sorted(path.name for path in (ROOT / "backends").glob("polycast_*"))
-PACKAGES = ["polycast", "polycast_pytest", *BACKENDS]
+PACKAGES = ["polycast", "polycast_plugins.testing.options", *BACKENDS]
 DISTRIBUTION = importlib.metadata.distribution("polycast")
 
 
@@ -63,7 +63,7 @@ def test_each_folder_of_a_backend_has_an_entry_point():
 
 def test_the_command_is_installed():
     (command,) = importlib.metadata.entry_points(group="console_scripts", name="polycast")
-    assert command.value == "polycast.cli:main"
+    assert command.value == "polycast_plugins.cli:main"
     assert callable(command.load())
 
 

@@ -118,7 +118,7 @@ def test_backends_are_a_read_only_mapping():
 
 
 def test_the_repr_of_a_backend_names_its_class_device_and_dtype(hand_made):
-    assert repr(polycast.plugin.get_backend("cpu")) == "<polycast_cpu.CpuBackend: cpu, default torch.bfloat16>"
+    assert repr(polycast.plugin.get_backend("cpu")) == "<polycast_backends.cpu.CpuBackend: cpu, default torch.bfloat16>"
     assert re.fullmatch(r"<.*HandMade: ipu, default torch\.float16>", repr(hand_made("ipu")))
     assert repr(polycast.plugin.Backend()) == "<polycast.registry.backend.Backend: ?, default ?>"
 

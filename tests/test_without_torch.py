@@ -10,7 +10,7 @@ TEXT = (
     "polycast needs torch 2.11 or newer, and no torch is installed here. Install it: `pip install torch`, or as "
     "https://pytorch.org/get-started/locally/ says for your device.\n"
 )
-SCRIPT = "import sys\nfrom polycast.cli import main\nsys.exit(main())\n"
+SCRIPT = "import sys\nfrom polycast_plugins.cli import main\nsys.exit(main())\n"
 
 
 @pytest.fixture

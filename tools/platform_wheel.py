@@ -1,7 +1,7 @@
 """Add prebuilt engines to a wheel: ``python tools/platform_wheel.py PURE_WHEEL ENGINES FOLDER``.
 
-ENGINES is the folder that ``python -m polycast.cli.prebuild`` has filled, once for each version of torch. The wheel is
-for Python 3.10 and later, and for the oldest Linux that auditwheel allows.
+ENGINES is the folder that ``python -m polycast_plugins.cli.prebuild`` has filled, once for each version of torch. The
+wheel is for Python 3.10 and later, and for the oldest Linux that auditwheel allows.
 """
 
 import argparse

@@ -4,61 +4,75 @@ Start with :class:`autocast`. :func:`observe` shows what ran in which dtype, :fu
 """
 
 import importlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 try:
     importlib.import_module("torch")
 except ModuleNotFoundError as error:
     if error.name != "torch":  # torch is installed, but lacks a dependency
         raise
-    from .errors import torch_is_missing
+    from .errors import torch_is_missing as torch_is_missing
 
     raise torch_is_missing() from None
 
 if TYPE_CHECKING:
+    from polycast_plugins.dropin.patch import patch_torch as patch_torch
+    from polycast_plugins.observe.observation import Observation as Observation
+    from polycast_plugins.observe.observe import observe as observe
+    from polycast_plugins.observe.run_history import RunHistory as RunHistory
+    from polycast_plugins.observe.run_log import RunLog as RunLog
+    from polycast_plugins.precision.compare import compare as compare
+    from polycast_plugins.precision.comparison import Comparison as Comparison
+    from polycast_plugins.precision.comparison import Reference as Reference
+    from polycast_plugins.precision.equalize import equalize as equalize
+    from polycast_plugins.precision.evidence import Evidence as Evidence
+    from polycast_plugins.precision.evidence import Tuned as Tuned
+    from polycast_plugins.precision.explain import explain as explain
+    from polycast_plugins.precision.model_explanation import ModelExplanation as ModelExplanation
+    from polycast_plugins.precision.model_explanation import ModuleExplanation as ModuleExplanation
+    from polycast_plugins.precision.tune import tune as tune
+
     from .common.versions import __version__ as __version__
-    from .drop_in.patch import patch_torch
-    from .engine.casts.cast_cache import WeightCacheStats
-    from .engine.fastest.fastest_recipe import Fastest
-    from .engine.installation import install, uninstall
-    from .engine.persistence.weight_cache import WeightCache
-    from .engine.register_op import OpRegistration, register_op
-    from .observer.observation import Observation
-    from .observer.observe import observe
-    from .observer.run_history import RunHistory
-    from .observer.run_log import RunLog
-    from .out_dtype.operator import out_dtype
-    from .policy.cast_policy import CastPolicy
-    from .policy.equalization import Equalization
-    from .policy.recipe import Float8, Int4, Int8, NoRecipe
-    from .policy.value import Policy
-    from .precision.compare import compare
-    from .precision.comparison import Comparison, Reference
-    from .precision.equalize import equalize
-    from .precision.evidence import Evidence, Tuned
-    from .precision.explain import explain
-    from .precision.model_explanation import ModelExplanation, ModuleExplanation
-    from .precision.tune import tune
-    from .profiling.device_profile import DeviceProfile
-    from .profiling.profile import profile
-    from .region.autocast import autocast, autocast_decorator
-    from .region.capture import Snapshot, capture
-    from .region.custom_function import custom_bwd, custom_fwd
-    from .region.explanation import Explanation
-    from .region.grad_scaler import grad_scaler
-    from .region.module_rules import ModuleRules, apply_policy, remove_policy, rules_of
-    from .region.thread_state import (
-        autocast_nesting,
-        clear_autocast_cache,
-        get_autocast_dtype,
-        is_autocast_cache_enabled,
-        is_autocast_enabled,
-        set_autocast_cache_enabled,
-        set_autocast_dtype,
-        set_autocast_enabled,
-    )
-    from .registry.backend_loader import BackendStatus
-    from .registry.registry import backends, is_autocast_available
+    from .engine.casts.cast_cache import WeightCacheStats as WeightCacheStats
+    from .engine.fastest.fastest_recipe import Fastest as Fastest
+    from .engine.installation import install as install
+    from .engine.installation import uninstall as uninstall
+    from .engine.persistence.weight_cache import WeightCache as WeightCache
+    from .engine.register_op import OpRegistration as OpRegistration
+    from .engine.register_op import register_op as register_op
+    from .out_dtype.operator import out_dtype as out_dtype
+    from .policy.cast_policy import CastPolicy as CastPolicy
+    from .policy.equalization import Equalization as Equalization
+    from .policy.recipe import Float8 as Float8
+    from .policy.recipe import Int4 as Int4
+    from .policy.recipe import Int8 as Int8
+    from .policy.recipe import NoRecipe as NoRecipe
+    from .policy.value import Policy as Policy
+    from .profiling.device_profile import DeviceProfile as DeviceProfile
+    from .profiling.profile import profile as profile
+    from .region.autocast import autocast as autocast
+    from .region.autocast import autocast_decorator as autocast_decorator
+    from .region.capture import Snapshot as Snapshot
+    from .region.capture import capture as capture
+    from .region.custom_function import custom_bwd as custom_bwd
+    from .region.custom_function import custom_fwd as custom_fwd
+    from .region.explanation import Explanation as Explanation
+    from .region.grad_scaler import grad_scaler as grad_scaler
+    from .region.module_rules import ModuleRules as ModuleRules
+    from .region.module_rules import apply_policy as apply_policy
+    from .region.module_rules import remove_policy as remove_policy
+    from .region.module_rules import rules_of as rules_of
+    from .region.thread_state import autocast_nesting as autocast_nesting
+    from .region.thread_state import clear_autocast_cache as clear_autocast_cache
+    from .region.thread_state import get_autocast_dtype as get_autocast_dtype
+    from .region.thread_state import is_autocast_cache_enabled as is_autocast_cache_enabled
+    from .region.thread_state import is_autocast_enabled as is_autocast_enabled
+    from .region.thread_state import set_autocast_cache_enabled as set_autocast_cache_enabled
+    from .region.thread_state import set_autocast_dtype as set_autocast_dtype
+    from .region.thread_state import set_autocast_enabled as set_autocast_enabled
+    from .registry.backend_loader import BackendStatus as BackendStatus
+    from .registry.registry import backends as backends
+    from .registry.registry import is_autocast_available as is_autocast_available
 
 from . import errors as errors
 from . import plugin as plugin
@@ -74,27 +88,18 @@ del globals()["out_dtype"]
 _LAZY_NAMES = {
     "BackendStatus": "registry.backend_loader",
     "CastPolicy": "policy.cast_policy",
-    "Comparison": "precision.comparison",
     "DeviceProfile": "profiling.device_profile",
     "Equalization": "policy.equalization",
-    "Evidence": "precision.evidence",
     "Explanation": "region.explanation",
     "Fastest": "engine.fastest.fastest_recipe",
     "Float8": "policy.recipe",
     "Int4": "policy.recipe",
     "Int8": "policy.recipe",
-    "ModelExplanation": "precision.model_explanation",
-    "ModuleExplanation": "precision.model_explanation",
     "ModuleRules": "region.module_rules",
     "NoRecipe": "policy.recipe",
-    "Observation": "observer.observation",
     "OpRegistration": "engine.register_op",
     "Policy": "policy.value",
-    "Reference": "precision.comparison",
-    "RunHistory": "observer.run_history",
-    "RunLog": "observer.run_log",
     "Snapshot": "region.capture",
-    "Tuned": "precision.evidence",
     "WeightCache": "engine.persistence.weight_cache",
     "WeightCacheStats": "engine.casts.cast_cache",
     "__version__": "common.versions",
@@ -105,20 +110,15 @@ _LAZY_NAMES = {
     "backends": "registry.registry",
     "capture": "region.capture",
     "clear_autocast_cache": "region.thread_state",
-    "compare": "precision.compare",
     "custom_bwd": "region.custom_function",
     "custom_fwd": "region.custom_function",
-    "equalize": "precision.equalize",
-    "explain": "precision.explain",
     "get_autocast_dtype": "region.thread_state",
     "grad_scaler": "region.grad_scaler",
     "install": "engine.installation",
     "is_autocast_available": "registry.registry",
     "is_autocast_cache_enabled": "region.thread_state",
     "is_autocast_enabled": "region.thread_state",
-    "observe": "observer.observe",
     "out_dtype": "out_dtype.operator",
-    "patch_torch": "drop_in.patch",
     "profile": "profiling.profile",
     "register_op": "engine.register_op",
     "remove_policy": "region.module_rules",
@@ -126,76 +126,26 @@ _LAZY_NAMES = {
     "set_autocast_cache_enabled": "region.thread_state",
     "set_autocast_dtype": "region.thread_state",
     "set_autocast_enabled": "region.thread_state",
-    "tune": "precision.tune",
     "uninstall": "engine.installation",
 }
-"""The module of each public name. Names are imported when they are first used."""
+"""The module of each name of the core; plugins add theirs. Names are imported when they are first used."""
 
-__all__ = [
-    "BackendStatus",
-    "CastPolicy",
-    "Comparison",
-    "DeviceProfile",
-    "Equalization",
-    "Evidence",
-    "Explanation",
-    "Fastest",
-    "Float8",
-    "Int4",
-    "Int8",
-    "ModelExplanation",
-    "ModuleExplanation",
-    "ModuleRules",
-    "NoRecipe",
-    "Observation",
-    "OpRegistration",
-    "Policy",
-    "Reference",
-    "RunHistory",
-    "RunLog",
-    "Snapshot",
-    "Tuned",
-    "WeightCache",
-    "WeightCacheStats",
-    "apply_policy",
-    "autocast",
-    "autocast_decorator",
-    "autocast_nesting",
-    "backends",
-    "capture",
-    "clear_autocast_cache",
-    "compare",
-    "custom_bwd",
-    "custom_fwd",
-    "equalize",
-    "explain",
-    "get_autocast_dtype",
-    "grad_scaler",
-    "install",
-    "is_autocast_available",
-    "is_autocast_cache_enabled",
-    "is_autocast_enabled",
-    "observe",
-    "out_dtype",
-    "patch_torch",
-    "profile",
-    "register_op",
-    "remove_policy",
-    "rules_of",
-    "set_autocast_cache_enabled",
-    "set_autocast_dtype",
-    "set_autocast_enabled",
-    "tune",
-    "uninstall",
-]
+
+_get_own = lazy_names(__name__, _LAZY_NAMES)
+
+
+def _get(name: str) -> Any:
+    if name != "__all__" and (name in _LAZY_NAMES or name.startswith("__")):
+        return _get_own(name)
+    from .policy import public_names
+
+    return sorted({*_LAZY_NAMES, *public_names.names()}) if name == "__all__" else public_names.find(name)
 
 
 if not TYPE_CHECKING:  # type checkers would accept any name
-    __getattr__ = lazy_names(__name__, _LAZY_NAMES)
-
-_PUBLIC_MODULES = ("distributed", "errors", "integrations", "plugin", "testing")
+    __getattr__ = _get
 
 
 def __dir__() -> list[str]:
-    here = (name for name in globals() if name.startswith("__") or name in _PUBLIC_MODULES)
-    return sorted({*_LAZY_NAMES, *here})
+    here = (name for name in globals() if name.startswith("__") or name in ("errors", "plugin"))
+    return sorted({*_get("__all__"), *here})

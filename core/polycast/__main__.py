@@ -1,6 +1,7 @@
-"""``python -m polycast``: the command line."""
+"""``python -m polycast``: the command ``polycast``."""
 
-from .cli import main
+import importlib.metadata
 
 if __name__ == "__main__":
-    main()
+    (_script,) = importlib.metadata.entry_points(group="console_scripts", name="polycast")
+    _script.load()()

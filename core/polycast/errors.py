@@ -51,7 +51,7 @@ class SlowDtypeWarning(UserWarning):
     """
 
 
-_SKIPPED_PACKAGES = {"contextlib", "polycast", "torch"}
+_SKIPPED_PACKAGES = {"contextlib", "polycast", "polycast_backends", "polycast_plugins", "torch"}
 
 
 def warn_user(message: str, category: type[Warning] = UserWarning) -> None:

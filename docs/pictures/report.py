@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import polycast
-from polycast.observer.units import size
+from polycast_plugins.observe.units import size
 
 from .svg import Picture
 

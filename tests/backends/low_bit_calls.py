@@ -3,7 +3,7 @@
 import torch
 
 from polycast import Float8, Int8
-from polycast.testing.low_bit import LINEAR_OPS, run_prepacked
+from polycast_plugins.testing.low_bit import LINEAR_OPS, run_prepacked
 
 
 def int8_product(x, weight, by_row):

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import polycast
-import polycast_cuda.out_dtype_kernels
-import polycast_xpu.out_dtype_kernels
+import polycast_backends.cuda.out_dtype_kernels
+import polycast_backends.xpu.out_dtype_kernels
 
 ATEN = torch.ops.aten
 MM, BMM, ADDMM, LINEAR = ATEN.mm.default, ATEN.bmm.default, ATEN.addmm.default, ATEN.linear.default
@@ -23,7 +23,7 @@ def same(actual, expected):
     assert torch.equal(actual, expected)
 
 
-ACCELERATORS = {"cuda": polycast_cuda.out_dtype_kernels, "xpu": polycast_xpu.out_dtype_kernels}
+ACCELERATORS = {"cuda": polycast_backends.cuda.out_dtype_kernels, "xpu": polycast_backends.xpu.out_dtype_kernels}
 FLOAT32 = (MM, BMM, ADDMM, ATEN.baddbmm.default)
 NEEDS = {MM: ATEN.mm.dtype, ADDMM: ATEN.mm.dtype, BMM: ATEN.bmm.dtype, ATEN.baddbmm.default: ATEN.bmm.dtype}
 
@@ -53,7 +53,7 @@ def test_the_table_of_an_accelerator_is_what_its_torch_has(kernels, monkeypatch)
 
 def test_rocm_has_only_the_int8_kernel(monkeypatch):
     monkeypatch.setattr(torch.version, "hip", "7.0")
-    table = polycast_cuda.out_dtype_kernels.kernel_table(lambda op: True)
+    table = polycast_backends.cuda.out_dtype_kernels.kernel_table(lambda op: True)
     assert list(table) == [(MM, torch.int8, torch.int32)]
 
 
@@ -71,11 +71,11 @@ def test_cudas_int8_kernel_is_called_within_its_limits(fake, monkeypatch):
         seen.append((tuple(a.shape), tuple(b.shape), [a.is_contiguous(), b.is_contiguous()]))
         return torch._int_mm(a, b)
 
-    monkeypatch.setattr(polycast_cuda.out_dtype_kernels, "_int_mm", note)
+    monkeypatch.setattr(polycast_backends.cuda.out_dtype_kernels, "_int_mm", note)
     for rows, terms, columns in [(1, 1, 1), (16, 8, 8), (17, 8, 8), (24, 16, 8), (100, 50, 30)]:
         a = torch.ones(terms, rows, dtype=torch.int8, device="cuda").t()
         b = torch.ones(columns, terms, dtype=torch.int8, device="cuda").t()
-        result = polycast_cuda.out_dtype_kernels.mm_int8(a, b)
+        result = polycast_backends.cuda.out_dtype_kernels.mm_int8(a, b)
         assert (result.shape, result.dtype, result.device) == ((rows, columns), torch.int32, a.device)
         assert result.is_contiguous()
     assert seen == [

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import polycast
-from polycast_cpu import instructions, policies
+from polycast_backends.cpu import instructions, policies
 
 CONVERT = "so ops convert to float32 and back"
 

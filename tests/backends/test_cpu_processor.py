@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import polycast
-from polycast_cpu import processor
+from polycast_backends.cpu import processor
 
 
 def test_details_name_the_processor_and_its_limits(monkeypatch):

@@ -8,8 +8,8 @@ from torch import nn
 import polycast
 from polycast import Fastest, WeightCache, autocast
 from polycast.profiling.ways import ways_of
-from polycast.testing.low_bit import run_prepacked
-from polycast_cpu.few_rows import FewRowsMatmul, few_rows_availability
+from polycast_backends.cpu.few_rows import FewRowsMatmul, few_rows_availability
+from polycast_plugins.testing.low_bit import run_prepacked
 
 AVAILABLE = few_rows_availability()
 pytestmark = [

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 
 import polycast
-from polycast.testing.low_bit import run_prepacked
-from polycast_cpu.int4 import Int4Matmul
+from polycast_backends.cpu.int4 import Int4Matmul
+from polycast_plugins.testing.low_bit import run_prepacked
 
 from . import int4_reference as reference
 

@@ -6,14 +6,14 @@ import pytest
 import torch
 
 import polycast
-import polycast_cpu.int8
+import polycast_backends.cpu.int8
 
 
 @pytest.fixture(autouse=True)
 def ask_anew():
-    polycast_cpu.int8.int8_availability.cache_clear()
+    polycast_backends.cpu.int8.int8_availability.cache_clear()
     yield
-    polycast_cpu.int8.int8_availability.cache_clear()
+    polycast_backends.cpu.int8.int8_availability.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ def test_where_the_ops_cannot_be_built_the_reason_is_passed_on(monkeypatch):
     none = polycast.plugin.Availability(False, "no C++ compiler is found")
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
-    monkeypatch.setattr(polycast_cpu.int8, "load_ops", lambda package: none)
+    monkeypatch.setattr(polycast_backends.cpu.int8, "load_ops", lambda package: none)
     assert polycast.plugin.get_backend("cpu").recipe_availability(polycast.Int8()) == none
 
 
@@ -64,9 +64,9 @@ def test_the_ops_that_int8_loads_are_those_that_polycast_build_compiles(monkeypa
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
     monkeypatch.setattr(
-        polycast_cpu.int8,
+        polycast_backends.cpu.int8,
         "load_ops",
         lambda package: asked.append(package) or polycast.plugin.Availability(False, "no"),
     )
-    polycast_cpu.int8.int8_availability()
+    polycast_backends.cpu.int8.int8_availability()
     assert polycast.plugin.get_backend("cpu").ops_in_cpp == tuple(asked)

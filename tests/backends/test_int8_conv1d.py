@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 import polycast
-from polycast_cpu.int8 import Conv1d, Conv2d
+from polycast_backends.cpu.int8 import Conv1d, Conv2d
 
 from .low_bit_calls import run_kernel
 

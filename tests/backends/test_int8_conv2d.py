@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 
 import polycast
-from polycast.testing.low_bit import assert_within
-from polycast_cpu.int8 import Conv2d
+from polycast_backends.cpu.int8 import Conv2d
+from polycast_plugins.testing.low_bit import assert_within
 
 from .low_bit_calls import int8_product, run_kernel
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import polycast
-from polycast.testing.low_bit import assert_within
-from polycast_cpu.int8 import Int8Matmul
+from polycast_backends.cpu.int8 import Int8Matmul
+from polycast_plugins.testing.low_bit import assert_within
 
 from .low_bit_calls import int8_product, run_kernel
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import polycast
-from polycast_cpu.int8 import Conv1d, Conv2d, Int8Matmul
+from polycast_backends.cpu.int8 import Conv1d, Conv2d, Int8Matmul
 
 AVAILABLE = polycast.plugin.get_backend("cpu").recipe_availability(polycast.Int8())
 pytestmark = pytest.mark.skipif(not AVAILABLE, reason=f"no int8 here: {AVAILABLE.reason}")

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import polycast
-from polycast_cpu.int8 import Int8Matmul
+from polycast_backends.cpu.int8 import Int8Matmul
 
 from .low_bit_calls import run_kernel
 

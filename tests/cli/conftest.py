@@ -3,8 +3,8 @@
 import pytest
 from typer.testing import CliRunner
 
-from polycast.cli import app
 from polycast.registry.registry import registry
+from polycast_plugins.cli import app
 
 
 @pytest.fixture

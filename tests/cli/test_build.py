@@ -10,16 +10,16 @@ import pytest
 from typer.testing import CliRunner
 
 import polycast
-from polycast.cli import app
-from polycast.cli.compiled import OWN
 from polycast.engine.native.engine_library import ENGINE
 from polycast.toolchain.build import find_build, get_or_build
 from polycast.toolchain.cache_folder import cache_directory
 from polycast.toolchain.cpp_library import BuildError, CppLibrary
 from polycast.toolchain.prebuilt import no_compiler
+from polycast_plugins.cli import app
+from polycast_plugins.cli.compiled import OWN
 
 WRITES = "open(sys.argv[sys.argv.index('-o') + 1], 'w').write('a library')"
-OPS = CppLibrary.of_ops("polycast_cpu.native")
+OPS = CppLibrary.of_ops("polycast_backends.cpu.native")
 ALL = [*OWN, OPS]
 
 
@@ -133,7 +133,7 @@ def test_ops_of_an_unavailable_device_are_reported_and_not_built(compiler, ops, 
     compiler(WRITES)
     result = run()
     assert result.stdout.splitlines()[len(OWN) :] == [
-        "the ops of polycast_cpu.native: not compiled: ipu cannot be used now"
+        "the ops of polycast_backends.cpu.native: not compiled: ipu cannot be used now"
     ]
     assert result.exit_code == 0
 
@@ -168,7 +168,7 @@ def test_builds_that_wait_for_a_core_are_cancelled_by_an_interrupt(compiler, ops
                 goes_on.write_text("now")
             super().shutdown(wait)
 
-    monkeypatch.setattr("polycast.cli.build.ThreadPoolExecutor", Pool)
+    monkeypatch.setattr("polycast_plugins.cli.build.ThreadPoolExecutor", Pool)
     ops(OPS.package)
     compiler(
         f"signal.alarm(120); open({str(calls)!r}, 'a').write('called '); os.kill(os.getppid(), signal.SIGINT); "

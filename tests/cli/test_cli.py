@@ -9,7 +9,7 @@ import sys
 import pytest
 from typer.main import get_command
 
-from polycast.cli import app
+from polycast_plugins.cli import app
 
 
 def test_version(polycast_command):
@@ -69,7 +69,7 @@ def test_module_reports_an_error_without_a_traceback():
 
 @pytest.mark.slow
 def test_importing_polycast_does_not_import_what_only_the_command_line_needs():
-    code = "import polycast, sys; print(sorted({'rich', 'typer', 'sklearn', 'polycast.cli'} & set(sys.modules)))"
+    code = "import polycast, sys; print(sorted({'rich', 'typer', 'sklearn', 'polycast_plugins'} & set(sys.modules)))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout == "[]\n"
 

@@ -13,9 +13,9 @@ import torch
 from typer.testing import CliRunner
 
 import polycast
-from polycast.cli import app, doctor
 from polycast.registry.registry import registry
 from polycast.toolchain import load_ops as ops
+from polycast_plugins.cli import app, doctor
 
 SECTIONS = [
     "versions",
@@ -84,10 +84,12 @@ def test_it_shows_the_origin_of_ops(examine, hand_made, monkeypatch, tmp_path):
     monkeypatch.setenv("CXX", "true")  # a compiler that says nothing of itself, and is not called for more
     monkeypatch.setattr(ops, "_origins", {})
     monkeypatch.setattr(ops, "find_prebuilt", lambda library: None)
-    hand_made("cpu", ops_in_cpp=["polycast_cpu.native"])
+    hand_made("cpu", ops_in_cpp=["polycast_backends.cpu.native"])
     _, found = examine()
-    assert found["ops"] == [{"package": "polycast_cpu.native", "from": "not compiled yet, as `polycast build` does"}]
-    assert "  polycast_cpu.native: not compiled yet" in CliRunner().invoke(app, ["doctor"]).stdout
+    assert found["ops"] == [
+        {"package": "polycast_backends.cpu.native", "from": "not compiled yet, as `polycast build` does"}
+    ]
+    assert "  polycast_backends.cpu.native: not compiled yet" in CliRunner().invoke(app, ["doctor"]).stdout
 
 
 def test_it_shows_the_features_of_the_processor(examine):

@@ -4,7 +4,7 @@ import pytest
 from typer.testing import CliRunner
 
 import polycast
-from polycast.cli import app
+from polycast_plugins.cli import app
 
 COMMANDS = [
     ["--help"],

@@ -5,7 +5,7 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from polycast.cli import app
+from polycast_plugins.cli import app
 
 SCRIPT = """
 import torch

@@ -5,7 +5,7 @@ import re
 import pytest
 from typer.testing import CliRunner
 
-from polycast.cli import app
+from polycast_plugins.cli import app
 
 MODEL = """
 import torch

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from polycast.cli import app, new_backend
+from polycast_plugins.cli import app, new_backend
 
 FILES = {
     "README.md",

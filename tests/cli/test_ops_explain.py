@@ -6,7 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from polycast import Policy
-from polycast.cli import app
+from polycast_plugins.cli import app
 
 
 def call(*arguments):

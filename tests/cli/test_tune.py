@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from typer.testing import CliRunner
 
 import polycast
-from polycast.cli import app
-from polycast_cpu import CpuBackend
+from polycast_backends.cpu import CpuBackend
+from polycast_plugins.cli import app
 
 
 class PythonCpu(CpuBackend):

@@ -13,7 +13,7 @@ from torch.distributed import fsdp
 from training import called_twice_in_a_region, name, recomputed_with_policies, sharded, training
 
 import polycast
-from polycast.distributed import MixedPrecision, fully_shard
+from polycast_plugins.distributed import MixedPrecision, fully_shard
 
 CASES = {}
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from polycast.distributed import MixedPrecision, fully_shard
+from polycast_plugins.distributed import MixedPrecision, fully_shard
 
 HERE = Path(__file__).parent
 EXAMPLE = HERE.parent.parent / "examples" / "train_fsdp.py"
@@ -133,8 +133,8 @@ def test_invalid_arguments_leave_the_module_unchanged(results):
     assert results["bad_input"] == {
         "policy": [
             "TypeError",
-            "mixed_precision must be a polycast.distributed.MixedPrecision or None, got MixedPrecisionPolicy: build "
-            "polycast.distributed.MixedPrecision(param_dtype=...) from it.",
+            "mixed_precision must be a polycast_plugins.distributed.MixedPrecision or None, got MixedPrecisionPolicy: "
+            "build MixedPrecision(param_dtype=...) from it.",
             True,
         ],
         "dtype": [

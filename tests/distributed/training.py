@@ -6,7 +6,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from torch.nn.parallel import DistributedDataParallel
 
 import polycast
-from polycast.distributed import fully_shard
+from polycast_plugins.distributed import fully_shard
 
 
 def name(dtype):

@@ -13,7 +13,7 @@ import torch
 from torch.amp import autocast_mode
 
 import polycast
-from polycast.drop_in import patch
+from polycast_plugins.dropin import patch
 
 THEIRS = {
     (module, name): getattr(sys.modules[module], name)

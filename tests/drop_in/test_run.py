@@ -12,7 +12,7 @@ import zipfile
 import pytest
 from typer.testing import CliRunner
 
-from polycast.cli import app
+from polycast_plugins.cli import app
 
 pytestmark = pytest.mark.slow
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import polycast
-from polycast.drop_in.recipe_summary import RecipeSummary
 from polycast.engine.recipes.recipe_listeners import listeners
+from polycast_plugins.dropin.recipe_summary import RecipeSummary
 
 pytestmark = pytest.mark.slow
 

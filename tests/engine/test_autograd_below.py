@@ -10,7 +10,7 @@ from torch.nn.functional import mse_loss
 from torch.utils._pytree import tree_flatten
 
 import polycast
-from polycast_cpu.instructions import has_bfloat16_lstm
+from polycast_backends.cpu.instructions import has_bfloat16_lstm
 
 pytestmark = pytest.mark.usefixtures("engine")
 

@@ -53,7 +53,7 @@ MEETING = """
 import os, threading
 import polycast
 import torch
-from polycast.observer import module_calls
+from polycast_plugins.observe import module_calls
 
 
 class Lock:
@@ -112,7 +112,7 @@ def use():
         elif what == "observer":
             polycast.observe().__enter__()
         else:
-            raise RuntimeError(polycast.plugin.load_ops("polycast_cpu.native").reason)
+            raise RuntimeError(polycast.plugin.load_ops("polycast_backends.cpu.native").reason)
     except RuntimeError as error:
         refusals.append("the compiler failed with status 1" in str(error))
 
@@ -269,9 +269,9 @@ def test_a_child_casts_weights_that_its_parent_has_cast_on_several_threads(engin
 @pytest.mark.parametrize(
     "module",
     [
-        "polycast_cpu.few_rows",
-        "polycast_cpu.int4",
-        "polycast_cpu.int8",
+        "polycast_backends.cpu.few_rows",
+        "polycast_backends.cpu.int4",
+        "polycast_backends.cpu.int8",
         "polycast.profiling.measure",
         "polycast.engine.native.engine_library",
     ],

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import polycast
 from polycast import autocast
 from polycast.engine.recipes.recipe_listeners import listeners
-from polycast_cpu.few_rows import few_rows_availability
+from polycast_backends.cpu.few_rows import few_rows_availability
 
 AVAILABLE = few_rows_availability()
 pytestmark = [

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 import polycast
-from polycast.testing.low_bit import assert_within
-from polycast_cuda.float8 import Float8Matmul
-from polycast_cuda.float8_cast import cast_rows, cast_with_aten
+from polycast_backends.cuda.float8 import Float8Matmul
+from polycast_backends.cuda.float8_cast import cast_rows, cast_with_aten
+from polycast_plugins.testing.low_bit import assert_within
 
 from ..backends.low_bit_calls import float8_product, run_kernel
 

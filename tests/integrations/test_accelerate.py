@@ -11,7 +11,7 @@ import polycast
 
 accelerate = pytest.importorskip("accelerate", reason="accelerate is in the extra 'test'")
 
-from polycast.integrations.accelerate import prepare  # noqa: E402
+from polycast_plugins.integrations.accelerate import prepare  # noqa: E402
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ LIBRARIES = {"lightning": "pytorch_lightning", "transformers": "transformers", "
 def test_only_its_own_library_is_imported(module):
     pytest.importorskip(LIBRARIES[module])
     before = f"import sys, {LIBRARIES[module]}; before = set(sys.modules)"
-    after = f"import polycast.integrations.{module}; print(*sorted(set(sys.modules) - before))"
+    after = f"import polycast_plugins.integrations.{module}; print(*sorted(set(sys.modules) - before))"
     done = subprocess.run([sys.executable, "-c", f"{before}; {after}"], stdout=subprocess.PIPE, text=True, check=True)
     tops = {name.partition(".")[0] for name in done.stdout.split()}
     assert "polycast" in tops

@@ -11,7 +11,7 @@ lightning = pytest.importorskip("pytorch_lightning", reason="pytorch-lightning i
 
 from pytorch_lightning.plugins.precision import MixedPrecision  # noqa: E402
 
-from polycast.integrations.lightning import LogSteps, Observe, Precision  # noqa: E402
+from polycast_plugins.integrations.lightning import LogSteps, Observe, Precision  # noqa: E402
 
 
 class Regression(lightning.LightningModule):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import polycast
-from polycast.integrations.settings import RegionSettings, run_in_regions
+from polycast_plugins.integrations.settings import RegionSettings, run_in_regions
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import polycast
 transformers = pytest.importorskip("transformers", reason="transformers is in the extra 'test'")
 pytest.importorskip("accelerate", reason="the Trainer needs accelerate")
 
-from polycast.integrations.transformers import PolycastCallback  # noqa: E402
+from polycast_plugins.integrations.transformers import PolycastCallback  # noqa: E402
 
 
 class Regression(torch.nn.Module):

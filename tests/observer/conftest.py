@@ -10,12 +10,12 @@ import torch
 
 import polycast
 from polycast.engine import installation
-from polycast.observer import estimates
-from polycast.observer.facts import Facts, Run, total_of
-from polycast.observer.records import Chain, Counts, Decision, Module, Op
-from polycast.observer.step_record import StepRecord
 from polycast.profiling import slow_dtypes
 from polycast.region.scaler_history import Origin, SkippedStep
+from polycast_plugins.observe import estimates
+from polycast_plugins.observe.facts import Facts, Run, total_of
+from polycast_plugins.observe.records import Chain, Counts, Decision, Module, Op
+from polycast_plugins.observe.step_record import StepRecord
 
 
 @pytest.fixture(name="engine", params=["native"])  # the id of the parameter selects tests for sanitizers

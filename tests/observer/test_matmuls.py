@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import polycast
 from polycast import Observation
-from polycast.observer.matmuls import matmul_lines, recipe_share
+from polycast_plugins.observe.matmuls import matmul_lines, recipe_share
 
 RECIPE = polycast.Int8(min_size=1)
 

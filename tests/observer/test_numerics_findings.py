@@ -4,10 +4,10 @@ import pytest
 import torch
 
 import polycast
-from polycast.observer.facts import Facts
-from polycast.observer.numerics_records import NumericsRecord
-from polycast.observer.report.html import render
-from polycast.observer.report.page import page_of
+from polycast_plugins.observe.facts import Facts
+from polycast_plugins.observe.numerics_records import NumericsRecord
+from polycast_plugins.observe.report.html import render
+from polycast_plugins.observe.report.page import page_of
 
 SCALE = "Scale the loss (polycast.grad_scaler) or use bfloat16."
 NARROW = "Use bfloat16, or keep the module in float32 (polycast.apply_policy)."

@@ -12,8 +12,8 @@ from torch import nn
 
 import polycast
 from polycast import Observation
-from polycast.observer.facts import Facts, Run
-from polycast.observer.records import Chain, LowBit, Op, Region
+from polycast_plugins.observe.facts import Facts, Run
+from polycast_plugins.observe.records import Chain, LowBit, Op, Region
 
 SAMPLE = Path(__file__).with_name("sample.json")
 

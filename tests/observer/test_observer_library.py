@@ -9,9 +9,9 @@ import torch
 
 import polycast
 from polycast.engine import choice, installation
-from polycast.observer import observer_library, recorder
 from polycast.toolchain import load
 from polycast.toolchain.cpp_library import BuildError, CppLibrary
+from polycast_plugins.observe import observer_library, recorder
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 import polycast
-from polycast.observer.facts import Facts, Run
-from polycast.observer.headline import headline
-from polycast.observer.records import Counts, Module, Op
-from polycast.observer.report.html import render
-from polycast.observer.report.page import page_of
+from polycast_plugins.observe.facts import Facts, Run
+from polycast_plugins.observe.headline import headline
+from polycast_plugins.observe.records import Counts, Module, Op
+from polycast_plugins.observe.report.html import render
+from polycast_plugins.observe.report.page import page_of
 
 HOSTILE = '<script>alert("x")</script><img src=x onerror=alert(1)>\'"&{{ 7 * 7 }}'
 VOID = {"meta", "link", "input", "br", "img"}

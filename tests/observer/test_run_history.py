@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import polycast
-from polycast.observer.facts import Facts
-from polycast.observer.numerics_records import NumericsRecord
-from polycast.observer.step_record import StepRecord
 from polycast.region.scaler_history import Origin, SkippedStep
+from polycast_plugins.observe.facts import Facts
+from polycast_plugins.observe.numerics_records import NumericsRecord
+from polycast_plugins.observe.step_record import StepRecord
 
 ORIGIN = Origin("aten::linear", "forward", "up", "inf", "float16", ("train.py:3 step",))
 

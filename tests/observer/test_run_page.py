@@ -5,10 +5,10 @@ import re
 import pytest
 
 import polycast
-from polycast.observer.report.charts import charts_of, text_of
-from polycast.observer.report.run_page import run_page_of
-from polycast.observer.step_record import StepRecord
 from polycast.region.scaler_history import Origin, SkippedStep
+from polycast_plugins.observe.report.charts import charts_of, text_of
+from polycast_plugins.observe.report.run_page import run_page_of
+from polycast_plugins.observe.step_record import StepRecord
 
 NAN = float("nan")
 

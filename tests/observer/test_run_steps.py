@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import polycast
-from polycast.observer.step_record import StepRecord
 from polycast.region import recording_scaler
 from polycast.region.scaler_history import Origin, ScalerHistory, SkippedStep
+from polycast_plugins.observe.step_record import StepRecord
 
 pytestmark = pytest.mark.usefixtures("engine")
 

@@ -11,10 +11,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import polycast
 from polycast.common.own_work import own_work
-from polycast.observer import estimates
-from polycast.observer.facts import Facts, Run
-from polycast.observer.matmul_records import Matmul, MatmulRows
 from polycast.profiling.measurement import Measurement
+from polycast_plugins.observe import estimates
+from polycast_plugins.observe.facts import Facts, Run
+from polycast_plugins.observe.matmul_records import Matmul, MatmulRows
 
 X, WEIGHT = torch.randn(128, 64), torch.randn(64, 64)
 OPS = ("linear", "matmul", "bmm")

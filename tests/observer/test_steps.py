@@ -58,7 +58,7 @@ def test_numerics_and_modules_follow_the_schedule(engine):
 
 
 def test_time_is_that_of_the_observed_steps(engine, monkeypatch):
-    from polycast.observer import observe
+    from polycast_plugins.observe import observe
 
     clock = iter(range(100))
     monkeypatch.setattr(observe.time, "perf_counter", lambda: float(next(clock)))

@@ -11,9 +11,9 @@ from torch._dynamo.callback import CompilationCallbackHandler
 
 import polycast
 from polycast.engine.recipes.recipe_listeners import listeners as recipe_listeners
-from polycast.observer import call_sites
-from polycast.observer.observer_library import load_observer
-from polycast.observer.recorder import read
+from polycast_plugins.observe import call_sites
+from polycast_plugins.observe.observer_library import load_observer
+from polycast_plugins.observe.recorder import read
 
 
 def calls(seen, op="aten::relu"):

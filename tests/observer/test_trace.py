@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import polycast
-from polycast.observer import observe as observing
-from polycast.observer.trace import Trace
+from polycast_plugins.observe import observe as observing
+from polycast_plugins.observe.trace import Trace
 
 pytestmark = pytest.mark.usefixtures("engine")
 

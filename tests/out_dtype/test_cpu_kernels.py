@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import polycast_cpu.out_dtype_kernels
+import polycast_backends.cpu.out_dtype_kernels
 from polycast import out_dtype
 
 from .int8_matrices import ADDMM, BMM, LINEAR, MM, OPERATOR, int8, same
@@ -44,8 +44,8 @@ def test_mm_of_int8_is_exact_for_every_layout_and_size(cpu, left):
 
 
 def test_a_torch_without_its_int8_product_has_none(monkeypatch):
-    monkeypatch.setattr(polycast_cpu.out_dtype_kernels, "_int_mm", None)
-    assert polycast_cpu.out_dtype_kernels._multiplies_int8.__wrapped__() is False
+    monkeypatch.setattr(polycast_backends.cpu.out_dtype_kernels, "_int_mm", None)
+    assert polycast_backends.cpu.out_dtype_kernels._multiplies_int8.__wrapped__() is False
 
 
 @pytest.mark.parametrize("terms", [1024, 1025, 1041, 2**17 + 5])

@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 
 import polycast
-from polycast.precision.timing import Race
-from polycast_cpu import CpuBackend
+from polycast_backends.cpu import CpuBackend
+from polycast_plugins.precision.timing import Race
 
 
 def quantized(values, dim):

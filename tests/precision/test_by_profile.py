@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 import polycast
-from polycast.precision import tuner
-from polycast.precision.timing import BY_PROFILE, PLAIN_REGION
-from polycast.precision.tuner import modules_faster_in_float32
+from polycast_plugins.precision import tuner
+from polycast_plugins.precision.timing import BY_PROFILE, PLAIN_REGION
+from polycast_plugins.precision.tuner import modules_faster_in_float32
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import polycast
-from polycast.precision import values
+from polycast_plugins.precision import values
 
 from .planted_gradients import Planted, by_name, compare, mean_square
 

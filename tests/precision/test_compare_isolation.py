@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import polycast
-from polycast.precision import values
+from polycast_plugins.precision import values
 
 
 @pytest.fixture(autouse=True)
@@ -175,7 +175,7 @@ def test_an_interrupt_ends_both_runs(monkeypatch):
         seen.append(value)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("polycast.precision.record.is_finite", interrupted)
+    monkeypatch.setattr("polycast_plugins.precision.record.is_finite", interrupted)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     with torch.no_grad():
         model[0].weight.fill_(1e6)

@@ -11,7 +11,7 @@ import polycast
 from polycast import Int8
 from polycast.engine.fastest import slower
 from polycast.engine.recipes.recipe_listeners import calibrators
-from polycast.precision.equalize import Activations
+from polycast_plugins.precision.equalize import Activations
 
 AVAILABLE = polycast.plugin.get_backend("cpu").recipe_availability(polycast.Int8())
 pytestmark = pytest.mark.skipif(not AVAILABLE, reason=f"no int8 here: {AVAILABLE.reason}")

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import polycast
-from polycast.precision import sides
+from polycast_plugins.precision import sides
 
 CALLS = {
     "compare": lambda model, x: polycast.compare(model, x, device_type="cpu"),

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from polycast.precision.minimal_set import OutOfBudget, minimal_set
+from polycast_plugins.precision.minimal_set import OutOfBudget, minimal_set
 
 NAMES = [f"m{number}" for number in range(200)]
 

@@ -9,12 +9,12 @@ from torch import nn
 
 import polycast
 from polycast.policy.dtypes import FLOAT32
-from polycast.precision import timing
-from polycast.precision.calls import ModelCall, in_this_thread, watched
-from polycast.precision.candidates import Blocks
-from polycast.precision.minimal_set import NO_POLICY, Choice
-from polycast.precision.profiling_run import profile_runs
-from polycast.precision.timing import PLAIN_REGION, ModelTimer, ModuleClock, Race, pick_fastest
+from polycast_plugins.precision import timing
+from polycast_plugins.precision.calls import ModelCall, in_this_thread, watched
+from polycast_plugins.precision.candidates import Blocks
+from polycast_plugins.precision.minimal_set import NO_POLICY, Choice
+from polycast_plugins.precision.profiling_run import profile_runs
+from polycast_plugins.precision.timing import PLAIN_REGION, ModelTimer, ModuleClock, Race, pick_fastest
 
 
 class Made(Race):

@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 import polycast
-from polycast.precision.calls import ModelCall
-from polycast.precision.candidates import Blocks, ModuleCandidates
-from polycast.precision.minimal_set import Choice
-from polycast.precision.profiling_run import profile_runs
+from polycast_plugins.precision.calls import ModelCall
+from polycast_plugins.precision.candidates import Blocks, ModuleCandidates
+from polycast_plugins.precision.minimal_set import Choice
+from polycast_plugins.precision.profiling_run import profile_runs
 
 FLOAT16 = {"tolerance": 1e-2, "device_type": "cpu", "dtype": torch.float16}
 

@@ -8,12 +8,12 @@ from torch import nn
 
 import polycast
 from polycast import Int8, NoRecipe, Policy
-from polycast.precision import timing
-from polycast.precision.calls import ModelCall
-from polycast.precision.candidates import Blocks, ModuleCandidates, OpCandidates
-from polycast.precision.minimal_set import Choice
-from polycast.precision.profiling_run import profile_runs
-from polycast.precision.timing import PLAIN_REGION
+from polycast_plugins.precision import timing
+from polycast_plugins.precision.calls import ModelCall
+from polycast_plugins.precision.candidates import Blocks, ModuleCandidates, OpCandidates
+from polycast_plugins.precision.minimal_set import Choice
+from polycast_plugins.precision.profiling_run import profile_runs
+from polycast_plugins.precision.timing import PLAIN_REGION
 
 pytestmark = pytest.mark.usefixtures("int8_in_python")
 RECIPE = Int8(min_size=0)

@@ -9,7 +9,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import polycast
 from polycast.profiling.conditions import Conditions
 from polycast.profiling.profile import forget
-from polycast_cuda import CudaBackend
+from polycast_backends.cuda import CudaBackend
 
 
 @contextlib.contextmanager

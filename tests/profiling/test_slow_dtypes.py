@@ -4,10 +4,10 @@ import pytest
 import torch
 
 import polycast
-from polycast.observer.backend_queries import slow_reasons
 from polycast.profiling import profile as profiles
 from polycast.profiling.measurement import Measurement
 from polycast.profiling.slow_dtypes import find_slow_reason
+from polycast_plugins.observe.backend_queries import slow_reasons
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import polycast
 from polycast import CastPolicy, explain
 from polycast.policy.schemas import find_op, optional_dtype
 from polycast.policy.validation import entry_problem
-from polycast.testing.samples import SAMPLES, split
+from polycast_plugins.testing.samples import SAMPLES, split
 
 
 class Maker:

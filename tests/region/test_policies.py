@@ -18,8 +18,8 @@ from polycast.engine import installation
 from polycast.engine.installation import kernels_of
 from polycast.policy import names
 from polycast.policy.schemas import find_op
-from polycast.testing.oracle import call_as
-from polycast.testing.samples import SAMPLES, split
+from polycast_plugins.testing.oracle import call_as
+from polycast_plugins.testing.samples import SAMPLES, split
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from torch import nn
 
 import polycast
 from polycast import Policy
-from polycast_cpu import CpuBackend
+from polycast_backends.cpu import CpuBackend
 
 
 class Doubles(polycast.plugin.LowBitKernel):

@@ -4,7 +4,7 @@ import importlib.metadata
 
 import pytest
 
-BUILT_IN = f"polycast {importlib.metadata.version('polycast')} (polycast_cpu)"
+BUILT_IN = f"polycast {importlib.metadata.version('polycast')} (polycast_backends.cpu)"
 ONE, TWO = "acme-one 1.0 (acme_one)", "acme-two 2.0 (acme_two)"
 CONFLICT = (
     f"2 distributions supply the backend for 'cpu': {ONE}, {TWO}. "
@@ -29,7 +29,8 @@ def test_the_error_of_a_conflict_names_both_distributions_and_the_remedy(run, us
 def test_a_conflict_imports_neither_plugin_and_affects_no_other_device(run):
     answer = run("""
         available = [polycast.is_autocast_available("cpu"), polycast.plugin.get_backend("xpu").device_type]
-        answer = [available, polycast.backends()["cpu"], {"acme_one", "acme_two", "polycast_cpu"} & set(sys.modules)]
+        imported = {"acme_one", "acme_two", "polycast_backends.cpu"} & set(sys.modules)
+        answer = [available, polycast.backends()["cpu"], imported]
     """)
     assert answer[0] == [False, "xpu"]
     assert answer[1] == {
@@ -61,7 +62,7 @@ def test_the_provider_resolves_a_conflict(run, provider, chosen, replaces):
 @pytest.mark.usefixtures("two")
 def test_a_backend_registered_by_hand_resolves_a_conflict(run):
     answer = run("""
-        from polycast_cpu import CpuBackend
+        from polycast_backends.cpu import CpuBackend
         polycast.plugin.register_backend(CpuBackend())
         answer = polycast.backends()["cpu"]
     """)

@@ -80,19 +80,19 @@ def test_a_bad_index_of_an_out_of_tree_device_is_refused_at_the_first_use(run, p
 
 def test_the_status_of_a_third_party_names_the_built_in_that_it_replaces(run, plugin):
     plugin("acme-cpu", "cpu", version="2.5")
-    built_in = f"polycast {importlib.metadata.version('polycast')} (polycast_cpu)"
+    built_in = f"polycast {importlib.metadata.version('polycast')} (polycast_backends.cpu)"
     assert run(USE_CPU) == ["torch.bfloat16", True, ready("cpu", "acme-cpu", "2.5", [built_in])]
 
 
 def test_a_replaced_built_in_is_not_imported(run, plugin):
     plugin("acme-cpu", "cpu")
-    assert run("polycast.install('cpu'); answer = 'polycast_cpu' in sys.modules") is False
+    assert run("polycast.install('cpu'); answer = 'polycast_backends.cpu' in sys.modules") is False
 
 
 def test_registering_a_backend_by_hand_uninstalls_the_plugins_kernels(run, plugin):
     plugin("acme-hpu", "hpu")
     answer = run("""
-        from polycast_cpu import CpuBackend
+        from polycast_backends.cpu import CpuBackend
         def has_kernel():
             return torch._C._dispatch_has_kernel_for_dispatch_key("aten::mm", "AutocastHPU")
         polycast.install("hpu")
@@ -108,7 +108,7 @@ def test_registering_a_backend_by_hand_uninstalls_the_plugins_kernels(run, plugi
 def test_a_distribution_may_have_an_entry_point_for_each_of_several_devices(run, distribution):
     source = """
 import polycast
-from polycast_cpu import CpuBackend
+from polycast_backends.cpu import CpuBackend
 class Plugin:
     def __init__(self, device_type):
         self.backend = CpuBackend()
@@ -127,13 +127,13 @@ def test_a_plugin_is_imported_when_its_device_is_first_used(run, plugin):
     plugin("acme-hpu", "hpu")
     plugin("acme-ipu", "ipu")
     answer = run("""
-        plugins = ("acme_hpu", "acme_ipu", "polycast_cpu", "polycast_cuda", "polycast_xpu")
+        plugins = ("acme_hpu", "acme_ipu", "polycast_backends.cpu", "polycast_backends.cuda", "polycast_backends.xpu")
         answer = []
         for look in ("xla", "hpu", "cpu"):
             polycast.is_autocast_available(look)
             answer.append([name for name in plugins if name in sys.modules])
     """)
-    assert answer == [[], ["acme_hpu"], ["acme_hpu", "polycast_cpu"]]
+    assert answer == [[], ["acme_hpu"], ["acme_hpu", "polycast_backends.cpu"]]
 
 
 def test_discovery_of_1000_entry_points_imports_nothing(run, distribution):
@@ -219,5 +219,5 @@ py-modules = ["acme_cpu"]
         capture_output=True,
         text=True,
     )
-    built_in = f"polycast {importlib.metadata.version('polycast')} (polycast_cpu)"
+    built_in = f"polycast {importlib.metadata.version('polycast')} (polycast_backends.cpu)"
     assert json.loads(done.stdout) == ["torch.bfloat16", True, ready("cpu", "acme_cpu", "3.1", [built_in])]

@@ -193,7 +193,7 @@ def test_a_backend_registered_by_hand_takes_precedence_over_entry_points(hand_ma
     status = polycast.backends()["cpu"]
     assert polycast.plugin.get_backend("cpu") is backend
     assert (status.state, status.distribution, status.version) == ("ready", "", "")
-    assert status.replaces == (f"polycast {importlib.metadata.version('polycast')} (polycast_cpu)",)
+    assert status.replaces == (f"polycast {importlib.metadata.version('polycast')} (polycast_backends.cpu)",)
     polycast.plugin.unregister_backend("cpu:0")
     assert polycast.plugin.get_backend("cpu") is found
 

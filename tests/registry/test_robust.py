@@ -37,7 +37,7 @@ def test_the_status_of_a_device_imports_no_plugin_of_another(run, plugin):
     answer = run("""
         statuses = polycast.backends()
         answer = [statuses["cpu"].state, "hpu" in statuses, "privateuseone" in statuses]
-        answer += [[name for name in ("acme_hpu", "acme_npu", "polycast_cuda") if name in sys.modules]]
+        answer += [[name for name in ("acme_hpu", "acme_npu", "polycast_backends.cuda") if name in sys.modules]]
         answer += [statuses["npu"].state, "acme_npu" in sys.modules, "acme_hpu" in sys.modules]
     """)
     assert answer == ["ready", True, False, [], "ready", True, False]

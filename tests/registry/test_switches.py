@@ -27,7 +27,7 @@ def test_a_blocked_device_has_no_backend_and_its_plugin_is_not_imported(run, plu
             error_of(polycast.autocast, "cpu"),
             [polycast.is_autocast_available(device) for device in ("hpu", "cpu")],
             polycast.plugin.get_backend("cuda").device_type,
-            "acme_hpu" in sys.modules or "polycast_cpu" in sys.modules,
+            "acme_hpu" in sys.modules or "polycast_backends.cpu" in sys.modules,
         ]
         """,
         POLYCAST_BLOCK="cpu, hpu",
@@ -53,7 +53,7 @@ def test_a_blocked_out_of_tree_device_is_not_reported_as_unknown(run, plugin):
 def test_a_backend_registered_by_hand_is_not_blocked(run):
     answer = run(
         """
-        from polycast_cpu import CpuBackend
+        from polycast_backends.cpu import CpuBackend
         polycast.plugin.register_backend(CpuBackend())
         answer = polycast.is_autocast_available("cpu")
         """,

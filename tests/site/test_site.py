@@ -11,7 +11,7 @@ import pytest
 from typer.main import get_command
 
 import polycast
-from polycast.cli import app
+from polycast_plugins.cli import app
 
 pytestmark = pytest.mark.slow
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import polycast
-from polycast.testing import BackendConformance
+from polycast_plugins.testing import BackendConformance
 
 
 @pytest.fixture

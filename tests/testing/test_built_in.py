@@ -5,7 +5,7 @@ import importlib.metadata
 import pytest
 
 import polycast
-from polycast.testing import BackendConformance
+from polycast_plugins.testing import BackendConformance
 
 BUILT_INS = sorted(importlib.metadata.distribution("polycast").entry_points.select(group="polycast.backends").names)
 

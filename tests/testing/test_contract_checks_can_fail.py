@@ -10,8 +10,8 @@ import torch
 
 import polycast
 from polycast.plugin import Availability
-from polycast.testing import BackendConformance
-from polycast_cpu import CpuBackend
+from polycast_backends.cpu import CpuBackend
+from polycast_plugins.testing import BackendConformance
 
 pytestmark = pytest.mark.filterwarnings("ignore::polycast.errors.AutocastDisabledWarning")
 

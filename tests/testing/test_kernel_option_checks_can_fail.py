@@ -6,8 +6,8 @@ import torch.nn.functional as F
 
 import polycast
 from polycast.plugin import LowBitKernel
-from polycast.testing import BackendConformance
-from polycast_cpu import CpuBackend
+from polycast_backends.cpu import CpuBackend
+from polycast_plugins.testing import BackendConformance
 
 from .test_recipe_checks_can_fail import Linear, check, quantized
 

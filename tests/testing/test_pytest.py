@@ -1,4 +1,4 @@
-"""The suite of ``polycast.testing`` from the outside, and what polycast adds to any other run of pytest: nothing."""
+"""The suite of ``polycast_plugins.testing`` from the outside, and that other runs of pytest get no option of it."""
 
 import os
 import subprocess
@@ -10,7 +10,7 @@ pytestmark = pytest.mark.slow
 
 PLUGIN = """
 import polycast, torch
-from polycast_cpu import CpuBackend
+from polycast_backends.cpu import CpuBackend
 
 class Acme(CpuBackend):
     device_type = "mtia"
@@ -40,7 +40,16 @@ torch.manual_seed(1)
 """
 
 
-SUITE = ("-m", "pytest", "-p", "no:cacheprovider", "-p", "polycast_pytest", "--pyargs", "polycast.testing")
+SUITE = [
+    "-m",
+    "pytest",
+    "-p",
+    "no:cacheprovider",
+    "-p",
+    "polycast_plugins.testing.options",
+    "--pyargs",
+    "polycast_plugins.testing",
+]
 
 
 @pytest.fixture

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 
 import polycast
-from polycast.testing import BackendConformance, recipe_checks
-from polycast.testing.low_bit import LINEAR_OPS
-from polycast_cpu import CpuBackend
+from polycast_backends.cpu import CpuBackend
+from polycast_plugins.testing import BackendConformance, recipe_checks
+from polycast_plugins.testing.low_bit import LINEAR_OPS
 
 
 def quantized(values, dim):
@@ -144,7 +144,7 @@ def check(name, kernel, recipe="int8", op="aten::linear", **answers):
     suite = type("TestWrong", (BackendConformance,), {"backend": "cpu"})()
     method = getattr(suite, name)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("polycast.testing.recipe_checks._SIZES", [(5, 32, 16)])
+        patch.setattr("polycast_plugins.testing.recipe_checks._SIZES", [(5, 32, 16)])
         try:
             if "device" not in inspect.signature(method).parameters:
                 return method(recipe)

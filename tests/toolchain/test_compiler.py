@@ -7,12 +7,12 @@ import sysconfig
 
 import pytest
 
-from polycast.cli.compiled import OWN
 from polycast.engine.native.engine_library import ENGINE
 from polycast.toolchain import header_excerpts
 from polycast.toolchain.build import get_or_build
 from polycast.toolchain.compiler import FLAGS, compile_library, find_compiler, first_error
 from polycast.toolchain.cpp_library import BuildError, CppLibrary
+from polycast_plugins.cli.compiled import OWN
 
 CCACHE = """#!/bin/sh
 echo "$@" >> {calls}
@@ -102,7 +102,9 @@ def test_each_compiler_accepts_the_flags(command, monkeypatch):
     subprocess.run(nothing, check=True)
 
 
-@pytest.mark.parametrize("wanted", [*OWN, CppLibrary.of_ops("polycast_cpu.native")], ids=lambda library: library.name)
+@pytest.mark.parametrize(
+    "wanted", [*OWN, CppLibrary.of_ops("polycast_backends.cpu.native")], ids=lambda library: library.name
+)
 def test_clang_compiles_what_gcc_does(wanted, monkeypatch, tmp_path):
     monkeypatch.setenv("CXX", "clang++ -fsyntax-only")
     compiler = find_compiler()

@@ -14,7 +14,7 @@ from polycast.toolchain import load_ops as ops
 from polycast.toolchain.build import get_or_build
 from polycast.toolchain.prebuilt import no_compiler
 
-PACKAGE = "polycast_cpu.native"
+PACKAGE = "polycast_backends.cpu.native"
 
 
 @pytest.fixture

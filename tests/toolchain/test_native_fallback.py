@@ -226,13 +226,13 @@ print(polycast.__file__, choose_engine().name, y.dtype, messages)
 def test_polycast_runs_from_an_archive_and_builds_its_sources(compiler, home, tmp_path, engine):
     archive = tmp_path / "all.zip"
     with zipfile.ZipFile(archive, "w") as made:
-        for package in ("polycast", "polycast_cpu"):
+        for package in ("polycast", "polycast_backends.cpu"):
             (folder,) = sys.modules.get(package, __import__(package)).__path__
             for path in Path(folder).rglob("*"):
                 if path.suffix == ".py" or (path.suffix in (".cpp", ".h") and engine == "native"):
                     made.write(path, Path(package) / path.relative_to(folder))
         made.writestr("polycast-0.1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: polycast\nVersion: 0.1.0\n")
-        made.writestr("polycast-0.1.0.dist-info/entry_points.txt", "[polycast.backends]\ncpu = polycast_cpu\n")
+        made.writestr("polycast-0.1.0.dist-info/entry_points.txt", "[polycast.backends]\ncpu = polycast_backends.cpu\n")
     environment = {**os.environ, "PYTHONPATH": str(archive), "POLYCAST_ENGINE": "auto"}
     done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -16,7 +16,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from polycast.cli.compiled import libraries
 from polycast.engine.native import engine_library
 from polycast.engine.native.engine_library import ENGINE
 from polycast.toolchain import prebuilt
@@ -27,6 +26,7 @@ from polycast.toolchain.compiler import checksum, digest_of_headers, find_compil
 from polycast.toolchain.cpp_library import BuildError, CppLibrary
 from polycast.toolchain.load import load_prebuilt
 from polycast.toolchain.prebuilt import Prebuilt, find_prebuilt
+from polycast_plugins.cli.compiled import libraries
 
 ROOT = Path(__file__).parents[2]
 TOOL, PROJECT = ROOT / "tools" / "platform_wheel.py", ROOT / "pyproject.toml"
@@ -284,7 +284,7 @@ def pure_wheel(tmp_path):
     """A wheel of the package, with the files that the tool reads."""
     wheel = tmp_path / "polycast-0.1.0-py3-none-any.whl"
     with zipfile.ZipFile(wheel, "w") as archive:
-        for package in ("polycast", "polycast_cpu"):
+        for package in ("polycast", "polycast_backends.cpu"):
             root = Path(importlib.util.find_spec(package).origin).parent
             for path in root.rglob("*"):
                 if path.is_file() and "__pycache__" not in path.parts:
@@ -292,7 +292,7 @@ def pure_wheel(tmp_path):
         info = "polycast-0.1.0.dist-info"
         archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
         archive.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: polycast\nVersion: 0.1.0\n")
-        archive.writestr(f"{info}/entry_points.txt", "[polycast.backends]\ncpu = polycast_cpu\n")
+        archive.writestr(f"{info}/entry_points.txt", "[polycast.backends]\ncpu = polycast_backends.cpu\n")
         archive.writestr(f"{info}/RECORD", "")
     return wheel
 

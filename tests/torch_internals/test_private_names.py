@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import polycast
-import polycast_cpu
+import polycast_backends.cpu
 from polycast.engine import installation
 from polycast.torch_internals import callers_state, dispatcher, lookup, private_names
 
@@ -21,7 +21,7 @@ assert callers_state  # so are these
 
 CORE = Path(polycast.__file__).parent
 LACKING = Path(__file__).with_name("lacking.py")
-BACKENDS = Path(polycast_cpu.__file__).parent.parent
+BACKENDS = Path(polycast_backends.cpu.__file__).parent.parent
 MAY_READ = {
     "compilers/backward.py": "the configuration that wrap_joint has checked",
     "compilers/guards.py": "names that guard_dynamo has checked",
@@ -31,9 +31,9 @@ MAY_READ = {
     "testing/op_checks.py": "the conformance suite runs in tests",
     "testing/recipe_checks.py": "the conformance suite runs in tests",
     "testing/subject.py": "the conformance suite runs in tests",
-    "polycast_cuda/float8.py": "the recipe is available only if the op has the signature that it knows",
-    "polycast_cuda/out_dtype_kernels.py": "an op that it has looked for",
-    "polycast_xpu/out_dtype_kernels.py": "an op that it has looked for",
+    "polycast_backends.cuda/float8.py": "the recipe is available only if the op has the signature that it knows",
+    "polycast_backends.cuda/out_dtype_kernels.py": "an op that it has looked for",
+    "polycast_backends.xpu/out_dtype_kernels.py": "an op that it has looked for",
 }
 """The modules that use private names themselves, outside functions that take a Patch, and why."""
 MAY_ASSIGN = {"observer/module_calls.py", "testing/subject.py"}

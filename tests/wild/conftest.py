@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import polycast
-from polycast.drop_in.shim import PatchedRegion
+from polycast_plugins.dropin.shim import PatchedRegion
 
 
 @pytest.fixture

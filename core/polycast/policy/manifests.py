@@ -30,6 +30,7 @@ class Plugin:
     """Lists what a plugin adds. Objects are named ``module:attribute``, and imported when they are first used.
 
     Attributes:
+        names: what it adds to the module ``polycast``, by name.
         recipes: the classes of recipes, by kind.
         vetoes: functions that say why a kernel of a recipe should not compute a call: given the device type, the
             recipe's kind, the op and its arguments, which may be fake, each returns a str, or None.
@@ -38,12 +39,14 @@ class Plugin:
         TypeError: an attribute is of another type.
     """
 
+    names: Mapping[str, str] = field(default_factory=dict)
     recipes: Mapping[str, str] = field(default_factory=dict)
     vetoes: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        if not isinstance(self.recipes, Mapping) or not _are_texts([*self.recipes, *self.recipes.values()]):
-            raise TypeError(f"recipes must map kinds to 'module:class', got {self.recipes!r}")
+        for attribute, table in (("names", self.names), ("recipes", self.recipes)):
+            if not isinstance(table, Mapping) or not _are_texts([*table, *table.values()]):
+                raise TypeError(f"{attribute} must map names to 'module:attribute', got {table!r}")
         if isinstance(self.vetoes, str) or not isinstance(self.vetoes, Sequence) or not _are_texts(self.vetoes):
             raise TypeError(f"vetoes must be a sequence of 'module:function', got {self.vetoes!r}")
 

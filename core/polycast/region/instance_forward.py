@@ -126,7 +126,7 @@ def forward_of(module: nn.Module, kind: type[_ForwardT]) -> _ForwardT | None:
 def _refuse_replicas() -> NoReturn:
     """Raise, in place of a module's ``_replicate_for_data_parallel``, which nn.DataParallel calls."""
     raise RuntimeError(
-        "a model under the rules of polycast.apply_policy, or that polycast.integrations runs in regions, cannot be "
+        "a model under the rules of polycast.apply_policy, or that an integration runs in regions, cannot be "
         "replicated by nn.DataParallel: replicas would call the original's forward. Use DistributedDataParallel (the "
         "Trainer does in processes of torchrun), or remove the rules before."
     )

@@ -3,8 +3,8 @@
 A feature is made when it is first needed, and undone by ``uninstall()`` or at the end of the user's block. Kernels at
 dispatch keys and the hooks that torch offers (of optimizers, of modules) change no code. Not in the table:
 
-- ``nn.Module.__call__``: wrapped by ``observer/module_calls.py`` while something observes, in a way that survives
-  others who wrap it;
+- ``nn.Module.__call__``: wrapped while something observes, in a way that survives others who wrap it
+  (``polycast_plugins/observe/module_calls.py``);
 - user classes: ``setup_context`` of autograd functions (SETUP_CONTEXT: ``region/custom_function.py``);
 - ALIASES on the native engine, which replaces the functions in C: ``engine/native/alias_hooks.h``.
 """
@@ -53,11 +53,11 @@ FEATURES = {
                     "torch._dynamo.guards.CheckFunctionManager.compile_check_fn",
                     "torch._dynamo.guards.GuardManagerWrapper.check",
                 ),
-                "compilers.guards:guard_dynamo",
+                "polycast.compilers.guards:guard_dynamo",
             ),
         ),
-        on_refusal="compilers.eager_fallback:start",
-        on_undo="compilers.eager_fallback:stop",
+        on_refusal="polycast.compilers.eager_fallback:start",
+        on_undo="polycast.compilers.eager_fallback:stop",
     ),
     CACHE_KEYS: Feature(
         _EAGER,
@@ -65,27 +65,29 @@ FEATURES = {
             Change(
                 "torch._functorch._aot_autograd.autograd_cache",
                 ("torch._functorch._aot_autograd.autograd_cache.AOTAutogradCacheDetails.__init__",),
-                "compilers.cache_key:extend_autograds",
+                "polycast.compilers.cache_key:extend_autograds",
             ),
             Change(
                 "torch._inductor.codecache",
                 ("torch._inductor.codecache.FxGraphHashDetails.__init__",),
-                "compilers.cache_key:extend_inductors",
+                "polycast.compilers.cache_key:extend_inductors",
             ),
         ),
-        on_refusal="compilers.eager_fallback:start",
-        on_undo="compilers.eager_fallback:stop",
+        on_refusal="polycast.compilers.eager_fallback:start",
+        on_undo="polycast.compilers.eager_fallback:stop",
     ),
     BACKWARD: Feature(
         "In compiled code, gradients of ops that policies keep in float32 are computed in the fast dtype.",
-        (Change(_GRAPH_CAPTURE, (f"{_GRAPH_CAPTURE}.create_joint",), "compilers.backward:wrap_joint"),),
+        (Change(_GRAPH_CAPTURE, (f"{_GRAPH_CAPTURE}.create_joint",), "polycast.compilers.backward:wrap_joint"),),
     ),
     NESTED_REGIONS: Feature(
         "In a compiled function that calls a torch.compiler.nested_compile_region in several autocast states, calls "
         "may compute as in another of these states.",
         (
             Change(
-                "torch._guards", ("torch._guards.InvokeSubgraphCache.*",), "compilers.nested_regions:key_cache_by_state"
+                "torch._guards",
+                ("torch._guards.InvokeSubgraphCache.*",),
+                "polycast.compilers.nested_regions:key_cache_by_state",
             ),
             Change(
                 _SUBGRAPHS,
@@ -94,23 +96,27 @@ FEATURES = {
                     f"{_SUBGRAPHS}.InvokeSubgraphAutogradOp.backward",
                     f"{_SUBGRAPHS}.trace_joint_graph_as_bwd",
                 ),
-                "compilers.nested_regions:trace_again_in_regions",
+                "polycast.compilers.nested_regions:trace_again_in_regions",
             ),
             Change(
                 "torch._higher_order_ops.utils",
                 ("torch._higher_order_ops.utils.registered_hop_fake_fns",),
-                "compilers.nested_regions:run_traced_without_autocast",
+                "polycast.compilers.nested_regions:run_traced_without_autocast",
             ),
         ),
     ),
     CACHED_CASTS: Feature(
         "Compiled code casts each weight at each call.",
         (
-            Change(_GRAPH_CAPTURE, (f"{_GRAPH_CAPTURE}._create_graph",), "compilers.cached_casts:keep_from_callers"),
+            Change(
+                _GRAPH_CAPTURE,
+                (f"{_GRAPH_CAPTURE}._create_graph",),
+                "polycast.compilers.cached_casts:keep_from_callers",
+            ),
             Change(
                 "torch._inductor.graph",
                 ("torch._inductor.graph.GraphLowering.output", "torch._inductor.lowering.lowerings"),
-                "compilers.cached_casts:keep_from_inductor",
+                "polycast.compilers.cached_casts:keep_from_inductor",
             ),
         ),
     ),
@@ -123,17 +129,17 @@ FEATURES = {
                     "torch._dynamo.variables.ctx_manager.AutocastModeVariable.__init__",
                     "torch._dynamo.variables.ctx_manager.AutocastModeVariable.python_type",
                 ),
-                "compilers.graph_regions:let_graphs_hold_overrides",
+                "polycast.compilers.graph_regions:let_graphs_hold_overrides",
             ),
             Change(
                 "torch._dynamo.output_graph",
                 ("torch._dynamo.output_graph.OutputGraph.call_user_compiler",),
-                "compilers.graph_regions:leave_regions_of_failed_graphs",
+                "polycast.compilers.graph_regions:leave_regions_of_failed_graphs",
             ),
             Change(
                 "torch.fx.passes.split_module",
                 ("torch.fx.passes.split_module.split_module",),
-                "compilers.graph_regions:let_graphs_with_regions_be_split",
+                "polycast.compilers.graph_regions:let_graphs_with_regions_be_split",
             ),
         ),
     ),
@@ -143,7 +149,7 @@ FEATURES = {
             Change(
                 "torch._functorch._aot_autograd.autograd_cache",
                 ("torch._functorch._aot_autograd.autograd_cache.check_node_safe",),
-                "compilers.cache_key:cache_graphs_with_regions",
+                "polycast.compilers.cache_key:cache_graphs_with_regions",
             ),
         ),
     ),
@@ -157,7 +163,7 @@ FEATURES = {
                     "torch.utils.checkpoint.CheckpointFunction._backward_cls.run_function",
                     "torch.utils.checkpoint._CheckpointFrame.recompute_fn",
                 ),
-                "region.checkpoint:carry_in_checkpoints",
+                "polycast.region.checkpoint:carry_in_checkpoints",
             ),
         ),
     ),
@@ -168,7 +174,7 @@ FEATURES = {
             Change(
                 "torch._dynamo",
                 ("torch._dynamo.eval_frame.OptimizedModule._initialize",),
-                "region.compiled_models:look_past_rules",
+                "polycast.region.compiled_models:look_past_rules",
             ),
         ),
     ),
@@ -178,14 +184,14 @@ FEATURES = {
             Change(
                 "torch.backends.mha",
                 ("torch.backends.mha.get_fastpath_enabled",),
-                "region.fused_attention:ask_for_recipe",
+                "polycast.region.fused_attention:ask_for_recipe",
             ),
         ),
-        on_undo="torch_internals.private_names:forget_rules_of_dynamo",
+        on_undo="polycast.torch_internals.private_names:forget_rules_of_dynamo",
     ),
     FUSED_LSTM: Feature(
         "nn.LSTM is computed by oneDNN on the CPU, without recipes.",
-        (Change("torch._VF", ("torch._VF.lstm",), "region.unfused:compute_lstm_by_step"),),
+        (Change("torch._VF", ("torch._VF.lstm",), "polycast.region.unfused:compute_lstm_by_step"),),
     ),
     EXPERTS: Feature(
         "torch.nn.functional.grouped_mm is computed in the dtype of its inputs, without recipes.",
@@ -193,7 +199,7 @@ FEATURES = {
             Change(
                 "torch.nn.functional",
                 ("torch.nn.functional.grouped_mm",),
-                "region.unfused:compute_experts_one_by_one",
+                "polycast.region.unfused:compute_experts_one_by_one",
             ),
         ),
     ),
@@ -203,7 +209,7 @@ FEATURES = {
             Change(
                 "torch._dynamo.callback",
                 ("torch._dynamo.callback.CompilationCallbackHandler.install_callbacks",),
-                "observer.compilations:notify_of_compilations",
+                "polycast_plugins.observe.compilations:notify_of_compilations",
             ),
         ),
         outlives_uninstall=True,
@@ -215,13 +221,13 @@ FEATURES = {
             Change(
                 "torch.autograd.grad_mode",
                 ("torch.autograd.grad_mode._unsafe_preserve_version_counter.__exit__",),
-                "engine.casts.unversioned_writes:note_hidden_writes",
+                "polycast.engine.casts.unversioned_writes:note_hidden_writes",
             ),
-            Change("torch.utils", ("torch.utils.weakref",), "engine.casts.unversioned_writes:forget_swapped"),
+            Change("torch.utils", ("torch.utils.weakref",), "polycast.engine.casts.unversioned_writes:forget_swapped"),
             Change(
                 "torch._C",
                 ("torch._C._to_dlpack", "torch._C._to_dlpack_versioned", "torch._C._autograd._get_data_attr"),
-                "engine.casts.unversioned_writes:export_aliases",
+                "polycast.engine.casts.unversioned_writes:export_aliases",
             ),
             Change(
                 "torch.utils._python_dispatch",
@@ -229,12 +235,12 @@ FEATURES = {
                     "torch.utils._python_dispatch.TorchDispatchMode.__enter__",
                     "torch.utils._python_dispatch.TorchDispatchMode.__exit__",
                 ),
-                "engine.casts.hidden_ops:watch_modes",
+                "polycast.engine.casts.hidden_ops:watch_modes",
             ),
             Change(
                 "torch.cuda.graphs",
                 ("torch.*.*Graph.capture_begin", "torch.*.*Graph.capture_end", "torch.*.*Graph.replay"),
-                "engine.casts.hidden_ops:watch_graphs",
+                "polycast.engine.casts.hidden_ops:watch_graphs",
             ),
         ),
         outlives_uninstall=True,
@@ -245,12 +251,12 @@ FEATURES = {
             Change(
                 "torch._subclasses.meta_utils",
                 ("torch._subclasses.meta_utils.MetaTensorDescriber.describe_tensor",),
-                "engine.casts.unversioned_writes:keep_while_described",
+                "polycast.engine.casts.unversioned_writes:keep_while_described",
             ),
             Change(
                 "torch._functorch._aot_autograd.runtime_wrappers",
                 ("torch.*.runtime_wrappers._AnalyzeCustomOpInputOutputMode.__torch_dispatch__",),
-                "engine.casts.unversioned_writes:keep_in_first_run",
+                "polycast.engine.casts.unversioned_writes:keep_in_first_run",
             ),
         ),
         outlives_uninstall=True,
@@ -269,13 +275,13 @@ FEATURES = {
                     "torch.Tensor.map_",
                     "torch.Tensor.map2_",
                 ),
-                "engine.reference.alias_hooks:hook_aliases",
+                "polycast.engine.reference.alias_hooks:hook_aliases",
             ),
         ),
-        on_undo="engine.reference.alias_hooks:clear_method_lists",
+        on_undo="polycast.engine.reference.alias_hooks:clear_method_lists",
         outlives_uninstall=True,
     ),
-    SETUP_CONTEXT: Feature("", (), on_undo="region.custom_function:restore_setup_context"),
+    SETUP_CONTEXT: Feature("", (), on_undo="polycast.region.custom_function:restore_setup_context"),
     PATCH_TORCH: Feature(
         "",
         (
@@ -289,7 +295,7 @@ FEATURES = {
                     "torch.*.custom_fwd",
                     "torch.*.is_autocast_available",
                 ),
-                "drop_in.patch:install_shim",
+                "polycast_plugins.dropin.patch:install_shim",
             ),
         ),
         outlives_uninstall=True,
@@ -300,14 +306,14 @@ FEATURES = {
             Change(
                 "torch.amp.autocast_mode",
                 ("torch.amp.autocast_mode.autocast.__exit__",),
-                "drop_in.shim:replace_exit",
+                "polycast_plugins.dropin.shim:replace_exit",
             ),
         ),
         outlives_uninstall=True,
     ),
     RUN_WRAP: Feature(
         "",
-        (Change("torch.nn", ("torch.nn.Module.__call__",), "drop_in.patch:wrap_modules"),),
+        (Change("torch.nn", ("torch.nn.Module.__call__",), "polycast_plugins.dropin.patch:wrap_modules"),),
         outlives_uninstall=True,
     ),
 }

@@ -23,7 +23,6 @@ from ..common.interrupts import is_callers
 from ..errors import warn_user
 
 _NOTHING = object()
-_PACKAGE = __name__.partition(".")[0]
 
 
 class Change(NamedTuple):
@@ -32,7 +31,7 @@ class Change(NamedTuple):
     Attributes:
         module: the module, which is changed at its import, and not imported for it.
         names: what is replaced: attributes of the module and of its classes, as dotted names; ``*`` matches any.
-        function: a function, or its name, ``folder.module:function``, imported when needed. It is called with a
+        function: a function, or its name, ``module:function``, imported when needed. It is called with a
             :class:`Patch`, checks that the module is the expected one, raises otherwise, and replaces the names.
     """
 
@@ -48,7 +47,7 @@ class Feature:
     Attributes:
         lost: what users lose if torch cannot be changed, for the warning; if empty, the error is raised instead.
         changes: the changes, in order.
-        on_refusal: a function, or its name, ``folder.module:function``, called with the reason instead of warning.
+        on_refusal: a function, or its name, ``module:function``, called with the reason instead of warning.
         on_undo: the same, called without arguments when the feature has been undone.
         outlives_uninstall: whether the feature lasts as long as a block or an object of the user, so that
             ``uninstall()`` leaves it alone.
@@ -257,7 +256,7 @@ class _ChangingLoader(Loader):
 def _function(reference: str | Callable[..., Any]) -> Callable[..., Any]:
     if not isinstance(reference, str):
         return reference
-    found: Callable[..., Any] = pkgutil.resolve_name(f"{_PACKAGE}.{reference}")
+    found: Callable[..., Any] = pkgutil.resolve_name(reference)
     return found
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from polycast.testing import BackendConformance
+from polycast_plugins.testing import BackendConformance
 
 
 @pytest.mark.usefixtures("engine")

@@ -88,7 +88,7 @@ def watch_modes(patch: Patch) -> None:
 
 
 def _told_of(mode: Any) -> HiddenOps | None:
-    writes_nothing = type(mode).__module__.partition(".")[0] in ("torch", __name__.partition(".")[0])
+    writes_nothing = type(mode).__module__.partition(".")[0] in ("torch", "polycast", "polycast_plugins")
     return None if writes_nothing or torch.compiler.is_compiling() else _told
 
 

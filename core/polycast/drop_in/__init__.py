@@ -1,1 +1,0 @@
-"""Running code that uses torch.autocast: ``patch_torch``, and ``polycast run``."""

@@ -1,0 +1,54 @@
+"""``polycast build``: compile the C++ ahead of its first use, for instance in a container image."""
+
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import typer
+
+from polycast.toolchain.build import get_or_build
+from polycast.toolchain.cache_folder import cache_directory
+from polycast.toolchain.cpp_library import BuildError, CppLibrary
+from polycast.toolchain.load import describe_built, describe_prebuilt
+from polycast.toolchain.prebuilt import find_prebuilt
+
+from .compiled import libraries, packages_of_ops
+from .terminal import library_errors
+
+
+def run() -> None:
+    """Compile the native engine, its observer and the C++ ops of available devices; print where each is.
+
+    Libraries that came with polycast or were compiled before are not compiled again. If one cannot be compiled, the
+    others still are, and the exit status is 1.
+    """
+    with library_errors():
+        wanted = libraries()
+        unavailable = packages_of_ops("unavailable")
+    failed = False
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # a compiler for each
+        answers = [pool.submit(_build, each) for each in wanted]
+        try:
+            for library, answer in zip(wanted, answers, strict=True):
+                try:
+                    typer.echo(f"{library.description}: {answer.result()}")
+                except BuildError as error:
+                    typer.echo(f"polycast: {library.description} cannot be built: {error}", err=True)
+                    failed = True
+        except KeyboardInterrupt:
+            pool.shutdown(cancel_futures=True)  # otherwise the queued ones would still be compiled
+            raise
+    for package, device_type in unavailable.items():
+        typer.echo(f"{CppLibrary.of_ops(package).description}: not compiled: {device_type} cannot be used now")
+    if failed:
+        raise typer.Exit(1)
+
+
+def _build(library: CppLibrary) -> str:
+    """Compile a library if needed, and return where it is as text."""
+    prebuilt = find_prebuilt(library)
+    if prebuilt is not None:
+        return describe_prebuilt(prebuilt)
+    started = time.perf_counter()
+    built = get_or_build(cache_directory(), library, retry=True)
+    return f"{describe_built(built)} ({time.perf_counter() - started:.1f} s)"

@@ -1,0 +1,32 @@
+"""The C++ libraries of this machine: the native engine, its observer, and the ops of backends."""
+
+from collections.abc import Mapping
+
+from polycast.engine.native.engine_library import ENGINE
+from polycast.registry.registry import backends, get_backend
+from polycast.toolchain.cpp_library import CppLibrary
+from polycast.toolchain.load_ops import origin
+from polycast_plugins.observe.observer_library import OBSERVER
+
+OWN = (ENGINE, OBSERVER)
+"""The libraries of polycast itself."""
+
+
+def libraries() -> list[CppLibrary]:
+    """Return all libraries for this machine; raises as :func:`packages_of_ops` does."""
+    return [*OWN, *map(CppLibrary.of_ops, packages_of_ops())]
+
+
+def packages_of_ops(state: str = "ready") -> Mapping[str, str]:
+    """Return the packages with C++ ops of the backends in a state, and the device type of each.
+
+    Raises:
+        ValueError: a ``POLYCAST_`` variable has an invalid value.
+    """
+    devices = [name for name, status in backends().items() if status.state == state]
+    return {package: name for name in devices for package in get_backend(name).ops_in_cpp}
+
+
+def origins() -> Mapping[str, str]:
+    """Return where the ops of each package come from; raises as :func:`packages_of_ops` does."""
+    return {package: origin(package) for package in packages_of_ops()}

@@ -1,0 +1,185 @@
+"""``polycast devices``: list the backends."""
+
+import traceback
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
+import typer
+from rich.text import Text
+
+from polycast.errors import BackendBrokenError
+from polycast.policy.dtypes import dtype_name
+from polycast.policy.recipe import Float8, Int4, Int8
+from polycast.profiling.profile import look_up
+from polycast.registry.backend_loader import BackendStatus
+from polycast.registry.checks import check_recipe
+from polycast.registry.registry import backends, get_backend, registry
+
+from .compiled import origins
+from .profile import summary
+from .terminal import blame_at_end, console, engine_lines, library_errors, print_json, print_line, print_rows
+
+_STYLES = {
+    "ready": "green",
+    "unavailable": "yellow",
+    "broken": "red",
+    "conflict": "red",
+    "blocked": "dim",
+    "missing": "dim",
+}
+_WIDE = 72
+"""Columns of a terminal that is wide enough for two dtypes in a row."""
+
+
+@dataclass(frozen=True)
+class ListedDevice:
+    """A backend's status, and its dtypes; `failure` is the error that asking for them raised."""
+
+    status: BackendStatus
+    supported_dtypes: tuple[str, ...] | None = None
+    failure: BaseException | None = None
+
+    def notes(self) -> list[str]:
+        """Return remarks: why the backend is not ready, what it replaces."""
+        notes = [self.status.reason] if self.status.reason else []
+        if self.failure is not None and self.status.state != "broken":
+            notes.append(f"supported_dtypes() raised {type(self.failure).__name__}: {self.failure}")
+        if self.status.replaces:
+            notes.append(f"in place of {', '.join(self.status.replaces)}")
+        return notes
+
+    def recipes(self) -> list[str]:
+        """Return whether the device supports each kind of recipe. This may compile C++."""
+        if self.status.state != "ready":
+            return []
+        backend = get_backend(self.status.device_type)
+        try:
+            answers = {recipe.kind: check_recipe(backend, recipe) for recipe in (Int8(), Int4(), Float8())}
+        except Warning as error:  # a filter turned it into an error
+            return [f"recipe_availability() raised {type(error).__name__}: {error}"]
+        return [
+            f"{kind}: {'yes' if answer else 'no'}, {answer.reason}".rstrip(", ") for kind, answer in answers.items()
+        ]
+
+    def profile(self) -> str | None:
+        """Return a sentence about the device's profile; None if it has none."""
+        if self.status.state != "ready":
+            return None
+        try:
+            found = look_up(self.status.device_type)
+        except Warning as error:  # a filter turned it into an error
+            return f"device_details() raised {type(error).__name__}: {error}"
+        return found.warning if found.profile is None else summary(found.profile)
+
+    def as_json(self) -> dict[str, object]:
+        """Return the device for JSON; what is unknown is None."""
+        status = self.status
+        return {
+            "device_type": status.device_type,
+            "state": status.state,
+            "reason": status.reason,
+            "default_dtype": dtype_name(status.default_dtype) if status.default_dtype is not None else None,
+            "supported_dtypes": list(self.supported_dtypes) if self.supported_dtypes is not None else None,
+            "distribution": status.distribution,
+            "version": status.version,
+            "replaces": list(status.replaces),
+            "profile": self.profile(),
+        }
+
+
+def known_devices() -> Iterator[ListedDevice]:
+    """Yield every device that has a backend or could have one, each when its plugin has been imported.
+
+    Raises:
+        ValueError: a ``POLYCAST_`` variable has an invalid value.
+    """
+    statuses, loaders = backends(), registry.loaders()
+    with blame_at_end() as where:
+        for name in statuses:
+            candidates = loaders[name].candidates if name in loaders else ()
+            where(f"the plugin of {name!r}: {', '.join(map(str, candidates))}")
+            yield _ask(statuses[name])
+
+
+def _ask(status: BackendStatus) -> ListedDevice:
+    if status.state in ("blocked", "conflict", "missing"):
+        return ListedDevice(status)
+    try:
+        return ListedDevice(status, tuple(map(dtype_name, get_backend(status.device_type).supported_dtypes())))
+    except BackendBrokenError as error:
+        return ListedDevice(status, failure=error.__cause__ or error)
+    except (Exception, SystemExit) as error:  # a plugin may raise anything; the others are still listed
+        return ListedDevice(status, failure=error)
+
+
+def show(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON: a list with an object for each device.")] = False,
+    verbose: Annotated[
+        bool,
+        typer.Option(
+            "--verbose", "-v", help="Show the tracebacks of broken plugins, and which recipes each device supports."
+        ),
+    ] = False,
+) -> None:
+    """List the backend of every device: its state, its dtypes and where it comes from."""
+    with library_errors():
+        if as_json:
+            devices = list(known_devices())
+            print_json([device.as_json() for device in devices])
+        else:
+            devices = _print(verbose)
+    broken = [device for device in devices if device.failure is not None]
+    if verbose:
+        for device in broken:
+            typer.echo(f"The plugin of {device.status.device_type!r} raised:", err=as_json)
+            typer.echo("".join(traceback.format_exception(device.failure)), err=as_json)
+    elif broken and not as_json:
+        typer.echo("polycast devices --verbose shows the tracebacks.")
+
+
+def _print(verbose: bool) -> list[ListedDevice]:
+    """Print the devices, and return them."""
+    engine, out, devices = engine_lines(), console(), list[ListedDevice]()
+    default, supported = len("bfloat16"), len("bfloat16, float16" if out.width >= _WIDE else "supported")
+    names, states = max(map(len, backends())), max(map(len, _STYLES))
+    widths = {"device": names, "state": states, "default": default, "supported": supported, "from": None}
+
+    def rows() -> Iterator[tuple[str | Text, ...]]:
+        for device in known_devices():
+            devices.append(device)
+            yield _row(device)
+
+    print_rows(out, widths, rows())
+    out.print()
+    missing = [device for device in devices if device.status.state == "missing"]
+    lines = [line for device in devices if device not in missing for line in _lines_of(device, verbose)]
+    if missing:
+        lines.append(_plugins_needed([device.status for device in missing]))
+    for line in [*lines, *engine, *(f"Ops of {package}: {origin}" for package, origin in origins().items())]:
+        print_line(out, line)
+    return devices
+
+
+def _row(device: ListedDevice) -> tuple[str | Text, ...]:
+    status = device.status
+    return (
+        status.device_type,
+        Text(status.state, _STYLES[status.state]),
+        dtype_name(status.default_dtype) if status.default_dtype is not None else "-",
+        ", ".join(device.supported_dtypes) if device.supported_dtypes is not None else "-",
+        f"{status.distribution} {status.version}".strip() or "-",
+    )
+
+
+def _lines_of(device: ListedDevice, verbose: bool) -> list[str]:
+    profile = device.profile()
+    notes = [*device.notes(), *([profile] if profile else []), *(device.recipes() if verbose else [])]
+    return [f"{device.status.device_type}: {note}" for note in notes]
+
+
+def _plugins_needed(missing: Sequence[BackendStatus]) -> str:
+    """Return a sentence for the devices without a backend; their reasons differ in the name of the device."""
+    names = ", ".join(status.device_type for status in missing)
+    reason = missing[0].reason.replace(f"entry point {missing[0].device_type!r}", "entry point of that name")
+    return f"{names}: {reason}"

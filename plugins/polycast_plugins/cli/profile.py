@@ -1,0 +1,65 @@
+"""``polycast profile``: measure what is fast on a device."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from polycast.profiling.device_profile import DeviceProfile
+from polycast.profiling.measurement_table import as_lines
+from polycast.profiling.profile import profile
+
+from .output import check_output
+from .terminal import console, library_errors, print_json, print_line
+
+_ROWS = 128
+
+
+def summary(profile: DeviceProfile) -> str:
+    """Return a sentence with the ratios of linear layers."""
+    ways = {each.way for each in profile.measurements if each.op == "linear" and each.rows >= _ROWS} - {"float32"}
+    ratios = {way: profile.ratio("linear", _ROWS, way) for way in profile.ways("linear") if way in ways}
+    shown = ", ".join(f"{way} {ratio:.2g}" for way, ratio in ratios.items() if ratio is not None)
+    noise = f" of {profile.date}, which is noisy: run polycast profile {profile.device_type} --refresh"
+    return (
+        f"linear of {_ROWS} rows takes {shown or 'an unknown part'} of float32's time, by its profile"
+        f"{noise * profile.is_noisy}"
+    )
+
+
+def profile_lines(out: Console, profile: DeviceProfile, indentation: int = 0) -> list[str]:
+    """Return a profile as lines: a table, unless the terminal is too narrow for it."""
+    lines = repr(profile).splitlines()
+    too_wide = out.is_terminal and max(map(len, lines)) + indentation > out.width
+    return as_lines(lines[0], profile.measurements, profile.omissions) if too_wide else lines
+
+
+def run(
+    device: Annotated[str, typer.Argument(metavar="DEVICE", help="The device, such as cpu.")] = "cpu",
+    refresh: Annotated[
+        bool,
+        typer.Option(
+            "--refresh", help="Measure again; the result replaces the profile, unless it is noisy and no better."
+        ),
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the profile as JSON.")] = False,
+    output: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the profile to a file, for POLYCAST_PROFILE.")
+    ] = None,
+) -> None:
+    """Show what is fast on a device, measuring it unless that has been done."""
+    with library_errors():
+        if output is not None:
+            check_output(output, "profile.json")
+        found = profile(device, refresh=refresh)
+        if output is not None:
+            found.save(output)
+    if as_json:
+        print_json(found.to_dict())
+    elif output is None:
+        out = console()
+        for line in profile_lines(out, found):
+            print_line(out, line)
+    else:
+        console().print(f"written: {output}", soft_wrap=True)

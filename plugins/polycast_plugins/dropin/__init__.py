@@ -1,0 +1,9 @@
+"""Running code that uses torch.autocast: ``patch_torch``, and ``polycast run``."""
+
+from polycast.plugin import Plugin
+
+plugin = Plugin(
+    names={
+        "patch_torch": "polycast_plugins.dropin.patch:patch_torch",
+    }
+)

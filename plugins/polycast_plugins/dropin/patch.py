@@ -1,0 +1,125 @@
+"""patch_torch: make torch's autocast polycast's, in the whole process, until undone."""
+
+import functools
+import sys
+import threading
+from types import ModuleType
+from typing import Any
+
+import torch
+from typing_extensions import Self
+
+from polycast.common.atfork import hold_during_fork
+from polycast.compilers.torch_autocast import TorchAutocast
+from polycast.engine import state
+from polycast.torch_internals import changes
+from polycast.torch_internals.patcher import Patch
+
+from . import shim
+
+_lock = threading.RLock()
+hold_during_fork(lambda: [_lock])
+_patches = 0
+
+
+class patch_torch:
+    """Run code that uses ``torch.autocast`` on polycast, unchanged: a context manager, or start and stop.
+
+    While torch is patched, regions of ``torch.autocast``, its other names and its subclasses are polycast's in the
+    whole process, and so are ``custom_fwd``, ``custom_bwd``, ``autocast_decorator`` and ``is_autocast_available``
+    under their public names. Devices without a backend keep torch's
+    behavior. Regions and subclasses of either library keep working when the patch begins or ends.
+
+    Patches can be nested, on any threads: torch is restored when the last one ends.
+
+    Example:
+        >>> import polycast, torch
+        >>> with polycast.patch_torch():
+        ...     print(isinstance(torch.autocast("cpu"), polycast.autocast))
+        True
+        >>> isinstance(torch.autocast("cpu"), polycast.autocast)
+        False
+    """
+
+    def __init__(self) -> None:
+        self._started = 0
+
+    def start(self) -> None:
+        """Patch torch, until :meth:`stop`.
+
+        Raises:
+            ValueError: a ``POLYCAST_`` variable has an invalid value; nothing changes.
+        """
+        global _patches
+        with _lock:
+            if _patches == 0:
+                changes.make(changes.PATCH_TORCH)
+                changes.make(changes.PATCHED_EXIT)
+            _patches += 1
+            self._started += 1
+
+    def stop(self) -> None:
+        """Undo what :meth:`start` did.
+
+        Raises:
+            RuntimeError: it is not started, or stopped as often as started.
+        """
+        global _patches
+        with _lock:
+            if self._started == 0:
+                raise RuntimeError(
+                    "patch_torch: stop() without start(): this object does not patch torch now. Call stop() on the "
+                    "object that start() was called on, once for each start()."
+                )
+            self._started -= 1
+            _patches -= 1
+            if _patches == 0:
+                changes.undo(changes.PATCH_TORCH)
+                shim.restore_exit()
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.stop()
+
+    def __repr__(self) -> str:
+        started = "started" if self._started else "not started"
+        return f"<patch_torch: {started}; torch is {'patched' if _patches else 'not patched'}>"
+
+
+def install_shim(patch: Patch) -> None:
+    """Replace methods of torch's class, and each public name of torch's functions."""
+    for name, method in shim.METHODS.items():
+        patch.replace(TorchAutocast, name, method)
+    replacements = {id(theirs): ours for theirs, ours in shim.FUNCTIONS.items()}
+    for module_name, module in list(sys.modules.items()):
+        parts = module_name.split(".")
+        if parts[0] != "torch" or any(part.startswith("_") for part in parts) or not isinstance(module, ModuleType):
+            continue
+        for name, value in list(vars(module).items()):
+            if id(value) in replacements and not name.startswith("_"):
+                patch.replace(module, name, replacements[id(value)])
+
+
+def wrap_modules(patch: Patch) -> None:
+    """Run the outermost calls of modules in a region (``--wrap``), unless they are in one for the device."""
+    assert shim.PatchedRegion.overrides is not None
+    assert shim.PatchedRegion.overrides.wrap is not None
+    device_type, dtype = shim.PatchedRegion.overrides.wrap
+    call = torch.nn.Module.__call__
+    inside = threading.local()
+
+    @functools.wraps(call)
+    def wrapped(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if getattr(inside, "one", False) or state.machine.nesting(device_type):
+            return call(module, *args, **kwargs)
+        inside.one = True
+        try:
+            with shim.PatchedRegion(device_type, dtype):
+                return call(module, *args, **kwargs)
+        finally:
+            inside.one = False
+
+    patch.replace(torch.nn.Module, "__call__", wrapped)

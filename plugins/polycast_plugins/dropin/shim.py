@@ -1,0 +1,245 @@
+"""The methods and functions that replace torch's while torch is patched.
+
+Code that holds torch's class must see its regions change, so the class stays and three of its methods are replaced. A
+device without a backend keeps torch's behavior, and so do the regions that compiled code enters.
+"""
+
+import functools
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any, ClassVar, TypeVar, cast
+
+import torch
+from torch.amp import autocast_mode
+from torch.compiler import is_dynamo_compiling
+from typing_extensions import Self
+
+from polycast.common.atfork import hold_during_fork
+from polycast.compilers.export import record_entry
+from polycast.compilers.torch_autocast import TorchAutocast, UnpatchedAutocast
+from polycast.engine import state
+from polycast.engine.disable_dynamo import disable_dynamo
+from polycast.engine.state import Settings
+from polycast.errors import BackendNotFoundError
+from polycast.region import custom_function
+from polycast.region.autocast import autocast, own_attributes
+from polycast.region.decorate import decorate, in_block
+from polycast.region.entry import enter
+from polycast.region.suspend import Suspendable
+from polycast.registry.registry import is_autocast_available, registry
+from polycast.torch_internals import changes
+from polycast.torch_internals.patcher import Patch
+from polycast.torch_internals.private_names import UnmanagedAutocast
+
+from .overrides import RunOverrides
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+_REGION = "_polycast_region"
+
+_torch_methods = {name: vars(TorchAutocast)[name] for name in ("__init__", "__enter__", "__exit__")}
+_torch_functions = {
+    name: getattr(autocast_mode, name)
+    for name in ("autocast_decorator", "custom_bwd", "custom_fwd", "is_autocast_available")
+}
+
+
+class PatchedRegion(autocast):
+    """A region that was made by one of torch's names."""
+
+    overrides: ClassVar[RunOverrides | None] = None
+    """The overrides of ``polycast run``, if it runs the program."""
+
+    _enabled = True  # attributes, as torch's regions have them
+    _cache_enabled = True
+
+    @disable_dynamo
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        settings = self._settings
+        self._enabled = settings.enabled
+        self._cache_enabled = (
+            torch.is_autocast_cache_enabled() if settings.cache_enabled is None else settings.cache_enabled
+        )
+
+    def _with_overrides(self) -> Settings:
+        return self._settings if self.overrides is None else self.overrides.apply(self._settings)
+
+    @disable_dynamo
+    def __enter__(self) -> Self:
+        if enter(self, self._with_overrides()):
+            record_entry(self._settings._replace(cache_enabled=self._cache_enabled))
+        return self
+
+    def _suspendable(self) -> Suspendable:
+        return Suspendable(self._with_overrides())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Through torch's class, so that unpickling gives torch's region where torch is not patched.
+        arguments = self.device, self.fast_dtype, self._enabled, self._settings.cache_enabled
+        return TorchAutocast, arguments, own_attributes(self, "_enabled", "_cache_enabled")
+
+
+def _region_of(instance: object) -> autocast | None:
+    """Return the polycast region of an instance of torch's class; None if the instance is torch's own region."""
+    region: autocast | None = instance if isinstance(instance, autocast) else getattr(instance, _REGION, None)
+    return region
+
+
+def _follow(instance: Any, region: autocast) -> None:
+    """Give the region of an instance of a subclass the device and the fast dtype that the program has set since."""
+    region._set(instance.device, instance.fast_dtype)
+
+
+def _has_backend(device_type: object) -> bool:
+    try:
+        registry.find(device_type)
+    except BackendNotFoundError:
+        return False
+    return True
+
+
+@disable_dynamo
+@functools.wraps(_torch_methods["__init__"])
+def _init(
+    self: Any,
+    device_type: str,
+    dtype: torch.dtype | None = None,
+    enabled: bool = True,
+    cache_enabled: bool | None = None,
+) -> None:
+    if is_dynamo_compiling():  # of a subclass: Dynamo makes regions of torch's class itself
+        from polycast.compilers.dynamo import break_at_subclass
+
+        break_at_subclass()
+    if (
+        isinstance(self, (UnpatchedAutocast, UnmanagedAutocast))
+        or not changes.is_made(changes.PATCH_TORCH)  # called by a wrapper that another library left on the class
+        or not _has_backend(device_type)
+    ):
+        _torch_methods["__init__"](self, device_type, dtype, enabled, cache_enabled)
+    elif type(self) is TorchAutocast:
+        # Delegating to a region would not make this one an instance of polycast.autocast, as documented. Nor could it
+        # be left by hand after the patch has ended, when torch's class has its own methods again.
+        self.__class__ = PatchedRegion
+        PatchedRegion.__init__(cast("PatchedRegion", self), device_type, dtype, enabled, cache_enabled)
+    else:
+        region = PatchedRegion(device_type, dtype, enabled, cache_enabled)
+        self.device, self.fast_dtype = region.device, region.fast_dtype
+        self._enabled, self._cache_enabled = region._enabled, region._cache_enabled
+        setattr(self, _REGION, region)
+
+
+@disable_dynamo
+@functools.wraps(_torch_methods["__enter__"])
+def _enter(self: Any) -> Any:
+    region = _region_of(self)
+    if region is None:
+        return _torch_methods["__enter__"](self)
+    if region is self:
+        region.__enter__()
+        return self
+    _follow(self, region)
+    _count_open(1)
+    try:
+        region.__enter__()
+    except BaseException:
+        _count_open(-1)
+        raise
+    return self
+
+
+@disable_dynamo
+@functools.wraps(_torch_methods["__exit__"])
+def _exit(self: Any, *exc_info: Any) -> Any:
+    region = _region_of(self)
+    if region is None:
+        return _torch_methods["__exit__"](self, *exc_info)
+    if region is self:
+        return region.__exit__(*exc_info)
+    recorded = state.machine.leave(region)
+    if recorded is None and hasattr(self, "prev"):  # entered while torch was not patched
+        return _torch_methods["__exit__"](self, *exc_info)
+    if recorded is not None:
+        _count_open(-1)
+    if recorded is not False:
+        region._complete_exit(recorded)
+    return None
+
+
+_lock = threading.RLock()
+hold_during_fork(lambda: [_lock])
+_open = 0
+"""The number of open regions of subclasses of torch's class, on all threads."""
+
+
+def _count_open(change: int) -> None:
+    global _open
+    with _lock:
+        _open += change
+        restore_exit()
+
+
+def restore_exit() -> None:
+    """Restore torch's ``__exit__`` if torch is no longer patched and no region needs the replaced one."""
+    with _lock:
+        if not _open and not changes.is_made(changes.PATCH_TORCH):
+            changes.undo(changes.PATCHED_EXIT)
+
+
+METHODS = {"__init__": _init, "__enter__": _enter}
+"""The replaced methods of torch's class. torch.jit finds torch's source through ``functools.wraps``."""
+
+
+def replace_exit(patch: Patch) -> None:
+    """Replace the ``__exit__`` of torch's class."""
+    patch.replace(TorchAutocast, "__exit__", _exit)
+
+
+def autocast_decorator(autocast_instance: Any, func: _F) -> _F:
+    """Return `func` wrapped so that its body runs in a region, of polycast's or of torch's."""
+    region = _region_of(autocast_instance)
+    if region is None:
+        decorated: _F = _torch_functions["autocast_decorator"](autocast_instance, func)
+        return decorated
+    if region is autocast_instance:
+        return autocast.__call__(region, func)
+
+    def suspendable() -> Suspendable:
+        _follow(autocast_instance, region)
+        return region._suspendable()
+
+    return decorate(func, in_block(autocast_instance), suspendable)
+
+
+def _by_device(ours: Callable[..., Any]) -> Callable[..., Any]:
+    theirs = _torch_functions[ours.__name__]
+
+    @functools.wraps(theirs)
+    def either(*args: Any, device_type: str, **options: Any) -> Any:
+        return (ours if _has_backend(device_type) else theirs)(*args, device_type=device_type, **options)
+
+    return either
+
+
+def _is_autocast_available(device_type: str) -> bool:
+    """Return what :func:`polycast.is_autocast_available` does; for a device without a backend, what torch does.
+
+    torch's own modules ask it whether there is an Autocast key, and get torch's answer: a graph of
+    torch.utils.checkpoint may be made with torch patched and run backward without. So does compiled code.
+    """
+    if not is_dynamo_compiling():
+        caller = sys._getframe(1).f_globals.get("__name__", "")
+        if caller.partition(".")[0] != "torch" and _has_backend(device_type):
+            return is_autocast_available(device_type)
+    answer: bool = _torch_functions["is_autocast_available"](device_type)
+    return answer
+
+
+FUNCTIONS: dict[Any, Any] = {
+    _torch_functions["autocast_decorator"]: autocast_decorator,
+    _torch_functions["custom_bwd"]: _by_device(custom_function.custom_bwd),
+    _torch_functions["custom_fwd"]: _by_device(custom_function.custom_fwd),
+    _torch_functions["is_autocast_available"]: _is_autocast_available,
+}
+"""The replacement of each of torch's functions."""

@@ -1,0 +1,72 @@
+"""polycast in Accelerate: a function to call before ``prepare``."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from accelerate import Accelerator  # type: ignore[import-untyped]
+from torch import nn
+
+from polycast.engine.persistence.weight_cache import WeightCache
+from polycast.policy.recipe import RecipeLike
+from polycast.policy.value import PolicyLike
+from polycast_plugins.observe.run_log import RunLog
+
+from .settings import RegionSettings, run_in_regions
+
+
+def prepare(
+    accelerator: Accelerator,
+    model: nn.Module,
+    *,
+    policy: PolicyLike | None = None,
+    recipe: RecipeLike | None = None,
+    cache: WeightCache | None = None,
+    log: RunLog | None = None,
+) -> Any:
+    """Prepare a model so that its forward runs in polycast regions.
+
+    The model's forward opens a region inside the one that ``Accelerator(mixed_precision=...)`` makes, with its dtype.
+    Without mixed precision, autocast stays off. ``accelerator.save_state`` saves the policy and the recipe, and
+    ``load_state`` restores them if none were given.
+
+    Args:
+        accelerator: the accelerator.
+        model: the model.
+        policy: a :class:`polycast.Policy`, which may have rules for modules, a mapping of policies by op, or the path
+            of a policy file.
+        recipe: as in :class:`polycast.autocast`.
+        cache: a :class:`polycast.WeightCache`.
+        log: a :class:`polycast.RunLog`, for whose steps the program calls ``log.step()``. It observes the model,
+            records the history of the accelerator's gradient scaler, and is saved and restored, too.
+
+    Returns:
+        The model as ``accelerator.prepare`` returns it.
+
+    Raises:
+        OSError, TypeError, ValueError: see :class:`polycast.autocast`.
+        TypeError: `log` is not a RunLog.
+    """
+    if log is not None and not isinstance(log, RunLog):
+        raise TypeError(f"log must be a polycast.RunLog or None, got {log!r:.100}")
+    settings = RegionSettings(policy, recipe, cache)
+    run_in_regions(model, settings)
+    accelerator.register_for_checkpointing(_Checkpointed(model, settings))
+    if log is not None:
+        log.watch(model, accelerator.scaler)
+        accelerator.register_for_checkpointing(log)
+    return accelerator.prepare(model)
+
+
+class _Checkpointed:
+    """The settings of a model, as Accelerate saves and loads them."""
+
+    def __init__(self, model: nn.Module, settings: RegionSettings) -> None:
+        self._model, self._settings = model, settings
+
+    def state_dict(self) -> dict[str, str]:
+        """Return the policy and the recipe as text."""
+        return self._settings.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, str]) -> None:
+        """Use the policy and the recipe of a checkpoint, unless others were given."""
+        self._settings.restore(state, self._model)

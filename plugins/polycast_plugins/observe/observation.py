@@ -1,0 +1,329 @@
+"""`Observation`: the counts of a run, as a value to read, print, save and compare."""
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from rich.console import Group
+
+from polycast.common.schema import check_schema
+
+from . import table as text_table
+from .data_frames import TABLES, frame_of
+from .facts import LISTS, Facts, Run, combined
+from .findings import findings_of
+from .matmul_records import Matmul
+from .numerics_records import NumericsRecord
+from .records import Cast, Compiled, Counts, Finding, LowBit, Module, NonFinite, Op, Region
+from .scalars import Writer, check_writer, scalars_of, write_scalars
+from .serialization import from_json, to_json
+from .trace import ProfileLike, Trace, write_trace
+
+SCHEMA = 1
+"""The schema that is written, and the newest that can be read."""
+
+_Path: TypeAlias = str | os.PathLike[str]
+
+
+class Observation:
+    """The counts of :func:`polycast.observe`, during the block and afterwards.
+
+    ``print()`` and notebooks show a table. ``a + b`` adds the counts of two runs; ``a - b`` subtracts them, and may
+    have negative counts.
+
+    Example:
+        >>> import torch, polycast
+        >>> model = torch.nn.Linear(4, 4)
+        >>> with polycast.autocast("cpu"), polycast.observe(model) as seen:
+        ...     output = model(torch.ones(2, 4))
+        >>> (op,) = [op for op in seen.ops if op.op == "aten::linear"]
+        >>> op.calls, op.policy, op.rule, op.output_dtypes
+        (1, 'lower_precision_fp', "backend's table", {'bfloat16': 1})
+    """
+
+    def __init__(self, facts: "Facts | Callable[[], Facts]", step: Callable[[], None] | None = None) -> None:
+        self._facts = facts
+        """The facts or, inside the block, a function that returns them."""
+        self._trace: Trace | None = None
+        """The times of ops and casts, after a block with ``trace=True``."""
+        self._step = step
+
+    def step(self) -> None:
+        """Note that a step of the program has ended, such as a training step, and the next one begins.
+
+        With ``schedule=``, each step is observed or not. Call it on the thread that entered the block.
+
+        Raises:
+            RuntimeError: the block has ended, or this is another thread.
+        """
+        if self._step is None:
+            raise RuntimeError("this observation has ended: call step() inside the block of polycast.observe")
+        self._step()
+
+    def _end(self, facts: "Facts | Callable[[], Facts]") -> None:
+        self._facts, self._step = facts, None
+
+    @property
+    def facts(self) -> Facts:
+        """All data."""
+        return self._facts() if callable(self._facts) else self._facts
+
+    @property
+    def run(self) -> Run:
+        """The conditions and the duration."""
+        return self.facts.run
+
+    @property
+    def ops(self) -> tuple[Op, ...]:
+        """The counts by op and pass, the most called op first."""
+        return self.facts.ops
+
+    @property
+    def modules(self) -> tuple[Module, ...]:
+        """The counts by module of the model, in the order of ``model.named_modules()``; empty without a model."""
+        return self.facts.modules
+
+    @property
+    def casts(self) -> tuple[Cast, ...]:
+        """The casts, by op and module, the largest first."""
+        return self.facts.casts
+
+    @property
+    def regions(self) -> tuple[Region, ...]:
+        """The regions that were entered, by line of the program."""
+        return self.facts.regions
+
+    @property
+    def compiled(self) -> tuple[Compiled, ...]:
+        """The compiled code that ran."""
+        return self.facts.compiled
+
+    @property
+    def low_bit(self) -> tuple[LowBit, ...]:
+        """The calls that recipes computed, and those that they declined, with the reasons."""
+        return self.facts.low_bit
+
+    @property
+    def matmuls(self) -> tuple[Matmul, ...]:
+        """The matmuls, by op, module and outcome for the recipe, the largest first."""
+        return self.facts.matmuls
+
+    @property
+    def recipe_share(self) -> float | None:
+        """The share of the floating-point operations in matmuls that recipes computed; None without a recipe.
+
+        All :attr:`matmuls` count: in regions and outside, forward and backward, attention too.
+        """
+        return self.facts.recipe_share
+
+    @property
+    def numerics(self) -> tuple[NumericsRecord, ...]:
+        """The magnitudes, underflow and overflow of what was computed and cast; empty without ``numerics=True``."""
+        return self.facts.numerics
+
+    @property
+    def nonfinite(self) -> NonFinite | None:
+        """The first op that turned finite inputs into inf or nan; None without one, or if ``nonfinite="ignore"``."""
+        return self.facts.nonfinite
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """Costs in time or accuracy, with remedies."""
+        return findings_of(self.facts)
+
+    @property
+    def total(self) -> Counts:
+        """The counts of all ops."""
+        return self.facts.total
+
+    @property
+    def fast_share(self) -> float | None:
+        """The share of calls with floating-point tensors that computed in a fast dtype; None without such calls."""
+        return self.facts.fast_share
+
+    @property
+    def fast_time_share(self) -> float | None:
+        """The share of the time in ops that calls in a fast dtype took; None without ``timing=True``."""
+        return self.facts.fast_time_share
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return JSON-safe values.
+
+        The keys are ``schema`` (an int), ``run`` (a ``Run``), ``total`` (the ``Counts`` of all ops), ``fast_share``,
+        ``fast_time_share``, ``recipe_share``; the lists ``ops``, ``modules``, ``casts``, ``regions``, ``compiled``,
+        ``chains``, ``flows``, ``low_bit``, ``matmuls``, ``numerics`` and ``findings``; and ``nonfinite``, a record or
+        None. A record is a mapping of its fields.
+        """
+        facts = self.facts
+        return {
+            "schema": SCHEMA,
+            "run": asdict(facts.run),
+            "total": to_json(facts.total),
+            "fast_share": facts.fast_share,
+            "fast_time_share": facts.fast_time_share,
+            "recipe_share": facts.recipe_share,
+            **{name: [to_json(record) for record in getattr(facts, name)] for name in LISTS},
+            "findings": [to_json(finding) for finding in findings_of(facts)],
+            "nonfinite": None if facts.nonfinite is None else to_json(facts.nonfinite),
+        }
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "Observation":
+        """Return the observation with the values of :meth:`to_dict`.
+
+        Raises:
+            ValueError: these are not the values of an observation, or have a newer schema.
+        """
+        schema = values.get("schema") if isinstance(values, dict) else None
+        check_schema(schema, SCHEMA, f'an observation has "schema": {SCHEMA}')
+        try:
+            lists = {name: tuple(from_json(kind, each) for each in _list(values, name)) for name, kind in LISTS.items()}
+            nonfinite = None if values["nonfinite"] is None else from_json(NonFinite, values["nonfinite"])
+            facts = Facts(run=from_json(Run, values["run"]), nonfinite=nonfinite, **lists)
+            findings_of(facts)  # raises if chains have too few ops
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise ValueError(f"it is not an observation: {type(error).__name__}: {error}") from error
+        return cls(facts)
+
+    def save(self, path: _Path) -> None:
+        """Write the observation to a file, as JSON.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")
+
+    def to_html(self, path: _Path, *, before: "Observation | None" = None) -> None:
+        """Write a report to a file: one HTML page that loads nothing else.
+
+        Args:
+            path: the file.
+            before: an observation to compare with, shown side by side.
+
+        Raises:
+            OSError: the file cannot be written.
+            TypeError: `before` is not an observation.
+        """
+        if before is not None and not isinstance(before, Observation):
+            raise TypeError(f"before must be a polycast.Observation or None, got {type(before).__name__}")
+        from .report import html, page  # imported here for Jinja2, which only reports need
+
+        shown = page.page_of(self.facts, None if before is None else before.facts)
+        # Names of files and modules may contain surrogates, which UTF-8 cannot encode.
+        Path(path).write_text(html.render(shown), encoding="utf-8", errors="backslashreplace")
+
+    def to_trace(self, path: _Path, *, profile: ProfileLike | None = None) -> None:
+        """Write the times of ops and casts as a Chrome trace, for https://ui.perfetto.dev or chrome://tracing.
+
+        Needs ``observe(trace=True)``, after the block. The times are not part of ``to_dict``, copies and sums.
+
+        Args:
+            path: the file; if it ends in ``.gz``, it is compressed.
+            profile: a ``torch.profiler.profile`` of the same block, or the file that its ``export_chrome_trace`` wrote:
+                its events are written too, on the same time base, and the casts on tracks next to their threads. The
+                ops are then those of the profiler. torch can export a profile only once, and this call does.
+
+        Raises:
+            OSError: a file cannot be read or written.
+            TypeError: `profile` is neither a profile nor a path.
+            ValueError: the observation has no times, or `profile` is of another time, is not a trace, or was exported.
+        """
+        if self._trace is None:
+            raise ValueError(
+                "this observation has no times of single ops: pass trace=True to polycast.observe, and call to_trace "
+                "after the block. Copies, sums and loaded observations have no times."
+            )
+        write_trace(self._trace, path, profile)
+
+    def log_to(self, writer: Writer, step: int) -> None:
+        """Write shares, counts, underflow and overflow as scalars of a step, with tags such as ``"polycast/casts"``.
+
+        Args:
+            writer: ``torch.utils.tensorboard.SummaryWriter`` or anything with its ``add_scalar``, such as
+                ``polycast_plugins.integrations.wandb.WandbWriter``; or the path of a file, to which a JSON line is
+                appended.
+            step: the number of the step.
+
+        Raises:
+            OSError: the file cannot be written.
+            TypeError: `writer` is not a writer or a path, or `step` is not an int.
+        """
+        check_writer(writer)
+        if isinstance(step, bool) or not isinstance(step, int):
+            raise TypeError(f"step must be an int, got {step!r}")
+        write_scalars(writer, scalars_of(self.facts), step)
+
+    def to_pandas(self, table: str = "ops") -> Any:
+        """Return one of the lists of :meth:`to_dict` as a DataFrame with a row for each record.
+
+        Counts by dtype have columns such as ``compute_dtypes.bfloat16``.
+
+        Args:
+            table: ``"ops"``, ``"modules"``, ``"casts"``, ``"numerics"``, ``"matmuls"``, ``"findings"`` or another one.
+
+        Raises:
+            ImportError: pandas is not installed.
+            ValueError: there is no such list.
+        """
+        if table not in TABLES:
+            raise ValueError(f"table must be one of {', '.join(map(repr, TABLES))}, got {table!r}")
+        return frame_of(self.findings if table == "findings" else getattr(self.facts, table))
+
+    @classmethod
+    def load(cls, path: _Path) -> "Observation":
+        """Return the observation that :meth:`save` wrote to a file.
+
+        Raises:
+            OSError: the file cannot be read.
+            ValueError: it does not contain an observation, or one of a newer schema.
+        """
+        try:
+            return cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
+        except (ValueError, RecursionError) as error:  # from json, from decoding, and from from_dict
+            raise ValueError(f"{os.fspath(path)}: {error}") from error
+
+    def __add__(self, other: object) -> "Observation":
+        """Return the sum of two observations."""
+        return self._combined(other, 1)
+
+    def __sub__(self, other: object) -> "Observation":
+        """Return the difference of two observations."""
+        return self._combined(other, -1)
+
+    def _combined(self, other: object, sign: int) -> "Observation":
+        if not isinstance(other, Observation):
+            return NotImplemented  # type: ignore[no-any-return]
+        return Observation(combined(self.facts, other.facts, sign))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Observation) and self.facts == other.facts
+
+    __hash__ = object.__hash__
+
+    def __reduce__(self) -> "tuple[type[Observation], tuple[Facts]]":
+        """Copy and pickle the counts so far: the recorder stays in this process."""
+        return Observation, (self.facts,)
+
+    def __rich__(self) -> Group:
+        return text_table.shown(self.facts, self.findings)
+
+    def __str__(self) -> str:
+        return text_table.as_text(self.__rich__())
+
+    def _repr_html_(self) -> str:
+        return text_table.as_html(self.__rich__())
+
+    def __repr__(self) -> str:
+        facts = self.facts
+        return f"<Observation of {facts.total.calls} calls of {len(facts.ops)} ops>"
+
+
+def _list(values: dict[str, Any], name: str) -> Any:
+    return values.get(name, ()) if name in _OPTIONAL_LISTS else values[name]
+
+
+_OPTIONAL_LISTS = ("low_bit", "matmuls", "flows", "numerics")
+"""The lists that older versions of polycast did not write."""

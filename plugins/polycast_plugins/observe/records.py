@@ -1,0 +1,315 @@
+"""The records of an observation: counts by op, module, cast, region and more.
+
+All are values with JSON-safe fields. Times are in seconds, sizes in bytes; dtypes are names such as ``"bfloat16"``.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from polycast.common.plain_text import in_ascii
+
+Dtypes = Mapping[str, int]
+"""Counts by dtype."""
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Counts of an op, or of the ops of a module.
+
+    Attributes:
+        calls: how often the op was called; for a module, how often its ops were.
+        inner_calls: the part of `calls` made by another counted op, such as the bmm in an einsum. An op in another one
+            that does not reach autocast (the addmm in a linear with a policy) is not counted.
+        input_dtypes: the floating-point inputs, by dtype before any cast.
+        compute_dtypes: calls by the dtype that they computed in: that of the first floating-point output or, without
+            one, the widest of the inputs. Calls without floating-point tensors are left out.
+        output_dtypes: the floating-point outputs.
+        seconds: the time of the calls that are not inner ones, casts included, by the dtype that they computed in
+            (``""``: none); empty without ``timing=True``.
+        casts: the casts that autocast made for the op, of float32 weights and of activations. Cached casts that were
+            found are `hits` and not casts.
+        cast_bytes: the bytes that these casts wrote.
+        cast_seconds: the time that they took; 0.0 without ``timing=True``.
+        hits: how often the cast of a weight was found in the cache of the region or in a WeightCache.
+        misses: how often it was not found there, and made.
+        recasts: the part of `casts` whose weight had been cast to the same dtype before, and not been written since.
+        recast_bytes: the bytes that these wrote.
+    """
+
+    calls: int = 0
+    inner_calls: int = 0
+    input_dtypes: Dtypes = field(default_factory=dict)
+    compute_dtypes: Dtypes = field(default_factory=dict)
+    output_dtypes: Dtypes = field(default_factory=dict)
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    casts: int = 0
+    cast_bytes: int = 0
+    cast_seconds: float = 0.0
+    hits: int = 0
+    misses: int = 0
+    recasts: int = 0
+    recast_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Calls of an op that one rule decided.
+
+    Attributes:
+        device: the device whose autocast the calls reached; empty: autocast was off.
+        policy: the policy, as ``polycast.CastPolicy`` spells it; None: the op has none, and nothing was cast.
+        rule: the kind of rule, as in :func:`polycast.explain`: ``"region's policy"``, ``"module rule"``, ``"backend's
+            table"``, ``"register_op"``, ``"none"``, ...; or ``"autocast is off"``.
+        rule_name: the name of the rule, if it has one.
+        calls: the number of calls.
+    """
+
+    device: str
+    policy: str | None
+    rule: str
+    rule_name: str
+    calls: int = 0
+
+
+@dataclass(frozen=True)
+class Op(Counts):
+    """An op, in the forward or the backward pass.
+
+    Attributes:
+        op: the name in the dispatcher: ``"aten::linear"``, ``"aten::add.Tensor"``.
+        phase: ``"forward"``, or ``"backward"`` if autograd called it.
+        policy, rule, rule_name: the decision for most of the calls; see :class:`Decision`.
+        decisions: all decisions, the one for most calls first.
+        stack: with ``stacks=True`` the Python stack of the first call, innermost last, as ``"file:line function"``.
+    """
+
+    op: str = ""
+    phase: str = "forward"
+    policy: str | None = None
+    rule: str = ""
+    rule_name: str = ""
+    decisions: tuple[Decision, ...] = ()
+    stack: tuple[str, ...] = ()
+
+    @property
+    def is_inner(self) -> bool:
+        """Whether only other ops called it, and it has no policy."""
+        return self.calls == self.inner_calls and self.policy is None
+
+
+@dataclass(frozen=True)
+class Module(Counts):
+    """A module of the model.
+
+    Its own counts are those of the ops that it calls outside of inner modules, in both passes.
+
+    Attributes:
+        module: the name in ``model.named_modules()``; ``""`` is the model itself.
+        kind: the name of the class.
+        entries: how often it was called.
+        total: the counts of the module and all modules inside it.
+        ops: its own ops.
+    """
+
+    module: str = ""
+    kind: str = ""
+    entries: int = 0
+    total: Counts = field(default_factory=Counts)
+    ops: tuple[Op, ...] = ()
+
+
+@dataclass(frozen=True)
+class Cast:
+    """Casts of one kind for one op in one module.
+
+    Attributes:
+        op, phase: the op that needed the casts.
+        module: the module that called the op; None: none of the model's.
+        source, target: the dtypes.
+        of: ``"weight"`` (a float32 leaf or parameter) or ``"activation"`` (any other tensor).
+        count, bytes, seconds: as `casts`, `cast_bytes` and `cast_seconds` of :class:`Counts`; likewise the others.
+    """
+
+    op: str
+    phase: str
+    module: str | None
+    source: str
+    target: str
+    of: str
+    count: int = 0
+    bytes: int = 0
+    seconds: float = 0.0
+    hits: int = 0
+    misses: int = 0
+    recasts: int = 0
+    recast_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Region:
+    """Regions that one line of the program entered.
+
+    Attributes:
+        where: the line, ``"file.py:12"``.
+        device, enabled, dtype: what the region sets.
+        reason: why it is disabled.
+        entries: how often it was entered.
+        unused: how often it was left without an op that reached autocast and without a call of compiled code.
+        ops: the ops in it that reached autocast.
+        compiled: calls of compiled code in it. The ops of compiled code are not counted.
+    """
+
+    where: str
+    device: str
+    enabled: bool
+    dtype: str
+    reason: str = ""
+    entries: int = 0
+    unused: int = 0
+    ops: int = 0
+    compiled: int = 0
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """Compiled code that ran. Ops that the compiler fused are not counted.
+
+    Attributes:
+        region: torch's name, ``"Torch-Compiled Region: 0/0"``: the numbers of the frame and of its compilation.
+        module: the module that called it; None: none of the model's.
+        calls: how often it ran.
+    """
+
+    region: str
+    module: str | None
+    calls: int = 0
+
+
+@dataclass(frozen=True)
+class LowBit:
+    """Calls of an op that a recipe is for.
+
+    Attributes:
+        device, recipe: the device, and the recipe of the region: ``"int8"``.
+        op: the name in the dispatcher.
+        declined: why the op ran in the fast dtype; empty: the recipe computed it.
+        calls: the number of calls.
+    """
+
+    device: str
+    recipe: str
+    op: str
+    declined: str = ""
+    calls: int = 0
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Ops that pass results to each other in a way that a finding is about.
+
+    Attributes:
+        kind: the kind of finding.
+        ops: the ops, in order.
+        module: the module that called the op in question; None: none of the model's.
+        dtype: the fast dtype.
+        count: how often.
+        bytes: the bytes that were computed or cast in a wider dtype, or back and forth.
+        consumers: for ``"unlisted_float32_op"``, the casts of the op's result, by the module that needed them.
+    """
+
+    kind: str
+    ops: tuple[str, ...]
+    module: str | None
+    dtype: str
+    count: int = 0
+    bytes: int = 0
+    consumers: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Flow:
+    """Tensors that one op passed to another, in the forward pass and in regions.
+
+    ``remedies.py`` tries remedies on these.
+
+    Attributes:
+        op, module: the op that received the tensors, and its module; None: none of the model's.
+        device, policy: the :class:`Decision` for the op.
+        source, source_module: the op that made the tensors; empty: unknown, such as an input or a weight.
+        dtype: the dtype of the tensors.
+        cast: the dtype that they were cast to; empty: none.
+        is_first: whether they were the op's first tensors.
+        asked_from: the dtype that the source computed in, if the program itself asked for `dtype`, as ``x.float()``
+            does; else empty.
+        count, bytes: the tensors, and their size.
+        casts, cast_bytes: the casts of the tensors, and the bytes that these wrote.
+    """
+
+    op: str
+    module: str | None
+    device: str
+    policy: str | None
+    source: str
+    source_module: str | None
+    dtype: str
+    cast: str = ""
+    is_first: bool = False
+    asked_from: str = ""
+    count: int = 0
+    bytes: int = 0
+    casts: int = 0
+    cast_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class NonFinite:
+    """The first op that turned finite inputs into inf or nan.
+
+    Attributes:
+        op, phase, module: the op, and where it ran.
+        what: ``"inf"``, ``"nan"`` or ``"inf and nan"``.
+        dtype: the dtype of the output.
+        stack: the Python stack of the call, innermost last, as ``"file:line function"``; in the backward pass, the
+            stack of the call of backward.
+        count: how many ops so far turned finite inputs into inf or nan.
+    """
+
+    op: str
+    phase: str
+    module: str | None
+    what: str
+    dtype: str
+    stack: tuple[str, ...] = ()
+    count: int = 1
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A finding: something that costs time or accuracy.
+
+    Attributes:
+        kind: ``"weights_cast_again"``, ``"round_trip"``, ``"float32_by_one_input"``, ``"unlisted_float32_op"``,
+            ``"nonfinite"``, ``"overflow"``, ``"underflow"``, ``"slow_dtype"``, ``"disabled_region"``,
+            ``"unused_region"``, ``"loss_in_fast_dtype"`` or ``"recipe_in_training"``.
+        where: the module, line of the program or device, as text.
+        what: what was found, with numbers.
+        remedy: what to do.
+        module: the module, if the finding is about one.
+        ops: the ops, if it is about some.
+        count: how often.
+        bytes: the bytes that casts wrote because of it.
+        bytes_per_second: the same by the observed seconds.
+    """
+
+    kind: str
+    where: str
+    what: str
+    remedy: str
+    module: str | None = None
+    ops: tuple[str, ...] = ()
+    count: int = 0
+    bytes: int = 0
+    bytes_per_second: float = 0.0
+
+    def __str__(self) -> str:
+        return in_ascii(f"{self.where}: {self.what} {self.remedy}")

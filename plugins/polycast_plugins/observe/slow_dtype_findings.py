@@ -1,0 +1,154 @@
+"""Find the fast dtypes of a run that are slower than float32 on their device, and the recipes that are faster."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from polycast.engine.fastest.fastest_recipe import Fastest
+from polycast.policy.dtypes import FLOAT32
+
+from .facts import Facts
+from .matmul_records import Matmul, MatmulRows
+from .matmuls import is_by_recipe
+from .records import Finding
+
+_INFERENCE_ONLY = ("int8", "float8")
+_SLOWER = 1.05
+"""The smallest ratio of times that counts."""
+_MAIN_SHARE = 0.8
+"""The share of the time in the matmuls whose rows a finding names."""
+
+
+def slow_dtypes(facts: Facts) -> Iterator[Finding]:
+    """Yield a finding for each fast dtype that made the run slower than float32 would, or that is emulated."""
+    for device, dtypes in facts.run.devices.items():
+        for dtype in dtypes:
+            yield from _finding(facts, device, dtype)
+
+
+def _finding(facts: Facts, device: str, dtype: str) -> Iterator[Finding]:
+    reason = facts.run.emulated.get(f"{device} {dtype}")
+    only_device = len(facts.run.devices) == 1
+    ran = [each for each in facts.matmuls if each.device == device or (only_device and not each.device)]
+    slow = [each for each in ran if each.dtype == dtype and not is_by_recipe(each)]
+    if ran and not slow:  # recipes or policies avoided the dtype
+        return
+    times = _timed(slow, facts.matmuls) or _estimated(slow, dtype)
+    if times is None:
+        if reason is not None:
+            yield Finding("slow_dtype", device, f"{dtype} is emulated: {reason}.", _UNMEASURED)
+        return
+    lost = times.fast - times.float32
+    if times.fast < _SLOWER * times.float32 or lost < (_SLOWER - 1) * (times.fast + _seconds_of_others(ran, slow)):
+        return
+    emulated = "" if reason is None else f"{dtype} is emulated: {reason}. "
+    rows = _rows_text(slow, dtype)
+    yield Finding(
+        "slow_dtype",
+        device,
+        f"{emulated}{dtype} matmuls{rows} take {times.fast / times.float32:.2g} of float32's time on {device}, "
+        f"{times.source}.",
+        _remedy(slow, dtype),
+        ops=tuple(dict.fromkeys(each.op for each in slow)),
+        count=sum(each.calls for each in slow),
+    )
+
+
+_UNMEASURED = (
+    'It saves memory but no time. For speed use recipe="fastest", another dtype or another device; `polycast profile` '
+    "measures what is fast."
+)
+
+
+def _way(matmul: Matmul) -> str:
+    """Return the way in which a matmul was computed, as profiles name it."""
+    kind, _, way = (matmul.recipe if is_by_recipe(matmul) else "").partition(":")
+    return way if kind == Fastest.kind else kind or matmul.dtype
+
+
+@dataclass(frozen=True)
+class _Times:
+    """The seconds of the same matmuls in the fast dtype and in float32, and where they are from."""
+
+    fast: float
+    float32: float
+    source: str
+
+
+def _timed(slow: Iterable[Matmul], everything: Iterable[Matmul]) -> _Times | None:
+    """Return the times if the run computed the same ops on as many rows in both dtypes, and was timed."""
+    rates: dict[object, tuple[float, float]] = {}
+    for each in everything:
+        if each.dtype == FLOAT32 and each.seconds > 0 and each.flops > 0:
+            seconds, flops = rates.get(_alike(each), (0.0, 0.0))
+            rates[_alike(each)] = seconds + each.seconds, flops + each.flops
+    fast = float32 = 0.0
+    for each in slow:
+        if each.seconds > 0 and _alike(each) in rates:
+            seconds, flops = rates[_alike(each)]
+            fast, float32 = fast + each.seconds, float32 + each.flops * seconds / flops
+    return _Times(fast, float32, "as timed in this run") if float32 > 0 else None
+
+
+def _alike(matmul: Matmul) -> object:
+    return matmul.op, matmul.phase, frozenset((each.op, each.rows) for each in matmul.rows)
+
+
+def _estimated(slow: Iterable[Matmul], dtype: str) -> _Times | None:
+    fast = float32 = 0.0
+    for each in _known(slow, dtype):
+        fast, float32 = fast + each.estimates[dtype], float32 + each.estimates[FLOAT32]
+    return _Times(fast, float32, "by its profile") if float32 > 0 else None
+
+
+def _known(slow: Iterable[Matmul], dtype: str) -> Iterator[MatmulRows]:
+    for matmul in slow:
+        for each in matmul.rows:
+            if {dtype, FLOAT32} <= {*each.estimates}:
+                yield each
+
+
+def _seconds_of_others(ran: Iterable[Matmul], slow: list[Matmul]) -> float:
+    """Return the estimated seconds of the other matmuls in the run."""
+    return sum(each.estimates.get(_way(matmul), 0.0) for matmul in ran if matmul not in slow for each in matmul.rows)
+
+
+def _rows_text(slow: Iterable[Matmul], dtype: str) -> str:
+    """Return the rows of the matmuls that take most of the time, as ``" of 1 to 128 rows"``."""
+    weights: dict[int, float] = {}
+    for matmul in slow:
+        for each in matmul.rows:
+            weights[each.rows] = weights.get(each.rows, 0.0) + each.estimates.get(dtype, each.flops)
+    total, main, so_far = sum(weights.values()), list[int](), 0.0
+    for rows in sorted(weights, key=lambda rows: -weights[rows]):
+        if so_far < _MAIN_SHARE * total:
+            main.append(rows)
+            so_far += weights[rows]
+    if not main:
+        return ""
+    first, last = min(main), max(main)
+    return f" of {first:,} to {last:,} rows" if first < last else f" of {first:,} row{'s' * (first > 1)}"
+
+
+def _remedy(slow: list[Matmul], dtype: str) -> str:
+    known = list(_known(slow, dtype))
+    trains = any(each.phase == "backward" for each in slow)
+    float32, fast = (sum(each.estimates[way] for each in known) for way in (FLOAT32, dtype))
+    faster = []
+    declined = {each.recipe for each in slow}
+    for recipe in (Fastest.kind, *(() if trains else _INFERENCE_ONLY)):
+        if recipe in declined:
+            continue
+        seconds = sum(_seconds_by(recipe, each.estimates, dtype) for each in known)
+        if seconds * _SLOWER < fast:
+            note = "" if recipe == Fastest.kind else ", for inference"
+            faster.append(f'recipe="{recipe}" (about {seconds / float32:.2g} of float32\'s time{note})')
+    if not faster:
+        return "Compute them in float32." if Fastest.kind in declined else 'recipe="fastest" or float32 avoids that.'
+    return f"{' or '.join(faster)} avoid{'s' * (len(faster) == 1)} that."
+
+
+def _seconds_by(recipe: str, estimates: Mapping[str, float], dtype: str) -> float:
+    """Return the estimated seconds by a recipe, which leaves what it does not compute in the fast dtype."""
+    if recipe == Fastest.kind:
+        return min(estimates[way] for way in (FLOAT32, dtype, f"{dtype} kernel") if way in estimates)
+    return estimates.get(recipe, estimates[dtype])

@@ -1,0 +1,110 @@
+"""`StepLog`: what is recorded of a training step while it runs."""
+
+import numbers
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from polycast.errors import warn_user
+from polycast.region.recording_scaler import RecordingGradScaler
+from polycast.region.scaler_history import MAX_NAMES, Origin, SkippedStep
+
+from .observation import Observation
+from .observe import observe_step
+from .rerun import SameRandomNumbers, rerun_step, same_random_numbers
+from .step_origin import origin_by_numerics, origin_of
+from .step_reading import fast_time_share, underflow_share
+from .step_record import StepRecord
+
+
+class StepLog:
+    """A step of a :class:`polycast.RunLog` while it runs."""
+
+    def __init__(self, model: nn.Module | None, rerun: Callable[[], Any] | None) -> None:
+        self._model, self._rerun = model, rerun
+        self._random = None if rerun is None else same_random_numbers(model)
+        self._loss: torch.Tensor | float | None = None
+        self._scale: float | None = None
+        self._skip: SkippedStep | None = None
+        self._skipped: bool | None = None
+        self.seen: Observation | None = None
+        """The observation of the step."""
+        self.observed: observe_step | None = None  # whose value is `seen`
+
+    def log(self, *, loss: torch.Tensor | float) -> None:
+        """Record the loss: a number, or a tensor with one element. The last call in a step counts.
+
+        Raises:
+            TypeError, ValueError: it is neither.
+        """
+        if isinstance(loss, torch.Tensor):
+            if loss.numel() != 1:
+                raise ValueError(f"loss must have one element, got a tensor of shape {tuple(loss.shape)}: log its mean")
+            if loss.is_complex():
+                raise TypeError(f"loss must be real, got a tensor of {loss.dtype}: log its abs()")
+            loss = loss.detach().clone()
+        elif isinstance(loss, bool) or not isinstance(loss, numbers.Real):
+            raise TypeError(f"loss must be a number or a tensor with one element, got {loss!r:.100}")
+        self._loss = loss if isinstance(loss, torch.Tensor) else float(loss)
+
+    @property
+    def has_values(self) -> bool:
+        """Whether anything was recorded."""
+        return self._loss is not None or self._scale is not None
+
+    def record(self, step: int, seconds: float) -> StepRecord:
+        """Return the record of the step."""
+        reading = None if self.observed is None else self.observed.reading
+        return StepRecord(
+            step=step,
+            loss=None if self._loss is None else float(self._loss),
+            scale=self._scale,
+            skipped=self._skipped,
+            seconds=seconds,
+            fast_time_share=None if reading is None else fast_time_share(reading),
+            underflow_share=None if reading is None else underflow_share(reading),
+            gradient_underflow_share=None if reading is None else underflow_share(reading, of_gradients=True),
+            skip=self._skip,
+        )
+
+    def origin(self, scaler: RecordingGradScaler) -> Origin | None:
+        """Return the first op of this step that produced inf or nan, by its observation or by running it again."""
+        if not scaler.has_names:
+            scaler.name_parameters(self._model)
+        found = None if self.seen is None else origin_of(self.seen)
+        if found is None and self._rerun is not None and self._random is not None:
+            found = self._origin_by_rerun(self._rerun, self._random)
+        if found is None and self.seen is not None:
+            found = origin_by_numerics(self.seen.facts)
+        return found
+
+    def _origin_by_rerun(self, rerun: Callable[[], Any], random: SameRandomNumbers) -> Origin | None:
+        try:
+            return rerun_step(rerun, self._model, random)
+        except Exception as error:  # a diagnosis must not end the run
+            warn_user(f"the rerun of a skipped step failed: {type(error).__name__}: {error}")
+            return None
+
+    def updated(self, scaler: RecordingGradScaler, scale: float | None, skip: SkippedStep | None) -> None:
+        """Note the scale, and whether the step was skipped: by any scaler, if it has several or several updates."""
+        if scale is None:
+            return
+        self._scale = scale
+        self._skipped = bool(self._skipped) or skip is not None
+        if skip is not None and self._skip is not None:
+            skip = _joined(self._skip, skip)
+        self._skip = skip or self._skip
+
+
+def _joined(first: SkippedStep, second: SkippedStep) -> SkippedStep:
+    """Return what is known of a step that two scalers skipped."""
+    return replace(
+        first,
+        parameters=(*first.parameters, *second.parameters)[:MAX_NAMES],
+        count=(first.count or 0) + (second.count or 0),
+        of=(first.of or 0) + (second.of or 0),
+        origin=first.origin or second.origin,
+    )

@@ -1,0 +1,164 @@
+"""Checks of the op table."""
+
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._pytree import tree_leaves, tree_map
+
+from polycast.engine.drift import drift_of
+from polycast.policy.cast_policy import CastPolicy
+from polycast.policy.dtypes import dtype_name
+from polycast.policy.names import OpName, known_overloads
+from polycast.policy.schemas import find_op
+
+from .expected import read
+from .oracle import call_as, cast, eligible
+from .samples import SAMPLES, split
+from .subject import Device, Subject, describe, require
+
+_STATE_DTYPES = (torch.uint8, torch.uint64)
+"""The dtypes of a backward's workspace, and of attention's random state, which is for dropout. Ops leave memory of both
+uninitialized."""
+
+
+class OpChecks(Subject):
+    """The op table."""
+
+    def test_op(self, device: Device, op: str) -> None:
+        """In a region an op does what it does outside of one with its inputs cast by its policy."""
+        overload = find_op(op)
+        if overload is None:
+            reason = device.backend.optional_ops.get(op)
+            require(reason is not None, f"{self.backend}: policies: {_missing(op)}")
+            pytest.skip(f"this torch ({torch.__version__}) has no op {op}: {reason}")
+        make = {**SAMPLES, **self.samples}.get(op)
+        if make is None:
+            pytest.skip(f"{op} was not called: no arguments for it are known. Give them in the attribute `samples`.")
+        policy = device.backend.policies[op]
+        torch.default_generator.manual_seed(0)
+        sample = split(make(device))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns of ops that it has deprecated, of devices that have no seed
+            for fast_dtype in device.fast_dtypes():
+                for name, arguments in _variants(sample, device.type, fast_dtype):
+                    call = _Call(device, op, overload, arguments, f"with {name} inputs, in a region of {fast_dtype}")
+                    if policy is CastPolicy.BANNED:
+                        call.must_be_refused(fast_dtype)
+                    else:
+                        # The device may lack the op for other dtypes than the default, and for mixed ones.
+                        required = name == "float32" and fast_dtype is device.backend.default_dtype
+                        call.must_be_as(policy, fast_dtype, required=required)
+
+    def test_no_op_of_torchs_table_is_missing(self) -> None:
+        """The table has every op for which torch has a kernel at the device's Autocast key."""
+        reasons = read(self.expected_failures)
+        missing = [name for name in drift_of(self.get_backend()).only_in_torch if name not in reasons]
+        require(
+            not missing,
+            f"torch {torch.__version__} has kernels at the Autocast key of {self.backend} for ops that the table "
+            f"does not name, and runs them: {', '.join(missing)}. Give each a policy, a reason in excluded_ops or, "
+            "until then, a line in the file of expected failures.",
+        )
+
+
+class _Call:
+    """A call of an op, with the arguments and the text of its failures."""
+
+    def __init__(self, device: Device, name: str, op: torch._ops.OpOverload, arguments: Any, how: str) -> None:
+        self.device = device
+        self.name = name
+        self.op = op
+        self.arguments = arguments
+        self.how = f"{name} on {device.type}, {how}"
+
+    def in_region(self, fast_dtype: torch.dtype) -> Any:
+        args, kwargs = self.arguments
+        with self.device.region(fast_dtype):
+            return self.op(*args, **kwargs)
+
+    def outcome(self, function: Callable[[], Any]) -> Any:
+        """Return what a function returns or raises, with the generators of random numbers seeded."""
+        if self.device.fake or self.device.type == "cpu":
+            torch.default_generator.manual_seed(0)  # the others take ten times as long
+        else:
+            torch.manual_seed(0)
+        try:
+            return function()
+        except Exception as error:  # is compared too
+            return error
+
+    def must_be_refused(self, fast_dtype: torch.dtype) -> None:
+        found = self.outcome(lambda: self.in_region(fast_dtype))
+        refusal = f"{self.name} is unsafe to autocast on {self.device.type}. "
+        require(
+            isinstance(found, RuntimeError) and str(found).startswith(refusal) and str(found) != refusal,
+            f"{self.how}: expected a RuntimeError that begins {refusal!r} and says what to do, got {found!r}",
+        )
+
+    def must_be_as(self, policy: CastPolicy, fast_dtype: torch.dtype, *, required: bool) -> None:
+        expected = self.outcome(lambda: call_as(policy, self.op, self.arguments, self.device.type, fast_dtype))
+        if required and isinstance(expected, Exception):
+            if self.device.fake:
+                pytest.skip(f"{self.name} was not called: fake tensors of {self.device.type} cannot run it: {expected}")
+            raise AssertionError(
+                f"{self.how}: the device cannot do what {policy.name} says, outside of any region: "
+                f"{type(expected).__name__}: {expected}. If it lacks the op, add it to the file of expected failures."
+            ) from expected
+        found = self.outcome(lambda: self.in_region(fast_dtype))
+        raised = isinstance(expected, Exception) or isinstance(found, Exception)
+        require(
+            type(expected) is type(found) if raised else _described(expected) == _described(found),
+            f"{self.how}: {policy.name} gives {_described(expected)}, the region gave {_described(found)}",
+        )
+        if not raised and not self.device.fake:
+            for expected_leaf, leaf in zip(tree_leaves(expected), tree_leaves(found), strict=True):
+                self.must_equal(expected_leaf, leaf)
+
+    def must_equal(self, expected: object, found: object) -> None:
+        if isinstance(expected, torch.Tensor) and isinstance(found, torch.Tensor):
+            if expected.dtype in _STATE_DTYPES:
+                return
+            expected, found = self.device.values(expected), self.device.values(found)
+        try:
+            torch.testing.assert_close(found, expected, equal_nan=True)
+        except AssertionError as error:
+            raise AssertionError(f"{self.how}: the values differ from those of the policy: {error}") from None
+
+
+def _missing(op: str) -> str:
+    """Return what is wrong with an op that no loaded library has, and what to do."""
+    try:
+        known_overloads(OpName.of_overload(op))
+        problem = f"this torch ({torch.__version__}) has no op {op}"
+    except ValueError as error:
+        problem = str(error).rstrip(".")
+    return (
+        f"{problem}. Correct the name or, if the op is of another torch or of a library that is not loaded, name it in "
+        "optional_ops with the reason."
+    )
+
+
+def _described(value: object) -> str:
+    """Return the dtypes, shapes and devices of a result as text."""
+    if isinstance(value, Exception):
+        return f"{type(value).__name__}: {value}"
+    return ", ".join(
+        f"{describe(leaf)} on {leaf.device.type}" if isinstance(leaf, torch.Tensor) else type(leaf).__name__
+        for leaf in tree_leaves(value)
+    )
+
+
+def _variants(sample: Any, device_type: str, fast_dtype: torch.dtype) -> Iterator[tuple[str, Any]]:
+    """Yield a sample's arguments in all dtypes that policies distinguish."""
+    positions = iter(range(1000))
+
+    def first_in_fast(value: Any) -> Any:
+        return value.to(fast_dtype) if eligible(value, device_type) and next(positions) == 0 else value
+
+    yield "float32", sample
+    yield dtype_name(fast_dtype), cast(sample, device_type, fast_dtype)
+    yield "mixed", tree_map(first_in_fast, sample)
+    yield "float64", cast(sample, device_type, torch.float64)
