@@ -13,7 +13,7 @@ import torch
 import polycast
 
 ROOT = Path(__file__).parent.parent
-FOLDERS = ("backends", "benchmarks", "core", "docs", "tools")
+FOLDERS = ("backends", "benchmarks", "core", "docs", "plugins", "tools")
 SOURCES = sorted(
     path.relative_to(ROOT).as_posix()
     for folder in FOLDERS

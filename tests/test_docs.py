@@ -75,7 +75,7 @@ def on_both(block):
 
 
 def examples():
-    for package in ("polycast", "polycast_plugins.testing.options", *(f"polycast_{name}" for name in BUILT_INS)):
+    for package in ("polycast", "polycast_backends", "polycast_plugins"):
         path = importlib.import_module(package).__path__
         for name in [package, *(info.name for info in pkgutil.walk_packages(path, package + "."))]:
             has_no_triton = name.endswith("_triton") and importlib.util.find_spec("triton") is None

@@ -91,5 +91,5 @@ def test_its_readme_shows_what_it_prints(environment, tmp_path):
 
 
 def test_polycast_does_not_know_the_example():
-    sources = [path for folder in ("core", "backends") for path in (ROOT / folder).rglob("*.py")]
+    sources = [path for folder in ("core", "backends", "plugins") for path in (ROOT / folder).rglob("*.py")]
     assert [path for path in sources if "polycast_npy" in path.read_text(encoding="utf-8")] == []

@@ -20,8 +20,15 @@ import polycast
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parent.parent
-BACKENDS = sorted(path.name for path in (ROOT / "backends").glob("polycast_*"))
-PACKAGES = ["polycast", "polycast_plugins.testing.options", *BACKENDS]
+SOURCES = {"polycast": ROOT / "core", "polycast_backends": ROOT / "backends", "polycast_plugins": ROOT / "plugins"}
+PACKAGES = [
+    "polycast",
+    *(
+        ".".join(path.relative_to(root).parts[:-1])
+        for root in (ROOT / "backends", ROOT / "plugins")
+        for path in sorted(root.glob("polycast_*/*/__init__.py"))
+    ),
+]
 DISTRIBUTION = importlib.metadata.distribution("polycast")
 
 
@@ -57,7 +64,7 @@ def test_the_tests_run_on_the_installed_distribution(pytestconfig):
 def test_each_folder_of_a_backend_has_an_entry_point():
     found = importlib.metadata.entry_points(group="polycast.backends")
     assert {(point.name, point.value) for point in found if point.dist.name == "polycast"} == {
-        (package.removeprefix("polycast_"), package) for package in BACKENDS
+        (package.rpartition(".")[2], package) for package in PACKAGES if package.startswith("polycast_backends")
     }
 
 
@@ -99,17 +106,16 @@ def test_the_wheel_holds_the_packages_and_nothing_else(wheel):
     names = set(wheel.namelist())
     sources = {
         path.relative_to(root).as_posix()
-        for root in (ROOT / "core", ROOT / "backends")
-        for package in PACKAGES
+        for package, root in SOURCES.items()
         for path in (root / package).rglob("*")
         if path.is_file() and path.suffix != ".pyc"
     }
     assert {name for name in names if ".dist-info/" not in name} == sources
-    assert {name.partition("/")[0] for name in sources} == set(PACKAGES)
+    assert {name.partition("/")[0] for name in sources} == set(SOURCES)
 
 
 def test_the_wheel_carries_what_reports_are_made_of(wheel):
-    names = {name.removeprefix("polycast/observer/report/") for name in wheel.namelist()}
+    names = {name.removeprefix("polycast_plugins/observe/report/") for name in wheel.namelist()}
     assert {"base.html", "base.js", "page.html", "page.css", "page.js", "page_modules.js", "page_ops.js"} <= names
 
 

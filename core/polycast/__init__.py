@@ -139,7 +139,11 @@ def _get(name: str) -> Any:
         return _get_own(name)
     from .policy import public_names
 
-    return sorted({*_LAZY_NAMES, *public_names.names()}) if name == "__all__" else public_names.find(name)
+    return (
+        sorted({*_LAZY_NAMES, *public_names.names()} - {"__version__"})
+        if name == "__all__"
+        else public_names.find(name)
+    )
 
 
 if not TYPE_CHECKING:  # type checkers would accept any name
@@ -148,4 +152,4 @@ if not TYPE_CHECKING:  # type checkers would accept any name
 
 def __dir__() -> list[str]:
     here = (name for name in globals() if name.startswith("__") or name in ("errors", "plugin"))
-    return sorted({*_get("__all__"), *here})
+    return sorted({*_get("__all__"), "__version__", *here})

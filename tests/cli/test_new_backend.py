@@ -85,18 +85,8 @@ def test_only_a_device_without_a_name_in_torch_renames_privateuse1(here):
 
 def test_ops_missing_from_torchs_list_for_accelerators_are_expected_failures(here):
     new("mps")
-    lines = (here / "polycast-mps-own/tests/expected_failures.txt").read_text().splitlines()
+    lines = (here / "polycast-mps/tests/expected_failures.txt").read_text().splitlines()
     assert "aten::batch_norm  has no policy in policies.py yet: torch's own kernel runs" in lines
-
-
-@pytest.mark.parametrize("device", ["cpu", "mtia"])
-def test_a_package_for_a_built_in_device_has_another_name(here, device):
-    """With the same name, pip would overwrite polycast's module, and remove it with the new package."""
-    assert new(device).exit_code == 0
-    assert f"polycast-{device}-own/polycast_{device}_own/__init__.py" in written(here)
-    project = (here / f"polycast-{device}-own/pyproject.toml").read_text()
-    assert f'{device} = "polycast_{device}_own"' in project
-    assert f'name = "polycast-{device}-own"' in project
 
 
 def test_the_name_of_the_distribution_ends_in_a_letter(here):

@@ -114,7 +114,7 @@ def test_a_distribution_without_metadata_hides_no_plugin(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("given", [{"recipes": None}, {"recipes": {"a": 1}}, {"vetoes": "a:b"}, {"vetoes": (1,)}])
 def test_a_manifest_of_other_types_is_refused(given):
-    with pytest.raises(TypeError, match=r"(recipes must map kinds|vetoes must be a sequence)"):
+    with pytest.raises(TypeError, match=r"(recipes must map names|vetoes must be a sequence)"):
         polycast.plugin.Plugin(**given)
 
 

@@ -10,17 +10,18 @@ import pytest
 ROOT = Path(__file__).parent.parent.parent
 PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 CORE = ROOT / "core" / "polycast"
+PLUGINS = ROOT / "plugins" / "polycast_plugins"
 SOURCES = [
     path
-    for source in ("core", "backends")
+    for source in ("core", "backends", "plugins")
     for path in (ROOT / source).rglob("*")
     if path.suffix in (".py", ".h", ".cpp")
 ]
 
 
 def resolved(name):
-    """Return a path that the page names: one in the core, or one in the repository."""
-    return next((folder / name for folder in (CORE, ROOT) if (folder / name).exists()), None)
+    """Return a path that the page names: one in the core or the plugins, or one in the repository."""
+    return next((folder / name for folder in (CORE, PLUGINS, ROOT) if (folder / name).exists()), None)
 
 
 @pytest.mark.parametrize("name", sorted(set(re.findall(r"`([\w/]+/[\w/.]*)`", PAGE))))

@@ -37,7 +37,7 @@ def test_ops_are_built_once_with_a_message(compiler, home, loaded, capfd):
     assert compiler.calls == 1
     (first, second) = loaded
     assert first == second
-    assert first.name == "polycast_cpu_native.so"
+    assert first.name == "polycast_backends_cpu_native.so"
     assert first.is_relative_to(home)
 
 

@@ -5,6 +5,7 @@ With POLYCAST_ENGINE=native the same text is an error.
 
 import contextlib
 import errno
+import importlib
 import os
 import pwd
 import signal
@@ -227,10 +228,10 @@ def test_polycast_runs_from_an_archive_and_builds_its_sources(compiler, home, tm
     archive = tmp_path / "all.zip"
     with zipfile.ZipFile(archive, "w") as made:
         for package in ("polycast", "polycast_backends.cpu"):
-            (folder,) = sys.modules.get(package, __import__(package)).__path__
+            (folder,) = importlib.import_module(package).__path__
             for path in Path(folder).rglob("*"):
                 if path.suffix == ".py" or (path.suffix in (".cpp", ".h") and engine == "native"):
-                    made.write(path, Path(package) / path.relative_to(folder))
+                    made.write(path, Path(*package.split(".")) / path.relative_to(folder))
         made.writestr("polycast-0.1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: polycast\nVersion: 0.1.0\n")
         made.writestr("polycast-0.1.0.dist-info/entry_points.txt", "[polycast.backends]\ncpu = polycast_backends.cpu\n")
     environment = {**os.environ, "PYTHONPATH": str(archive), "POLYCAST_ENGINE": "auto"}

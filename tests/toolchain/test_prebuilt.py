@@ -288,7 +288,7 @@ def pure_wheel(tmp_path):
             root = Path(importlib.util.find_spec(package).origin).parent
             for path in root.rglob("*"):
                 if path.is_file() and "__pycache__" not in path.parts:
-                    archive.write(path, path.relative_to(root.parent).as_posix())
+                    archive.write(path, Path(*package.split(".")) / path.relative_to(root))
         info = "polycast-0.1.0.dist-info"
         archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
         archive.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: polycast\nVersion: 0.1.0\n")

@@ -13,6 +13,7 @@ import torch
 
 import polycast
 import polycast_backends.cpu
+import polycast_plugins.observe
 from polycast.engine import installation
 from polycast.torch_internals import callers_state, dispatcher, lookup, private_names
 
@@ -21,7 +22,8 @@ assert callers_state  # so are these
 
 CORE = Path(polycast.__file__).parent
 LACKING = Path(__file__).with_name("lacking.py")
-BACKENDS = Path(polycast_backends.cpu.__file__).parent.parent
+BACKENDS = Path(polycast_backends.cpu.__file__).parents[1]
+PLUGINS = Path(polycast_plugins.observe.__file__).parents[1]
 MAY_READ = {
     "compilers/backward.py": "the configuration that wrap_joint has checked",
     "compilers/guards.py": "names that guard_dynamo has checked",
@@ -31,12 +33,12 @@ MAY_READ = {
     "testing/op_checks.py": "the conformance suite runs in tests",
     "testing/recipe_checks.py": "the conformance suite runs in tests",
     "testing/subject.py": "the conformance suite runs in tests",
-    "polycast_backends.cuda/float8.py": "the recipe is available only if the op has the signature that it knows",
-    "polycast_backends.cuda/out_dtype_kernels.py": "an op that it has looked for",
-    "polycast_backends.xpu/out_dtype_kernels.py": "an op that it has looked for",
+    "cuda/float8.py": "the recipe is available only if the op has the signature that it knows",
+    "cuda/out_dtype_kernels.py": "an op that it has looked for",
+    "xpu/out_dtype_kernels.py": "an op that it has looked for",
 }
 """The modules that use private names themselves, outside functions that take a Patch, and why."""
-MAY_ASSIGN = {"observer/module_calls.py", "testing/subject.py"}
+MAY_ASSIGN = {"observe/module_calls.py", "testing/subject.py"}
 """The modules that assign attributes of torch outside the table; torch_internals/changes.py says why."""
 
 
@@ -191,7 +193,7 @@ def assignments(path):
 
 MODULES = {
     str(path.relative_to(root)): path
-    for root in (CORE, BACKENDS)
+    for root in (CORE, BACKENDS, PLUGINS)
     for path in root.rglob("*.py")
     if path.parent.name != "torch_internals"
     and (root is CORE or path.relative_to(root).parts[0].startswith("polycast_"))

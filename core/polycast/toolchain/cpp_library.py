@@ -25,8 +25,8 @@ class CppLibrary:
         name: the file name of the library, without its suffix.
         description: what messages call it, such as ``"the native engine"``.
         retry_hint: how to repeat a failed build, as the end of a sentence.
-        folders: the folders of the package that contain the sources. They are compiled as if they were one folder,
-            together with :file:`toolchain/include`.
+        folders: the folders that contain the sources: of the package, or of another as ``package:folder``. They are
+            compiled as if they were one folder, together with :file:`toolchain/include`.
         sources_hint: what to do if the sources are missing, as a sentence.
         uses_excerpts: whether it is compiled with excerpts in place of some of torch's headers.
     """
@@ -60,13 +60,16 @@ class CppLibrary:
         Raises:
             BuildError: the sources are not installed.
         """
-        try:
-            package = importlib.resources.files(self.package)
-        except ModuleNotFoundError as error:
-            raise BuildError(f"there is no package {self.package} with its C++ sources: {error}.") from error
-        folders = [package if name == "." else package / name for name in self.folders]
         sources: dict[str, bytes] = {}
-        for folder in folders:
+        for name in self.folders:
+            other, _, path = name.rpartition(":")
+            try:
+                package = importlib.resources.files(other or self.package)
+            except ModuleNotFoundError as error:
+                raise BuildError(
+                    f"there is no package {other or self.package} with its C++ sources: {error}."
+                ) from error
+            folder = package if path == "." else package / path
             found = _read(folder)
             if not found:
                 raise BuildError(f"its C++ sources are not in {folder}. {self.sources_hint}")

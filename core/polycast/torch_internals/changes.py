@@ -4,7 +4,7 @@ A feature is made when it is first needed, and undone by ``uninstall()`` or at t
 dispatch keys and the hooks that torch offers (of optimizers, of modules) change no code. Not in the table:
 
 - ``nn.Module.__call__``: wrapped while something observes, in a way that survives others who wrap it
-  (``polycast_plugins/observe/module_calls.py``);
+  (``observe/module_calls.py``);
 - user classes: ``setup_context`` of autograd functions (SETUP_CONTEXT: ``region/custom_function.py``);
 - ALIASES on the native engine, which replaces the functions in C: ``engine/native/alias_hooks.h``.
 """

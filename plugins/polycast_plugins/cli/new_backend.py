@@ -14,7 +14,6 @@ import typer
 
 from polycast.engine.installation import torch_ops
 from polycast.policy.standard import STANDARD_POLICIES
-from polycast.registry.hookspecs import ENTRY_POINT_GROUP, PROJECT
 from polycast.torch_internals.dispatcher import has_autocast_key, privateuse1_name
 
 _TEMPLATES = Path(__file__).with_name("templates")
@@ -75,12 +74,7 @@ def _problem(name: str) -> str | None:
 
 
 def _package(name: str) -> str:
-    """Return the name of the package: not that of a built-in backend, whose files pip would overwrite."""
-    taken = {
-        entry.value for entry in importlib.metadata.distribution(PROJECT).entry_points.select(group=ENTRY_POINT_GROUP)
-    }
-    package = f"polycast_{name}"
-    return f"{package}_own" if package in taken else package
+    return f"polycast_{name}"
 
 
 def _distribution(name: str) -> str:

@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from polycast.engine.native.engine import NativeEngine
 
 OBSERVER = CppLibrary(
-    "polycast",
+    "polycast_plugins.observe",
     "polycast_observer",
     "the native engine's observer",
     "`polycast build` tries again",
-    ("observer/native", "engine/native/common"),
+    ("native", "polycast.engine.native:common"),
 )
 _lock = threading.RLock()
 hold_during_fork(lambda: [_lock])

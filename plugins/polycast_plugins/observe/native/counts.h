@@ -220,7 +220,7 @@ struct CallCounts {
   }
 };
 
-// The kinds of chains; see Chain in observer/records.py.
+// The kinds of chains; see Chain in observe/records.py.
 enum class ChainKind : int8_t { kRoundTrip, kFloat32ByOneInput, kUnlistedFloat32, kLoss, kLossRoot };
 constexpr const char* kChainKinds[] = {"round_trip", "float32_by_one_input", "unlisted_float32_op", "loss", "loss_root"};
 

@@ -1,4 +1,4 @@
-// Converts a recorder's counts to Python objects; see the rows in observer/recorder.py.
+// Converts a recorder's counts to Python objects; see the rows in observe/recorder.py.
 //
 // Locks: those of the recorder and its records. None is held while Python may run: an allocation may start a collection.
 
