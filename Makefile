@@ -66,14 +66,14 @@ docs: $(VENV)/docs.stamp
 # A stress test: threads, caches, weights that change and die, collected generators, and forks.
 STEPS ?= 20000
 stress: $(VENV)/polycast.stamp
-	POLYCAST_ENGINE=native $(VENV)/bin/python tests/engine/stress.py $(STEPS)
-	POLYCAST_ENGINE=reference $(VENV)/bin/python tests/engine/stress.py $(STEPS)
+	POLYCAST_ENGINE=native $(VENV)/bin/python tests/core/engine/stress.py $(STEPS)
+	POLYCAST_ENGINE=reference $(VENV)/bin/python tests/core/engine/stress.py $(STEPS)
 
 # The native engine's tests under AddressSanitizer and ThreadSanitizer, each with its own cache of builds, since a build by
 # another compiler command would be used. Tests that fork while threads run are left out: the sanitizers do not hold their
 # locks over a fork. So is a test of memory: AddressSanitizer does not return freed memory. setarch turns off address
 # randomization, which ThreadSanitizer does not support.
-SANITIZED ?= tests/engine tests/observer tests/region
+SANITIZED ?= tests/core/engine tests/plugins/observe tests/core/region
 SANITIZED_OPS ?= $(wildcard tests/backends/test_int*.py) tests/backends/test_few_rows.py
 RACE_STEPS ?= 1000
 preloading = XDG_CACHE_HOME="$(abspath $(VENV))/$(1)" \
@@ -84,12 +84,12 @@ asan: $(VENV)/polycast.stamp
 	CXX="$(CXX) -fsanitize=address -fno-omit-frame-pointer" ASAN_OPTIONS=detect_leaks=0 $(call preloading,asan) \
 		$(VENV)/bin/pytest --installed -m "not slow" $(SANITIZED_OPS)
 	CXX="$(CXX) -fsanitize=address -fno-omit-frame-pointer" ASAN_OPTIONS=detect_leaks=0 $(call preloading,asan) \
-		POLYCAST_ENGINE=native $(VENV)/bin/python tests/engine/stress.py 300 0 0
+		POLYCAST_ENGINE=native $(VENV)/bin/python tests/core/engine/stress.py 300 0 0
 
 tsan: $(VENV)/polycast.stamp
 	CXX="$(CXX) -fsanitize=thread -fno-omit-frame-pointer -fno-inline" \
 		TSAN_OPTIONS="suppressions=$(CURDIR)/tests/engine/races_of_torch.txt" $(call preloading,tsan) \
-		POLYCAST_ENGINE=native setarch -R $(VENV)/bin/python tests/engine/stress.py $(RACE_STEPS) 0 0
+		POLYCAST_ENGINE=native setarch -R $(VENV)/bin/python tests/core/engine/stress.py $(RACE_STEPS) 0 0
 
 # BENCH takes options: make bench BENCH="--quick --json figures.json". --save writes the figures to docs/figures and updates
 # the tables, the pictures and the README. This also updates the pictured outputs of a run and of `polycast devices`.

@@ -37,5 +37,10 @@ def floors(session: nox.Session) -> None:
     session.install(MATRIX[0]["torch"], "numpy")
     # The lowest typer uses what later versions of click deprecate.
     session.install("--constraint", str(constraints), ".", "click==8.2.*", "hypothesis", "pytest", "pytest-xdist")
-    tests = session.posargs or ["tests/cli", "tests/engine/test_weight_cache.py", "tests/registry", "tests/policy"]
+    tests = session.posargs or [
+        "tests/plugins/cli",
+        "tests/core/engine/test_weight_cache.py",
+        "tests/core/registry",
+        "tests/core/policy",
+    ]
     session.run("pytest", "--installed", "-m", "not slow", *tests)

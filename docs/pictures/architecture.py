@@ -41,7 +41,7 @@ def draw() -> Picture:
     picture.arrow((720, 206), (720, 234))
     picture.arrow((630, 258), (520, 258))
     group(316, 84, "backends")
-    picture.text(320, 364, "polycast_backends.cpu, polycast_backends.cuda, polycast_backends.xpu,", "quiet", size=12)
+    picture.text(320, 364, "cpu, cuda, xpu, mps, mtia, maia,", "quiet", size=12)
     picture.text(320, 380, "and others, and yours", "quiet", size=12)
     picture.box(40, 344, 180, 48, "ground", radius=6)
     picture.text(130, 364, "Backend", "bold", size=13, anchor="middle")

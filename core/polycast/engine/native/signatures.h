@@ -1,5 +1,5 @@
 // The ops with an unboxed entry point, which redispatch through torch's compiled functions. One entry point is compiled for each
-// signature. An op that is not listed gets the boxed one, which is slower: tests/engine/test_signatures.py.
+// signature. An op that is not listed gets the boxed one, which is slower: tests/core/engine/test_signatures.py.
 
 #pragma once
 

@@ -31,8 +31,8 @@ def _read_again():
     manifests.forget()
 
 
-MANIFEST = "from polycast.plugin import Plugin\nplugin = Plugin(recipes={'nf4': '%s:Nf4'})\n"
-RECIPE = "import polycast\nclass Nf4(polycast.plugin.Recipe):\n    kind = 'nf4'\n    ops = ('linear',)\n"
+MANIFEST = "from polycast.plugin import Plugin\nplugin = Plugin(recipes={'af4': '%s:Af4'})\n"
+RECIPE = "import polycast\nclass Af4(polycast.plugin.Recipe):\n    kind = 'af4'\n    ops = ('linear',)\n"
 
 
 def test_a_recipe_of_a_plugin_is_known_by_name_before_its_module_is_imported(monkeypatch, tmp_path):
@@ -40,15 +40,15 @@ def test_a_recipe_of_a_plugin_is_known_by_name_before_its_module_is_imported(mon
     (tmp_path / "acme_recipes.py").write_text(RECIPE)
     assert read_recipe("fastest").kind == "fastest"
     assert "acme_recipes" not in sys.modules
-    policy = polycast.Policy(modules={"head": "nf4"})
+    policy = polycast.Policy(modules={"head": "af4"})
     assert type(policy.modules["head"]).__module__ == "acme_recipes"
-    del polycast.policy.recipe_base.kinds["nf4"]
+    del polycast.policy.recipe_base.kinds["af4"]
 
 
 def test_two_plugins_with_one_kind_are_a_conflict(monkeypatch, tmp_path):
     offer(monkeypatch, tmp_path, ("acme", MANIFEST % "acme_recipes"), ("other", MANIFEST % "other_recipes"))
-    with pytest.raises(RuntimeError, match=r"Several plugins have 'nf4' in recipes: acme \(acme\), other \(other\)\."):
-        read_recipe("nf4")
+    with pytest.raises(RuntimeError, match=r"Several plugins have 'af4' in recipes: acme \(acme\), other \(other\)\."):
+        read_recipe("af4")
 
 
 def test_polycasts_own_recipe_takes_precedence(monkeypatch, tmp_path):
@@ -60,21 +60,21 @@ def test_polycasts_own_recipe_takes_precedence(monkeypatch, tmp_path):
 def test_a_kind_of_a_plugin_that_is_not_imported_is_taken(monkeypatch, tmp_path):
     offer(monkeypatch, tmp_path, ("acme", MANIFEST % "acme_recipes"))
     with pytest.raises(
-        ValueError, match=r"Mine\.kind is 'nf4', which is the kind of acme_recipes\.Nf4: give it another"
+        ValueError, match=r"Mine\.kind is 'af4', which is the kind of acme_recipes\.Af4: give it another"
     ):
 
         class Mine(polycast.plugin.Recipe):
-            kind = "nf4"
+            kind = "af4"
 
 
-@pytest.mark.parametrize("module", ["raise SystemExit(5)", "import no_such_module", RECIPE.replace("'nf4'", "'nf5'")])
+@pytest.mark.parametrize("module", ["raise SystemExit(5)", "import no_such_module", RECIPE.replace("'af4'", "'nf5'")])
 def test_a_recipe_that_cannot_be_imported_matters_only_where_it_is_named(monkeypatch, tmp_path, module):
     offer(monkeypatch, tmp_path, ("acme", MANIFEST % "acme_recipes"))
     monkeypatch.delitem(sys.modules, "acme_recipes", raising=False)
     (tmp_path / "acme_recipes.py").write_text(module)
     warning = r"Repair|which is the kind of"
-    with pytest.raises((RuntimeError, ValueError), match=r"acme|Nf4"):
-        read_recipe("nf4")
+    with pytest.raises((RuntimeError, ValueError), match=r"acme|Af4"):
+        read_recipe("af4")
     monkeypatch.delitem(sys.modules, "acme_recipes", raising=False)
     with (
         pytest.warns(UserWarning, match=warning),
@@ -129,5 +129,5 @@ def test_a_broken_plugin_breaks_itself_only(monkeypatch, tmp_path, source):
 def test_plugins_of_third_parties_are_ignored_without_discovery(monkeypatch, tmp_path):
     offer(monkeypatch, tmp_path, ("acme", MANIFEST % "acme_recipes"))
     monkeypatch.setenv("POLYCAST_DISCOVERY", "0")
-    with pytest.raises(ValueError, match=r"'nf4' is not a recipe"):
-        read_recipe("nf4")
+    with pytest.raises(ValueError, match=r"'af4' is not a recipe"):
+        read_recipe("af4")

@@ -14,7 +14,7 @@ from torch import nn
 from polycast_plugins.distributed import MixedPrecision, fully_shard
 
 HERE = Path(__file__).parent
-EXAMPLE = HERE.parent.parent / "examples" / "train_fsdp.py"
+EXAMPLE = HERE.parents[2] / "examples" / "train_fsdp.py"
 
 pytestmark = [
     pytest.mark.slow,

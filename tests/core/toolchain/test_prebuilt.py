@@ -28,7 +28,7 @@ from polycast.toolchain.load import load_prebuilt
 from polycast.toolchain.prebuilt import Prebuilt, find_prebuilt
 from polycast_plugins.cli.compiled import libraries
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 TOOL, PROJECT = ROOT / "tools" / "platform_wheel.py", ROOT / "pyproject.toml"
 
 

@@ -1,4 +1,4 @@
-"""The operator ``polycast::cached_cast``; tests/compilers/test_cached_casts.py tests it in compiled code."""
+"""The operator ``polycast::cached_cast``; tests/core/compilers/test_cached_casts.py tests it in compiled code."""
 
 import pytest
 import torch
