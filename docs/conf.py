@@ -63,7 +63,7 @@ nitpick_ignore_regex = [
         "py:.*",
         r"(torch|collections|contextlib|os|enum|pathlib|typing)\..*|DeviceMesh|Shard|OffloadPolicy|HookimplMarker",
     ),
-    ("py:.*", r"(polycast\.)?([a-z_0-9]+\.)*_\w+|polycast\.(engine\.state|region\.suspend)\.\w+"),
+    ("py:.*", r"(polycast\.)?([a-z_0-9]+\.)*_\w+|polycast\.(common\.atfork|engine\.state|region\.suspend)\.\w+"),
 ]
 
 

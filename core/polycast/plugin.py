@@ -3,51 +3,84 @@
 - A device: :class:`Backend`, :class:`Availability`, the hook marker :data:`hookimpl`; :func:`get_backend`,
   :func:`register_backend`, :func:`unregister_backend`.
 - Its op table: :class:`CastPolicy`, :func:`policy_table`, :data:`STANDARD_POLICIES`, :data:`STANDARD_REMEDIES`.
-- A recipe, and kernels for recipes: :class:`Recipe`, :class:`LowBitKernel`, :class:`LowBitMatmul`,
-  :func:`float32_products`, :func:`load_ops`.
-- What a distribution adds besides devices: :class:`Plugin`.
+- A recipe, and kernels for recipes: :class:`Recipe`, :class:`Plan`, :class:`KernelPlan`, :class:`LowBitKernel`,
+  :class:`LowBitMatmul`, :func:`float32_products`, :func:`load_ops`.
+- What a distribution adds besides devices: :class:`Plugin`, and :func:`lazy_names` for its package.
+- A change to torch: :class:`Feature`, :class:`Change`, :class:`Patch`; a private name of torch: :func:`torch_name`.
+- Questions: :func:`check_availability` and :func:`check_recipe` of a backend, :func:`find_op`, :func:`dtype_name`,
+  :func:`read_recipe` and its argument :data:`RecipeLike`.
+- Around code: :func:`disable_autocast`, :func:`hold_during_fork`.
 
 Users of regions import from ``polycast``, and errors from ``polycast.errors``.
 """
 
 from typing import TYPE_CHECKING
 
-from .common.lazy_names import lazy_names
+from .common.lazy_names import lazy_names as lazy_names
 
 if TYPE_CHECKING:
+    from .common.atfork import hold_during_fork as hold_during_fork
+    from .engine.recipes.kernel_plan import KernelPlan as KernelPlan
+    from .engine.recipes.plan import Plan as Plan
     from .engine.register_backend import register_backend as register_backend
     from .engine.register_backend import unregister_backend as unregister_backend
     from .out_dtype.matmul_kernels import float32_products as float32_products
     from .policy.cast_policy import CastPolicy as CastPolicy
     from .policy.cast_policy import policy_table as policy_table
+    from .policy.dtypes import dtype_name as dtype_name
     from .policy.manifests import Plugin as Plugin
+    from .policy.recipe import RecipeLike as RecipeLike
+    from .policy.recipe import read_recipe as read_recipe
     from .policy.recipe_base import Recipe as Recipe
+    from .policy.schemas import find_op as find_op
     from .policy.standard import STANDARD_POLICIES as STANDARD_POLICIES
     from .policy.standard import STANDARD_REMEDIES as STANDARD_REMEDIES
     from .registry.backend import Availability as Availability
     from .registry.backend import Backend as Backend
     from .registry.backend import LowBitKernel as LowBitKernel
+    from .registry.checks import check_availability as check_availability
+    from .registry.checks import check_recipe as check_recipe
     from .registry.hookspecs import hookimpl as hookimpl
     from .registry.low_bit_matmul import LowBitMatmul as LowBitMatmul
     from .registry.registry import get_backend as get_backend
     from .toolchain.load_ops import load_ops as load_ops
+    from .torch_internals.dispatcher import disable_autocast as disable_autocast
+    from .torch_internals.lookup import torch_name as torch_name
+    from .torch_internals.patcher import Change as Change
+    from .torch_internals.patcher import Feature as Feature
+    from .torch_internals.patcher import Patch as Patch
 
 _PLACES = {
     "Availability": "registry.backend",
     "Backend": "registry.backend",
     "CastPolicy": "policy.cast_policy",
+    "Change": "torch_internals.patcher",
+    "Feature": "torch_internals.patcher",
+    "KernelPlan": "engine.recipes.kernel_plan",
     "LowBitKernel": "registry.backend",
     "LowBitMatmul": "registry.low_bit_matmul",
+    "Patch": "torch_internals.patcher",
+    "Plan": "engine.recipes.plan",
     "Plugin": "policy.manifests",
     "Recipe": "policy.recipe_base",
+    "RecipeLike": "policy.recipe",
     "STANDARD_POLICIES": "policy.standard",
     "STANDARD_REMEDIES": "policy.standard",
+    "check_availability": "registry.checks",
+    "check_recipe": "registry.checks",
+    "disable_autocast": "torch_internals.dispatcher",
+    "dtype_name": "policy.dtypes",
+    "find_op": "policy.schemas",
     "float32_products": "out_dtype.matmul_kernels",
     "get_backend": "registry.registry",
+    "hold_during_fork": "common.atfork",
     "hookimpl": "registry.hookspecs",
+    "lazy_names": "common.lazy_names",
     "load_ops": "toolchain.load_ops",
     "policy_table": "policy.cast_policy",
+    "read_recipe": "policy.recipe",
     "register_backend": "engine.register_backend",
+    "torch_name": "torch_internals.lookup",
     "unregister_backend": "engine.register_backend",
 }
 """The module of each name. Names are imported when they are first used."""

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from typing_extensions import ParamSpec
 
-from .lookup import read
+from .lookup import torch_name
 from .private_names import (
     are_functorch_transforms_active,
     dispatch_mode_count,
@@ -26,15 +26,15 @@ _TRACED, _SEEN, _TRANSFORMED = (
     for where in ("while torch.jit.trace runs", "under a mode that does not expect them", "in transforms of torch.func")
 )
 
-_tracing_state: Callable[[], Any] | None = read("torch._C._get_tracing_state", None, _TRACED)
-_set_tracing_state: Callable[[Any], None] | None = read("torch._C._set_tracing_state", None, _TRACED)
-_without_dispatch_modes: Callable[[], contextlib.AbstractContextManager[Any]] = read(
+_tracing_state: Callable[[], Any] | None = torch_name("torch._C._get_tracing_state", None, _TRACED)
+_set_tracing_state: Callable[[Any], None] | None = torch_name("torch._C._set_tracing_state", None, _TRACED)
+_without_dispatch_modes: Callable[[], contextlib.AbstractContextManager[Any]] = torch_name(
     "torch.utils._python_dispatch._disable_current_modes", contextlib.nullcontext, _SEEN
 )
-_function_mode_count: Callable[[], int] | None = read("torch._C._len_torch_function_stack", None, _SEEN)
-_pop_function_mode: Callable[[], Any] | None = read("torch._C._pop_torch_function_stack", None, _SEEN)
-_push_function_mode: Callable[[Any], None] | None = read("torch._C._push_on_torch_function_stack", None, _SEEN)
-_without_transforms: Callable[[], contextlib.AbstractContextManager[Any]] = read(
+_function_mode_count: Callable[[], int] | None = torch_name("torch._C._len_torch_function_stack", None, _SEEN)
+_pop_function_mode: Callable[[], Any] | None = torch_name("torch._C._pop_torch_function_stack", None, _SEEN)
+_push_function_mode: Callable[[Any], None] | None = torch_name("torch._C._push_on_torch_function_stack", None, _SEEN)
+_without_transforms: Callable[[], contextlib.AbstractContextManager[Any]] = torch_name(
     "torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack", contextlib.nullcontext, _TRANSFORMED
 )
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
-from .lookup import read
+from .lookup import torch_name
 
 if TYPE_CHECKING:
     from torch._library.custom_ops import CustomOpDef as CustomOpDef
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 else:
     OpOverload = type(torch.ops.aten.mm.default)
     OpOverloadPacket = type(torch.ops.aten.mm)
-    CustomOpDef = read(
+    CustomOpDef = torch_name(
         "torch._library.custom_ops.CustomOpDef",
         type("CustomOpDef", (), {}),
         "ops cannot be given as torch.library.custom_op returned them",
@@ -30,17 +30,17 @@ _WITH_AUTOCAST_TABLES = ("CPU", "CUDA", "XPU", "MPS", "MTIA", "MAIA")
 has_autocast_key: Callable[[str], bool] = torch.amp.is_autocast_available
 """Return whether torch has an Autocast key for a device type: torch's own function, also while torch is patched."""
 
-autocast_supported_devices: Callable[[], list[str]] = read(
+autocast_supported_devices: Callable[[], list[str]] = torch_name(
     "torch._C._autocast_supported_devices",
     lambda: [name for name in _DEVICES if has_autocast_key(name)],
     "regions of out-of-tree devices are not captured for other threads and checkpoints",
 )
-privateuse1_name: Callable[[], str] = read(
+privateuse1_name: Callable[[], str] = torch_name(
     "torch._C._get_privateuse1_backend_name",
     lambda: "privateuseone",
     "`polycast new-backend` does not know whether a device is named",
 )
-dispatch_key_for_device: Callable[[str], str] = read(
+dispatch_key_for_device: Callable[[str], str] = torch_name(
     "torch._C._dispatch_key_for_device",
     lambda device_type: device_type.upper() if device_type in _DEVICES else "PrivateUse1",
     "devices outside polycast's own list are taken for out-of-tree ones",
@@ -50,33 +50,33 @@ dispatch_key_for_device: Callable[[str], str] = read(
 
 DispatchKeySet: TypeAlias = Any
 
-_parse_dispatch_key: Callable[[str], Any] = read(
+_parse_dispatch_key: Callable[[str], Any] = torch_name(
     "torch._C._parse_dispatch_key",
     lambda name: getattr(torch._C.DispatchKey, name, None),
     "some dispatch keys are unknown",
 )
-_has_fallback: Callable[[Any], bool] | None = read(
+_has_fallback: Callable[[Any], bool] | None = torch_name(
     "torch._C._dispatch_has_backend_fallback",
     None,
     "which devices torch has autocast tables for is taken from polycast's own list",
 )
-_exclude_set: Callable[[], Any] | None = read(
+_exclude_set: Callable[[], Any] | None = torch_name(
     "torch._C._dispatch_tls_local_exclude_set", None, "modules under rules are called more slowly"
 )
-_include_set: Callable[[], Any] | None = read(
+_include_set: Callable[[], Any] | None = torch_name(
     "torch._C._dispatch_tls_local_include_set", None, "compiled recipes leave views of weights out"
 )
-_ForceKeys: Any = read("torch._C._ForceDispatchKeyGuard", None, "compiled recipes leave views of weights out")
-_full_after: Callable[[Any], DispatchKeySet] | None = read(
+_ForceKeys: Any = torch_name("torch._C._ForceDispatchKeyGuard", None, "compiled recipes leave views of weights out")
+_full_after: Callable[[Any], DispatchKeySet] | None = torch_name(
     "torch._C._dispatch_keyset_full_after",
     None,
     "on the reference engine, ops that other regions' policies name are not autocast inside, and fused optimizers and "
     "collectives are not seen to write weights",
 )
-_KeySet: Callable[[Any], DispatchKeySet] | None = read(
+_KeySet: Callable[[Any], DispatchKeySet] | None = torch_name(
     "torch._C.DispatchKeySet", None, "the reference engine is slower"
 )
-_ExcludeKeys: Any = read("torch._C._ExcludeDispatchKeyGuard", None, "the reference engine is slower")
+_ExcludeKeys: Any = torch_name("torch._C._ExcludeDispatchKeyGuard", None, "the reference engine is slower")
 
 
 def dispatch_key(name: str) -> Any:
@@ -136,17 +136,17 @@ def excluding(name: str, device_type: str) -> Callable[[], contextlib.AbstractCo
     return lambda: _ExcludeKeys(keys)
 
 
-disable_autocast: Callable[[], contextlib.AbstractContextManager[Any]] = read(
+disable_autocast: Callable[[], contextlib.AbstractContextManager[Any]] = torch_name(
     "torch._C._DisableAutocast",
     lambda: _autocast_disabled(autocast_supported_devices()),
     "autocast is disabled more slowly",
 )
-below_autograd: Callable[[], contextlib.AbstractContextManager[Any]] | None = read(
+below_autograd: Callable[[], contextlib.AbstractContextManager[Any]] | None = torch_name(
     "torch._C._AutoDispatchBelowAutograd",
     None,
     "compiled training casts the weights of a WeightCache at each call",
 )
-is_any_autocast_enabled: Callable[[], bool] = read(
+is_any_autocast_enabled: Callable[[], bool] = torch_name(
     "torch._C._is_any_autocast_enabled",
     lambda: any(map(torch.is_autocast_enabled, autocast_supported_devices())),
     "polycast.out_dtype is slower",
@@ -185,17 +185,17 @@ def redispatch(op: OpOverload, keys: DispatchKeySet, args: Sequence[Any], kwargs
     return op._op_dk(keys.highestPriorityTypeId(), *args, **kwargs)
 
 
-has_kernel_for_dispatch_key: Callable[[str, str], bool] = read(
+has_kernel_for_dispatch_key: Callable[[str, str], bool] = torch_name(
     "torch._C._dispatch_has_kernel_for_dispatch_key",
     lambda op, key: False,
     "drift, explanations and observations do not know which ops torch itself autocasts",
 )
-has_kernel: Callable[[str], bool] = read(
+has_kernel: Callable[[str], bool] = torch_name(
     "torch._C._dispatch_has_kernel",
     lambda op: True,
     "regions that wait for ops of other libraries are entered more slowly",
 )
-all_op_names: Callable[[], Sequence[str]] = read(
+all_op_names: Callable[[], Sequence[str]] = torch_name(
     "torch._C._dispatch_get_all_op_names",
     lambda: (),
     "unknown names of ops are refused without a suggestion, and drift knows no ops of torch's",
@@ -209,10 +209,10 @@ def _schema_by_packet(qualified: str, overload: str) -> None:
         raise RuntimeError(f"no schema {qualified}.{overload}")
 
 
-find_schema_or_throw: Callable[[str, str], object] = read(
+find_schema_or_throw: Callable[[str, str], object] = torch_name(
     "torch._C._dispatch_find_schema_or_throw", _schema_by_packet, "ops are looked up more slowly"
 )
-resolve_packet: Callable[..., str] | None = read(
+resolve_packet: Callable[..., str] | None = torch_name(
     "torch._C._jit_resolve_packet",
     None,
     "polycast.explain must be given the overload of an op that has several",

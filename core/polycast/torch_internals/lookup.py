@@ -41,7 +41,7 @@ def find(name: str) -> Any:
     return getattr(owner, attribute)
 
 
-def read(name: str, fallback: _T, loss: str, since: tuple[int, int] = (0, 0)) -> _T:
+def torch_name(name: str, fallback: _T, loss: str, since: tuple[int, int] = (0, 0)) -> _T:
     """Return the object with a private name, or the fallback.
 
     A name is not counted as missing in a torch older than `since`.

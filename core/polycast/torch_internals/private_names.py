@@ -11,7 +11,7 @@ import torch
 from torch.autograd import forward_ad
 
 from .dispatcher import OpOverload, dispatch_key
-from .lookup import read
+from .lookup import torch_name
 
 _T = TypeVar("_T")
 
@@ -25,24 +25,28 @@ _CAST_UNDER_MODES = "on the reference engine, dispatch modes see weights cast at
 _NOT_CACHED = "compiled code casts the weights of a WeightCache at each call"
 
 is_tracing: Callable[[], bool] = torch.jit.is_tracing  # type: ignore[attr-defined]
-dispatch_mode_count: Callable[[], int] = read("torch._C._len_torch_dispatch_stack", lambda: 1, _TRANSFORMS_UNKNOWN)
-_dispatch_mode: Callable[[Any], Any] = read("torch._C._get_dispatch_mode", lambda key: object(), _CAST_UNDER_MODES)
-_TRACING_MODES: Any = read("torch._C._TorchDispatchModeKey", None, _CAST_UNDER_MODES)
-are_functorch_transforms_active: Callable[[], bool] = read(
+dispatch_mode_count: Callable[[], int] = torch_name(
+    "torch._C._len_torch_dispatch_stack", lambda: 1, _TRANSFORMS_UNKNOWN
+)
+_dispatch_mode: Callable[[Any], Any] = torch_name(
+    "torch._C._get_dispatch_mode", lambda key: object(), _CAST_UNDER_MODES
+)
+_TRACING_MODES: Any = torch_name("torch._C._TorchDispatchModeKey", None, _CAST_UNDER_MODES)
+are_functorch_transforms_active: Callable[[], bool] = torch_name(
     "torch._C._are_functorch_transforms_active", lambda: True, _TRANSFORMS_UNKNOWN
 )
-_is_functorch_wrapped: Callable[[torch.Tensor], bool] = read(
+_is_functorch_wrapped: Callable[[torch.Tensor], bool] = torch_name(
     "torch._C._functorch.is_functorch_wrapped_tensor", lambda tensor: False, _WRITES_UNDER_FUNCTORCH
 )
-_functorch_unwrapped: Callable[[torch.Tensor], torch.Tensor] | None = read(
+_functorch_unwrapped: Callable[[torch.Tensor], torch.Tensor] | None = torch_name(
     "torch._C._functorch.get_unwrapped", None, _WRITES_UNDER_FUNCTORCH
 )
-is_cached_tensor: Callable[[torch.Tensor], bool] = read(
+is_cached_tensor: Callable[[torch.Tensor], bool] = torch_name(
     "torch._C._is_cached_tensor",
     lambda tensor: False,
     "on the reference engine, casts of outputs of CUDA graph trees are cached",
 )
-_has_level = read("torch.autograd.forward_ad._current_level", None, _TRANSFORMS_UNKNOWN) is not None
+_has_level = torch_name("torch.autograd.forward_ad._current_level", None, _TRANSFORMS_UNKNOWN) is not None
 
 
 def is_traced_by_modes() -> bool:
@@ -56,32 +60,32 @@ def is_forward_ad_active() -> bool:
     return not _has_level or forward_ad._current_level >= 0
 
 
-is_function_mode_enabled: Callable[[], bool] = read(
+is_function_mode_enabled: Callable[[], bool] = torch_name(
     "torch._C._is_torch_function_mode_enabled", lambda: True, "regions are entered more slowly"
 )
-function_modes: Callable[[], list[Any]] = read(
+function_modes: Callable[[], list[Any]] = torch_name(
     "torch.overrides._get_current_function_mode_stack",
     lambda: [],
     "torch.export(strict=False) leaves out the regions of a model",
 )
-enter_autocast: Callable[..., Any] | None = read(
+enter_autocast: Callable[..., Any] | None = torch_name(
     "torch.amp.autocast_mode._enter_autocast", None, "torch.export(strict=False) refuses models with regions"
 )
-exit_autocast: Callable[..., Any] | None = read(
+exit_autocast: Callable[..., Any] | None = torch_name(
     "torch.amp.autocast_mode._exit_autocast", None, "torch.export(strict=False) refuses models with regions"
 )
-UnmanagedAutocast: type[Any] = read(
+UnmanagedAutocast: type[Any] = torch_name(
     "torch.amp.autocast_mode._UnmanagedAutocast",
     type(None),
     "while torch is patched, the regions in graphs become polycast's",
     since=(2, 12),
 )
-DispatchMode: Any = read(
+DispatchMode: Any = torch_name(
     "torch.utils._python_dispatch.TorchDispatchMode",
     contextlib.nullcontext,
     "polycast.tune(over='ops') chooses from the ops of the backend's table only",
 )
-_dispatch_keys: Callable[[torch.Tensor], Any] | None = read(
+_dispatch_keys: Callable[[torch.Tensor], Any] | None = torch_name(
     "torch._C._dispatch_keys", None, "recipes do not compute with subclasses of tensors"
 )
 
@@ -101,10 +105,10 @@ def is_intercepted() -> bool:
     return is_forward_ad_active() or are_functorch_transforms_active() or is_tracing()
 
 
-is_functional_tensor: Callable[[torch.Tensor], bool] = read(
+is_functional_tensor: Callable[[torch.Tensor], bool] = torch_name(
     "torch._is_functional_tensor", lambda tensor: False, "recipes compute nothing in compiled code"
 )
-_from_functional_tensor: Callable[[torch.Tensor], torch.Tensor] = read(
+_from_functional_tensor: Callable[[torch.Tensor], torch.Tensor] = torch_name(
     "torch._from_functional_tensor", lambda tensor: tensor, _NOT_CACHED
 )
 
@@ -139,13 +143,13 @@ def version_of(tensor: torch.Tensor) -> int:
     return version
 
 
-is_fwd_grad_enabled: Callable[[], bool] = read(
+is_fwd_grad_enabled: Callable[[], bool] = torch_name(
     "torch._C._is_fwd_grad_enabled", lambda: False, "recipes compute under torch.inference_mode() only"
 )
-current_graph_task_id: Callable[[], int] = read(
+current_graph_task_id: Callable[[], int] = torch_name(
     "torch._C._current_graph_task_id", lambda: 0, "recipes compute under torch.inference_mode() only"
 )
-_top_saved_tensors_hooks: Callable[[bool], Any] = read(
+_top_saved_tensors_hooks: Callable[[bool], Any] = torch_name(
     "torch._C._autograd._top_saved_tensors_default_hooks",
     lambda ignore_is_tracing: None,
     "polycast.compare needs more memory for models with torch.utils.checkpoint",
@@ -157,29 +161,29 @@ def has_saved_tensors_hooks() -> bool:
     return _top_saved_tensors_hooks(True) is not None
 
 
-will_execute: Callable[[Any], bool] = read(
+will_execute: Callable[[Any], bool] = torch_name(
     "torch._C._will_engine_execute_node",
     lambda node: True,
     "polycast.compare does not see the gradients of modules of which an input or output has none",
 )
 tensor_base: Any = torch.Tensor.__base__
-is_alias_of: Callable[[torch.Tensor, torch.Tensor], bool] = read(
+is_alias_of: Callable[[torch.Tensor, torch.Tensor], bool] = torch_name(
     "torch._C._is_alias_of", lambda tensor, other: False, "views of weights are cast at each use"
 )
-without_torch_function: Callable[[], contextlib.AbstractContextManager[Any]] = read(
+without_torch_function: Callable[[], contextlib.AbstractContextManager[Any]] = torch_name(
     "torch._C.DisableTorchFunction", contextlib.nullcontext, "torch function modes see how polycast looks at memory"
 )
-has_storage: Callable[[torch.Tensor], bool] = read(
+has_storage: Callable[[torch.Tensor], bool] = torch_name(
     "torch._C._has_storage",
     lambda tensor: tensor.layout is torch.strided,
     "on the reference engine, a tensor's layout decides whether it has memory",
 )
-storage_use_count: Callable[[int], int] = read(
+storage_use_count: Callable[[int], int] = torch_name(
     "torch._C._storage_Use_Count",
     lambda storage: sys.maxsize,
     "on the reference engine, casts are not cached in processes of torch.distributed",
 )
-delayed_error: Callable[[str, int], Callable[[torch.Tensor], torch.Tensor]] = read(
+delayed_error: Callable[[str, int], Callable[[torch.Tensor], torch.Tensor]] = torch_name(
     "torch._C._functions.DelayedError",
     lambda message, count: torch.Tensor.detach,
     "results of polycast.out_dtype have no backward, in place of one that raises",
@@ -224,7 +228,7 @@ def size_hint(size: Any) -> int:
     return hint if isinstance(hint, int) else 0
 
 
-_TracingContext: Any = read(
+_TracingContext: Any = torch_name(
     "torch._guards.TracingContext",
     SimpleNamespace(try_get=lambda: None),
     f"{_NOT_CACHED}, and computes gradients of what policies keep in float32 in the fast dtype",
@@ -252,12 +256,12 @@ def constant_to_dynamo(function: _T) -> _T:
     return function
 
 
-dynamo_disabled: Callable[[Any], Any] = read(
+dynamo_disabled: Callable[[Any], Any] = torch_name(
     "torch._compile._disable_dynamo", _unchanged, "what a checkpoint recomputes may be compiled again"
 )
-_FrameExecStrategy: Any = read("torch._C._dynamo.eval_frame._FrameExecStrategy", None, _REGION_SKIPPED)
-_FrameAction: Any = read("torch._C._dynamo.eval_frame._FrameAction", None, _REGION_SKIPPED)
-_set_strategy: Any = read("torch._C._dynamo.eval_frame.set_code_exec_strategy", None, _REGION_SKIPPED)
+_FrameExecStrategy: Any = torch_name("torch._C._dynamo.eval_frame._FrameExecStrategy", None, _REGION_SKIPPED)
+_FrameAction: Any = torch_name("torch._C._dynamo.eval_frame._FrameAction", None, _REGION_SKIPPED)
+_set_strategy: Any = torch_name("torch._C._dynamo.eval_frame.set_code_exec_strategy", None, _REGION_SKIPPED)
 
 
 def skip_frames(code: Any) -> None:
@@ -268,11 +272,11 @@ def skip_frames(code: Any) -> None:
 
 _NOT_SCRIPTED = "torch.jit.script refuses functions with regions of polycast"
 
-_script_class_of: Callable[[type], Any] | None = read("torch.jit._state._get_script_class", None, _NOT_SCRIPTED)
-_compile_class: Callable[[type, Any], Any] | None = read(
+_script_class_of: Callable[[type], Any] | None = torch_name("torch.jit._state._get_script_class", None, _NOT_SCRIPTED)
+_compile_class: Callable[[type, Any], Any] | None = torch_name(
     "torch.jit._script._recursive_compile_class", None, _NOT_SCRIPTED
 )
-_no_source: Callable[[], Any] | None = read("torch._sources.fake_range", None, _NOT_SCRIPTED)
+_no_source: Callable[[], Any] | None = torch_name("torch._sources.fake_range", None, _NOT_SCRIPTED)
 
 
 def script_name(cls: type) -> str | None:
@@ -296,13 +300,13 @@ def forget_rules_of_dynamo() -> None:
 
 # ---- torch's own out_dtype.
 
-ops_with_out_dtype: Sequence[OpOverload] = read(
+ops_with_out_dtype: Sequence[OpOverload] = torch_name(
     "torch._higher_order_ops.out_dtype.ALLOWABLE_OPS", (), "polycast.out_dtype leaves no op to torch's operator"
 )
-higher_dtype: Callable[[torch.dtype, torch.dtype], torch.dtype | None] = read(
+higher_dtype: Callable[[torch.dtype, torch.dtype], torch.dtype | None] = torch_name(
     "torch._prims_common.get_higher_dtype", torch.promote_types, "polycast.out_dtype is one more op where it is traced"
 )
-DeviceContext: type = read(
+DeviceContext: type = torch_name(
     "torch.utils._device.DeviceContext",
     type("DeviceContext", (), {}),
     "polycast.out_dtype takes no kernel of a backend's under torch.set_default_device",

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from polycast.common.versions import __version__
+from polycast import __version__
 
 from . import build, devices, doctor, explain, new_backend, ops, profile, run, tune
 from .terminal import plain_warnings, stdout_for_json

@@ -2,8 +2,9 @@
 
 from collections.abc import Mapping
 
+from polycast import backends
 from polycast.engine.native.engine_library import ENGINE
-from polycast.registry.registry import backends, get_backend
+from polycast.plugin import get_backend
 from polycast.toolchain.cpp_library import CppLibrary
 from polycast.toolchain.load_ops import origin
 from polycast_plugins.observe.observer_library import OBSERVER

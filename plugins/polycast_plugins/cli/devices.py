@@ -8,13 +8,11 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
+from polycast import BackendStatus, Float8, Int4, Int8, backends
 from polycast.errors import BackendBrokenError
-from polycast.policy.dtypes import dtype_name
-from polycast.policy.recipe import Float8, Int4, Int8
+from polycast.plugin import check_recipe, dtype_name, get_backend
 from polycast.profiling.profile import look_up
-from polycast.registry.backend_loader import BackendStatus
-from polycast.registry.checks import check_recipe
-from polycast.registry.registry import backends, get_backend, registry
+from polycast.registry.registry import registry
 
 from .compiled import origins
 from .profile import summary

@@ -18,15 +18,12 @@ from typing import Annotated, Any
 import torch
 import typer
 
+from polycast import DeviceProfile, WeightCache, autocast, backends
+from polycast import profile as measure_profile
 from polycast.common.cpu_info import cpu_info, processor_name
 from polycast.common.versions import versions
 from polycast.engine.choice import choose_engine
-from polycast.engine.persistence.weight_cache import WeightCache
-from polycast.profiling.device_profile import DeviceProfile
 from polycast.profiling.profile import look_up
-from polycast.profiling.profile import profile as measure_profile
-from polycast.region.autocast import autocast
-from polycast.registry.registry import backends
 
 from .compiled import origins
 from .devices import known_devices

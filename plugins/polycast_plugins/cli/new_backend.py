@@ -13,7 +13,7 @@ import torch
 import typer
 
 from polycast.engine.installation import torch_ops
-from polycast.policy.standard import STANDARD_POLICIES
+from polycast.plugin import STANDARD_POLICIES
 from polycast.torch_internals.dispatcher import has_autocast_key, privateuse1_name
 
 _TEMPLATES = Path(__file__).with_name("templates")

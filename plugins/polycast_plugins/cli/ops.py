@@ -8,16 +8,13 @@ import torch
 import typer
 from rich.console import Console
 
+from polycast import CastPolicy, Explanation
 from polycast.engine.drift import Drift, drift_of
 from polycast.engine.state import Settings
-from polycast.policy.cast_policy import CastPolicy
+from polycast.plugin import Backend, get_backend, read_recipe
 from polycast.policy.names import read_policy
-from polycast.policy.recipe import read_recipe
 from polycast.region.explain_op import explain_in
-from polycast.region.explanation import Explanation
 from polycast.region.policies import override_of
-from polycast.registry.backend import Backend
-from polycast.registry.registry import get_backend
 
 from .terminal import console, library_errors, print_json, print_line, print_table, table
 

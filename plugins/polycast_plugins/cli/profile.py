@@ -6,9 +6,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from polycast.profiling.device_profile import DeviceProfile
+from polycast import DeviceProfile, profile
 from polycast.profiling.measurement_table import as_lines
-from polycast.profiling.profile import profile
 
 from .output import check_output
 from .terminal import console, library_errors, print_json, print_line

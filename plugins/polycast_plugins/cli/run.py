@@ -9,13 +9,11 @@ from typing import Annotated
 import torch
 import typer
 
+from polycast import Policy
 from polycast.engine.choice import choose_engine
-from polycast.policy.dtypes import dtype_name
+from polycast.plugin import check_availability, dtype_name, get_backend, read_recipe
 from polycast.policy.names import read_dtype
-from polycast.policy.recipe import read_recipe
-from polycast.policy.value import Policy
-from polycast.registry.checks import check_availability, check_dtype
-from polycast.registry.registry import get_backend
+from polycast.registry.checks import check_dtype
 from polycast_plugins.dropin.observing import ObservedOutput
 from polycast_plugins.dropin.program import Program
 from polycast_plugins.dropin.session import Options, start

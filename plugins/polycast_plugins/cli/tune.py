@@ -9,8 +9,8 @@ from typing import Annotated, Any
 import torch
 import typer
 
+from polycast.plugin import read_recipe
 from polycast.policy.names import read_dtype
-from polycast.policy.recipe import read_recipe
 from polycast_plugins.precision.evidence import Tuned
 from polycast_plugins.precision.tune import tune
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from polycast.registry.registry import get_backend
+from polycast.plugin import get_backend
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from polycast import Policy, WeightCache
 from polycast.engine import state
-from polycast.engine.persistence.weight_cache import WeightCache
 from polycast.engine.state import Settings
-from polycast.policy.dtypes import dtype_name
-from polycast.policy.value import Policy
+from polycast.plugin import dtype_name
 from polycast.region.policies import override_of
 from polycast.region.recipes import usable_recipe
 from polycast.registry.registry import registry

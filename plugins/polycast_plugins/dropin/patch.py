@@ -9,11 +9,10 @@ from typing import Any
 import torch
 from typing_extensions import Self
 
-from polycast.common.atfork import hold_during_fork
 from polycast.compilers.torch_autocast import TorchAutocast
 from polycast.engine import state
+from polycast.plugin import Patch, hold_during_fork
 from polycast.torch_internals import changes
-from polycast.torch_internals.patcher import Patch
 
 from . import shim
 

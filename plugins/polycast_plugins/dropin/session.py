@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from polycast import Policy, WeightCache
 from polycast.engine.choice import choose_engine
-from polycast.engine.persistence.weight_cache import WeightCache
-from polycast.policy.value import Policy
 from polycast.region import slow_dtype
 from polycast.registry.registry import registry
 from polycast.torch_internals import changes

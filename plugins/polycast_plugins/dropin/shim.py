@@ -15,21 +15,21 @@ from torch.amp import autocast_mode
 from torch.compiler import is_dynamo_compiling
 from typing_extensions import Self
 
-from polycast.common.atfork import hold_during_fork
+from polycast import autocast, is_autocast_available
 from polycast.compilers.export import record_entry
 from polycast.compilers.torch_autocast import TorchAutocast, UnpatchedAutocast
 from polycast.engine import state
 from polycast.engine.disable_dynamo import disable_dynamo
 from polycast.engine.state import Settings
 from polycast.errors import BackendNotFoundError
+from polycast.plugin import Patch, hold_during_fork
 from polycast.region import custom_function
-from polycast.region.autocast import autocast, own_attributes
+from polycast.region.autocast import own_attributes
 from polycast.region.decorate import decorate, in_block
 from polycast.region.entry import enter
 from polycast.region.suspend import Suspendable
-from polycast.registry.registry import is_autocast_available, registry
+from polycast.registry.registry import registry
 from polycast.torch_internals import changes
-from polycast.torch_internals.patcher import Patch
 from polycast.torch_internals.private_names import UnmanagedAutocast
 
 from .overrides import RunOverrides

@@ -6,8 +6,8 @@ from typing import Any
 from accelerate import Accelerator  # type: ignore[import-untyped]
 from torch import nn
 
-from polycast.engine.persistence.weight_cache import WeightCache
-from polycast.policy.recipe import RecipeLike
+from polycast import WeightCache
+from polycast.plugin import RecipeLike
 from polycast.policy.value import PolicyLike
 from polycast_plugins.observe.run_log import RunLog
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from polycast.engine.persistence.weight_cache import WeightCache
-from polycast.policy.recipe import RecipeLike
+from polycast import WeightCache
+from polycast.plugin import RecipeLike
 from polycast.policy.value import PolicyLike
 from polycast_plugins.observe.run_log import RunLog
 

@@ -8,13 +8,13 @@ import torch
 from torch import nn
 from typing_extensions import Self
 
-from polycast.engine.persistence.weight_cache import WeightCache
+from polycast import Policy, WeightCache, apply_policy, autocast
 from polycast.errors import warn_user
-from polycast.policy.recipe import Recipe, RecipeLike, read_recipe
-from polycast.policy.value import Policy, PolicyLike
-from polycast.region.autocast import autocast
+from polycast.plugin import RecipeLike, read_recipe
+from polycast.policy.recipe import Recipe
+from polycast.policy.value import PolicyLike
 from polycast.region.instance_forward import InstanceForward, forward_of
-from polycast.region.module_rules import apply_policy, remove_rules_of_runs
+from polycast.region.module_rules import remove_rules_of_runs
 from polycast.torch_internals.dispatcher import is_any_autocast_enabled
 
 

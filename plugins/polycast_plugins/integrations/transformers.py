@@ -11,8 +11,8 @@ from torch.utils.hooks import RemovableHandle
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
-from polycast.engine.persistence.weight_cache import WeightCache
-from polycast.policy.recipe import RecipeLike
+from polycast import WeightCache
+from polycast.plugin import RecipeLike
 from polycast.policy.value import PolicyLike
 from polycast_plugins.observe.run_log import RunLog
 

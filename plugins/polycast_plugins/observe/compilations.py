@@ -5,8 +5,8 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from polycast.common.listeners import Listeners
+from polycast.plugin import Patch
 from polycast.torch_internals import changes
-from polycast.torch_internals.patcher import Patch
 
 from .observer_library import load_observer
 

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import torch
 
+from polycast import CastPolicy
 from polycast.engine.kernels import autocast_key, installed
 from polycast.engine.override import Override
 from polycast.engine.state import Settings
-from polycast.policy.cast_policy import CastPolicy
-from polycast.policy.dtypes import dtype_name
+from polycast.plugin import dtype_name
 from polycast.region.explain_op import deciding_rule
 from polycast.region.explanation import NO_RULE, OTHERS_KERNEL
 from polycast.torch_internals.dispatcher import has_kernel_for_dispatch_key

@@ -1,6 +1,6 @@
 """Turn what a recorder counted of numerics into records."""
 
-from polycast.policy.dtypes import dtype_name
+from polycast.plugin import dtype_name
 
 from .numerics_records import NumericsRecord
 from .recorder import NumericsRow, Reading, phase_of

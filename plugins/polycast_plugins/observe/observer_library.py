@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from polycast.common.atfork import hold_during_fork
 from polycast.common.interrupts import raise_if_callers
 from polycast.engine.choice import build_failure, choose_engine
 from polycast.engine.disable_dynamo import disable_dynamo
+from polycast.plugin import hold_during_fork
 from polycast.registry.backend import overrides_is_capturing
 from polycast.registry.checks import PLUGIN_ERRORS
 from polycast.registry.registry import registry

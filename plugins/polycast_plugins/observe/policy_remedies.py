@@ -2,7 +2,7 @@
 
 import functools
 
-from polycast.policy.value import Policy
+from polycast import Policy
 
 from .remedies import name_of
 

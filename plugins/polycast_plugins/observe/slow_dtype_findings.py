@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from polycast.engine.fastest.fastest_recipe import Fastest
+from polycast import Fastest
 from polycast.policy.dtypes import FLOAT32
 
 from .facts import Facts

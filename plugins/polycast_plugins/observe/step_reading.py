@@ -2,7 +2,7 @@
 
 import torch
 
-from polycast.policy.dtypes import dtype_name
+from polycast.plugin import dtype_name
 from polycast.region.scaler_history import Origin
 
 from .recorder import Reading, phase_of

@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import torch
 
-from polycast.policy.dtypes import dtype_name
+from polycast.plugin import dtype_name
 
 from .recorder import EventRow, ModuleName, Recorder, phase_of
 

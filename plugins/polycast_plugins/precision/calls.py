@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 
-from polycast.policy.dtypes import dtype_name
+from polycast.plugin import dtype_name
 
 from .values import copied, tensors_in
 

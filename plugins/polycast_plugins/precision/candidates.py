@@ -7,17 +7,13 @@ from typing import Any
 
 import torch
 
+from polycast import CastPolicy, NoRecipe, Policy, autocast
 from polycast.engine.kernels import refusal
-from polycast.policy.cast_policy import CastPolicy
-from polycast.policy.dtypes import dtype_name
+from polycast.plugin import dtype_name, find_op, get_backend
 from polycast.policy.globs import escape
 from polycast.policy.modules import FP32, ModuleFinder
 from polycast.policy.names import OpName, known_overloads, ops_with, read_op
-from polycast.policy.recipe import NoRecipe, Recipe
-from polycast.policy.schemas import find_op
-from polycast.policy.value import Policy
-from polycast.region.autocast import autocast
-from polycast.registry.registry import get_backend
+from polycast.policy.recipe import Recipe
 from polycast.torch_internals.dispatcher import OpOverload
 from polycast.torch_internals.private_names import DispatchMode
 

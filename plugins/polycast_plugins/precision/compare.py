@@ -14,15 +14,13 @@ from typing import Any
 
 import torch
 
+from polycast import NoRecipe, Policy, apply_policy, autocast
 from polycast.common.random_state import RandomState
 from polycast.errors import warn_user
-from polycast.policy.recipe import NoRecipe, Recipe, RecipeLike, read_recipe
-from polycast.policy.value import Policy, PolicyLike
-from polycast.region.autocast import autocast
-from polycast.region.module_rules import apply_policy
+from polycast.plugin import RecipeLike, check_availability, check_recipe, get_backend, read_recipe
+from polycast.policy.recipe import Recipe
+from polycast.policy.value import PolicyLike
 from polycast.region.resolve import why_disabled
-from polycast.registry.checks import check_availability, check_recipe
-from polycast.registry.registry import get_backend
 
 from .calls import Calls, ModelCall, calls_of, device_of, run_eagerly, tensors_of
 from .comparison import Comparison, Reference

@@ -7,16 +7,16 @@ from typing import Any, NamedTuple
 
 import torch
 
+from polycast import Equalization
 from polycast.common.plain_text import first_of
 from polycast.common.random_state import RandomState
 from polycast.engine.casts.weights import parameter_of
 from polycast.engine.recipes.equalized import activations_of, matrix_of, product_arguments
-from polycast.engine.recipes.plan import Plan
 from polycast.engine.recipes.recipe_listeners import calibrators
-from polycast.policy.equalization import Equalization, EqualizedWeight, fingerprint_of
-from polycast.policy.recipe import Recipe, RecipeLike, read_recipe
+from polycast.plugin import LowBitKernel, Plan, RecipeLike, read_recipe
+from polycast.policy.equalization import EqualizedWeight, fingerprint_of
+from polycast.policy.recipe import Recipe
 from polycast.policy.weight_views import TRANSPOSED, WHOLE, parameters_by_name, view_of
-from polycast.registry.backend import LowBitKernel
 
 from .calls import ModelCall, run_eagerly, tensors_of
 from .compare import enabled_region

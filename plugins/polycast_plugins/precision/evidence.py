@@ -7,16 +7,16 @@ from typing import Any, NamedTuple
 
 import torch
 
+from polycast import Policy
 from polycast.common.cpu_info import processor_name
 from polycast.common.html_table import html_lines
 from polycast.common.plain_text import in_ascii
 from polycast.engine.choice import choose_engine
+from polycast.plugin import dtype_name
 from polycast.policy import files
-from polycast.policy.dtypes import dtype_name
 from polycast.policy.files import PolicyPath
 from polycast.policy.plain_data import plain_fields
 from polycast.policy.recipe import Recipe
-from polycast.policy.value import Policy
 
 from .minimal_set import Members, Trial
 from .timing import Timings

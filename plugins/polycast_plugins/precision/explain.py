@@ -13,14 +13,12 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
+from polycast import Explanation, Policy, apply_policy, rules_of
 from polycast.engine.recipes.recipe_listeners import listeners as recipe_listeners
-from polycast.policy.dtypes import dtype_name
-from polycast.policy.recipe import Recipe, RecipeLike
-from polycast.policy.value import Policy, PolicyLike
+from polycast.plugin import RecipeLike, dtype_name, get_backend
+from polycast.policy.recipe import Recipe
+from polycast.policy.value import PolicyLike
 from polycast.region.explain_op import Op, explain_op
-from polycast.region.explanation import Explanation
-from polycast.region.module_rules import apply_policy, rules_of
-from polycast.registry.registry import get_backend
 from polycast.torch_internals.dispatcher import OpOverload
 from polycast.torch_internals.private_names import DispatchMode
 

@@ -20,9 +20,9 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from polycast.common.atfork import hold_during_fork
+from polycast import Snapshot
 from polycast.common.random_state import RandomState
-from polycast.region.capture import Snapshot
+from polycast.plugin import hold_during_fork
 from polycast.torch_internals.private_names import version_of
 
 from .values import cloned

@@ -8,13 +8,11 @@ from typing import Any
 
 import torch
 
+from polycast import Policy, apply_policy, autocast
 from polycast.common.random_state import RandomState
 from polycast.errors import warn_user
-from polycast.policy.dtypes import dtype_name
+from polycast.plugin import dtype_name
 from polycast.policy.recipe import Recipe
-from polycast.policy.value import Policy
-from polycast.region.autocast import autocast
-from polycast.region.module_rules import apply_policy
 
 from .calls import Calls, ModelCall, may_come_from_policy, run_eagerly, short_text, tensors_of
 from .gradients import ParameterGradients

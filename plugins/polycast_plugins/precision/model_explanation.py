@@ -8,7 +8,7 @@ import torch
 
 from polycast.common.html_table import html_lines, html_table
 from polycast.common.plain_text import as_text, under_the_head
-from polycast.policy.dtypes import dtype_name
+from polycast.plugin import dtype_name
 from polycast.policy.plain_data import plain_fields
 from polycast.policy.recipe import Recipe
 

@@ -16,11 +16,9 @@ from typing import TypeVar
 
 import torch
 
-from polycast.policy.dtypes import dtype_name
+from polycast import ModuleRules, Policy, apply_policy, autocast
+from polycast.plugin import dtype_name
 from polycast.policy.recipe import Recipe
-from polycast.policy.value import Policy
-from polycast.region.autocast import autocast
-from polycast.region.module_rules import ModuleRules, apply_policy
 
 from .calls import COMPILED_CALL, run_eagerly, set_stance
 from .gradients import ParameterGradients

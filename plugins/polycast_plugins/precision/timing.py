@@ -10,10 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from polycast import Policy, apply_policy, autocast
 from polycast.policy.dtypes import FLOAT32
-from polycast.policy.value import Policy
-from polycast.region.autocast import autocast
-from polycast.region.module_rules import apply_policy
 
 from .calls import Calls, in_this_thread, may_come_from_policy, watched
 from .candidates import Block

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import torch
 
-from polycast.policy.recipe import RecipeLike
+from polycast.plugin import RecipeLike
 
 from .calls import calls_of, device_of
 from .compare import enabled_region, wanted_recipe

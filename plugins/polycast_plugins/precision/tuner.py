@@ -8,14 +8,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from polycast import DeviceProfile, autocast
 from polycast.common.random_state import RandomState
 from polycast.engine.fastest.choose_way import Way, name_of, seconds_by_way
 from polycast.engine.fastest.workloads import Workload, workload_of
 from polycast.errors import warn_user
 from polycast.policy.schemas import flatten_arguments
-from polycast.profiling.device_profile import DeviceProfile
 from polycast.profiling.profile import find_ignoring_errors
-from polycast.region.autocast import autocast
 from polycast.torch_internals.dispatcher import OpOverload
 from polycast.torch_internals.private_names import DispatchMode
 

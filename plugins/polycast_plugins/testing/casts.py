@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from polycast.engine.persistence.weight_cache import WeightCache
+from polycast import WeightCache
 
 from .subject import Device, Subject, require
 

@@ -3,7 +3,7 @@
 import pytest
 
 from polycast.engine.installation import torch_ops
-from polycast.policy.schemas import find_op
+from polycast.plugin import find_op
 
 from . import expected
 from .casts import CastChecks

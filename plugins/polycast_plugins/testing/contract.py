@@ -5,7 +5,8 @@ from typing import Any
 
 import torch
 
-from polycast.registry.backend import Availability, validate
+from polycast.plugin import Availability
+from polycast.registry.backend import validate
 
 from .subject import Subject, require
 

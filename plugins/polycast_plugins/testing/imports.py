@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from polycast.registry.registry import backends
+from polycast import backends
 
 from .subject import Subject, require
 

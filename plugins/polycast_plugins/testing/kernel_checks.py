@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.utils._pytree import tree_map_only
 
-from polycast.policy.dtypes import dtype_name
-from polycast.registry.backend import Backend, KernelKey
+from polycast.plugin import Backend, dtype_name
+from polycast.registry.backend import KernelKey
 
 from .samples import Sample, split
 from .subject import Device, Subject, describe, require

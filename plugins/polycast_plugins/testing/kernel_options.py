@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import torch
 
-from polycast.engine.fastest.fastest_recipe import Fastest
+from polycast import Fastest
+from polycast.plugin import LowBitKernel
 from polycast.policy.recipe_settings import POINTWISE_OPS
 from polycast.policy.schemas import existing_op, flatten_arguments, unflatten_arguments
-from polycast.registry.backend import LowBitKernel
 
 from .low_bit import LINEAR_OPS, LinearOp, assert_within, run_prepacked
 from .recipe_checks import arguments_of, kernel_calls

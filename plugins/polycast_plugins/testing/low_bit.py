@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 
-from polycast.policy.recipe import Float8, Int4, Int8, Recipe
+from polycast import Float8, Int4, Int8
+from polycast.plugin import LowBitKernel
+from polycast.policy.recipe import Recipe
 from polycast.policy.schemas import existing_op, unflatten_arguments
-from polycast.registry.backend import LowBitKernel
 
 _SMALLEST = 2.0**-110
 """Scales are at least those of a value of this size, so that they and their inverses are normal."""

@@ -8,11 +8,10 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
+from polycast import CastPolicy
 from polycast.engine.drift import drift_of
-from polycast.policy.cast_policy import CastPolicy
-from polycast.policy.dtypes import dtype_name
+from polycast.plugin import dtype_name, find_op
 from polycast.policy.names import OpName, known_overloads
-from polycast.policy.schemas import find_op
 
 from .expected import read
 from .oracle import call_as, cast, eligible

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from polycast.policy.cast_policy import CastPolicy
+from polycast import CastPolicy
 from polycast.policy.schemas import optional_dtype, overload_with_dtype
 
 

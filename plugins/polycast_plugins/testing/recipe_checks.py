@@ -11,14 +11,11 @@ import torch
 from torch._subclasses import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
-from polycast.engine.persistence.weight_cache import WeightCache
+from polycast import CastPolicy, Float8, Int4, Int8, WeightCache, autocast
 from polycast.engine.recipes.operators import operator_of
 from polycast.engine.recipes.recipe_listeners import listeners
-from polycast.policy.cast_policy import CastPolicy
-from polycast.policy.recipe import Float8, Int4, Int8, Recipe
-from polycast.policy.schemas import find_op
-from polycast.region.autocast import autocast
-from polycast.registry.backend import LowBitKernel
+from polycast.plugin import LowBitKernel, find_op
+from polycast.policy.recipe import Recipe
 
 from .contract import answer_of
 from .low_bit import LINEAR_OPS, LinearOp, assert_within, run_prepacked

@@ -11,14 +11,9 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-from polycast.engine.installation import install
+from polycast import autocast, autocast_nesting, install
 from polycast.engine.kernels import autocast_key
-from polycast.policy.dtypes import dtype_name
-from polycast.region.autocast import autocast
-from polycast.region.thread_state import autocast_nesting
-from polycast.registry.backend import Availability, Backend
-from polycast.registry.checks import check_availability
-from polycast.registry.registry import get_backend
+from polycast.plugin import Availability, Backend, check_availability, dtype_name, get_backend
 from polycast.torch_internals.private_names import has_dispatch_key
 
 from . import expected

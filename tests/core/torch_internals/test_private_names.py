@@ -78,10 +78,10 @@ def test_a_name_of_a_later_torch_is_not_lacking(monkeypatch):
     monkeypatch.setattr(lookup, "losses", {})
     monkeypatch.setattr(lookup, "missing", {})
     monkeypatch.setattr(lookup, "_VERSION", (2, 11))
-    assert lookup.read("torch._new", "older", "this is lost", since=(2, 12)) == "older"
+    assert lookup.torch_name("torch._new", "older", "this is lost", since=(2, 12)) == "older"
     assert lookup.missing == {}
     monkeypatch.setattr(lookup, "_VERSION", (2, 12))
-    assert lookup.read("torch._new", "older", "this is lost", since=(2, 12)) == "older"
+    assert lookup.torch_name("torch._new", "older", "this is lost", since=(2, 12)) == "older"
     assert lookup.missing == {"torch._new": "this is lost"}
 
 
