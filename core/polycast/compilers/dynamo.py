@@ -115,16 +115,16 @@ def cache_enabled_in_graph(settings: Settings, overridden: str | None) -> Any:
             _break(f"torch.autocast does not run {settings.dtype} on {settings.device_type}")
         kernels_of(settings.device_type)
     if settings.cache is not None and can_leave_casts():
-        if changes.is_refused(changes.REGIONS_IN_GRAPHS):
+        if changes.REGIONS_IN_GRAPHS.is_refused():
             _break(_UNSUPPORTED)
         return CacheEnabledWithOverride(settings.cache_enabled, (settings.cache.identity, ""))
     return settings.cache_enabled
 
 
 def _prepare_dynamo() -> None:
-    changes.make(changes.NESTED_REGIONS)
-    changes.make(changes.REGIONS_IN_GRAPHS)
-    changes.make(changes.GRAPHS_ON_DISK)
+    changes.NESTED_REGIONS.make()
+    changes.REGIONS_IN_GRAPHS.make()
+    changes.GRAPHS_ON_DISK.make()
 
 
 def _recipe_of(text: str) -> Recipe:
@@ -145,7 +145,7 @@ def _move_to_graph(region: Any, override: Override | None, cache: CastCache | No
     if override is not None:
         support_overrides(region.device)
         backward.mark()
-    if changes.is_refused(changes.REGIONS_IN_GRAPHS):
+    if changes.REGIONS_IN_GRAPHS.is_refused():
         _break(_UNSUPPORTED)
     texts = ("",) if override is None else (override.text, *override.origin)
     arguments = (0 if cache is None else cache.identity, *texts)

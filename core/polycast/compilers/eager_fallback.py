@@ -29,7 +29,7 @@ def start(reason: str) -> None:
     ready.intersection_update([key for key in ready if isinstance(key, str)])
     warn_user(
         f"polycast cannot make the compiler of this torch ({torch.__version__}) distinguish policies ({reason}). "
-        + changes.FEATURES[changes.GUARDS].lost
+        + changes.GUARDS.lost
     )
 
 

@@ -89,7 +89,7 @@ def _entered_again(
     device_type: str, dtype: torch.dtype, enabled: bool, cache_enabled: bool | None, *override_arguments: Any
 ) -> Any:
     for feature in (changes.REGIONS_IN_GRAPHS, changes.GRAPHS_ON_DISK):
-        changes.make(feature)  # it may have been undone since the code before the break was compiled
+        feature.make()  # it may have been undone since the code before the break was compiled
     if override_arguments[1]:
         backward.mark()
     region: Any = object.__new__(UnpatchedAutocast)

@@ -9,6 +9,7 @@ from ..policy.registered import Registration, policies_for, refuse_conflict, reg
 from ..registry.registry import registry
 from ..torch_internals import changes
 from ..torch_internals.dispatcher import all_op_names, has_kernel_for_dispatch_key
+from ..torch_internals.patcher import undo_all
 from . import state
 from .casts.cast_cache import caches_alive
 from .choice import choose_engine, chosen, reset_engine
@@ -72,7 +73,7 @@ def uninstall(device_type: str | None = None) -> None:
 
 def _undo_changes() -> None:
     process_cache.drop()
-    changes.undo_all()
+    undo_all()
 
 
 def forget_choice() -> None:
@@ -148,7 +149,7 @@ def support_overrides(device_type: str) -> None:
     """Make the changes to torch that regions with an override or a cache take."""
     guard_on(device_type)
     for feature in changes.FOR_OVERRIDES:
-        changes.make(feature)
+        feature.make()
 
 
 def watch_writes() -> None:
@@ -166,7 +167,7 @@ def kernels_of(device_type: str, also: Iterable[str] = ()) -> Kernels:
             # Without the lock: a plugin may be imported, which can run anything, and an engine compiled.
             backend, engine = registry.find(device_type), choose_engine()
             if registrations:
-                changes.make(changes.CACHE_KEYS)
+                changes.CACHE_KEYS.make()
             with _lock:
                 is_unchanged = registry.find(device_type) is backend and chosen() is engine
                 if device_type not in installed and is_unchanged:
@@ -191,7 +192,7 @@ def register(new: Registration) -> None:
     Raises:
         ValueError: an op has another policy registered.
     """
-    changes.make(changes.CACHE_KEYS)
+    changes.CACHE_KEYS.make()
     with _lock:
         refuse_conflict(new)
         registrations.append(new)

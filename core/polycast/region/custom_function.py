@@ -183,7 +183,7 @@ def _record_in_setup_context(cls: type[Function]) -> None:
         return given(ctx, inputs, output)
 
     _recording[recording] = given, records, before
-    changes.make(changes.SETUP_CONTEXT)
+    changes.SETUP_CONTEXT.make()
     setattr(cls, "setup_context", staticmethod(recording))
 
 

@@ -133,7 +133,7 @@ def apply_policy(model: nn.Module, policy: PolicyLike) -> ModuleRules:
     has_replicas = any(isinstance(each, nn.DataParallel) for each in model.modules())
     for module, (name, _) in found.items():
         _check(name, module, has_replicas)
-    changes.make(changes.COMPILED_MODELS)
+    changes.COMPILED_MODELS.make()
     handle = ModuleRules(policy)
     try:
         for module, (name, rules) in found.items():

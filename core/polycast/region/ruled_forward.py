@@ -164,7 +164,7 @@ class RuledForward(InstanceForward):
             if rule.enabled:
                 return self._run(rules[1:], args, kwargs)
             if not is_dynamo_compiling():
-                changes.make(changes.CHECKPOINT)  # torch does not know that a rule has switched autocast off
+                changes.CHECKPOINT.make()  # torch does not know that a rule has switched autocast off
             before = switched_off.enter(device)
             try:
                 if len(rules) == 1 and self.inner is None:  # as usual

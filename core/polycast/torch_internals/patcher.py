@@ -10,7 +10,7 @@ import os
 import pkgutil
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -40,11 +40,12 @@ class Change(NamedTuple):
     function: "str | Callable[[Patch], object]"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Feature:
-    """A feature of polycast that needs changes to torch.
+    """A feature that needs changes to torch, made when it is first needed, and undone by ``polycast.uninstall()``.
 
     Attributes:
+        name: the name in a bug report.
         lost: what users lose if torch cannot be changed, for the warning; if empty, the error is raised instead.
         changes: the changes, in order.
         on_refusal: a function, or its name, ``module:function``, called with the reason instead of warning.
@@ -53,11 +54,40 @@ class Feature:
             ``uninstall()`` leaves it alone.
     """
 
+    name: str
     lost: str
     changes: tuple[Change, ...]
     on_refusal: "str | Callable[[str], object]" = ""
     on_undo: "str | Callable[[], object]" = ""
     outlives_uninstall: bool = False
+
+    def make(self) -> bool:
+        """Make the changes: in imported modules at once, in others at their import.
+
+        Returns:
+            Whether no change has been refused so far.
+
+        Raises:
+            Exception: a change failed, and `lost` is empty; nothing was changed.
+        """
+        return _patcher.make(self)
+
+    def undo(self) -> None:
+        """Undo the changes, if they have been made."""
+        _patcher.undo(self)
+
+    def is_made(self) -> bool:
+        """Return whether the changes have been made and not undone."""
+        return _patcher.is_made(self)
+
+    def is_refused(self) -> bool:
+        """Return whether a change has been refused."""
+        return _patcher.is_refused(self)
+
+    @staticmethod
+    def made() -> "dict[Feature, str]":
+        """Return the features that are made now, each with the reason why a change was refused, or an empty text."""
+        return _patcher.made()
 
 
 class _Replaced(NamedTuple):
@@ -116,11 +146,10 @@ class Patch:
 
 
 class Patcher(MetaPathFinder):
-    """Makes and undoes the features of a table."""
+    """Makes and undoes features."""
 
-    def __init__(self, features: Mapping[str, Feature]) -> None:
-        self._features = features
-        self._patches: dict[str, Patch] = {}  # by feature
+    def __init__(self) -> None:
+        self._patches: dict[Feature, Patch] = {}
         self._new_lock()
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self._new_lock)
@@ -128,15 +157,8 @@ class Patcher(MetaPathFinder):
     def _new_lock(self) -> None:
         self._lock = threading.RLock()
 
-    def make(self, feature: str) -> bool:
-        """Make the changes of a feature: in imported modules at once, in others at their import.
-
-        Returns:
-            Whether no change has been refused so far.
-
-        Raises:
-            Exception: a change of a feature with an empty `lost` failed; nothing was changed.
-        """
+    def make(self, feature: Feature) -> bool:
+        """See :meth:`Feature.make`."""
         patch = self._patches.get(feature)
         if patch is not None and patch.has_tried_all:
             for name in list(patch.waiting):  # a copy: another thread may be importing one
@@ -148,7 +170,7 @@ class Patcher(MetaPathFinder):
             patch = self._patches.get(feature)
             if patch is None:
                 patch = Patch()
-                patch.waiting = {change.module: change for change in self._features[feature].changes}
+                patch.waiting = {change.module: change for change in feature.changes}
                 self._patches[feature] = patch
                 if self not in sys.meta_path:
                     sys.meta_path.insert(0, self)
@@ -164,42 +186,45 @@ class Patcher(MetaPathFinder):
             patch.has_tried_all = True
             return not patch.refused
 
-    def is_made(self, feature: str) -> bool:
-        """Return whether a feature has been made and not undone."""
+    def is_made(self, feature: Feature) -> bool:
+        """See :meth:`Feature.is_made`."""
         return feature in self._patches
 
-    def is_refused(self, feature: str) -> bool:
-        """Return whether a change of a feature has been refused."""
+    def is_refused(self, feature: Feature) -> bool:
+        """See :meth:`Feature.is_refused`."""
         patch = self._patches.get(feature)
         return patch is not None and bool(patch.refused)
+
+    def made(self) -> dict[Feature, str]:
+        """See :meth:`Feature.made`."""
+        return {feature: patch.refused for feature, patch in list(self._patches.items())}
 
     def change(self, name: str) -> None:
         """Make the waiting changes of a module that has been imported."""
         for feature, patch in list(self._patches.items()):
             self._change(feature, patch, name)
 
-    def _change(self, feature: str, patch: Patch, name: str) -> None:
+    def _change(self, feature: Feature, patch: Patch, name: str) -> None:
         change = patch.waiting.pop(name, None)
         if change is None:
             return
         since = patch.count
-        row = self._features[feature]
         try:
             _function(change.function)(patch)
             if self._patches.get(feature) is not patch:  # another thread has undone the feature
                 patch.undo()
         except Exception as error:  # of any kind: the module is not the expected one
             patch.undo(since)
-            if not row.lost or is_callers(error):
+            if not feature.lost or is_callers(error):
                 patch.waiting[name] = change
                 raise
             patch.refused = f"{name}: {type(error).__name__}: {error}"
-            if row.on_refusal:
-                _function(row.on_refusal)(patch.refused)
+            if feature.on_refusal:
+                _function(feature.on_refusal)(patch.refused)
             else:
-                _warn(row.lost, patch.refused)
+                _warn(feature.lost, patch.refused)
 
-    def undo(self, feature: str) -> None:
+    def undo(self, feature: Feature) -> None:
         """Undo the changes of a feature, if it has been made."""
         with self._lock:
             patch = self._patches.pop(feature, None)
@@ -208,13 +233,13 @@ class Patcher(MetaPathFinder):
             if patch is not None:
                 patch.waiting = {}
                 patch.undo()
-                if self._features[feature].on_undo:
-                    _function(self._features[feature].on_undo)()
+                if feature.on_undo:
+                    _function(feature.on_undo)()
 
     def undo_all(self) -> None:
-        """Undo the changes of all features except those that outlive ``uninstall()``."""
-        for feature, row in self._features.items():
-            if not row.outlives_uninstall:
+        """Undo the changes of all features except those that outlive ``uninstall()``, last first."""
+        for feature in reversed(list(self._patches)):
+            if not feature.outlives_uninstall:
                 self.undo(feature)
 
     def find_spec(
@@ -251,6 +276,10 @@ class _ChangingLoader(Loader):
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)
+
+
+_patcher = Patcher()
+undo_all = _patcher.undo_all
 
 
 def _function(reference: str | Callable[..., Any]) -> Callable[..., Any]:

@@ -1,18 +1,14 @@
 """patch_torch: make torch's autocast polycast's, in the whole process, until undone."""
 
 import functools
-import sys
 import threading
-from types import ModuleType
 from typing import Any
 
 import torch
 from typing_extensions import Self
 
-from polycast.compilers.torch_autocast import TorchAutocast
 from polycast.engine import state
-from polycast.plugin import Patch, hold_during_fork
-from polycast.torch_internals import changes
+from polycast.plugin import Change, Feature, Patch, hold_during_fork
 
 from . import shim
 
@@ -52,8 +48,8 @@ class patch_torch:
         global _patches
         with _lock:
             if _patches == 0:
-                changes.make(changes.PATCH_TORCH)
-                changes.make(changes.PATCHED_EXIT)
+                shim.PATCH_TORCH.make()
+                shim.EXIT.make()
             _patches += 1
             self._started += 1
 
@@ -73,7 +69,7 @@ class patch_torch:
             self._started -= 1
             _patches -= 1
             if _patches == 0:
-                changes.undo(changes.PATCH_TORCH)
+                shim.PATCH_TORCH.undo()
                 shim.restore_exit()
 
     def __enter__(self) -> Self:
@@ -88,21 +84,7 @@ class patch_torch:
         return f"<patch_torch: {started}; torch is {'patched' if _patches else 'not patched'}>"
 
 
-def install_shim(patch: Patch) -> None:
-    """Replace methods of torch's class, and each public name of torch's functions."""
-    for name, method in shim.METHODS.items():
-        patch.replace(TorchAutocast, name, method)
-    replacements = {id(theirs): ours for theirs, ours in shim.FUNCTIONS.items()}
-    for module_name, module in list(sys.modules.items()):
-        parts = module_name.split(".")
-        if parts[0] != "torch" or any(part.startswith("_") for part in parts) or not isinstance(module, ModuleType):
-            continue
-        for name, value in list(vars(module).items()):
-            if id(value) in replacements and not name.startswith("_"):
-                patch.replace(module, name, replacements[id(value)])
-
-
-def wrap_modules(patch: Patch) -> None:
+def _wrap_modules(patch: Patch) -> None:
     """Run the outermost calls of modules in a region (``--wrap``), unless they are in one for the device."""
     assert shim.PatchedRegion.overrides is not None
     assert shim.PatchedRegion.overrides.wrap is not None
@@ -122,3 +104,11 @@ def wrap_modules(patch: Patch) -> None:
             inside.one = False
 
     patch.replace(torch.nn.Module, "__call__", wrapped)
+
+
+WRAP = Feature(
+    "polycast run --wrap",
+    "",
+    (Change("torch.nn", ("torch.nn.Module.__call__",), _wrap_modules),),
+    outlives_uninstall=True,
+)

@@ -15,10 +15,9 @@ from polycast import Policy, WeightCache
 from polycast.engine.choice import choose_engine
 from polycast.region import slow_dtype
 from polycast.registry.registry import registry
-from polycast.torch_internals import changes
 
 from .overrides import RunOverrides
-from .patch import patch_torch
+from .patch import WRAP, patch_torch
 from .shim import PatchedRegion
 
 if TYPE_CHECKING:
@@ -63,7 +62,7 @@ def start(options: Options, *, is_first: bool = True, summarizes: bool = False) 
     overrides = PatchedRegion.overrides = RunOverrides(options.policy, options.recipe, cache, options.wrap, recipe)
     patch_torch().start()
     if options.wrap is not None:
-        changes.make(changes.RUN_WRAP)
+        WRAP.make()
     _start_in_spawned_processes(options)
     if summarizes:
         _summarize_at_exit(overrides, recipe)

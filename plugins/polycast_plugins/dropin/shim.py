@@ -8,6 +8,7 @@ import functools
 import sys
 import threading
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any, ClassVar, TypeVar, cast
 
 import torch
@@ -22,14 +23,13 @@ from polycast.engine import state
 from polycast.engine.disable_dynamo import disable_dynamo
 from polycast.engine.state import Settings
 from polycast.errors import BackendNotFoundError
-from polycast.plugin import Patch, hold_during_fork
+from polycast.plugin import Change, Feature, Patch, hold_during_fork
 from polycast.region import custom_function
 from polycast.region.autocast import own_attributes
 from polycast.region.decorate import decorate, in_block
 from polycast.region.entry import enter
 from polycast.region.suspend import Suspendable
 from polycast.registry.registry import registry
-from polycast.torch_internals import changes
 from polycast.torch_internals.private_names import UnmanagedAutocast
 
 from .overrides import RunOverrides
@@ -114,7 +114,7 @@ def _init(
         break_at_subclass()
     if (
         isinstance(self, (UnpatchedAutocast, UnmanagedAutocast))
-        or not changes.is_made(changes.PATCH_TORCH)  # called by a wrapper that another library left on the class
+        or not PATCH_TORCH.is_made()  # called by a wrapper that another library left on the class
         or not _has_backend(device_type)
     ):
         _torch_methods["__init__"](self, device_type, dtype, enabled, cache_enabled)
@@ -183,17 +183,12 @@ def _count_open(change: int) -> None:
 def restore_exit() -> None:
     """Restore torch's ``__exit__`` if torch is no longer patched and no region needs the replaced one."""
     with _lock:
-        if not _open and not changes.is_made(changes.PATCH_TORCH):
-            changes.undo(changes.PATCHED_EXIT)
+        if not _open and not PATCH_TORCH.is_made():
+            EXIT.undo()
 
 
 METHODS = {"__init__": _init, "__enter__": _enter}
 """The replaced methods of torch's class. torch.jit finds torch's source through ``functools.wraps``."""
-
-
-def replace_exit(patch: Patch) -> None:
-    """Replace the ``__exit__`` of torch's class."""
-    patch.replace(TorchAutocast, "__exit__", _exit)
 
 
 def autocast_decorator(autocast_instance: Any, func: _F) -> _F:
@@ -243,3 +238,50 @@ FUNCTIONS: dict[Any, Any] = {
     _torch_functions["is_autocast_available"]: _is_autocast_available,
 }
 """The replacement of each of torch's functions."""
+
+
+def _replace_names(patch: Patch) -> None:
+    """Replace methods of torch's class, and each public name of torch's functions."""
+    for name, method in METHODS.items():
+        patch.replace(TorchAutocast, name, method)
+    replacements = {id(theirs): ours for theirs, ours in FUNCTIONS.items()}
+    for module_name, module in list(sys.modules.items()):
+        parts = module_name.split(".")
+        if parts[0] != "torch" or any(part.startswith("_") for part in parts) or not isinstance(module, ModuleType):
+            continue
+        for name, value in list(vars(module).items()):
+            if id(value) in replacements and not name.startswith("_"):
+                patch.replace(module, name, replacements[id(value)])
+
+
+PATCH_TORCH = Feature(
+    "patch_torch",
+    "",
+    (
+        Change(
+            "torch.amp.autocast_mode",
+            (
+                "torch.amp.autocast_mode.autocast.__init__",
+                "torch.amp.autocast_mode.autocast.__enter__",
+                "torch.*.autocast_decorator",
+                "torch.*.custom_bwd",
+                "torch.*.custom_fwd",
+                "torch.*.is_autocast_available",
+            ),
+            _replace_names,
+        ),
+    ),
+    outlives_uninstall=True,
+)
+EXIT = Feature(  # lasts longer, until regions of subclasses that were entered while it was made are left
+    "patched __exit__",
+    "",
+    (
+        Change(
+            "torch.amp.autocast_mode",
+            ("torch.amp.autocast_mode.autocast.__exit__",),
+            lambda patch: patch.replace(TorchAutocast, "__exit__", _exit),
+        ),
+    ),
+    outlives_uninstall=True,
+)

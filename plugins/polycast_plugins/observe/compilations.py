@@ -5,18 +5,12 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from polycast.common.listeners import Listeners
-from polycast.plugin import Patch
-from polycast.torch_internals import changes
+from polycast.plugin import Change, Feature, Patch
 
 from .observer_library import load_observer
 
-observations: Listeners[object] = Listeners(
-    lambda: changes.make(changes.COMPILATIONS), lambda: changes.undo(changes.COMPILATIONS)
-)
-"""All observations. While there are any, Dynamo notifies the observer."""
 
-
-def notify_of_compilations(patch: Patch) -> None:
+def _notify_of_compilations(patch: Patch) -> None:
     """Wrap the callbacks that Dynamo calls before and after it compiles."""
     from torch._dynamo.callback import CompilationCallbackHandler
 
@@ -36,3 +30,19 @@ def _notifying(install_callbacks: Callable[..., AbstractContextManager[Any]]) ->
             observer.note_uncounted(False)
 
     return notifying
+
+
+_COMPILATIONS = Feature(
+    "compilations",
+    "polycast.observe also counts ops that the compiler runs.",
+    (
+        Change(
+            "torch._dynamo.callback",
+            ("torch._dynamo.callback.CompilationCallbackHandler.install_callbacks",),
+            _notify_of_compilations,
+        ),
+    ),
+    outlives_uninstall=True,
+)
+observations: Listeners[object] = Listeners(_COMPILATIONS.make, _COMPILATIONS.undo)
+"""All observations. While there are any, Dynamo notifies the observer."""

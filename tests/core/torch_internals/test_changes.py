@@ -1,6 +1,5 @@
-"""The table of changes to torch: each row fits this torch, warns where it does not, and is undone by uninstall()."""
+"""The core's changes to torch: each row fits this torch, warns where it does not, and is undone by uninstall()."""
 
-import contextlib
 import fnmatch
 import gc
 import importlib
@@ -15,12 +14,12 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import polycast
-from polycast.engine import choice, installation
+from polycast.engine import installation
 from polycast.torch_internals import changes
-from polycast.torch_internals.changes import FEATURES
-from polycast.torch_internals.patcher import _function
+from polycast.torch_internals.patcher import Feature, _function
 
 CORE = str(Path(polycast.__file__).parent)
+FEATURES = {each.name: each for each in vars(changes).values() if isinstance(each, Feature)}
 ROWS = [(name, change) for name, feature in FEATURES.items() for change in feature.changes]
 NAMES = [
     (feature, change.module, name)
@@ -147,9 +146,6 @@ def use_everything():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # TorchScript is deprecated
         torch.jit.script(Scripted())
-    observing = polycast.observe() if choice.choose_engine().name == "native" else contextlib.nullcontext()
-    with polycast.patch_torch(), torch.autocast("cpu"), observing:
-        model(X)
 
 
 @pytest.mark.slow
@@ -160,7 +156,7 @@ def test_uninstall_leaves_nothing_of_polycast_in_torch(monkeypatch):
     before = list(sys.meta_path)
     use_everything()
     made_here = [name for name, row in FEATURES.items() if row.changes and not row.outlives_uninstall]
-    assert [name for name in made_here if not changes.is_made(name)] == []
+    assert [name for name in made_here if not FEATURES[name].is_made()] == []
     assert {name for _, _, name in NAMES} - set(changed_in_torch()) == set()
     polycast.uninstall()
     assert changed_in_torch() == {}
@@ -195,16 +191,6 @@ def test_compiled_functions_run_after_uninstall_and_later_compilations_change_to
         polycast.uninstall()
         assert compiled(X).dtype is torch.float32
     assert "torch._dynamo.output_graph.OutputGraph.call_user_compiler" in changed_in_torch()
-
-
-def test_uninstall_leaves_features_that_the_user_has_begun(monkeypatch):
-    monkeypatch.setattr(installation, "caches_alive", ())  # a cache that another test leaves keeps the hooks on writes
-    with polycast.patch_torch():
-        polycast.uninstall()
-        with torch.autocast("cpu"):
-            assert polycast.autocast_nesting("cpu") == 1
-    polycast.uninstall()  # the region has installed its kernels and the hooks on writes again
-    assert changed_in_torch() == {}
 
 
 def test_uninstall_restores_the_setup_context_of_functions():
@@ -278,7 +264,7 @@ def test_a_torch_without_a_name_warns_of_the_loss_and_runs_plain_regions(feature
         without.delattr(owner, attribute)
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
-            assert not changes.make(feature)
+            assert not FEATURES[feature].make()
     (only,) = {str(warning.message) for warning in said}
     assert "of this torch" in only
     assert FEATURES[feature].lost in only

@@ -39,7 +39,7 @@ MAY_READ = {
 }
 """The modules that use private names themselves, outside functions that take a Patch, and why."""
 MAY_ASSIGN = {"observe/module_calls.py", "testing/subject.py"}
-"""The modules that assign attributes of torch outside the table; torch_internals/changes.py says why."""
+"""The modules that assign attributes of torch without a feature; their docstrings say why."""
 
 
 @pytest.mark.slow

@@ -116,6 +116,14 @@ def test_two_patches_may_end_in_the_order_in_which_they_began():
     check_that_torch_has_its_own()
 
 
+def test_the_patch_outlives_uninstall():
+    with polycast.patch_torch():
+        polycast.uninstall()
+        with torch.autocast("cpu"):
+            assert polycast.autocast_nesting("cpu") == 1
+    check_that_torch_has_its_own()
+
+
 def test_an_error_in_the_block_ends_the_patch():
     with pytest.raises(ZeroDivisionError), polycast.patch_torch():
         _ = 1 / 0

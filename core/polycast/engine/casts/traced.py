@@ -18,7 +18,7 @@ MIN_ELEMENTS = 1024
 
 def can_leave_casts() -> bool:
     """Return whether what is being compiled may leave casts to the operator."""
-    refused = changes.is_refused(changes.CACHED_CASTS) or not changes.overrides_are_guarded()
+    refused = changes.CACHED_CASTS.is_refused() or not changes.overrides_are_guarded()
     return not refused and not torch.compiler.is_exporting()
 
 
@@ -27,8 +27,8 @@ def cast_of_traced(tensor: torch.Tensor, dtype: torch.dtype, device_type: str) -
     _, cache = state.machine.innermost(device_type)
     if cache is None or tracing_context() is None:
         return None
-    changes.make(changes.CACHE_KEYS)  # Dynamo calls the kernels before AOTAutograd does, and before the key is made
-    changes.make(changes.CACHED_CASTS)
+    changes.CACHE_KEYS.make()  # Dynamo calls the kernels before AOTAutograd does, and before the key is made
+    changes.CACHED_CASTS.make()
     if not can_leave_casts():
         return None
     weight = parameter_of(tensor) if behind_functional_tensor(tensor) is not None else None

@@ -136,15 +136,15 @@ class WatchedWrites:
         _note_writes, _forget, _read = note_writes, forget, read
         self._handle: RemovableHandle = register_optimizer_step_post_hook(_after_step)
         tell_of_hidden_ops(hidden_ops)
-        changes.make(changes.WRITES)
-        changes.make(changes.COMPILERS_READS)
+        changes.WRITES.make()
+        changes.COMPILERS_READS.make()
 
     def remove(self) -> None:
         """Uninstall the hooks."""
         global _note_writes, _forget, _read
         self._handle.remove()
-        changes.undo(changes.WRITES)
-        changes.undo(changes.COMPILERS_READS)
+        changes.WRITES.undo()
+        changes.COMPILERS_READS.undo()
         tell_of_hidden_ops(None)
         _note_writes = _forget = _ignore
         _read = _call

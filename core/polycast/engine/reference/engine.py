@@ -47,7 +47,7 @@ class ReferenceEngine(PythonStateMachine):
     def watch_writes(self) -> None:
         """Watch for writes to weights that do not increment the version."""
         if self._watched is None:
-            changes.make(changes.ALIASES)
+            changes.ALIASES.make()
             self._watched = WatchedWrites(note_writes, forget, read, invalidation)
             for name in WRITING_OPS:
                 self._hook(name, _writes)
@@ -78,7 +78,7 @@ class ReferenceEngine(PythonStateMachine):
     def unwatch_writes(self) -> None:
         """Undo :meth:`watch_writes`."""
         if self._watched is not None:
-            changes.undo(changes.ALIASES)
+            changes.ALIASES.undo()
             self._watched.remove()
             self._watched = None
             for library in self._libraries.values():
