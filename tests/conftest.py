@@ -21,7 +21,7 @@ from torch._subclasses import FakeTensorMode
 import polycast
 from polycast.engine import installation
 from polycast.engine.fastest import slower
-from polycast.engine.recipes.recipe_listeners import listeners as recipe_listeners
+from polycast.plugin import events
 from polycast.profiling import cases, profile_file
 from polycast.profiling.measurement import Measurement
 from polycast.registry.registry import registry
@@ -308,11 +308,11 @@ def recipe_counts():
     @contextlib.contextmanager
     def count():
         counts = RecipeCounts()
-        recipe_listeners.add(counts.note)
+        events.recipe_call.add(counts.note)
         try:
             yield counts
         finally:
-            recipe_listeners.remove(counts.note)
+            events.recipe_call.remove(counts.note)
 
     return count
 

@@ -117,7 +117,7 @@ def test_no_modules_import_each_other_on_any_way():
 
 CALLS_UP = {
     "common.cached_property",
-    "common.listeners",
+    "common.events",
     "engine.state",  # calls the methods that region.autocast overrides
     "torch_internals.callers_state",  # calls methods of plugins
     "torch_internals.patcher",  # calls the functions that the table of changes names
@@ -173,7 +173,7 @@ def test_layers_call_upwards_only_through_callbacks():
     from_cpp = {(caller, called) for caller, called in upwards if called.startswith("observe.")}
     # Not equal: what earlier tests have computed is not computed again.
     assert {caller for caller, _ in upwards - from_cpp} <= CALLS_UP
-    assert "common.listeners" in {caller for caller, _ in upwards}
+    assert "common.events" in {caller for caller, _ in upwards}
     assert {called for caller, called in from_cpp if caller not in CALLS_UP} <= {"observe.call_sites"}
 
 

@@ -9,7 +9,7 @@
 - A change to torch: :class:`Feature`, :class:`Change`, :class:`Patch`; a private name of torch: :func:`torch_name`.
 - Questions: :func:`check_availability` and :func:`check_recipe` of a backend, :func:`find_op`, :func:`dtype_name`,
   :func:`read_recipe` and its argument :data:`RecipeLike`.
-- Around code: :func:`disable_autocast`, :func:`hold_during_fork`.
+- Around code: :func:`disable_autocast`, :func:`hold_during_fork`. What happens in it: :class:`events`, :class:`Event`.
 
 Users of regions import from ``polycast``, and errors from ``polycast.errors``.
 """
@@ -20,6 +20,8 @@ from .common.lazy_names import lazy_names as lazy_names
 
 if TYPE_CHECKING:
     from .common.atfork import hold_during_fork as hold_during_fork
+    from .common.events import Event as Event
+    from .common.events import events as events
     from .engine.recipes.kernel_plan import KernelPlan as KernelPlan
     from .engine.recipes.plan import Plan as Plan
     from .engine.register_backend import register_backend as register_backend
@@ -55,6 +57,7 @@ _PLACES = {
     "Backend": "registry.backend",
     "CastPolicy": "policy.cast_policy",
     "Change": "torch_internals.patcher",
+    "Event": "common.events",
     "Feature": "torch_internals.patcher",
     "KernelPlan": "engine.recipes.kernel_plan",
     "LowBitKernel": "registry.backend",
@@ -70,6 +73,7 @@ _PLACES = {
     "check_recipe": "registry.checks",
     "disable_autocast": "torch_internals.dispatcher",
     "dtype_name": "policy.dtypes",
+    "events": "common.events",
     "find_op": "policy.schemas",
     "float32_products": "out_dtype.matmul_kernels",
     "get_backend": "registry.registry",

@@ -7,7 +7,7 @@ from datetime import datetime, timezone
 import torch
 
 from ..common.interrupts import raise_if_callers
-from ..common.own_work import own_work
+from ..plugin import events
 from ..registry.backend import Backend
 from ..torch_internals.callers_state import call_outside
 from .conditions import Conditions
@@ -28,7 +28,7 @@ def measure(backend: Backend) -> DeviceProfile:
 def _measure(backend: Backend) -> DeviceProfile:
     ways, omissions = ways_of(backend)  # may compile C++, which is not part of the time
     conditions = Conditions.now(backend)
-    with own_work(), _without_autocast(backend.device_type):
+    with events.own_work.during(), _without_autocast(backend.device_type):
         try:
             timer = OpTimer(backend.device_type, ways)
         except Exception as error:  # a backend's ops may raise anything

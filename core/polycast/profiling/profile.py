@@ -2,7 +2,6 @@
 
 import os
 import threading
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -11,8 +10,8 @@ import torch
 from ..common import env
 from ..common.announce import announce
 from ..common.atfork import hold_during_fork
-from ..common.listeners import Listeners
 from ..errors import warn_user
+from ..plugin import events
 from ..policy.recipe import Recipe, RecipeLike
 from ..registry.backend import Backend
 from ..registry.registry import registry
@@ -40,8 +39,6 @@ _found: dict[tuple[str, int, str | None], Lookup] = {}
 usable_recipes: dict[tuple[RecipeLike, Backend, bool, int, str | None], Recipe] = {}
 """The recipes of regions with these profiles in them (region/recipes.py): by the recipe that was given, the backend,
 whether the region is enabled, and the rest of the key of `_found`. `forget` replaces it."""
-changed: Listeners[Callable[[], object]] = Listeners()
-"""Called when a profile of this process has been replaced or forgotten."""
 _lock = threading.RLock()
 _being_measured: set[str] = set()
 """The devices that the thread with `_lock` measures."""
@@ -133,8 +130,7 @@ def forget(key: tuple[str, int, str | None] | None = None, replacement: Lookup |
     else:
         _found[key] = replacement
     usable_recipes = {}
-    for listener in changed:
-        listener()
+    events.profile.notify()
 
 
 def _look_up(backend: Backend) -> Lookup:

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from ..common.listeners import Listeners
+from ..common.events import Event
 from .scaler_history import MAX_NAMES, HistoryRecorder, Origin, ScalerHistory, SkippedStep
 
 _MAX_PENDING = 100
@@ -26,7 +26,7 @@ class ScalerListener(Protocol):
         """Note the end of a step, with its scale if it is known yet."""
 
 
-listeners: Listeners[ScalerListener] = Listeners()
+listeners: Event[ScalerListener] = Event()
 
 
 @dataclass

@@ -5,7 +5,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 
-from polycast.engine.recipes.recipe_listeners import listeners
+from polycast.plugin import events
 from polycast_plugins.observe.matmuls import matmul_lines
 from polycast_plugins.observe.observation import Observation
 from polycast_plugins.observe.observe import observe_program
@@ -27,8 +27,8 @@ class RecipeSummary:
         self._seen: Observation | None = None
         self._was_cut_short = False
         started = ExitStack()
-        listeners.add(self._count)
-        started.callback(listeners.remove, self._count)
+        events.recipe_call.add(self._count)
+        started.callback(events.recipe_call.remove, self._count)
         with suppress(RuntimeError):  # the observer cannot be built
             self._seen = started.enter_context(observe_program(threads="all"))
         self._started = [started]

@@ -1,13 +1,10 @@
-"""Notify the observer when a compiler runs on a thread, so that the compiler's own ops are not counted."""
+"""Tell observations when a compiler runs on a thread, so that they do not count the compiler's own ops."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-from polycast.common.listeners import Listeners
-from polycast.plugin import Change, Feature, Patch
-
-from .observer_library import load_observer
+from polycast.plugin import Change, Event, Feature, Patch
 
 
 def _notify_of_compilations(patch: Patch) -> None:
@@ -21,13 +18,8 @@ def _notify_of_compilations(patch: Patch) -> None:
 def _notifying(install_callbacks: Callable[..., AbstractContextManager[Any]]) -> Callable[..., Any]:
     @contextmanager
     def notifying(*args: Any, **kwargs: Any) -> Iterator[None]:
-        observer = load_observer()
-        observer.note_uncounted(True)
-        try:
-            with install_callbacks(*args, **kwargs):
-                yield
-        finally:
-            observer.note_uncounted(False)
+        with compiling.during(), install_callbacks(*args, **kwargs):
+            yield
 
     return notifying
 
@@ -44,5 +36,5 @@ _COMPILATIONS = Feature(
     ),
     outlives_uninstall=True,
 )
-observations: Listeners[object] = Listeners(_COMPILATIONS.make, _COMPILATIONS.undo)
-"""All observations. While there are any, Dynamo notifies the observer."""
+compiling: Event[Callable[[bool], object]] = Event(_COMPILATIONS.make, _COMPILATIONS.undo)
+"""True when a compiler begins to run on a thread, on that thread, and False when it ends."""

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from polycast.common.listeners import Listeners
+from polycast.plugin import Event
 
 from .observer_library import load_observer
 from .recorder import Observer
 
-before: Listeners[Callable[[nn.Module, nn.Module], object]] = Listeners()
+before: Event[Callable[[nn.Module, nn.Module], object]] = Event()
 """Called before a module computes, with it and with the outermost module that this thread called."""
-after: Listeners[Callable[[], object]] = Listeners()
+after: Event[Callable[[], object]] = Event()
 """Called after a module has computed; they may raise."""
 
 
@@ -55,8 +55,7 @@ def _new_wrapper(below: Callable[..., Any]) -> Callable[..., Any]:
 def _notify(call: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     outermost = _thread.outermost
     if before:
-        for listener in before:
-            listener(module, module if outermost is None else outermost)
+        before.notify(module, module if outermost is None else outermost)
     if outermost is None:
         _thread.outermost = module
     _observer.enter_module(module)
@@ -67,8 +66,7 @@ def _notify(call: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], 
         if outermost is None:
             _thread.outermost = None
     if after:
-        for check in after:
-            check()
+        after.notify()
     return result
 
 
@@ -96,5 +94,5 @@ def _unwrap() -> None:
         nn.Module.__call__ = getattr(wrapper, "below", _original_call)  # type: ignore[method-assign]
 
 
-observations: Listeners[object] = Listeners(_wrap, _unwrap)
+observations: Event[object] = Event(_wrap, _unwrap)
 """The observations that need to know the module that computes."""

@@ -11,13 +11,12 @@ from typing import Literal, TypeVar
 
 from torch import nn
 
-from polycast.common.listeners import Listeners
-from polycast.common.own_work import listeners as own_work_listeners
 from polycast.common.versions import versions
-from polycast.engine.recipes.recipe_listeners import listeners as recipe_listeners
+from polycast.plugin import Event, events
 from polycast.region.recording_scaler import listeners as scaler_listeners
 
-from . import compilations, module_calls
+from . import module_calls
+from .compilations import compiling
 from .counting import facts_of
 from .facts import Facts, Run
 from .known_modules import KnownModules
@@ -208,20 +207,20 @@ class _Observing:
     def _resume(self) -> None:
         with ExitStack() as started:  # undone if a signal handler raises in the middle
 
-            def listen(listeners: Listeners[_L], listener: _L) -> None:
-                started.callback(listeners.remove, listener)
-                listeners.add(listener, self._thread)
+            def listen(event: Event[_L], listener: _L, thread: int | None = self._thread) -> None:
+                started.callback(event.remove, listener)
+                event.add(listener, thread)
 
-            listen(compilations.observations, self)
-            # a new function for each observer: remove() removes all equal listeners
-            listen(own_work_listeners, lambda begins: self._observer.note_uncounted(begins))
+            # new functions for each observer: remove() removes all equal listeners
+            listen(compiling, lambda begins: self._observer.note_uncounted(begins), None)  # also in backward passes
+            listen(events.own_work, lambda begins: self._observer.note_uncounted(begins))
             if self._needs_modules:
                 listen(module_calls.observations, self)
             if self._finds_modules:
                 listen(module_calls.before, self._modules.add_called)
             if self._raises:
                 listen(module_calls.after, self.raise_nonfinite)
-            listen(recipe_listeners, self._note_recipe)
+            listen(events.recipe_call, self._note_recipe)
             if self._run.nonfinite != "ignore" or self._run.numerics:
                 load_backend_of_accelerator()  # so that it can be asked whether it captures a graph
             if self._run.nonfinite != "ignore":

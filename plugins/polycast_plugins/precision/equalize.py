@@ -12,8 +12,7 @@ from polycast.common.plain_text import first_of
 from polycast.common.random_state import RandomState
 from polycast.engine.casts.weights import parameter_of
 from polycast.engine.recipes.equalized import activations_of, matrix_of, product_arguments
-from polycast.engine.recipes.recipe_listeners import calibrators
-from polycast.plugin import LowBitKernel, Plan, RecipeLike, read_recipe
+from polycast.plugin import LowBitKernel, Plan, RecipeLike, events, read_recipe
 from polycast.policy.equalization import EqualizedWeight, fingerprint_of
 from polycast.policy.recipe import Recipe
 from polycast.policy.weight_views import TRANSPOSED, WHOLE, parameters_by_name, view_of
@@ -93,8 +92,8 @@ def equalize(model: torch.nn.Module, batches: Iterable[Any], recipe: RecipeLike)
         stack.enter_context(isolated(RandomState(device_type, tensors_of(model, ()))))
         stack.enter_context(run_eagerly())
         stack.enter_context(_in_eval_mode(model))
-        stack.callback(calibrators.remove, products.add)
-        calibrators.add(products.add, threading.get_ident())
+        stack.callback(events.calibration.remove, products.add)
+        events.calibration.add(products.add, threading.get_ident())
         count, _ = find_writes(model, run)
     if not count:
         raise ValueError("there are no batches: equalize needs inputs like those that the model will get")

@@ -14,8 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from polycast import Explanation, Policy, apply_policy, rules_of
-from polycast.engine.recipes.recipe_listeners import listeners as recipe_listeners
-from polycast.plugin import RecipeLike, dtype_name, get_backend
+from polycast.plugin import RecipeLike, dtype_name, events, get_backend
 from polycast.policy.recipe import Recipe
 from polycast.policy.value import PolicyLike
 from polycast.region.explain_op import Op, explain_op
@@ -159,8 +158,8 @@ def _explain_model(
         with ExitStack() as stack:
             stack.enter_context(region)
             stack.enter_context(watched(copied, in_this_thread(calls)))
-            recipe_listeners.add(calls.note_declined)
-            stack.callback(recipe_listeners.remove, calls.note_declined)
+            events.recipe_call.add(calls.note_declined)
+            stack.callback(events.recipe_call.remove, calls.note_declined)
             stack.enter_context(mode)
             stack.enter_context(calls)
             _run(copied, args, kwargs)

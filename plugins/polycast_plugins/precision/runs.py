@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
-from polycast.engine.recipes.recipe_listeners import listeners as recipe_listeners
+from polycast.plugin import events
 from polycast.torch_internals.private_names import are_functorch_transforms_active, has_saved_tensors_hooks
 
 from .calls import CallKey, OpenCall, Watcher, innermost_common, watched_modules
@@ -228,7 +228,7 @@ class TestedRun(ModelRun):
                 both.sides.activate(side)
                 side.state.put(state)
                 both.generators.set(random)
-                recipe_listeners.add(both.record.recipe_counts.note, threading.get_ident())
+                events.recipe_call.add(both.record.recipe_counts.note, threading.get_ident())
                 return self.run()
 
         return make
@@ -322,7 +322,7 @@ def run_both(both: Lockstep) -> tuple[RunResult, RunResult]:
                 stack.enter_context(side.state.on_clones())
                 if both.loss is not None:
                     stack.enter_context(side.gradients.set_aside())
-        stack.callback(recipe_listeners.remove, both.record.recipe_counts.note)
+        stack.callback(events.recipe_call.remove, both.record.recipe_counts.note)
         stack.callback(tested.end)
         stack.callback(reference.end)
         theirs = tested.in_worker()

@@ -13,8 +13,7 @@ from torch.utils._pytree import tree_map_only
 
 from polycast import CastPolicy, Float8, Int4, Int8, WeightCache, autocast
 from polycast.engine.recipes.operators import operator_of
-from polycast.engine.recipes.recipe_listeners import listeners
-from polycast.plugin import LowBitKernel, find_op
+from polycast.plugin import LowBitKernel, events, find_op
 from polycast.policy.recipe import Recipe
 
 from .contract import answer_of
@@ -317,11 +316,11 @@ def _outcomes() -> Iterator[list[str | None]]:
     def note(device_type: str, recipe: str, op: str, reason: str | None) -> None:
         found.append(reason)
 
-    listeners.add(note, threading.get_ident())
+    events.recipe_call.add(note, threading.get_ident())
     try:
         yield found
     finally:
-        listeners.remove(note)
+        events.recipe_call.remove(note)
 
 
 def _layout(tensor: torch.Tensor) -> str:

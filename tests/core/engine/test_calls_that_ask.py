@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import polycast
 from polycast import Int8
-from polycast.engine.recipes.recipe_listeners import listeners
+from polycast.plugin import events
 
 from .int8_linears import X, run
 from .wrapped import Wrapped
@@ -49,11 +49,11 @@ def _listened(layer):
     def listener(*args):
         pass
 
-    listeners.add(listener, threading.get_ident())
+    events.recipe_call.add(listener, threading.get_ident())
     try:
         run(layer, X)
     finally:
-        listeners.remove(listener)
+        events.recipe_call.remove(listener)
 
 
 def _dual(layer):

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import polycast
 from polycast import autocast
-from polycast.engine.recipes.recipe_listeners import listeners
+from polycast.plugin import events
 from polycast_backends.cpu.few_rows import few_rows_availability
 
 AVAILABLE = few_rows_availability()
@@ -51,9 +51,9 @@ def computed():
     def note(device_type, recipe, op, reason):
         found.append((recipe, op, reason))
 
-    listeners.add(note, threading.get_ident())
+    events.recipe_call.add(note, threading.get_ident())
     yield found
-    listeners.remove(note)
+    events.recipe_call.remove(note)
 
 
 def fastest(**options):

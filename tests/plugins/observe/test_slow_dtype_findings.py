@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import polycast
-from polycast.common.own_work import own_work
+from polycast.plugin import events
 from polycast.profiling.measurement import Measurement
 from polycast_plugins.observe import estimates
 from polycast_plugins.observe.facts import Facts, Run
@@ -274,7 +274,7 @@ def test_estimates_are_saved(engine, profiled, tmp_path):
 
 def test_ops_that_measure_a_device_are_not_counted(engine):
     with polycast.observe(), polycast.observe() as seen:
-        with own_work():
+        with events.own_work.during():
             torch.mm(WEIGHT, WEIGHT)
         torch.exp(WEIGHT)
     assert [op.op for op in seen.ops] == ["aten::exp"]

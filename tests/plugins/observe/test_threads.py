@@ -10,7 +10,7 @@ import torch
 from torch._dynamo.callback import CompilationCallbackHandler
 
 import polycast
-from polycast.engine.recipes.recipe_listeners import listeners as recipe_listeners
+from polycast.plugin import events
 from polycast_plugins.observe import call_sites
 from polycast_plugins.observe.observer_library import load_observer
 from polycast_plugins.observe.recorder import read
@@ -284,7 +284,7 @@ def test_interrupted_start_leaves_nothing_in_torch(engine, monkeypatch):
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(recipe_listeners, "add", interrupted)
+    monkeypatch.setattr(events.recipe_call, "add", interrupted)
     handler = CompilationCallbackHandler
     before = torch.nn.Module.__call__, handler.install_callbacks
     with pytest.raises(KeyboardInterrupt):

@@ -8,7 +8,7 @@ from torch import nn
 
 import polycast
 from polycast import Int8
-from polycast.engine.recipes.recipe_listeners import listeners
+from polycast.plugin import events
 
 pytestmark = pytest.mark.usefixtures("int8_in_python")
 RECIPE = Int8(min_size=0)
@@ -107,4 +107,4 @@ def test_a_recipe_that_cannot_be_used_is_refused(model, x, recipe, error, messag
 
 def test_the_listener_is_removed(model, x):
     compare(model, x)
-    assert not listeners
+    assert not events.recipe_call

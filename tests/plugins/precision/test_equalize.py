@@ -10,7 +10,7 @@ from torch import nn
 import polycast
 from polycast import Int8
 from polycast.engine.fastest import slower
-from polycast.engine.recipes.recipe_listeners import calibrators
+from polycast.plugin import events
 from polycast_plugins.precision.equalize import Activations
 
 AVAILABLE = polycast.plugin.get_backend("cpu").recipe_availability(polycast.Int8())
@@ -226,14 +226,14 @@ def test_the_model_is_left_as_it_was(training, engine):
         assert torch.equal(value, state[name][0])
         assert value._version == state[name][1]
     assert all(parameter.grad is None for parameter in model.parameters())
-    assert not calibrators
+    assert not events.calibration
 
 
 def test_an_error_of_the_model_propagates_and_leaves_the_model_as_it_was():
     model = Stateful().train()
     with pytest.raises(RuntimeError, match="running_mean"):
         polycast.equalize(model, [with_outliers(), torch.randn(4, 31)], RECIPE)
-    assert (model.calls, model.training, bool(calibrators)) == (0, True, False)
+    assert (model.calls, model.training, bool(events.calibration)) == (0, True, False)
 
 
 def test_the_products_are_computed_in_float32(engine):

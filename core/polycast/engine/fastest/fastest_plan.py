@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from typing_extensions import override
 
+from ...plugin import events
 from ...policy.dtypes import dtype_name
 from ...policy.recipe_settings import COMPOSED_OPS, POINTWISE_OPS, resolve
 from ...policy.registered import policies_for
@@ -23,7 +24,6 @@ from ..recipes.actions import AS_IT_IS, CACHED_CAST, FALL_BACK, FLOAT32, Action,
 from ..recipes.in_dtype import cast_results, results_of
 from ..recipes.kernel_plan import KernelPlan
 from ..recipes.plan import FLOATS, NO_KERNEL, SMALL, SUBCLASS, Computed, Performed, is_special
-from ..recipes.recipe_listeners import listeners, notify
 from .attention import RecordedAttention
 from .choose_way import NO_FAST_KERNEL, Conversions, Way, choose, is_unsupported, name_of
 from .fastest_recipe import Fastest
@@ -106,11 +106,11 @@ class FastestPlan(KernelPlan):
             found = self.plan_call(op, args, cache, dtype, checked)
         if isinstance(found, str):
             if op not in POINTWISE_OPS:  # which runs as without the recipe
-                notify(self.device_type, self.recipe.short, op, found)
-            return None, None if listeners or found in _UNKEPT else FALL_BACK
-        notify(self.device_type, f"{self.recipe.short}:{name_of(found.way, dtype)}", op, None)
+                self.notify(op, found)
+            return None, None if events.recipe_call or found in _UNKEPT else FALL_BACK
+        self.notify(op, None, name_of(found.way, dtype))
         result, action = self._compute(found, op, args, cache, dtype)
-        return result, None if listeners else action
+        return result, None if events.recipe_call else action
 
     def plan_call(
         self, op: str, args: Sequence[Any], cache: CastCache | None, dtype: torch.dtype, checked: bool = False

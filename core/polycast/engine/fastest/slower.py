@@ -6,15 +6,16 @@ from typing import Any
 
 import torch
 
+from ...plugin import events
 from ...policy.dtypes import dtype_name
 from ...profiling.device_profile import DeviceProfile
-from ...profiling.profile import changed, find
+from ...profiling.profile import find
 from ..recipes.actions import forget_actions
 from .choose_way import Way, bucket, seconds_by_way
 from .cost import seconds_to_cast
 from .workloads import Workload, workload_of
 
-changed.add(forget_actions)  # what was decided by another profile
+events.profile.add(forget_actions)  # what was decided by another profile
 _MARGIN = 1.1
 """A kernel is slower if it takes more than this many times the fast dtype's time: profiles are inexact."""
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ...common.atfork import hold_during_fork
-from ...common.own_work import own_work
+from ...common.events import events
 from ...common.plain_text import first_of
 from ...common.versions import package_versions
 from ...policy.recipe import Recipe
@@ -38,7 +38,7 @@ _lock = threading.Lock()
 hold_during_fork(lambda: [_lock])
 
 
-@own_work()
+@events.own_work.during()
 def load(cache: CastCache, path: Path, model: nn.Module, verify: Verify) -> None:
     """Fill an empty cache from a file; see ``WeightCache.load``."""
     with _refusing(path):

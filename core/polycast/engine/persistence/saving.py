@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...common.own_work import own_work
+from ...common.events import events
 from ...common.versions import package_versions
 from ...policy import tensor_file
 from ...policy.dtypes import dtype_name
@@ -26,7 +26,7 @@ _NOTHING = (
 )
 
 
-@own_work()
+@events.own_work.during()
 def save(cache: CastCache, path: Path, model: nn.Module | None) -> None:
     """Write a cache to a file; see ``WeightCache.save``."""
     stored = cache.stored()

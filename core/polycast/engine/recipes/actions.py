@@ -5,6 +5,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
+from ...common.events import events
 from ...torch_internals.dispatcher import OpOverload
 from .. import state
 
@@ -70,3 +71,7 @@ def forget_actions() -> None:
     A change of a device's backend does so by itself, since the kernels are installed again.
     """
     state.machine.forget_actions()
+
+
+# No action is kept while an event has listeners: the engine then notifies them of each call.
+events.recipe_call.start = events.calibration.start = forget_actions

@@ -15,6 +15,7 @@ import torch
 from typing_extensions import override
 
 from ...common.atfork import hold_during_fork
+from ...common.events import events
 from ...common.interrupts import raise_if_callers
 from ...errors import warn_user
 from ...policy import manifests
@@ -35,7 +36,6 @@ from .operators import traced
 from .plan import FLOATS, NO_KERNEL, RECORDS, SMALL, SUBCLASS, Computed, Performed, Plan, is_special
 from .prepacked_format import PrepackedFormat, format_of
 from .prepacking import prepacked
-from .recipe_listeners import calibrators, listeners, notify
 
 CANNOT_PREPACK = "the weight cannot be prepacked"
 IN_FUNCTION = (
@@ -200,27 +200,25 @@ class KernelPlan(Plan):
             result, action = IN_FUNCTION, FALL_BACK
         elif not checked and is_intercepted():
             result = INTERCEPTED
-        elif calibrators.here():
+        elif events.calibration.here():
             result = self._calibrate(op, args)
         else:
             result, action = self.compute(op, args, cache, checked)
             if result is INTERCEPTED:
                 result = traced(op, self, args, cache)
                 if isinstance(result, torch.Tensor):
-                    return result, None  # the operator notifies listeners when it runs
-        if listeners or calibrators:
+                    return result, None  # the operator notifies when it runs
+        if events.recipe_call or events.calibration:
             action = None  # they are notified of each call
-        reason = result if isinstance(result, str) else None
-        notify(self.device_type, self.recipe.short, op, reason)
+        self.notify(op, result if isinstance(result, str) else None)
         return None if isinstance(result, str) else result, action
 
     def _calibrate(self, op: str, args: Sequence[Any]) -> torch.Tensor | str:
-        """Show a call to the calibrators of this thread, and compute it in float32; or return why it falls back."""
+        """Notify this thread's listeners of a call, and compute it in float32; or return why it falls back."""
         reason = self.unsupported_reason(op, args, with_vetoes=False)  # batches may have other sizes than the program's
         if reason is not None:
             return reason
-        for calibrator in calibrators:
-            calibrator(self, op, args)
+        events.calibration.notify(self, op, args)
         return in_dtype(op, args, torch.float32).to(torch.get_autocast_dtype(self.device_type))
 
     @override

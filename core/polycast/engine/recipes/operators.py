@@ -26,7 +26,6 @@ from ..disable_dynamo import disable_dynamo
 from .compute import plan_for
 from .in_dtype import in_dtype
 from .plan import Plan
-from .recipe_listeners import notify
 
 
 def traced(op: str, plan: Plan, args: Sequence[Any], cache: CastCache | None) -> torch.Tensor | str:
@@ -108,7 +107,7 @@ def _run_in_compiled(op: str, args: Sequence[Any], recipe: str, cache: int, dtyp
                     result, _ = plan.compute(op, args, found)
             else:
                 result, _ = plan.compute(op, args, found)
-            notify(device_type, plan.recipe.short, op, result if isinstance(result, str) else None)
+            plan.notify(op, result if isinstance(result, str) else None)
             return in_dtype(op, args, dtype) if isinstance(result, str) else result
     finally:
         if before is not dtype:

@@ -6,9 +6,10 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
+from ...common.events import events
 from ...policy.recipe_base import Recipe
 from ...registry.backend import Backend, LowBitKernel
-from ...torch_internals.private_names import has_python_key
+from ...torch_internals.private_names import has_python_key, tracing_context
 from ..casts.cast_cache import CastCache
 from .actions import Action, Results
 
@@ -53,7 +54,7 @@ class Plan(ABC):
 
     @abstractmethod
     def perform(self, op: str, args: Sequence[Any], cache: CastCache | None, checked: bool) -> Performed:
-        """Compute an op, and notify listeners.
+        """Compute an op, and :meth:`notify`.
 
         Args:
             op: by its name in the dispatcher.
@@ -73,6 +74,18 @@ class Plan(ABC):
             Its result, or why it falls back; and the action that does the same for calls with the same metadata, or
             None if there is none.
         """
+
+    def notify(self, op: str, reason: str | None, way: str = "") -> None:
+        """Notify the listeners to ``events.recipe_call``, unless a compiler traces: compiled code does when it runs.
+
+        Args:
+            op: by its name in the dispatcher.
+            reason: why the op falls back; None: it was computed.
+            way: the way in which it was computed, of a recipe that has several.
+        """
+        if events.recipe_call and tracing_context() is None:
+            recipe = f"{self.recipe.short}:{way}" if way else self.recipe.short
+            events.recipe_call.notify(self.device_type, recipe, op, reason)
 
     @abstractmethod
     def why_no_kernel(self, op: str) -> str | None:
