@@ -7,27 +7,24 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 
-def lazy_names(
-    module: str, places: Mapping[str, str], explain: Callable[[str], str] | None = None
-) -> Callable[[str], Any]:
+def lazy_names(module: str, places: Mapping[str, str]) -> Callable[[str], Any]:
     """Return the ``__getattr__`` of a module.
 
     Args:
         module: its name.
-        places: the module of the package that has each name, relative to ``polycast``.
-        explain: given an unknown name, returns what to add to the error, or "".
+        places: the module that has each name, relative to the package of the module.
     """
 
     def get(name: str) -> Any:
         if name not in places:
-            raise AttributeError(
-                f"module {module!r} has no attribute {name!r}{'' if explain is None else explain(name)}"
-            )
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        owner = sys.modules[module]
+        assert owner.__spec__ is not None
         gc_enabled = gc.isenabled()
         gc.disable()  # a finalizer may use a name of a module that is partially imported
         try:
-            value = getattr(importlib.import_module(f"polycast.{places[name]}"), name)
-            setattr(sys.modules[module], name, value)
+            value = getattr(importlib.import_module(f".{places[name]}", owner.__spec__.parent), name)
+            setattr(owner, name, value)
         finally:
             if gc_enabled:
                 gc.enable()
