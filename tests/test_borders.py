@@ -14,7 +14,7 @@ CORE, BACKENDS, PLUGINS = (
     SOURCES / folder for folder in ("core/polycast", "backends/polycast_backends", "plugins/polycast_plugins")
 )
 ALLOWED = Path(__file__).parent / "borders.txt"
-INSIDE = {"fastest": ("engine/fastest/", "profiling/"), "out_dtype": ("out_dtype/",)}
+INSIDE = {"fastest": ("engine/fastest/", "profiling/")}
 """The places in the core of what is to become plugins."""
 PUBLISHED = {"polycast", "polycast.plugin", "polycast.errors"}
 

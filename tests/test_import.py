@@ -80,16 +80,8 @@ def test_importing_polycast_imports_only_what_exported_programs_need(seen):
         "polycast.engine.casts",
         "polycast.engine.casts.cached_cast",
         "polycast.errors",
-        "polycast.out_dtype",
         "polycast.plugin",
     }
-
-
-def test_out_dtype_is_the_function_not_the_package():
-    import polycast
-    import polycast.out_dtype.matmul_kernels
-
-    assert polycast.out_dtype is sys.modules["polycast.out_dtype.operator"].out_dtype
 
 
 REGIONS = """

@@ -21,10 +21,10 @@ GENERATED = {"docs/modules.md", "docs/benchmarks.md"}
 LAYERS = [
     {"cli", "testing"},
     {"dropin", "integrations"},
-    {"distributed", "precision"},
+    {"distributed", "out_dtype", "precision"},
     {"observe"},
     {"region"},
-    {"compilers", "out_dtype"},
+    {"compilers"},
     {"engine"},
     {"profiling"},
     {"toolchain"},

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from polycast_plugins.observe.observe import observe as observe
     from polycast_plugins.observe.run_history import RunHistory as RunHistory
     from polycast_plugins.observe.run_log import RunLog as RunLog
+    from polycast_plugins.out_dtype.operator import out_dtype as out_dtype
     from polycast_plugins.precision.compare import compare as compare
     from polycast_plugins.precision.comparison import Comparison as Comparison
     from polycast_plugins.precision.comparison import Reference as Reference
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
     from .engine.persistence.weight_cache import WeightCache as WeightCache
     from .engine.register_op import OpRegistration as OpRegistration
     from .engine.register_op import register_op as register_op
-    from .out_dtype.operator import out_dtype as out_dtype
     from .policy.cast_policy import CastPolicy as CastPolicy
     from .policy.equalization import Equalization as Equalization
     from .policy.recipe import Float8 as Float8
@@ -81,10 +81,6 @@ from .common.lazy_names import lazy_names
 # An exported program may call this operator, so torch has to know it from the start.
 importlib.import_module(".engine.casts.cached_cast", __name__)
 
-# Import the package now, so that a later import does not replace the function of the same name.
-importlib.import_module(".out_dtype", __name__)
-del globals()["out_dtype"]
-
 _LAZY_NAMES = {
     "BackendStatus": "registry.backend_loader",
     "CastPolicy": "policy.cast_policy",
@@ -118,7 +114,6 @@ _LAZY_NAMES = {
     "is_autocast_available": "registry.registry",
     "is_autocast_cache_enabled": "region.thread_state",
     "is_autocast_enabled": "region.thread_state",
-    "out_dtype": "out_dtype.operator",
     "profile": "profiling.profile",
     "register_op": "engine.register_op",
     "remove_policy": "region.module_rules",

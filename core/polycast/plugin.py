@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from .engine.recipes.plan import Plan as Plan
     from .engine.register_backend import register_backend as register_backend
     from .engine.register_backend import unregister_backend as unregister_backend
-    from .out_dtype.matmul_kernels import float32_products as float32_products
     from .policy.cast_policy import CastPolicy as CastPolicy
     from .policy.cast_policy import policy_table as policy_table
     from .policy.dtypes import dtype_name as dtype_name
@@ -44,6 +43,7 @@ if TYPE_CHECKING:
     from .registry.checks import check_recipe as check_recipe
     from .registry.hookspecs import hookimpl as hookimpl
     from .registry.low_bit_matmul import LowBitMatmul as LowBitMatmul
+    from .registry.matmul_kernels import float32_products as float32_products
     from .registry.registry import get_backend as get_backend
     from .toolchain.load_ops import load_ops as load_ops
     from .torch_internals.dispatcher import disable_autocast as disable_autocast
@@ -75,7 +75,7 @@ _PLACES = {
     "dtype_name": "policy.dtypes",
     "events": "common.events",
     "find_op": "policy.schemas",
-    "float32_products": "out_dtype.matmul_kernels",
+    "float32_products": "registry.matmul_kernels",
     "get_backend": "registry.registry",
     "hold_during_fork": "common.atfork",
     "hookimpl": "registry.hookspecs",

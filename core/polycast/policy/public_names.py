@@ -7,6 +7,7 @@ from . import manifests
 _OWN = {
     "dropin": ("patch_torch",),
     "observe": ("Observation", "RunHistory", "RunLog", "observe"),
+    "out_dtype": ("out_dtype",),
     "precision": (
         "Comparison",
         "Evidence",

@@ -46,12 +46,12 @@ def torch_name(name: str, fallback: _T, loss: str, since: tuple[int, int] = (0, 
 
     A name is not counted as missing in a torch older than `since`.
     """
-    losses[name] = loss
+    losses[name] = loss if losses.get(name, loss) == loss else f"{losses[name]}; {loss}"
     try:
         found: _T = find(name)
     except (AttributeError, ImportError):
         if since <= _VERSION:
-            missing[name] = loss
+            missing[name] = losses[name]
         return fallback
     return found
 

@@ -3,14 +3,14 @@
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
 from torch.autograd import forward_ad
 
-from .dispatcher import OpOverload, dispatch_key
+from .dispatcher import dispatch_key
 from .lookup import torch_name
 
 _T = TypeVar("_T")
@@ -183,11 +183,6 @@ storage_use_count: Callable[[int], int] = torch_name(
     lambda storage: sys.maxsize,
     "on the reference engine, casts are not cached in processes of torch.distributed",
 )
-delayed_error: Callable[[str, int], Callable[[torch.Tensor], torch.Tensor]] = torch_name(
-    "torch._C._functions.DelayedError",
-    lambda message, count: torch.Tensor.detach,
-    "results of polycast.out_dtype have no backward, in place of one that raises",
-)
 
 
 @contextlib.contextmanager
@@ -296,18 +291,3 @@ def forget_rules_of_dynamo() -> None:
     clear = getattr(getattr(trace_rules, "get_torch_obj_rule_map", None), "cache_clear", None)
     if clear is not None:
         clear()
-
-
-# ---- torch's own out_dtype.
-
-ops_with_out_dtype: Sequence[OpOverload] = torch_name(
-    "torch._higher_order_ops.out_dtype.ALLOWABLE_OPS", (), "polycast.out_dtype leaves no op to torch's operator"
-)
-higher_dtype: Callable[[torch.dtype, torch.dtype], torch.dtype | None] = torch_name(
-    "torch._prims_common.get_higher_dtype", torch.promote_types, "polycast.out_dtype is one more op where it is traced"
-)
-DeviceContext: type = torch_name(
-    "torch.utils._device.DeviceContext",
-    type("DeviceContext", (), {}),
-    "polycast.out_dtype takes no kernel of a backend's under torch.set_default_device",
-)

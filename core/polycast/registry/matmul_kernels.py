@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from ..registry.backend import KernelKey
 from ..torch_internals.dispatcher import OpOverload
+from .backend import KernelKey
 
 _OPS = torch.ops.aten
 

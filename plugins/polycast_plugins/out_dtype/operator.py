@@ -7,27 +7,47 @@ backend instead; code that traces, transforms or watches ops sees torch's operat
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch.overrides import has_torch_function
 
-from ..engine.casts.weights import caching_is_safe
-from ..errors import BackendNotFoundError, InvalidBackendError
-from ..registry.checks import check_availability
-from ..registry.registry import registry
-from ..torch_internals.dispatcher import OpOverload, disable_autocast, is_any_autocast_enabled
-from ..torch_internals.private_names import (
-    DeviceContext,
-    constant_to_dynamo,
-    delayed_error,
-    function_modes,
-    higher_dtype,
-    is_functional_tensor,
-    ops_with_out_dtype,
+from polycast.engine.casts.weights import caching_is_safe
+from polycast.errors import BackendNotFoundError, InvalidBackendError
+from polycast.plugin import check_availability, disable_autocast, get_backend, torch_name
+
+if TYPE_CHECKING:
+    from torch._ops import OpOverload
+else:
+    OpOverload = type(torch.ops.aten.mm.default)
+
+_TORCH_SUPPORTS: frozenset[OpOverload] = frozenset(
+    torch_name(
+        "torch._higher_order_ops.out_dtype.ALLOWABLE_OPS", (), "polycast.out_dtype leaves no op to torch's operator"
+    )
+)
+_function_modes: Callable[[], list[Any]] = torch_name(
+    "torch.overrides._get_current_function_mode_stack", lambda: [], "polycast.out_dtype does not see function modes"
+)
+_is_functional_tensor: Callable[[torch.Tensor], bool] = torch_name(
+    "torch._is_functional_tensor", lambda tensor: False, "polycast.out_dtype cannot be functionalized"
+)
+_delayed_error: Callable[[str, int], Callable[[torch.Tensor], torch.Tensor]] = torch_name(
+    "torch._C._functions.DelayedError",
+    lambda message, count: torch.Tensor.detach,
+    "results of polycast.out_dtype have no backward, in place of one that raises",
+)
+_higher_dtype: Callable[[torch.dtype, torch.dtype], torch.dtype | None] = torch_name(
+    "torch._prims_common.get_higher_dtype", torch.promote_types, "polycast.out_dtype is one more op where it is traced"
+)
+_DeviceContext: type = torch_name(
+    "torch.utils._device.DeviceContext",
+    type("DeviceContext", (), {}),
+    "polycast.out_dtype takes no kernel of a backend's under torch.set_default_device",
 )
 
-_TORCH_SUPPORTS = frozenset(ops_with_out_dtype)
+
+_T = TypeVar("_T")
 
 
 def out_dtype(op: OpOverload, dtype: torch.dtype, *args: Any) -> torch.Tensor:
@@ -115,9 +135,18 @@ def _on_casts(op: OpOverload, dtype: torch.dtype) -> Callable[..., torch.Tensor]
     return run
 
 
-@constant_to_dynamo  # which cannot trace it
+def _constant_to_dynamo(function: _T) -> _T:
+    """Decorate a function that Dynamo, which cannot trace it, calls while it traces, taking the result for a constant.
+
+    As :func:`torch.compiler.assume_constant_result`, without importing Dynamo.
+    """
+    setattr(function, "_dynamo_marked_constant", True)
+    return function
+
+
+@_constant_to_dynamo
 def _wider(one: torch.dtype, other: torch.dtype) -> torch.dtype:
-    return higher_dtype(one, other) or one  # torch.promote_types is an op too, and would be traced
+    return _higher_dtype(one, other) or one  # torch.promote_types is an op too, and would be traced
 
 
 def _all_plain(args: Sequence[Any]) -> bool:
@@ -125,7 +154,7 @@ def _all_plain(args: Sequence[Any]) -> bool:
     for arg in args:
         kind = type(arg)
         if kind is torch.Tensor or kind is torch.nn.Parameter:
-            if arg.layout is not torch.strided or arg.is_nested or is_functional_tensor(arg):
+            if arg.layout is not torch.strided or arg.is_nested or _is_functional_tensor(arg):
                 return False
         elif isinstance(arg, torch.Tensor):
             return False
@@ -134,9 +163,9 @@ def _all_plain(args: Sequence[Any]) -> bool:
 
 def _overridden(args: Sequence[Any]) -> bool:
     """Return whether something other than ``torch.set_default_device`` overrides torch functions."""
-    modes = function_modes()
+    modes = _function_modes()
     others = [arg for arg in args if not isinstance(arg, torch.Tensor)]
-    return any(type(mode) is not DeviceContext for mode in modes) or any(
+    return any(type(mode) is not _DeviceContext for mode in modes) or any(
         hasattr(arg, "__torch_function__") for arg in others
     )
 
@@ -166,13 +195,13 @@ def _kernel(op: OpOverload, dtype: torch.dtype, tensors: Sequence[torch.Tensor])
             source = tensor.dtype
     if device_type is None or not _usable(device_type):
         return None
-    return registry.find(device_type).kernels.get((op, source, dtype))
+    return get_backend(device_type).kernels.get((op, source, dtype))
 
 
-@constant_to_dynamo  # which cannot trace it
+@_constant_to_dynamo
 def _usable(device_type: str) -> bool:
     try:
-        return check_availability(registry.find(device_type)).available
+        return check_availability(get_backend(device_type)).available
     except BackendNotFoundError:
         return False
 
@@ -180,13 +209,13 @@ def _usable(device_type: str) -> bool:
 def _run(kernel: Callable[..., Any], args: Sequence[Any], tensors: Sequence[torch.Tensor]) -> Any:
     """Call a kernel outside of autocast and autograd. As with torch's operator, backward through its result raises."""
     differentiable = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-    if not differentiable and not is_any_autocast_enabled():
+    if not differentiable and not any(torch.is_autocast_enabled(tensor.device.type) for tensor in tensors):
         return kernel(*args)
     with torch.no_grad(), disable_autocast():
         result = kernel(*args)
     if differentiable and isinstance(result, torch.Tensor) and (result.is_floating_point() or result.is_complex()):
         message = f"Autograd not implemented for {torch.ops.higher_order.out_dtype}"
-        result = delayed_error(message, 1)(result.detach().requires_grad_())
+        result = _delayed_error(message, 1)(result.detach().requires_grad_())
     return result
 
 
