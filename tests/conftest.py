@@ -29,31 +29,12 @@ from polycast.toolchain import load
 from polycast_plugins.observe.recipe_counts import RecipeCounts
 from polycast_plugins.precision import tuner
 
+from .collecting import pytest_addoption, pytest_collection_modifyitems  # noqa: F401  # hooks
+
 DEVICES = torch._C._autocast_supported_devices()
 
 # Programs that tests start say nothing of the processor either; see filterwarnings in pyproject.toml.
 os.environ.setdefault("PYTHONWARNINGS", "ignore:bfloat16 is slow on,ignore:float16 is slow on")
-
-
-def pytest_addoption(parser):
-    parser.addoption("--installed", action="store_true", help="fail where polycast is imported from the source tree")
-
-
-def pytest_collection_modifyitems(config, items):
-    """Refuse ids that differ between the processes of pytest-xdist, and run the suite's import check once."""
-    deselected = []
-    for item in items:
-        if " at 0x" in item.nodeid:
-            raise pytest.UsageError(
-                f"{item.nodeid!r} holds an address, which each process has another of: pass ids=[...]"
-            )
-        if item.originalname == "test_import_leaves_torch_as_it_was":
-            item.add_marker(pytest.mark.slow)  # the suite has no markers of this project
-            if getattr(item, "callspec", None) and item.callspec.params.get("engine") == "reference":
-                deselected.append(item)  # the process that it starts has no engine
-    if deselected:
-        config.hook.pytest_deselected(items=deselected)
-        items[:] = [item for item in items if item not in deselected]
 
 
 @pytest.fixture(scope="module", autouse=True)

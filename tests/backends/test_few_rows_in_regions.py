@@ -125,9 +125,8 @@ def test_explain_shows_it(by_kernel):
     assert "bfloat16 kernel takes 0.01 of bfloat16's time" in told.reason
 
 
-def test_observe_shows_it(engine, by_kernel):
-    if engine == "reference":
-        pytest.skip("the reference engine cannot be observed")
+@pytest.mark.parametrize("engine", ["native"], indirect=True)  # the reference engine cannot be observed
+def test_observe_shows_it(by_kernel):
     layer = nn.Linear(300, 200)
     with autocast("cpu", recipe=by_kernel, cache=WeightCache()), polycast.observe() as seen:
         layer(torch.ones(1, 300))

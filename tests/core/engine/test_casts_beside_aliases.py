@@ -68,9 +68,8 @@ def versioned_aliases(weight):
     return [layer.state_dict(), weight.detach(), weight.view(-1), weight[:2], nn.Parameter(weight)]
 
 
-def test_casts_are_cached_beside_aliases_that_share_the_version_counter(engine):
-    if engine == "reference":
-        pytest.skip("Python cannot tell which aliases share the weight's version counter: nothing is cached")
+@pytest.mark.parametrize("engine", ["native"], indirect=True)  # Python cannot tell which share the version
+def test_casts_are_cached_beside_aliases_that_share_the_version_counter():
     weight, cache = new_weight(), polycast.WeightCache()
     held = versioned_aliases(weight)
     for turn in range(3):

@@ -64,9 +64,8 @@ def test_the_result_may_be_written_where_autograd_records(options, settings):
         assert result.requires_grad
 
 
-def test_casts_of_a_layer_that_a_region_uses_again_are_cached(engine):
-    if engine == "reference":
-        pytest.skip("the reference engine cannot be observed")
+@pytest.mark.parametrize("engine", ["native"], indirect=True)  # the reference engine cannot be observed
+def test_casts_of_a_layer_that_a_region_uses_again_are_cached():
     module = layer().requires_grad_(False)
     with torch.no_grad(), polycast.autocast("cpu"):
         for _ in range(3):

@@ -267,9 +267,8 @@ def test_explain_shows_the_way_and_why(slow, quick, kernel, profile_of):
         assert explained.way == "bfloat16 kernel"
 
 
-def test_observe_has_the_share_of_each_way(engine, profile_of):
-    if engine == "reference":
-        pytest.skip("the reference engine cannot be observed")
+@pytest.mark.parametrize("engine", ["native"], indirect=True)  # the reference engine cannot be observed
+def test_observe_has_the_share_of_each_way(profile_of):
     recipe = Fastest(profile_of(overhead=1e-15, bfloat16={"linear": 3.0, "other": 0.3}))
     layer, matrix = nn.Linear(64, 64), torch.randn(64, 64)
     with autocast("cpu", recipe=recipe), polycast.observe() as seen:

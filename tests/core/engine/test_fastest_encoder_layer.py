@@ -109,9 +109,8 @@ def test_nested_tensors_are_computed_in_the_fast_dtype(profile, request):
 
 
 @pytest.mark.parametrize("profile", ["slow", "quick"])
-def test_its_operations_are_counted_once(engine, profile, request):
-    if engine == "reference":
-        pytest.skip("it cannot be observed")
+@pytest.mark.parametrize("engine", ["native"], indirect=True)  # it cannot be observed
+def test_its_operations_are_counted_once(profile, request):
     module = layer()
     flops = []
     for recipe in ("none", request.getfixturevalue(profile)):
@@ -278,9 +277,8 @@ def test_explain_tells_the_way_of_the_layer(slow):
     assert "the recipe fastest computes it in float32: float32 takes 0.09 of bfloat16's time" in str(call)
 
 
-def test_a_layer_that_repeats_a_call_does_not_ask_python_again(engine, asked, slow):
-    if engine == "reference":
-        pytest.skip("the reference engine is in Python")
+@pytest.mark.parametrize("engine", ["native"], indirect=True)  # the reference engine is in Python
+def test_a_layer_that_repeats_a_call_does_not_ask_python_again(asked, slow):
     module = layer()
     with autocast("cpu", recipe=slow):
         for _ in range(3):

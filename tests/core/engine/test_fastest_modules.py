@@ -83,9 +83,8 @@ def test_fused_attention_has_torchs_bits_where_the_fast_dtype_is_faster(quick):
         assert all(torch.equal(*pair) for pair in zip(flat(module(X, X, X)), expected, strict=True))
 
 
-def test_a_module_that_repeats_a_call_does_not_ask_python_again(engine, asked, slow):
-    if engine == "reference":
-        pytest.skip("the reference engine is in Python")
+@pytest.mark.parametrize("engine", ["native"], indirect=True)  # the reference engine is in Python
+def test_a_module_that_repeats_a_call_does_not_ask_python_again(asked, slow):
     module = attention()
     with autocast("cpu", recipe=Fastest(slow)):
         first, again = flat(module(X, X, X)), flat(module(X, X, X))

@@ -160,10 +160,9 @@ def test_nothing_is_saved_for_gradients_that_are_not_needed(slow):
     assert saved == [torch.bfloat16]
 
 
+@pytest.mark.parametrize("op", [name for name in OPS if name not in FUSED], indirect=True)
 def test_the_gradient_of_a_gradient(op, recipe):
     function, x, weight = op
-    if function in [each for each, _ in FUSED.values()]:
-        pytest.skip("torch's fused attention has no second derivative")
 
     def penalty(x, weight, region):
         with region:

@@ -163,9 +163,8 @@ def test_a_write_that_raises_halfway_is_seen(regions):
 
 @with_each_cache
 @pytest.mark.parametrize("name", ["numpy", "data"])
-def test_a_write_through_a_method_looked_up_before_is_seen(regions, name, engine):
-    if engine == "reference":
-        pytest.skip("it hooks attributes of torch.Tensor: docs/limits.md")
+@pytest.mark.parametrize("engine", ["native"], indirect=True)  # the other hooks torch.Tensor: docs/limits.md
+def test_a_write_through_a_method_looked_up_before_is_seen(regions, name):
     weight = frozen()
     with regions() as region:
         for _ in range(3):

@@ -201,9 +201,8 @@ def test_tune_finds_what_must_leave_it(model, x, recipe):
     assert error(result, model(x)) <= 0.02
 
 
-def test_observing_counts_its_share(model, x, recipe, engine):
-    if engine == "reference":
-        pytest.skip("the reference engine cannot be observed")
+@pytest.mark.parametrize("engine", ["native"], indirect=True)  # the reference engine cannot be observed
+def test_observing_counts_its_share(model, x, recipe):
     with polycast.observe(model) as seen:
         run(model, x, recipe)
     large, small = 2 * 300 * 256, 300 * 8
