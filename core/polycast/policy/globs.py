@@ -11,7 +11,6 @@ MAX_ALTERNATIVES = 1000
 # A set in brackets, which may begin with a closing bracket, or a single character.
 _TOKENS = re.compile(r"\[(?:!?\][^].]*|[^].]+)\]|.", re.DOTALL)
 _RANGES = re.compile(r".-.|.", re.DOTALL)
-_SPECIAL = re.compile(r"[*?\[\]{}]")
 
 # In what follows, each part of a name has a dot before it, so that parts can be repeated.
 _PART = r"\.[^.]*"
@@ -34,12 +33,6 @@ def compile_glob(text: str) -> Callable[[str], bool]:
     globs = [_pattern(tokens, numbers) for tokens in _expand_braces(_TOKENS.findall(text))]
     matches = re.compile("|".join(globs), re.DOTALL).fullmatch
     return lambda name: matches(f".{name}" if name else "") is not None
-
-
-def escape(name: str) -> str:
-    """Return the glob that matches one name."""
-    escaped = _SPECIAL.sub(r"[\g<0>]", name)
-    return f"[c]{escaped[1:]}" if escaped.startswith("class:") else escaped
 
 
 def _expand_braces(tokens: list[str]) -> list[list[str]]:

@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
@@ -80,11 +80,6 @@ UnmanagedAutocast: type[Any] = torch_name(
     "while torch is patched, the regions in graphs become polycast's",
     since=(2, 12),
 )
-DispatchMode: Any = torch_name(
-    "torch.utils._python_dispatch.TorchDispatchMode",
-    contextlib.nullcontext,
-    "polycast.tune(over='ops') chooses from the ops of the backend's table only",
-)
 _dispatch_keys: Callable[[torch.Tensor], Any] | None = torch_name(
     "torch._C._dispatch_keys", None, "recipes do not compute with subclasses of tensors"
 )
@@ -149,23 +144,6 @@ is_fwd_grad_enabled: Callable[[], bool] = torch_name(
 current_graph_task_id: Callable[[], int] = torch_name(
     "torch._C._current_graph_task_id", lambda: 0, "recipes compute under torch.inference_mode() only"
 )
-_top_saved_tensors_hooks: Callable[[bool], Any] = torch_name(
-    "torch._C._autograd._top_saved_tensors_default_hooks",
-    lambda ignore_is_tracing: None,
-    "polycast.compare needs more memory for models with torch.utils.checkpoint",
-)
-
-
-def has_saved_tensors_hooks() -> bool:
-    """Return whether hooks of ``torch.autograd.graph.saved_tensors_hooks`` are active in this thread."""
-    return _top_saved_tensors_hooks(True) is not None
-
-
-will_execute: Callable[[Any], bool] = torch_name(
-    "torch._C._will_engine_execute_node",
-    lambda node: True,
-    "polycast.compare does not see the gradients of modules of which an input or output has none",
-)
 tensor_base: Any = torch.Tensor.__base__
 is_alias_of: Callable[[torch.Tensor, torch.Tensor], bool] = torch_name(
     "torch._C._is_alias_of", lambda tensor, other: False, "views of weights are cast at each use"
@@ -183,24 +161,6 @@ storage_use_count: Callable[[int], int] = torch_name(
     lambda storage: sys.maxsize,
     "on the reference engine, casts are not cached in processes of torch.distributed",
 )
-
-
-@contextlib.contextmanager
-def without_post_accumulate_grad_hooks(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Suspend the hooks of :meth:`torch.Tensor.register_post_accumulate_grad_hook` for a block.
-
-    Without the attribute, which torch 2.11 to 2.15 have, they are not suspended.
-    """
-    suspended = [
-        (hooks, dict(hooks)) for each in parameters if (hooks := getattr(each, "_post_accumulate_grad_hooks", None))
-    ]
-    try:
-        for hooks, _ in suspended:  # setting the attribute to None would not remove them from the parameter
-            hooks.clear()
-        yield
-    finally:
-        for hooks, before in suspended:
-            hooks.update(before)
 
 
 # ---- Compilers.

@@ -10,10 +10,15 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 
-from polycast.plugin import dtype_name
+from polycast.plugin import dtype_name, torch_name
 
 from .values import copied, tensors_in
 
+DispatchMode: Any = torch_name(
+    "torch.utils._python_dispatch.TorchDispatchMode",
+    nullcontext,
+    "polycast.tune(over='ops') chooses from the ops of the backend's table only",
+)
 CallKey = tuple[tuple[str, int], ...]
 """Identifies a call: for each call around it and itself the name of the module, and its number within the caller."""
 COMPILED_CALL = "_compiled_call_impl"

@@ -1,5 +1,6 @@
 """The candidates of ``tune``, modules, blocks of them or ops, and the policy of a choice of them."""
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -7,19 +8,16 @@ from typing import Any
 
 import torch
 
-from polycast import CastPolicy, NoRecipe, Policy, autocast
-from polycast.engine.kernels import refusal
-from polycast.plugin import dtype_name, find_op, get_backend
-from polycast.policy.globs import escape
-from polycast.policy.modules import FP32, ModuleFinder
-from polycast.policy.names import OpName, known_overloads, ops_with, read_op
-from polycast.policy.recipe import Recipe
-from polycast.torch_internals.dispatcher import OpOverload
-from polycast.torch_internals.private_names import DispatchMode
+from polycast import CastPolicy, NoRecipe, Policy, apply_policy, autocast
+from polycast.plugin import Recipe, dtype_name, find_op, get_backend
 
-from .calls import ModelCall, may_come_from_policy, run_eagerly
+from .calls import DispatchMode, ModelCall, may_come_from_policy, run_eagerly
 from .minimal_set import Choice
 from .profiling_run import ModelProfile
+
+_FP32 = CastPolicy.FP32.value
+_SPECIAL = re.compile(r"[*?\[\]{}]")
+_BANNED = re.compile(r"(\S+?)(\.\S+)? is unsafe to autocast on ")
 
 
 @dataclass(frozen=True)
@@ -68,14 +66,13 @@ class Blocks:
         """
         self.called = profile.by_name()
         self._names = {module: each.name for module, each in profile.modules.items()}
-        finder = ModuleFinder(model)
         self.excluded = frozenset(
-            name for glob in exclude for _, inside in self._matches(finder, glob, "exclude") for name in inside
+            name for glob in exclude for _, inside in self._matches(model, glob, "exclude") for name in inside
         )
         if candidates is None:
             self.candidate_of = {name: name for name in self.called if name not in self.excluded}
         else:
-            found = [match for glob in candidates for match in self._matches(finder, glob, "candidates")]
+            found = [match for glob in candidates for match in self._matches(model, glob, "candidates")]
             blocks = {
                 name: match
                 for match, inside in sorted(found, key=lambda each: -len(each[1]))
@@ -87,15 +84,18 @@ class Blocks:
         if not self.names:
             raise _nothing_to_choose(candidates)
 
-    def _matches(self, finder: ModuleFinder, glob: str, argument: str) -> Iterator[tuple[str, list[str]]]:
+    def _matches(self, model: torch.nn.Module, glob: str, argument: str) -> Iterator[tuple[str, list[str]]]:
         """Yield each match, and the names of the modules in it that are called."""
         called = self._names
         try:
-            found = finder.find(glob)
+            with apply_policy(model, Policy(modules={glob: _FP32})) as applied:
+                found = list(applied.rules)
         except ValueError as error:
-            raise ValueError(str(error).replace("modules[", f"{argument}[", 1)) from None
+            text = str(error).removeprefix("policy: ").replace("modules[", f"{argument}[", 1)
+            raise ValueError(text) from None
         matches = {}
-        for name, module in found.items():
+        for name in found:
+            module = model.get_submodule(name)
             inside = [called[each] for each in module.modules() if each in called]
             if inside:
                 matches[called.get(module, name)] = inside
@@ -155,14 +155,14 @@ class ModuleCandidates:
             if chosen or each.has_parameters or not around:
                 states[each.name] = {wanted}
                 if around != {wanted}:
-                    rules[escape(each.name)] = wanted
+                    rules[glob_of(each.name)] = wanted
             else:
                 states[each.name] = around
         return Policy(modules=rules, name=name)
 
     def _wanted(self, name: str, candidate: str | None, choice: Choice) -> str | Recipe:
         if name in self._blocks.excluded or candidate in choice.members:
-            return FP32
+            return _FP32
         return self._fast if self._recipe is None or candidate in choice.in_fast_dtype else self._recipe
 
 
@@ -171,16 +171,16 @@ class OpCandidates:
 
     def __init__(self, recipe: Recipe | None = None, excluded: Iterable[str] = ()) -> None:
         self._excluded = tuple(excluded)
-        self._of_recipe = frozenset() if recipe is None else recipe.overloads
+        self._of_recipe = set() if recipe is None else {_short(each) for each in recipe.overloads}
 
     def can_leave_recipe(self, name: str) -> bool:
         """Return whether a candidate can leave the recipe for the fast dtype."""
-        return not self._of_recipe.isdisjoint(known_overloads(read_op(name)))
+        return name in self._of_recipe
 
     def policy(self, choice: Choice, name: str = "") -> Policy:
         """Return policies for the chosen ops; recipes do not compute ops that have a policy."""
         kept = dict.fromkeys(choice.in_fast_dtype, CastPolicy.LOWER_PRECISION_FP.value)
-        return Policy(ops={**dict.fromkeys((*self._excluded, *choice.members), FP32), **kept}, name=name)
+        return Policy(ops={**dict.fromkeys((*self._excluded, *choice.members), _FP32), **kept}, name=name)
 
 
 def ops_seen(model: torch.nn.Module, call: ModelCall, region: autocast) -> list[str]:
@@ -192,21 +192,22 @@ def ops_seen(model: torch.nn.Module, call: ModelCall, region: autocast) -> list[
     """
     backend = get_backend(region.device)
     lower = [name for name, policy in backend.policies.items() if policy is CastPolicy.LOWER_PRECISION_FP]
-    banned = {refusal(backend, name): OpName.of_overload(name).qualified for name in lower}
+    banned = dict.fromkeys(name.partition(".")[0] for name in lower)
     found: list[str] = []
     while banned:
-        ban = Policy(ops=dict.fromkeys(banned.values(), CastPolicy.BANNED))
+        ban = Policy(ops=dict.fromkeys(banned, CastPolicy.BANNED))
         try:
             with run_eagerly(), region, autocast(region.device, region.fast_dtype, policy=ban):
                 call.run(model)
         except Exception as error:
             if not may_come_from_policy(error):
                 raise
-            stopped_at = next((banned[text] for text in _texts(error) if text in banned), None)
+            refused = (match[1] for text in _texts(error) if (match := _BANNED.match(text)))
+            stopped_at = next((name for name in refused if name in banned), None)
             if stopped_at is None:
                 break
             found.append(stopped_at)
-            banned = {text: name for text, name in banned.items() if name != stopped_at}
+            del banned[stopped_at]
         else:
             break
     below = _Below()
@@ -216,9 +217,9 @@ def ops_seen(model: torch.nn.Module, call: ModelCall, region: autocast) -> list[
     except Exception as error:
         if not may_come_from_policy(error):
             raise
-    known = {OpName.of_overload(name).qualified for name in backend.policies} | {"aten::_to_copy"}
+    known = {name.partition(".")[0] for name in backend.policies} | {"aten::_to_copy"}
     found += [name for name in below.names if name not in known and _can_be_float32(name)]
-    return [read_op(name).short for name in found]
+    return [_short(name) for name in found]
 
 
 def chosen_ops(
@@ -247,6 +248,17 @@ def _matching(seen: list[str], globs: Iterable[str], argument: str) -> list[str]
     return [name for name in seen if name in found]
 
 
+def _short(op: str) -> str:
+    """Return the name of an op, given that of an overload in the dispatcher, without the namespace ``aten``."""
+    return op.partition(".")[0].removeprefix("aten::")
+
+
+def glob_of(name: str) -> str:
+    """Return the glob that matches the name of one module."""
+    escaped = _SPECIAL.sub(r"[\g<0>]", name)
+    return f"[c]{escaped[1:]}" if escaped.startswith("class:") else escaped
+
+
 def _texts(error: BaseException | None) -> Iterator[str]:
     """Yield the texts of an exception and of its causes and contexts."""
     while error is not None:
@@ -261,21 +273,21 @@ class _Below(DispatchMode):  # type: ignore[misc]
         super().__init__()
         self.names: dict[str, None] = {}
 
-    def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names[OpName.of_overload(str(func.name())).qualified] = None  # type: ignore[no-untyped-call]
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names[func.name().partition(".")[0]] = None
         return func(*args, **(kwargs or {}))
 
 
 def _can_be_float32(name: str) -> bool:
     """Return whether an op computes tensors from tensors, and can have the policy "fp32"."""
     try:
-        overloads = ops_with(read_op(name), CastPolicy.FP32)
+        overloads = Policy({name: _FP32}).ops.resolved
     except ValueError:
         return False
     return any(_computes(op) for each in overloads if (op := find_op(each)) is not None)
 
 
-def _computes(op: OpOverload) -> bool:
+def _computes(op: Any) -> bool:
     schema = op._schema
     takes = any("Tensor" in str(argument.type) for argument in schema.arguments)
     return takes and any("Tensor" in str(each.type) and each.alias_info is None for each in schema.returns)

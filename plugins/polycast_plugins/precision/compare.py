@@ -17,8 +17,7 @@ import torch
 from polycast import NoRecipe, Policy, apply_policy, autocast
 from polycast.common.random_state import RandomState
 from polycast.errors import warn_user
-from polycast.plugin import RecipeLike, check_availability, check_recipe, get_backend, read_recipe
-from polycast.policy.recipe import Recipe
+from polycast.plugin import Recipe, RecipeLike, check_availability, check_recipe, get_backend, read_recipe
 from polycast.policy.value import PolicyLike
 from polycast.region.resolve import why_disabled
 

@@ -9,9 +9,8 @@ import torch
 
 from polycast.common.html_table import html_lines, html_table
 from polycast.common.plain_text import as_text, under_the_head
-from polycast.plugin import RecipeLike, dtype_name
+from polycast.plugin import Recipe, RecipeLike, dtype_name
 from polycast.policy.plain_data import plain_fields
-from polycast.policy.recipe import Recipe
 from polycast.policy.value import PolicyLike
 from polycast_plugins.observe.recipe_counts import recipe_lines
 from polycast_plugins.observe.records import LowBit

@@ -8,15 +8,13 @@ from typing import Any, NamedTuple
 import torch
 
 from polycast import Policy
-from polycast.common.cpu_info import processor_name
 from polycast.common.html_table import html_lines
 from polycast.common.plain_text import in_ascii
 from polycast.engine.choice import choose_engine
-from polycast.plugin import dtype_name
+from polycast.plugin import Recipe, dtype_name, get_backend
 from polycast.policy import files
 from polycast.policy.files import PolicyPath
 from polycast.policy.plain_data import plain_fields
-from polycast.policy.recipe import Recipe
 
 from .minimal_set import Members, Trial
 from .timing import Timings
@@ -201,6 +199,6 @@ def machine(device_type: str) -> dict[str, Any]:
         "torch": torch.__version__,
         "engine": choose_engine().name,
         **({"device": device.get_device_name()} if hasattr(device, "get_device_name") else {}),
-        "processor": processor_name(),
+        "processor": get_backend("cpu").device_details()["name"],
         "threads": torch.get_num_threads(),
     }

@@ -14,14 +14,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from polycast import Explanation, Policy, apply_policy, rules_of
-from polycast.plugin import RecipeLike, dtype_name, events, get_backend
-from polycast.policy.recipe import Recipe
+from polycast.plugin import Recipe, RecipeLike, dtype_name, events, get_backend
 from polycast.policy.value import PolicyLike
 from polycast.region.explain_op import Op, explain_op
-from polycast.torch_internals.dispatcher import OpOverload
-from polycast.torch_internals.private_names import DispatchMode
 
-from .calls import ModelCall, device_of, in_this_thread, watched
+from .calls import DispatchMode, ModelCall, device_of, in_this_thread, watched
 from .compare import enabled_region, wanted_recipe
 from .model_explanation import ModelExplanation, ModuleExplanation
 from .values import tensors_in
@@ -301,7 +298,7 @@ def _floating(tensors: Iterable[torch.Tensor]) -> Iterator[torch.dtype]:
     return (each.dtype for each in tensors if each.is_floating_point())
 
 
-def _computes_in(op: OpOverload, args: tuple[Any, ...]) -> str | None:
+def _computes_in(op: Any, args: tuple[Any, ...]) -> str | None:
     """Return the dtype or the recipe that an op computes in; None if it computes nothing on floating-point numbers."""
     names = [argument.name for argument in op._schema.arguments]
     if op.namespace == "polycast":

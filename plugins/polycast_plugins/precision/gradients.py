@@ -11,16 +11,23 @@ from typing import Any
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-from polycast.torch_internals.private_names import will_execute, without_post_accumulate_grad_hooks
+from polycast.plugin import torch_name
 
 from .calls import CallKey
 from .isolation import Situation
 from .values import replaced, tensors_in
 
+_will_execute: Callable[[Any], bool] = torch_name(
+    "torch._C._will_engine_execute_node",
+    lambda node: True,
+    "polycast.compare does not see the gradients of modules of which an input or output has none",
+)
 ModulesById = Mapping[int, torch.nn.Module]
 LOSS = "(loss)"
 """Stands for the loss among the names of modules."""
 Gradients = list[torch.Tensor | None]
+_HOOKS = "_post_accumulate_grad_hooks"
+"""The attribute of tensors with :meth:`torch.Tensor.register_post_accumulate_grad_hook`'s, in torch 2.11 to 2.15."""
 
 
 def floating(value: object) -> list[torch.Tensor]:
@@ -97,7 +104,7 @@ class GradientCall:
 
     def _receive(self, node: Any) -> None:
         if not self._count:  # each node that runs calls the hooks of its tensors; torch does not count the first node
-            self._count = sum(each is node or will_execute(each) for each in self._nodes)
+            self._count = sum(each is node or _will_execute(each) for each in self._nodes)
         self._count -= 1
         if not self._count:
             self._done(self)
@@ -284,9 +291,14 @@ class ParameterGradients:
         Hooks that run after gradients are accumulated do not run in it: they may update parameters.
         """
         before = self.current()
-        with without_post_accumulate_grad_hooks(self.parameters):
+        hooks = [each for parameter in self.parameters if (each := getattr(parameter, _HOOKS, None))]
+        suspended = [dict(each) for each in hooks]
+        try:
+            for each in hooks:  # setting the attribute to None would not remove them from the parameter
+                each.clear()
             self.put(self.none())
-            try:
-                yield
-            finally:
-                self.put(before)
+            yield
+        finally:
+            self.put(before)
+            for each, kept in zip(hooks, suspended, strict=True):
+                each.update(kept)

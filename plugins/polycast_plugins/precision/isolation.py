@@ -23,9 +23,8 @@ import torch
 from polycast import Snapshot
 from polycast.common.random_state import RandomState
 from polycast.plugin import hold_during_fork
-from polycast.torch_internals.private_names import version_of
 
-from .values import cloned
+from .values import cloned, version_of
 
 _T = TypeVar("_T")
 _ABSENT: Any = object()

@@ -8,9 +8,8 @@ import torch
 
 from polycast.common.html_table import html_lines, html_table
 from polycast.common.plain_text import as_text, under_the_head
-from polycast.plugin import dtype_name
+from polycast.plugin import Recipe, dtype_name
 from polycast.policy.plain_data import plain_fields
-from polycast.policy.recipe import Recipe
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
-from polycast.plugin import events
-from polycast.torch_internals.private_names import are_functorch_transforms_active, has_saved_tensors_hooks
+from polycast.plugin import events, torch_name
 
 from .calls import CallKey, OpenCall, Watcher, innermost_common, watched_modules
 from .gradients import (
@@ -29,6 +28,14 @@ from .repeated import RepeatableCall, Repeater
 from .sides import Side
 from .values import copied
 
+_are_functorch_transforms_active: Callable[[], bool] = torch_name(
+    "torch._C._are_functorch_transforms_active", lambda: True, "polycast.compare compares no modules"
+)
+_saved_tensors_hooks: Callable[[bool], Any] = torch_name(
+    "torch._C._autograd._top_saved_tensors_default_hooks",
+    lambda ignore_is_tracing: None,
+    "polycast.compare needs more memory for models with torch.utils.checkpoint",
+)
 _EARLY = 16
 """The number of calls whose gradients the tested run may know before the reference's run."""
 
@@ -93,7 +100,7 @@ class ModelRun:
 
     def _is_recomputed_in_place(self) -> bool:
         """Return whether torch.utils.checkpoint computes a call again whose gradients are pending already."""
-        return self.in_backward and has_saved_tensors_hooks()
+        return self.in_backward and _saved_tensors_hooks(True) is not None
 
     def _pending_call(self, key: CallKey, module: torch.nn.Module, arguments: Any) -> tuple[Any, GradientCall]:
         """Return the arguments of a call, with which its gradients can be told from others, and the pending call."""
@@ -129,7 +136,7 @@ class ReferenceRun(ModelRun):
 
     def enter(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Handle a call."""
-        if are_functorch_transforms_active():  # the values of its tensors cannot be read
+        if _are_functorch_transforms_active():  # the values of its tensors cannot be read
             return None
         if self._repeater.current is not None:
             return self._repeater.current.enter(module, args, kwargs)
@@ -151,7 +158,7 @@ class ReferenceRun(ModelRun):
 
     def leave(self, module: torch.nn.Module, output: Any) -> Any:
         """Handle the return of a call."""
-        if are_functorch_transforms_active():
+        if _are_functorch_transforms_active():
             return None
         if self._repeater.current is not None:
             return self._repeater.current.leave(module, output)
@@ -235,7 +242,7 @@ class TestedRun(ModelRun):
 
     def enter(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Handle a call."""
-        if module not in self._side.names or are_functorch_transforms_active():
+        if module not in self._side.names or _are_functorch_transforms_active():
             return None
         key = (self._open[-1][0] if self._open else self._around).key_inside(self._side.names[module])
         given, pending = None, None
@@ -246,7 +253,7 @@ class TestedRun(ModelRun):
 
     def leave(self, module: torch.nn.Module, output: Any) -> None:
         """Handle the return of a call."""
-        if module not in self._side.names or are_functorch_transforms_active():
+        if module not in self._side.names or _are_functorch_transforms_active():
             return
         call, arguments, pending = self._open.pop()
         while call.module is not module:

@@ -17,8 +17,7 @@ from typing import TypeVar
 import torch
 
 from polycast import ModuleRules, Policy, apply_policy, autocast
-from polycast.plugin import dtype_name
-from polycast.policy.recipe import Recipe
+from polycast.plugin import Recipe, dtype_name
 
 from .calls import COMPILED_CALL, run_eagerly, set_stance
 from .gradients import ParameterGradients

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from polycast import Policy, apply_policy, autocast
-from polycast.policy.dtypes import FLOAT32
 
 from .calls import Calls, in_this_thread, may_come_from_policy, watched
 from .candidates import Block
@@ -24,6 +23,7 @@ _RACE_ROUNDS = 15
 _SLOW_ROUNDS = 7
 _SLOW = 0.2
 """Calls that take this many seconds or more are timed in fewer rounds."""
+FLOAT32 = "float32"
 PLAIN_REGION = "the region without a policy"
 BY_PROFILE = "float32 where the profile says that it is faster"
 _ROUNDS = 7

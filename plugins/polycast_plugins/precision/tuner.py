@@ -15,10 +15,8 @@ from polycast.engine.fastest.workloads import Workload, workload_of
 from polycast.errors import warn_user
 from polycast.policy.schemas import flatten_arguments
 from polycast.profiling.profile import find_ignoring_errors
-from polycast.torch_internals.dispatcher import OpOverload
-from polycast.torch_internals.private_names import DispatchMode
 
-from .calls import Calls, in_this_thread, may_come_from_policy, tensors_of, text_of, watched
+from .calls import Calls, DispatchMode, in_this_thread, may_come_from_policy, tensors_of, text_of, watched
 from .candidates import Blocks, ModuleCandidates, OpCandidates, candidates_in, chosen_ops, ops_seen
 from .compare import compare_with_float32, progress
 from .evidence import Evidence, Holdout, Tuned, machine
@@ -63,11 +61,10 @@ class _ProfileClock(DispatchMode):  # type: ignore[misc]
         while self._open.pop() is not module:
             pass
 
-    def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if self._open and isinstance(result, torch.Tensor) and result.dtype is self._dtype:
-            name: Any = func.name()  # type: ignore[no-untyped-call]
-            workload = _workload_of(name, flatten_arguments(func, args, kwargs or {}))
+            workload = _workload_of(func.name(), flatten_arguments(func, args, kwargs or {}))
             found = {} if workload is None else seconds_by_way(self._profile, workload, self._ways)
             if len(found) == len(self._ways):
                 of_module = self.seconds.setdefault(self._open[-1], dict.fromkeys(self._ways, 0.0))

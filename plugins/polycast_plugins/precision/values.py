@@ -3,7 +3,7 @@
 import copy
 import math
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -12,11 +12,17 @@ from typing import Any, TypeVar
 import torch
 from torch.overrides import TorchFunctionMode
 
-from polycast.engine.overlap import overlap
+from polycast.plugin import torch_name
 from polycast.policy.plain_data import plain_fields
-from polycast.torch_internals.private_names import version_of
 
 _T = TypeVar("_T")
+_TRANSFORMED = "polycast.compare does not see writes to arguments of modules under functorch transforms"
+_is_wrapped: Callable[[torch.Tensor], bool] = torch_name(
+    "torch._C._functorch.is_functorch_wrapped_tensor", lambda tensor: False, _TRANSFORMED
+)
+_unwrapped: Callable[[torch.Tensor], torch.Tensor] = torch_name(
+    "torch._C._functorch.get_unwrapped", lambda tensor: tensor.detach(), _TRANSFORMED
+)
 _CHUNK = 1 << 20
 """The number of elements compared at once, in float64 on the host, because not every device supports float64."""
 
@@ -121,7 +127,7 @@ def replaced(value: _T, tensors: Mapping[int, object], modules: Mapping[int, tor
 
 
 def _aliases(value: object) -> set[int]:
-    """Return the ids of the tensors in a value that overlap others in it."""
+    """Return the ids of the tensors in a value whose ranges of a storage overlap those of others in it."""
     by_storage: dict[int, dict[int, torch.Tensor]] = {}
     for _, tensor in tensors_in(value):
         with suppress(NotImplementedError):  # sparse tensors and some subclasses have no storage
@@ -130,8 +136,33 @@ def _aliases(value: object) -> set[int]:
         key
         for tensors in by_storage.values()
         for key, one in tensors.items()
-        if any(one is not other and overlap(one, other) for other in tensors.values())
+        if any(one is not other and _overlap(_range(one), _range(other)) for other in tensors.values())
     }
+
+
+def _range(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the range of its storage that a tensor spans, in bytes."""
+    if not tensor.numel():
+        return 0, 0
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    first, last = int(tensor.storage_offset()), int(last)
+    return first * tensor.element_size(), (first + last + 1) * tensor.element_size()
+
+
+def _overlap(one: tuple[int, int], other: tuple[int, int]) -> bool:
+    return one[0] < other[1] and other[0] < one[1]
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """Return a number that grows with each write to a tensor; 0 for a tensor made in inference mode, which has none."""
+    try:
+        version = tensor._version
+    except RuntimeError:
+        return 0
+    while _is_wrapped(tensor):  # each level of functorch counts its own writes
+        tensor = _unwrapped(tensor)
+        version += tensor._version
+    return version
 
 
 class Contents:

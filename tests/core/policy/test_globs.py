@@ -3,11 +3,9 @@
 import re
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from polycast import Policy
-from polycast.policy.globs import compile_glob, escape
+from polycast.policy.globs import compile_glob
 
 LAYERS = ["", "layers", *(f"layers.{i}" for i in range(13)), "layers.10.attn", "layers.11.attn.q", "h1x", "h15", "h07"]
 NUMBERS = "would be one character out of a set, and looks like numbers"
@@ -68,21 +66,6 @@ def test_a_number_range_matches_whole_numbers():
 def test_an_ambiguous_glob_is_refused(glob, problem):
     with pytest.raises(ValueError, match=re.escape(problem)):
         Policy(modules={glob: "fp32"})
-
-
-PARTS = st.text(st.characters(exclude_characters=".", exclude_categories=["Cs"]), min_size=1)
-
-
-@settings(deadline=None)
-@given(st.lists(PARTS, min_size=1, max_size=3).map(".".join), st.lists(PARTS, max_size=5))
-def test_an_escaped_name_matches_only_itself(name, others):
-    assert not escape(name).startswith("class:")
-    assert found(escape(name), dict.fromkeys([name, *others])) == [name]
-
-
-@pytest.mark.parametrize("name", ["*", "**", "a[0]", "[0-11]", "{a,b}", "class:torch.nn.Linear", "a?", "]", "[", "[]"])
-def test_a_name_of_special_characters_can_be_escaped(name):
-    assert found(escape(name), [name, "a", "b", "0", "a0", "torch"]) == [name]
 
 
 @pytest.mark.parametrize(

@@ -8,13 +8,12 @@ import torch
 from torch import nn
 
 import polycast
-from polycast.policy.dtypes import FLOAT32
 from polycast_plugins.precision import timing
 from polycast_plugins.precision.calls import ModelCall, in_this_thread, watched
 from polycast_plugins.precision.candidates import Blocks
 from polycast_plugins.precision.minimal_set import NO_POLICY, Choice
 from polycast_plugins.precision.profiling_run import profile_runs
-from polycast_plugins.precision.timing import PLAIN_REGION, ModelTimer, ModuleClock, Race, pick_fastest
+from polycast_plugins.precision.timing import FLOAT32, PLAIN_REGION, ModelTimer, ModuleClock, Race, pick_fastest
 
 
 class Made(Race):
