@@ -2,9 +2,10 @@
 
 - A device: :class:`Backend`, :class:`Availability`, the hook marker :data:`hookimpl`; :func:`get_backend`,
   :func:`register_backend`, :func:`unregister_backend`.
+- What is added to a device of another package: :class:`Extension`, :func:`get_extensions`.
 - Its op table: :class:`CastPolicy`, :func:`policy_table`, :data:`STANDARD_POLICIES`, :data:`STANDARD_REMEDIES`.
 - A recipe, and kernels for recipes: :class:`Recipe`, :class:`Plan`, :class:`KernelPlan`, :class:`LowBitKernel`,
-  :class:`LowBitMatmul`, :func:`float32_products`, :func:`load_ops`.
+  :class:`LowBitMatmul`, :func:`recipe_kernels`, :func:`float32_products`, :func:`load_ops`.
 - What a distribution adds besides devices: :class:`Plugin`, and :func:`lazy_names` for its package.
 - A change to torch: :class:`Feature`, :class:`Change`, :class:`Patch`; a private name of torch: :func:`torch_name`.
 - Questions: :func:`check_availability` and :func:`check_recipe` of a backend, :func:`find_op`, :func:`dtype_name`,
@@ -38,13 +39,16 @@ if TYPE_CHECKING:
     from .policy.standard import STANDARD_REMEDIES as STANDARD_REMEDIES
     from .registry.backend import Availability as Availability
     from .registry.backend import Backend as Backend
+    from .registry.backend import Extension as Extension
     from .registry.backend import LowBitKernel as LowBitKernel
     from .registry.checks import check_availability as check_availability
-    from .registry.checks import check_recipe as check_recipe
     from .registry.hookspecs import hookimpl as hookimpl
     from .registry.low_bit_matmul import LowBitMatmul as LowBitMatmul
     from .registry.matmul_kernels import float32_products as float32_products
+    from .registry.recipe_kernels import check_recipe as check_recipe
+    from .registry.recipe_kernels import recipe_kernels as recipe_kernels
     from .registry.registry import get_backend as get_backend
+    from .registry.registry import get_extensions as get_extensions
     from .toolchain.load_ops import load_ops as load_ops
     from .torch_internals.dispatcher import disable_autocast as disable_autocast
     from .torch_internals.lookup import torch_name as torch_name
@@ -58,6 +62,7 @@ _PLACES = {
     "CastPolicy": "policy.cast_policy",
     "Change": "torch_internals.patcher",
     "Event": "common.events",
+    "Extension": "registry.backend",
     "Feature": "torch_internals.patcher",
     "KernelPlan": "engine.recipes.kernel_plan",
     "LowBitKernel": "registry.backend",
@@ -70,19 +75,21 @@ _PLACES = {
     "STANDARD_POLICIES": "policy.standard",
     "STANDARD_REMEDIES": "policy.standard",
     "check_availability": "registry.checks",
-    "check_recipe": "registry.checks",
+    "check_recipe": "registry.recipe_kernels",
     "disable_autocast": "torch_internals.dispatcher",
     "dtype_name": "policy.dtypes",
     "events": "common.events",
     "find_op": "policy.schemas",
     "float32_products": "registry.matmul_kernels",
     "get_backend": "registry.registry",
+    "get_extensions": "registry.registry",
     "hold_during_fork": "common.atfork",
     "hookimpl": "registry.hookspecs",
     "lazy_names": "common.lazy_names",
     "load_ops": "toolchain.load_ops",
     "policy_table": "policy.cast_policy",
     "read_recipe": "policy.recipe",
+    "recipe_kernels": "registry.recipe_kernels",
     "register_backend": "engine.register_backend",
     "torch_name": "torch_internals.lookup",
     "unregister_backend": "engine.register_backend",

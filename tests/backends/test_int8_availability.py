@@ -44,7 +44,7 @@ def test_where_the_ops_cannot_be_built_the_reason_is_passed_on(monkeypatch):
 
 def test_the_cpu_has_no_float8():
     answer = polycast.plugin.get_backend("cpu").recipe_availability(polycast.Float8())
-    assert answer == polycast.plugin.Availability(False, "the backend for cpu has no kernels for float8")
+    assert answer == polycast.plugin.Availability(False, "there are no kernels for float8 on cpu")
 
 
 @pytest.mark.parametrize("scales", ["row", "tensor"])

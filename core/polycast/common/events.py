@@ -79,17 +79,17 @@ class events:
     """The events of polycast. Each attribute is an :class:`Event`, and says what its listeners are called with.
 
     Attributes:
-        recipe_call: the device type, the recipe as text, the op's name in the dispatcher, and why the op ran in the
-            fast dtype, or None: the recipe computed it. Compiled code notifies when it runs. With listeners, the
-            engine decides each call anew, which is slower.
-        calibration: the plan, the op and its arguments in the order of the schema, of a call that a recipe would
+        recipe_call: the device type, the recipe as text, the op's name in the dispatcher, why the op ran in the
+            fast dtype, or None: the recipe computed it, and the distribution whose kernel did, empty if torch's did.
+            Compiled code notifies when it runs. With listeners, the engine decides each call anew, which is slower.
+        calibration: the kernel, the op and its arguments in the order of the schema, of a call that a recipe would
             compute. On a thread with listeners, such calls run in float32.
         own_work: True when this thread begins to work for polycast, with ops that do not belong to the program, such
             as those of a measurement, and False when it ends. Around such work, use ``events.own_work.during()``.
         profile: nothing. A profile of this process was replaced or forgotten.
     """
 
-    recipe_call: Event[Callable[[str, str, str, str | None], object]] = Event()
+    recipe_call: Event[Callable[[str, str, str, str | None, str], object]] = Event()
     calibration: Event[Callable[[Any, str, Sequence[Any]], object]] = Event()
     own_work: Event[Callable[[bool], object]] = Event()
     profile: Event[Callable[[], object]] = Event()

@@ -1,19 +1,22 @@
 """Extend the keys of the caches on disk by what compiled code depends on and torch's own keys leave out.
 
-For AOTAutograd that is the overrides of regions, as a text, with the state that some versions of torch leave out;
-the policies that are registered for single ops; whether policies or module rules are in the code itself, which its
-backward depends on; and whether a region has a cache, so that casts of weights are an operator of polycast's. Without
-any of these, the key is torch's own. The regions in a graph are in torch's key, as code with constant arguments.
+For AOTAutograd that is the overrides of regions, as a text, with the state that some versions of torch leave out; the
+policies that are registered for single ops, or that extensions add; whether policies or module rules are in the code
+itself, which its backward depends on; and whether a region has a cache, so that casts of weights are an operator of
+polycast's. Without any of these, the key is torch's own. The regions in a graph are in torch's key, as code with
+constant arguments.
 """
 
 import functools
 import pickle
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from ..engine.snapshot import guard_text, overrides_text, snapshot
 from ..policy.registered import registrations
+from ..registry.registry import registry
 from ..torch_internals.patcher import Patch, expect, method_of
 from ..torch_internals.private_names import enter_autocast, exit_autocast
 from . import backward
@@ -41,12 +44,20 @@ def extend_autograds(patch: Patch) -> None:
         inside = backward.is_marked() or bool(gm.graph.find_nodes(op="call_function", target=enter_in_a_graph))
         has_cache = any(region.cache is not None for region in regions)
         registered = sorted((str(each.device_type), *each.ops, each.policy.name) for each in registrations)
+        registered += sorted(_added())
         if overrides_text() or inside or has_cache or registered:
             states = [(region.device_type, region.enabled, str(region.dtype)) for region in regions]
             setattr(self, _MARK, (inside, has_cache, guard_text(), states, registered, _CODE))
         init(self, gm, *args, **kwargs)
 
     patch.replace(AOTAutogradCacheDetails, "__init__", init_with_ours)
+
+
+def _added() -> Iterator[tuple[str, ...]]:
+    """Yield the device, the op and the policy of each policy that an extension adds."""
+    for device_type, backend in registry.ready.copy().items():
+        for op, added in registry.added_policies(backend).items():
+            yield device_type, op, added.policy.name
 
 
 def cache_graphs_with_regions(patch: Patch) -> None:

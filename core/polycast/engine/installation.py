@@ -166,13 +166,14 @@ def kernels_of(device_type: str, also: Iterable[str] = ()) -> Kernels:
         if kernels is None:
             # Without the lock: a plugin may be imported, which can run anything, and an engine compiled.
             backend, engine = registry.find(device_type), choose_engine()
-            if registrations:
+            added = {op: each.policy for op, each in registry.added_policies(backend).items()}
+            if registrations or added:
                 changes.CACHE_KEYS.make()
             with _lock:
                 is_unchanged = registry.find(device_type) is backend and chosen() is engine
                 if device_type not in installed and is_unchanged:
                     engine.watch_writes()
-                    policies = {**backend.policies, **policies_for(device_type)}
+                    policies = {**added, **backend.policies, **policies_for(device_type)}
                     installed[device_type] = engine.kernels(backend, policies)
         else:
             for name in also:

@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..common.atfork import hold_during_fork
-from ..errors import InvalidBackendError
+from ..errors import InvalidBackendError, warn_user
 from ..policy.cast_policy import CastPolicy
 from ..policy.recipe_settings import COMPOSED_OPS
 from ..policy.schemas import find_op
 from ..policy.validation import entry_problem
 from ..registry.backend import Backend
+from ..registry.registry import registry
 from ..torch_internals.dispatcher import (
     OpOverload,
     clear_dispatch_cache,
@@ -44,12 +45,13 @@ def refusal(backend: Backend, name: str) -> str:
 def runs_in_fast_dtype_only(op: str, backend: Backend) -> bool:
     """Return whether autocast computes every op that a composed op calls in the fast dtype.
 
-    It does not where the backend's table has another policy for an op, or another library a kernel.
+    It does not where the table of the device has another policy for an op, or another library a kernel.
     """
     kernels = installed.get(backend.device_type)
-    ours = backend.policies.keys() | (kernels.ops if kernels is not None else ())
+    table = {name: each.policy for name, each in registry.added_policies(backend).items()} | {**backend.policies}
+    ours = table.keys() | (kernels.ops if kernels is not None else ())
     calls, lower = COMPOSED_OPS[op], CastPolicy.LOWER_PRECISION_FP
-    if any(backend.policies.get(each, lower) is not lower for each in calls):
+    if any(table.get(each, lower) is not lower for each in calls):
         return False
     key = autocast_key(backend.device_type)
     return not any(has_kernel_for_dispatch_key(each, key) for each in (op, *calls) if each not in ours)
@@ -107,7 +109,8 @@ class Kernels(ABC):
                 return
             problem = None if policy is None else entry_problem(name, policy)
             if problem is not None:
-                raise InvalidBackendError(f"policies of the backend for {self.backend.device_type!r}: {problem}")
+                self._refuse(name, problem)
+                return
             had_kernel = has_kernel_for_dispatch_key(name, self.key)
             self._register(name, op, policy)
             self._displace_python_kernel(op)
@@ -115,6 +118,18 @@ class Kernels(ABC):
             if not had_kernel:
                 self.added |= {name}
             self.ops |= {name}
+
+    def _refuse(self, name: str, problem: str) -> None:
+        """Raise, or warn of an extension and leave its policy for the op out."""
+        device_type = self.backend.device_type
+        added = registry.added_policies(self.backend).get(name)
+        if added is None:
+            raise InvalidBackendError(f"policies of the backend for {device_type!r}: {problem}")
+        self.pending -= {name}
+        warn_user(
+            f"A policy is left out that {added.distribution} adds to {device_type!r}: {problem}. Repair or uninstall "
+            f"{added.distribution}."
+        )
 
     def add_pending(self) -> None:
         """Install the kernels of pending ops that exist by now."""

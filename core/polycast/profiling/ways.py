@@ -6,11 +6,11 @@ from dataclasses import dataclass
 import torch
 
 from ..common.interrupts import raise_if_callers
+from ..plugin import check_recipe, recipe_kernels
 from ..policy.dtypes import dtype_name
 from ..policy.recipe import Recipe, all_recipes
 from ..registry.backend import Backend, LowBitKernel
-from ..registry.checks import PLUGIN_ERRORS, check_availability, check_dtype, check_recipe
-from ..torch_internals.callers_state import call_outside
+from ..registry.checks import PLUGIN_ERRORS, check_availability, check_dtype
 from .measurement import Omission
 
 
@@ -22,7 +22,7 @@ class MeasuredWay:
         name: as in a `Measurement`.
         dtype: the dtype of the activations, and of the weights unless a kernel prepacks them.
         fast: the fast dtype that a kernel returns.
-        kernels: the backend's kernels, by op; None: torch's are used.
+        kernels: the first kernel of each op; None: torch's are used.
     """
 
     name: str
@@ -50,7 +50,7 @@ def ways_of(backend: Backend) -> tuple[list[MeasuredWay], list[Omission]]:
             omitted.append(Omission("all ops", recipe.kind, answer.reason))
             continue
         try:
-            kernels = call_outside(backend.low_bit_kernels, recipe)
+            kernels = {op: first for op, (first, *_) in recipe_kernels(backend, recipe).items()}
         except PLUGIN_ERRORS as error:
             raise_if_callers(error)
             omitted.append(Omission("all ops", recipe.kind, f"{type(error).__name__}: {error}"))

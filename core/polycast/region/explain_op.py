@@ -83,7 +83,7 @@ def explain_in(
     if reason is not None:
         return replace(call, declined=reason)
     computed = plan.explain(chosen, arguments, region.cache, region.dtype)
-    call = replace(call, way=computed.way, reason=computed.reason)
+    call = replace(call, way=computed.way, reason=computed.reason, package=computed.package)
     if computed.dtype is not region.dtype:
         seen = (replace(each, seen=computed.dtype or each.dtype) for each in call.arguments or ())
         call = replace(call, arguments=tuple(seen))
@@ -113,6 +113,8 @@ def deciding_rule(op: str, region: Settings, backend: Backend) -> _Rule:
                 return registration.policy, rule, ""
     if op in backend.policies:
         return backend.policies[op], "backend's table", ""
+    if (added := registry.added_policies(backend).get(op)) is not None:
+        return added.policy, "extension", added.distribution
     kernels = installed.get(region.device_type)
     has_kernel = has_kernel_for_dispatch_key(op, autocast_key(region.device_type))
     if has_kernel and (kernels is None or op not in kernels.ops):

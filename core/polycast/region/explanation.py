@@ -61,8 +61,9 @@ class Explanation:
         dtype: the fast dtype.
         policy: the op's policy; None: it runs unchanged, and autocast applies to the ops that it is made of.
         rule: the rule that decides: ``"region's policy"``, ``"register_op for <device>"``, ``"register_op"``,
-            ``"backend's table"``, ``"none"``, or ``"a kernel that is not polycast's"``.
-        rule_name: the name of the rule, such as that of the region's :class:`Policy`.
+            ``"backend's table"``, ``"extension"``, ``"none"``, or ``"a kernel that is not polycast's"``.
+        rule_name: the name of the rule, such as that of the region's :class:`Policy`, or the distribution of an
+            extension.
         arguments: what happens to each tensor; None if no arguments were given.
         reached: whether autocast sees the call, because one of the tensors is on the device.
         set_dtype: the ``dtype`` that the policy adds to this call, if any.
@@ -73,6 +74,7 @@ class Explanation:
             arguments: why it computes no call.
         way: the way in which the recipe computes the call, if it has several: ``"float32"``; empty without arguments.
         reason: why it is computed in that way; of a recipe with an equalization, whether the weight is equalized.
+        package: the distribution whose kernel computes the call; empty if torch's does, or without arguments.
         others: explanations of the other overloads of the name, if no arguments were given.
     """
 
@@ -92,6 +94,7 @@ class Explanation:
     declined: str | None = None
     way: str = ""
     reason: str = ""
+    package: str = ""
     others: "tuple[Explanation, ...]" = ()
 
     def to_dict(self) -> dict[str, Any]:
@@ -131,7 +134,8 @@ class Explanation:
         elif self.recipe:
             here = self.arguments is not None and self.enabled and self.reached
             how = f" in {self.way}: {self.reason}" if self.way else f", {self.reason}" if self.reason else ""
-            meaning = f"the recipe {self.recipe} computes it{how}" + ("" if here else f", or {meaning}")
+            by = "" if self.package in ("", "polycast") else f" by {self.package}"
+            meaning = f"the recipe {self.recipe} computes it{by}{how}" + ("" if here else f", or {meaning}")
         if self.policy is None:
             return "no policy", rule, meaning
         return self.policy.value, rule, meaning + ("" if self.enabled else ", in a region")

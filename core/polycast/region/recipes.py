@@ -10,7 +10,7 @@ from ..errors import RecipeDisabledWarning, warn_user
 from ..policy.recipe import NoRecipe, Recipe, RecipeLike, read_recipe
 from ..profiling import profile
 from ..registry.backend import Availability, Backend
-from ..registry.checks import check_recipe
+from ..registry.recipe_kernels import check_recipe
 from .slow_dtype import warn_if_slow
 
 _warned: set[tuple[str, str]] = set()

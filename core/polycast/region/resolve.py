@@ -13,7 +13,7 @@ from ..policy.recipe import RecipeLike, read_recipe
 from ..policy.recipe_base import kinds
 from ..policy.value import PolicyLike
 from ..registry.backend import Availability, Backend
-from ..registry.checks import check_availability, check_dtype
+from ..registry.checks import ask_recipe, check_availability, check_dtype
 from ..registry.registry import registry
 from ..torch_internals.private_names import skip_frames
 from .policies import override_of
@@ -101,6 +101,8 @@ def _dependencies(
         if usable is None or not usable.ops or not read_recipe(recipe).resolves_alike:
             return None
         if settings.enabled and usable.needs_kernels:
+            if not ask_recipe(backend, usable).available:  # an extension has the kernels: the backend is not asked
+                return None
             questions.append(("recipe_availability", usable))
         items += [(kinds, usable.kind, type(usable)), *profiles]
     for method, _ in questions:

@@ -10,7 +10,9 @@ from ..policy.recipe import read_recipe
 from ..profiling.profile import find_ignoring_errors
 from ..profiling.slow_dtypes import find_slow_reason
 from ..registry.backend import Backend
-from ..registry.checks import PLUGIN_ERRORS, ask_slow_reason, check_recipe
+from ..registry.checks import PLUGIN_ERRORS, ask_slow_reason
+from ..registry.recipe_kernels import check_recipe
+from ..registry.registry import registry
 from ..toolchain.load_ops import is_built
 from ..torch_internals.callers_state import call_outside
 
@@ -82,7 +84,8 @@ _ROWS = (1, 128)
 def faster_recipes(backend: Backend) -> dict[str, str]:
     """Return the part of :data:`FASTER_RECIPES` that a device supports, as far as known without compiling C++."""
     recipes = {kind: read_recipe(kind) for kind in FASTER_RECIPES}
-    built = all(map(is_built, backend.ops_in_cpp))
+    packages = (name for each in (backend, *registry.extensions(backend.device_type)) for name in each.ops_in_cpp)
+    built = all(map(is_built, packages))
     known = {kind: recipe for kind, recipe in recipes.items() if built or not recipe.needs_kernels}
     return {kind: FASTER_RECIPES[kind] for kind, recipe in known.items() if check_recipe(backend, recipe)}
 

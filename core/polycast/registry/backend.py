@@ -11,7 +11,8 @@ from ..errors import InvalidBackendError
 from ..policy.cast_policy import CastPolicy
 from ..policy.recipe import Recipe
 from ..policy.validation import table_problems
-from ..torch_internals.dispatcher import OpOverload, has_autocast_key
+from ..torch_internals.dispatcher import OpOverload
+from .contract_problems import are_texts, device_problems, dtype_problems, kernel_problems, package_problems
 
 KernelKey: TypeAlias = tuple[OpOverload, torch.dtype, torch.dtype]
 """(op, input dtype, output dtype)"""
@@ -44,6 +45,8 @@ class Availability:
 
 
 _AVAILABLE = Availability(True)
+_NONE: Mapping[str, CastPolicy] = MappingProxyType({})
+"""The policies of an extension that has none."""
 
 
 class LowBitKernel:
@@ -108,7 +111,57 @@ class LowBitKernel:
         return result
 
 
-class Backend:
+def no_kernels(device_type: str, recipe: Recipe) -> str:
+    """Return the reason of those that have no kernels for a recipe."""
+    return f"there are no kernels for {recipe.kind} on {device_type}"
+
+
+class Extension:
+    """What a package adds to a device that another package serves. A plugin returns an instance from its hook.
+
+    Attributes:
+        device_type: the device type as torch spells it, such as ``"cuda"``.
+        policies: the policy of each op that autocast casts, by dispatcher name (``"acme::attend"``). Ops of the
+            backend's own table keep their policy there. Two packages that give an op different policies are a conflict.
+        ops_in_cpp: optional; the packages that are passed to :func:`polycast.plugin.load_ops`, which
+            ``polycast build`` compiles ahead of their first use.
+    """
+
+    device_type: str
+    policies: Mapping[str, CastPolicy] = _NONE
+    ops_in_cpp: Sequence[str] = ()
+
+    def availability(self) -> Availability:
+        """Return whether this can be used now and, if not, why. An exception counts as unavailable.
+
+        An extension is asked once, when its device is first used. It must be quick: compile no C++ here.
+        """
+        return _AVAILABLE
+
+    def recipe_availability(self, recipe: Recipe) -> Availability:
+        """Return whether there are kernels for a recipe now and, if not, why.
+
+        The fast dtype is used if no package has any. A reason with a positive answer, for example that the recipe is
+        experimental, is issued as a warning, once.
+        """
+        if not recipe.needs_kernels:
+            return _AVAILABLE
+        return Availability(False, no_kernels(self.device_type, recipe))
+
+    def low_bit_kernels(self, recipe: Recipe) -> Mapping[str, LowBitKernel]:
+        """Return the kernels for an available recipe, by dispatcher name of the op (``"aten::linear"``).
+
+        Called once for each recipe. It may return kernels for ops that the recipe does not name. If several packages
+        have a kernel for an op, the first that supports a call computes it: that of the backend, then those of other
+        packages in the order of their names, then polycast's own.
+        """
+        return {}
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__module__}.{type(self).__qualname__}: {getattr(self, 'device_type', '?')}>"
+
+
+class Backend(Extension):
     """Autocast for one device type. A plugin subclasses it and returns an instance from its hook.
 
     Attributes:
@@ -125,18 +178,15 @@ class Backend:
             each with the reason.
         optional_ops: optional; ops of `policies` that a torch which the backend supports may lack, each with the
             reason. The conformance suite fails for other ops that the running torch lacks: they may be misspelled.
-        ops_in_cpp: optional; the packages that the backend passes to :func:`polycast.plugin.load_ops`, which
-            ``polycast build`` compiles ahead of their first use.
+
+    It may have kernels for recipes, and ops in C++, as an :class:`Extension` has: see there.
     """
 
-    device_type: str
     default_dtype: torch.dtype
-    policies: Mapping[str, CastPolicy]
     kernels: Mapping[KernelKey, Callable[..., Any]] = MappingProxyType({})
     remedies: Mapping[str, str] = MappingProxyType({})
     excluded_ops: Mapping[str, str] = MappingProxyType({})
     optional_ops: Mapping[str, str] = MappingProxyType({})
-    ops_in_cpp: Sequence[str] = ()
 
     def supported_dtypes(self) -> Sequence[torch.dtype]:
         """Return the fast dtypes that the device supports; if it is absent, those that such devices support."""
@@ -175,22 +225,6 @@ class Backend:
             name = self.device_type
         return {"name": str(name)}
 
-    def recipe_availability(self, recipe: Recipe) -> Availability:
-        """Return whether the device supports a recipe now and, if not, why; the fast dtype is used then.
-
-        A reason with a positive answer, for example that the recipe is experimental, is issued as a warning, once.
-        """
-        if not recipe.needs_kernels:
-            return _AVAILABLE
-        return Availability(False, f"the backend for {self.device_type} has no kernels for {recipe.kind}")
-
-    def low_bit_kernels(self, recipe: Recipe) -> Mapping[str, LowBitKernel]:
-        """Return the kernels for an available recipe, by dispatcher name of the op (``"aten::linear"``).
-
-        Called once for each recipe. It may return kernels for ops that the recipe does not name.
-        """
-        return {}
-
     def is_capturing(self) -> bool:
         """Return whether the device is recording a graph, such as a CUDA graph: no cast is cached then.
 
@@ -227,6 +261,18 @@ def _current_stream_captures(device_type: str) -> bool:
     return captures
 
 
+def validate_extension(extension: object, device_type: str | None = None) -> Extension:
+    """Return `extension` if it satisfies the contract; see :func:`validate`."""
+    if not isinstance(extension, Extension) or isinstance(extension, Backend):
+        raise InvalidBackendError(f"expected an instance of polycast.plugin.Extension, got {_what(extension)}")
+    has_device = hasattr(extension, "device_type")
+    problems = device_problems(extension.device_type, device_type) if has_device else ["device_type is missing"]
+    problems += [f"policies: {problem}" for problem in table_problems(extension.policies)]
+    problems += package_problems(extension.ops_in_cpp)
+    _raise_if_any(problems, extension, "Extension")
+    return extension
+
+
 def validate(backend: object, device_type: str | None = None) -> Backend:
     """Return `backend` if it satisfies the contract.
 
@@ -238,86 +284,36 @@ def validate(backend: object, device_type: str | None = None) -> Backend:
         InvalidBackendError: it violates the contract; the message lists every problem.
     """
     if not isinstance(backend, Backend):
-        what = (
-            f"the class {backend.__name__}" if isinstance(backend, type) else f"{type(backend).__name__}: {backend!r}"
-        )
-        raise InvalidBackendError(f"expected an instance of polycast.plugin.Backend, got {what}")
+        raise InvalidBackendError(f"expected an instance of polycast.plugin.Backend, got {_what(backend)}")
     required = ("device_type", "default_dtype", "policies")
-    problems = [f"{name} is missing" for name in required if not hasattr(backend, name)]
+    problems = [f"{name} is missing" for name in required if getattr(backend, name, _NONE) is _NONE]
     if not problems:
-        problems += _device_problems(backend.device_type, device_type)
-        problems += _dtype_problems(backend.default_dtype)
+        problems += device_problems(backend.device_type, device_type)
+        problems += dtype_problems(backend.default_dtype)
         problems += [f"policies: {problem}" for problem in table_problems(backend.policies)]
-    problems += _kernel_problems(backend.kernels)
+    problems += kernel_problems(backend.kernels)
     problems += [
         f"{name} must map op names to sentences"
         for name in ("remedies", "excluded_ops", "optional_ops")
-        if not _are_texts(getattr(backend, name))
+        if not are_texts(getattr(backend, name))
     ]
-    problems += _package_problems(backend.ops_in_cpp)
+    problems += package_problems(backend.ops_in_cpp)
     problems += [
         f"{name}() is not implemented"
         for name in ("supported_dtypes", "availability")
         if getattr(type(backend), name) is getattr(Backend, name)
     ]
-    if problems:
-        raise InvalidBackendError(
-            f"{type(backend).__module__}.{type(backend).__qualname__} violates the contract of "
-            "polycast.plugin.Backend:\n" + "\n".join(f"  - {problem}" for problem in problems)
-        )
+    _raise_if_any(problems, backend, "Backend")
     return backend
 
 
-def _device_problems(device_type: object, expected: str | None) -> list[str]:
-    if not isinstance(device_type, str):
-        return [f"device_type must be a str, got {device_type!r}"]
-    if expected is not None and device_type != expected:
-        return [f"device_type is {device_type!r}, but the entry point is named {expected!r}: they must be equal"]
-    try:
-        known = torch.device(device_type)
-    except RuntimeError:
-        return [f"device_type {device_type!r} is not a device that torch knows; an out-of-tree device is named first"]
-    if known.type != device_type or known.index is not None:
-        return [f"device_type {device_type!r} must be a type without an index: {known.type!r}"]
-    if not has_autocast_key(device_type):
-        return [f"torch has no Autocast dispatch key for {device_type!r}"]
-    return []
+def _what(given: object) -> str:
+    return f"the class {given.__name__}" if isinstance(given, type) else f"{type(given).__name__}: {given!r}"
 
 
-def _dtype_problems(dtype: object) -> list[str]:
-    if isinstance(dtype, torch.dtype) and dtype.is_floating_point:
-        return []
-    return [f"default_dtype must be a floating-point torch.dtype, got {dtype!r}"]
-
-
-def _kernel_problems(kernels: object) -> list[str]:
-    if not isinstance(kernels, Mapping):
-        return [f"kernels must map (OpOverload, input dtype, output dtype) to a callable, got {type(kernels).__name__}"]
-    problems = [
-        f"kernels: {key!r} must be (OpOverload, input dtype, output dtype), and its kernel callable"
-        for key, kernel in kernels.items()
-        if not (
-            isinstance(key, tuple)
-            and len(key) == 3
-            and isinstance(key[0], OpOverload)
-            and all(isinstance(dtype, torch.dtype) for dtype in key[1:])
-            and callable(kernel)
+def _raise_if_any(problems: Sequence[str], given: object, contract: str) -> None:
+    if problems:
+        raise InvalidBackendError(
+            f"{type(given).__module__}.{type(given).__qualname__} violates the contract of "
+            f"polycast.plugin.{contract}:\n" + "\n".join(f"  - {problem}" for problem in problems)
         )
-    ]
-    return problems or [
-        f"kernels: {op} must be a functional op that returns one tensor"
-        for op in dict.fromkeys(op for op, _, _ in kernels)
-        if op._schema.is_mutable or [type(result.type) for result in op._schema.returns] != [torch.TensorType]
-    ]
-
-
-def _are_texts(texts: object) -> bool:
-    return isinstance(texts, Mapping) and all(isinstance(text, str) for pair in texts.items() for text in pair)
-
-
-def _package_problems(packages: object) -> list[str]:
-    if isinstance(packages, (list, tuple)) and all(
-        isinstance(package, str) and all(part.isidentifier() for part in package.split(".")) for package in packages
-    ):
-        return []
-    return [f"ops_in_cpp must be a list or tuple of the names of packages, got {packages!r}"]

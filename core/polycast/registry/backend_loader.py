@@ -4,23 +4,21 @@ A plugin may be missing, incompatible, broken at import, in conflict with anothe
 own device only, and the user reads what is wrong with it.
 """
 
-import importlib.metadata
 import threading
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
-import pluggy
 import torch
 
 from ..common.announce import announce_if_slow
 from ..common.env import canonical_name
 from ..common.interrupts import CALLERS_ERRORS, is_interrupt
-from ..errors import BackendBrokenError, BackendConflictError, BackendNotFoundError, InvalidBackendError
+from ..errors import BackendBrokenError, BackendConflictError, BackendNotFoundError
 from ..torch_internals.callers_state import call_outside
 from ..torch_internals.dispatcher import disable_autocast
-from . import hookspecs
 from .backend import Availability, Backend, validate
+from .candidate import Candidate
 from .checks import PLUGIN_ERRORS, check_availability
 
 _FORK_TIMEOUT = 10
@@ -44,6 +42,8 @@ class BackendStatus:
             conflict, and if there is none.
         version: the version of that distribution.
         replaces: the distributions that supply this device type too, and are not used.
+        extensions: what other packages add to the device, in the order in which their kernels are asked; with why, if
+            one of them is broken or cannot be used now.
     """
 
     device_type: str
@@ -53,23 +53,7 @@ class BackendStatus:
     distribution: str = ""
     version: str = ""
     replaces: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """An entry point that offers a backend; it is not imported yet."""
-
-    distribution: str
-    version: str
-    entry_point: importlib.metadata.EntryPoint
-
-    @property
-    def built_in(self) -> bool:
-        """Whether it comes with polycast."""
-        return canonical_name(self.distribution) == hookspecs.PROJECT
-
-    def __str__(self) -> str:
-        return f"{self.distribution} {self.version} ({self.entry_point.value})"
+    extensions: tuple[str, ...] = ()
 
 
 @dataclass
@@ -109,10 +93,10 @@ class BackendLoader:
             return self.loaded
 
     @property
-    def distribution(self) -> str:
+    def distribution(self) -> tuple[str, str]:
         """The name and version of the distribution that supplies the backend."""
         chosen = self._choose()
-        return f"{chosen.distribution} {chosen.version}"
+        return chosen.distribution, chosen.version
 
     def status(self) -> BackendStatus:
         """Load the backend and return its status. Errors of the plugin are part of the status."""
@@ -213,16 +197,4 @@ class BackendLoader:
 
 
 def _load_plugin(candidate: Candidate, device_type: str) -> Backend:
-    # A plugin manager of its own, so that a rejected plugin leaves nothing behind. pluggy's own loader of entry points
-    # imports all plugins and stops at the first broken one.
-    manager = pluggy.PluginManager(hookspecs.PROJECT)
-    manager.add_hookspecs(hookspecs)
-    manager.register(candidate.entry_point.load(), name=candidate.distribution)
-    manager.check_pending()
-    answers: list[Any] = manager.hook.polycast_backend()
-    if len(answers) != 1:
-        raise InvalidBackendError(
-            f"{candidate.entry_point.value} must implement the hook polycast_backend (marked with "
-            f"@polycast.plugin.hookimpl) and return a Backend from it; got {len(answers)} answers"
-        )
-    return validate(answers[0], device_type)
+    return validate(candidate.call_hook("polycast_backend", "Backend"), device_type)

@@ -1,4 +1,4 @@
-"""Ask a backend what it supports. An exception that it raises means that it does not."""
+"""Ask a backend or an extension what it supports. An exception that it raises means that it does not."""
 
 import torch
 
@@ -6,12 +6,12 @@ from ..common.interrupts import PLUGIN_ERRORS as PLUGIN_ERRORS
 from ..common.interrupts import raise_if_callers
 from ..policy.recipe import Recipe
 from ..torch_internals.callers_state import call_outside
-from .backend import Availability, Backend
+from .backend import Availability, Backend, Extension
 
 
-def check_availability(backend: Backend) -> Availability:
-    """Return whether the device can be used."""
-    return _answer(backend, "availability")
+def check_availability(given: Extension) -> Availability:
+    """Return whether the device of a backend, or an extension, can be used."""
+    return _answer(given, "availability")
 
 
 def check_dtype(backend: Backend, dtype: torch.dtype) -> Availability:
@@ -19,9 +19,9 @@ def check_dtype(backend: Backend, dtype: torch.dtype) -> Availability:
     return _answer(backend, "dtype_availability", dtype)
 
 
-def check_recipe(backend: Backend, recipe: Recipe) -> Availability:
-    """Return whether the device supports a recipe."""
-    return _answer(backend, "recipe_availability", recipe)
+def ask_recipe(given: Extension, recipe: Recipe) -> Availability:
+    """Return whether a backend or an extension has kernels for a recipe."""
+    return _answer(given, "recipe_availability", recipe)
 
 
 def ask_slow_reason(backend: Backend, dtype: torch.dtype) -> str | None:
@@ -34,9 +34,9 @@ def ask_slow_reason(backend: Backend, dtype: torch.dtype) -> str | None:
     return reason if isinstance(reason, str) and reason else None
 
 
-def _answer(backend: Backend, method: str, *arguments: object) -> Availability:
+def _answer(given: Extension, method: str, *arguments: object) -> Availability:
     try:
-        answer: object = call_outside(getattr(backend, method), *arguments)
+        answer: object = call_outside(getattr(given, method), *arguments)
     except PLUGIN_ERRORS as error:
         raise_if_callers(error)
         return Availability(False, str(error) or type(error).__name__)

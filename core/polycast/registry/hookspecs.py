@@ -1,11 +1,12 @@
-"""The hook that a backend's plugin implements, and the pluggy markers for it."""
+"""The hooks that plugins implement for a device, and the pluggy markers for them."""
 
 import pluggy
 
-from .backend import Backend
+from .backend import Backend, Extension
 
 PROJECT = "polycast"
 ENTRY_POINT_GROUP = "polycast.backends"
+EXTENSIONS_GROUP = "polycast.extensions"
 
 hookspec = pluggy.HookspecMarker(PROJECT)
 hookimpl = pluggy.HookimplMarker(PROJECT)
@@ -14,3 +15,8 @@ hookimpl = pluggy.HookimplMarker(PROJECT)
 @hookspec
 def polycast_backend() -> Backend:  # type: ignore[empty-body]
     """Return the backend. Called once per process, when the device is first used, or observed."""
+
+
+@hookspec
+def polycast_extension() -> Extension:  # type: ignore[empty-body]
+    """Return what the package adds to a device. Called once per process, when the device is first used, or observed."""

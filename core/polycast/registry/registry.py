@@ -3,7 +3,9 @@
 import difflib
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -13,10 +15,11 @@ from ..common.atfork import hold_during_fork
 from ..errors import BackendBrokenError, BackendConflictError, BackendNotFoundError
 from ..torch_internals.dispatcher import autocast_supported_devices
 from . import hookspecs
-from .backend import Backend
+from .backend import Backend, Extension
 from .backend_loader import BackendLoader, BackendStatus
 from .checks import check_availability
-from .discovery import discover
+from .discovery import discover, discover_extensions
+from .extensions import AddedPolicy, DeviceExtensions
 from .statuses import BackendStatuses
 
 _ANY_ACCELERATOR = ("gpu", "accelerator")
@@ -31,6 +34,7 @@ class Registry:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._discovered: dict[str, BackendLoader] | None = None
+        self._extensions: dict[str, DeviceExtensions] = {}
         self.ready: dict[str, Backend] = {}
         """The loaded backends by device type: a fast path of `find`."""
 
@@ -40,6 +44,7 @@ class Registry:
         if loaders is None:
             with self._lock:
                 if self._discovered is None:
+                    self._extensions = discover_extensions()
                     self._discovered = discover()
                 loaders = self._discovered
         return loaders
@@ -92,6 +97,7 @@ class Registry:
                 f"polycast.plugin.register_backend().{_discovery_hint()}"
             )
         backend = loader.get()
+        self._extensions_of(name).policies(backend)  # raises a conflict
         with self._lock:
             if loader.current is backend:
                 self.ready[name] = backend
@@ -102,25 +108,73 @@ class Registry:
         loader = (self._discovered or {}).get(device_type)
         return None if loader is None else loader.current
 
+    def forget(self) -> None:
+        """Read the entry points again at the next use; backends that are registered by hand stay.
+
+        No kernels may be installed.
+        """
+        by_hand = [loader.by_hand for loader in self.discovered() if loader.by_hand is not None]
+        with self._lock:
+            self._discovered = None
+            self.ready.clear()
+        for backend in by_hand:
+            self.register(backend)
+
     def discovered(self) -> list[BackendLoader]:
         """Return the loaders, if discovery has run."""
         return list((self._discovered or {}).values())
 
-    def version(self, backend: Backend) -> str:
-        """Return name and version of the distribution that supplies a backend; empty for one registered by hand."""
-        loader = self.loaders().get(backend.device_type)
-        if loader is None or loader.loaded is not backend:
-            return ""
-        return loader.distribution
+    def extended(self) -> list[DeviceExtensions]:
+        """Return what the extensions of each device are loaded by, if discovery has run."""
+        return list(self._extensions.values())
+
+    def _extensions_of(self, device_type: str) -> DeviceExtensions:
+        self.loaders()
+        return self._extensions.get(device_type) or DeviceExtensions(device_type)
+
+    def extensions(self, device_type: str) -> Sequence[Extension]:
+        """Return what packages add to a device, as far as it can be used, in the order in which kernels are asked."""
+        return self._extensions_of(device_type).get()
+
+    def added_policies(self, backend: Backend) -> Mapping[str, AddedPolicy]:
+        """Return the policies that extensions add to the table of a backend."""
+        return self._extensions_of(backend.device_type).policies(backend)
+
+    def version(self, given: Extension) -> str:
+        """Return what :meth:`source` does, as one text."""
+        return " ".join(self.source(given)).strip()
+
+    def source(self, given: Extension) -> tuple[str, str]:
+        """Return the name and the version of the distribution that supplies a backend or an extension.
+
+        Both are empty for a backend that is registered by hand.
+        """
+        if not isinstance(given, Backend):
+            return self._extensions_of(given.device_type).distribution(given)
+        loader = self.loaders().get(given.device_type)
+        return ("", "") if loader is None or loader.loaded is not given else loader.distribution
 
     def statuses(self) -> BackendStatuses:
         """See :func:`backends`."""
-        find = {name: loader.status for name, loader in self.loaders().copy().items()}
+        find = {name: partial(self._status, loader) for name, loader in self.loaders().copy().items()}
         will_be_named = any(_torch_device_type(name) is None for name in find)  # by a plugin, when it is imported
         for name in autocast_supported_devices():
             if name not in find and not (will_be_named and name == _UNNAMED):
                 find[name] = partial(_missing, name)
         return BackendStatuses(find)
+
+    def _status(self, loader: BackendLoader) -> BackendStatus:
+        status, extensions = loader.status(), self._extensions_of(loader.device_type)
+        if loader.current is None:
+            return status
+        with suppress(Warning):  # that an extension is broken, which its name here says
+            extensions.names()
+        status = replace(status, extensions=extensions.names())
+        try:
+            extensions.policies(loader.current)
+        except BackendConflictError as error:
+            return replace(status, state="conflict", reason=str(error))
+        return status
 
     def register(self, backend: Backend) -> None:
         """Register a valid backend by hand; the kernels of the one before it are uninstalled."""
@@ -173,10 +227,12 @@ def _torch_device_type(device: str) -> str | None:
 def _reset_loaders() -> None:
     for loader in registry.discovered():
         loader.reset()
+    for extensions in registry.extended():
+        extensions.reset()
 
 
 registry = Registry()
-hold_during_fork(lambda: [*registry.discovered(), registry._lock])
+hold_during_fork(lambda: [*registry.discovered(), *registry.extended(), registry._lock])
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_reset_loaders)
 
@@ -237,3 +293,15 @@ def is_autocast_available(device_type: str) -> bool:
     except (BackendNotFoundError, BackendBrokenError, BackendConflictError):
         return False
     return check_availability(backend).available
+
+
+def get_extensions(device_type: str) -> Sequence[Extension]:
+    """Return what packages add to a device that another serves, as far as it can be used now.
+
+    Their kernels are asked in this order, after those of the backend: those of third parties by the name of their
+    distribution, then polycast's own.
+
+    Raises:
+        As :func:`get_backend`.
+    """
+    return registry.extensions(registry.find(device_type).device_type)

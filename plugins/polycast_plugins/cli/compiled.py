@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from polycast import backends
 from polycast.engine.native.engine_library import ENGINE
-from polycast.plugin import get_backend
+from polycast.plugin import get_backend, get_extensions
 from polycast.toolchain.cpp_library import CppLibrary
 from polycast.toolchain.load_ops import origin
 from polycast_plugins.observe.observer_library import OBSERVER
@@ -19,13 +19,14 @@ def libraries() -> list[CppLibrary]:
 
 
 def packages_of_ops(state: str = "ready") -> Mapping[str, str]:
-    """Return the packages with C++ ops of the backends in a state, and the device type of each.
+    """Return the packages with C++ ops of the devices in a state, and the device type of each.
 
     Raises:
         ValueError: a ``POLYCAST_`` variable has an invalid value.
     """
     devices = [name for name, status in backends().items() if status.state == state]
-    return {package: name for name in devices for package in get_backend(name).ops_in_cpp}
+    added = ((name, each) for name in devices for each in (get_backend(name), *get_extensions(name)))
+    return {package: name for name, each in added for package in each.ops_in_cpp}
 
 
 def origins() -> Mapping[str, str]:

@@ -45,6 +45,8 @@ class ListedDevice:
             notes.append(f"supported_dtypes() raised {type(self.failure).__name__}: {self.failure}")
         if self.status.replaces:
             notes.append(f"in place of {', '.join(self.status.replaces)}")
+        if self.status.extensions:
+            notes.append(f"extended by {', '.join(self.status.extensions)}")
         return notes
 
     def recipes(self) -> list[str]:
@@ -82,6 +84,7 @@ class ListedDevice:
             "distribution": status.distribution,
             "version": status.version,
             "replaces": list(status.replaces),
+            "extensions": list(status.extensions),
             "profile": self.profile(),
         }
 

@@ -34,7 +34,7 @@ class RecipeSummary:
         self._started = [started]
         self._until = time.monotonic() + SECONDS
 
-    def _count(self, device_type: str, recipe: str, op: str, reason: str | None) -> None:
+    def _count(self, device_type: str, recipe: str, op: str, reason: str | None, package: str) -> None:
         next(self._ops.setdefault((recipe, op.removeprefix("aten::"), reason), itertools.count()))
 
     def end_if_late(self) -> None:

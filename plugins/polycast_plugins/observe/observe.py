@@ -230,8 +230,8 @@ class _Observing:
             self._recorder.start()
             self._observed = started.pop_all()
 
-    def _note_recipe(self, device_type: str, recipe: str, op: str, reason: str | None) -> None:
-        self._recipe_counts.note(device_type, recipe, op, reason)
+    def _note_recipe(self, device_type: str, recipe: str, op: str, reason: str | None, package: str) -> None:
+        self._recipe_counts.note(device_type, recipe, op, reason, package)
         self._observer.note_recipe(recipe, reason or "")
 
     def stop(self, *, lazy: bool = False) -> Reading:

@@ -194,6 +194,7 @@ class LowBit:
         op: the name in the dispatcher.
         declined: why the op ran in the fast dtype; empty: the recipe computed it.
         calls: the number of calls.
+        package: the distribution whose kernel computed it; empty: torch's did, or it is unknown.
     """
 
     device: str
@@ -201,6 +202,7 @@ class LowBit:
     op: str
     declined: str = ""
     calls: int = 0
+    package: str = ""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from polycast.common.plain_text import first_of
 from polycast.common.random_state import RandomState
 from polycast.engine.casts.weights import parameter_of
 from polycast.engine.recipes.equalized import activations_of, matrix_of, product_arguments
-from polycast.plugin import LowBitKernel, Plan, Recipe, RecipeLike, events, read_recipe
+from polycast.plugin import LowBitKernel, Recipe, RecipeLike, events, read_recipe
 from polycast.policy.equalization import EqualizedWeight, fingerprint_of
 from polycast.policy.weight_views import TRANSPOSED, WHOLE, parameters_by_name, view_of
 
@@ -152,9 +152,8 @@ class _Products:
             self._names.setdefault(id(parameter), name)
         self._generator = torch.Generator().manual_seed(_SEED)
 
-    def add(self, plan: Plan, op: str, args: Sequence[Any]) -> None:
-        """Add a call of an op, given its plan."""
-        kernel = plan.kernels[op]
+    def add(self, kernel: LowBitKernel, op: str, args: Sequence[Any]) -> None:
+        """Add a call of an op, given its kernel."""
         weight = args[kernel.weight]
         parameter, matrix = parameter_of(weight), matrix_of(op, weight)
         if not kernel.equalizes or matrix is None or parameter is None or id(parameter) not in self._names:

@@ -253,7 +253,7 @@ class _Calls(DispatchMode):  # type: ignore[misc]
         found = self._found[module]
         found.output.update(dict.fromkeys(_floating(tensor for _, tensor in tensors_in(output))))
 
-    def note_declined(self, _device: str, _recipe: str, op: str, reason: str | None) -> None:
+    def note_declined(self, _device: str, _recipe: str, op: str, reason: str | None, _package: str) -> None:
         """Note that a recipe falls back for an op, and why."""
         if self._open and reason is not None:
             self._open[-1].declined[op] = reason

@@ -313,7 +313,7 @@ def _outcomes() -> Iterator[list[str | None]]:
     """Yield a list that gets, for each op under a recipe in this thread, why the recipe fell back; None: it ran."""
     found: list[str | None] = []
 
-    def note(device_type: str, recipe: str, op: str, reason: str | None) -> None:
+    def note(device_type: str, recipe: str, op: str, reason: str | None, package: str) -> None:
         found.append(reason)
 
     events.recipe_call.add(note, threading.get_ident())

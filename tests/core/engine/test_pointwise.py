@@ -48,7 +48,7 @@ def computed():
     """Return a list that gets the ops that the recipe computes in this thread."""
     found = []
 
-    def note(device_type, recipe, op, reason):
+    def note(device_type, recipe, op, reason, package):
         found.append((recipe, op, reason))
 
     events.recipe_call.add(note, threading.get_ident())

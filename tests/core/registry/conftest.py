@@ -35,6 +35,44 @@ def polycast_backend():
 {amendment}
 """
 
+EXTENSION = """
+import torch
+
+import polycast
+
+
+class Matmul(polycast.plugin.LowBitMatmul):
+    def prepack(self, weight):
+        return (weight.clone(),)
+
+    def unsupported_reason(self, x, size, bias):
+        return {refusal!r}
+
+    def multiply(self, x, prepacked, bias, alpha):
+        rows, features = x.shape[0], prepacked[0].shape[0]
+        return torch.full((rows, features), {mark!r}, dtype=torch.get_autocast_dtype(x.device.type))
+
+
+class AcmeExtension(polycast.plugin.Extension):
+    device_type = {device_type!r}
+
+    def recipe_availability(self, recipe):
+        if recipe.kind == {kind!r}:
+            return polycast.plugin.Availability(True)
+        return super().recipe_availability(recipe)
+
+    def low_bit_kernels(self, recipe):
+        return Matmul().kernels()
+
+
+{amendment}
+
+
+@polycast.plugin.hookimpl
+def polycast_extension():
+    return AcmeExtension()
+"""
+
 
 def environment():
     """Return the environment without variables of polycast, with the reference engine."""
@@ -54,12 +92,12 @@ def folder(tmp_path):
 def distribution(folder):
     """Return a function that installs a distribution of files and entry points."""
 
-    def install(name, entry_points, files, version="1.0"):
+    def install(name, entry_points, files, version="1.0", group="polycast.backends"):
         record = folder / f"{name.replace('-', '_')}-{version}.dist-info"
         files = {
             **files,
             record / "METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n",
-            record / "entry_points.txt": "[polycast.backends]\n"
+            record / "entry_points.txt": f"[{group}]\n"
             + "".join(f"{device_type} = {value}\n" for device_type, value in entry_points.items()),
         }
         for path, text in files.items():
@@ -80,6 +118,19 @@ def plugin(distribution):
         module = name.replace("-", "_")
         source = BACKEND.format(device_type=device_type, amendment=textwrap.dedent(amendment))
         distribution(name, {device_type: module}, {f"{module}.py": source}, version)
+
+    return install
+
+
+@pytest.fixture
+def extension(distribution):
+    """Return a function that installs a distribution with an extension of a device."""
+
+    def install(name, device_type="cpu", amendment="", *, kind="none", mark=0.0, refusal=None, entry="", files=None):
+        module = name.replace("-", "_")
+        source = EXTENSION.format(device_type=device_type, kind=kind, mark=mark, refusal=refusal, amendment=amendment)
+        files = {f"{module}.py": source, **(files or {})}
+        distribution(name, {entry or device_type: module}, files, group="polycast.extensions")
 
     return install
 

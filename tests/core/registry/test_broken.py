@@ -138,6 +138,7 @@ def test_the_status_of_a_broken_plugin_has_the_distribution_and_the_reason(run, 
         "distribution": "acme-hpu",
         "version": "0.3",
         "replaces": [],
+        "extensions": [],
     }
 
 

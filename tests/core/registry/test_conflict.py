@@ -41,6 +41,7 @@ def test_a_conflict_imports_neither_plugin_and_affects_no_other_device(run):
         "distribution": "",
         "version": "",
         "replaces": [],
+        "extensions": [],
     }
     assert answer[2] == "set()"
 

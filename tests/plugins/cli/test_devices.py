@@ -23,6 +23,7 @@ KEYS = [
     "distribution",
     "version",
     "replaces",
+    "extensions",
     "profile",
 ]
 
@@ -164,6 +165,7 @@ def test_devices_json_of_a_ready_device(polycast_command):
         "distribution": "polycast",
         "version": importlib.metadata.version("polycast"),
         "replaces": [],
+        "extensions": [],
         "profile": None,
     }
 
@@ -182,6 +184,7 @@ def test_devices_lists_a_broken_plugin_among_the_others(polycast_command, plugin
         "distribution": "acme_broken",
         "version": "1.5",
         "replaces": [],
+        "extensions": [],
         "profile": None,
     }
 

@@ -39,7 +39,7 @@ def test_an_op_is_explained_in_a_region_with_a_recipe():
         for op in ("linear", "exp")
     ]
     assert [each["recipe"] for each in explained] == ["int8:tensor", ""]
-    assert explained[0]["declined"] == "the backend for xpu has no kernels for int8"
+    assert explained[0]["declined"] == "there are no kernels for int8 on xpu"
 
 
 @pytest.mark.parametrize(

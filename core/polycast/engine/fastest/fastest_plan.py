@@ -20,7 +20,7 @@ from ..casts.traced import cast_of_traced
 from ..casts.weights import caching_is_safe, covers, is_dense, is_weight, parameter_of, weight_of
 from ..inference import in_function
 from ..kernels import runs_in_fast_dtype_only
-from ..recipes.actions import AS_IT_IS, CACHED_CAST, FALL_BACK, FLOAT32, Action, ActionKind, Results
+from ..recipes.actions import AS_IT_IS, CACHED_CAST, FALL_BACK, FLOAT32, Action, Results
 from ..recipes.in_dtype import cast_results, results_of
 from ..recipes.kernel_plan import KernelPlan
 from ..recipes.plan import FLOATS, NO_KERNEL, SMALL, SUBCLASS, Computed, Performed, is_special
@@ -61,7 +61,6 @@ class FastestPlan(KernelPlan):
 
     def __init__(self, backend: Backend, recipe: Fastest) -> None:
         super().__init__(backend, recipe)
-        self.kernels = {op: kernel for op, kernel in self.kernels.items() if kernel.uses_cast}
         self.ops = recipe.overloads
 
     @property
@@ -71,10 +70,12 @@ class FastestPlan(KernelPlan):
         return profile if isinstance(profile, DeviceProfile) else None
 
     @override
-    def _action(self, op: str, kernel: LowBitKernel) -> Action | None:
-        if kernel.operator is None or self._may_capture:
-            return None
-        return Action(ActionKind.OPERATOR, kernel.weight, CACHED_CAST, kernel.operator, tuple(kernel.constants))
+    def takes(self, kernel: LowBitKernel) -> bool:
+        return kernel.uses_cast
+
+    @override
+    def action(self, kernel: LowBitKernel, prepack_id: int) -> Action | None:
+        return super().action(kernel, CACHED_CAST)
 
     @override
     def why_no_kernel(self, op: str) -> str | None:
@@ -95,7 +96,8 @@ class FastestPlan(KernelPlan):
         if isinstance(found, str):
             return Computed()
         dtypes = {Way.FAST: dtype, Way.FLOAT32: torch.float32}
-        return Computed(name_of(found.way, dtype), found.reason, dtypes.get(found.way))
+        package = self.package_of(op, args) if found.is_by_kernel else ""
+        return Computed(name_of(found.way, dtype), found.reason, dtypes.get(found.way), package)
 
     @override
     def perform(self, op: str, args: Sequence[Any], cache: CastCache | None, checked: bool) -> Performed:
@@ -108,7 +110,8 @@ class FastestPlan(KernelPlan):
             if op not in POINTWISE_OPS:  # which runs as without the recipe
                 self.notify(op, found)
             return None, None if events.recipe_call or found in _UNKEPT else FALL_BACK
-        self.notify(op, None, name_of(found.way, dtype))
+        if events.recipe_call:
+            self.notify(op, None, name_of(found.way, dtype), self.package_of(op, args) if found.is_by_kernel else "")
         result, action = self._compute(found, op, args, cache, dtype)
         return result, None if events.recipe_call else action
 
@@ -171,9 +174,8 @@ class FastestPlan(KernelPlan):
         return why if op in COMPOSED_OPS and way is Way.FAST else PlannedCall(way, why)
 
     def _why_not_pointwise(self, op: str, args: Sequence[Any], dtype: torch.dtype, checked: bool) -> str | None:
-        """Return why torch's kernel computes a pointwise op; None if the backend's does."""
-        kernel = self.kernels.get(op)
-        if kernel is None:
+        """Return why torch's kernel computes a pointwise op; None if one of the recipe's does."""
+        if op not in self.planned:
             return NO_KERNEL
         if not caching_is_safe():
             return COMPILED
@@ -182,7 +184,10 @@ class FastestPlan(KernelPlan):
         x = args[0]
         if x.dtype is not dtype:
             return OTHER_DTYPE
-        return SUBCLASS if not checked and is_special(x) else kernel.unsupported_reason(*args)
+        if not checked and is_special(x):
+            return SUBCLASS
+        found = self.first(op, args)
+        return found if isinstance(found, str) else None
 
     def _why_not_as_one(self, op: str, workload: Workload, args: Sequence[Any]) -> str | None:
         """Return why a composed op is not computed as a whole, in any case; None if it may be."""
@@ -197,12 +202,12 @@ class FastestPlan(KernelPlan):
 
     def _ways_by_kernel(self, op: str, args: Sequence[Any], position: int, dtype: torch.dtype) -> tuple[Way, ...]:
         """Return the ways by the kernel of an op, if it supports a call."""
-        kernel = self.kernels.get(op)
-        if kernel is None or args[position].dtype is not torch.float32 or dtype is torch.float32:
+        if op not in self.planned or args[position].dtype is not torch.float32 or dtype is torch.float32:
             return ()  # a program may set float32 as the fast dtype
-        if kernel.unsupported_reason(*args) is not None:
+        found = self.first(op, args)
+        if isinstance(found, str):
             return ()
-        return (Way.KERNEL, Way.FLOAT32_KERNEL) if kernel.takes_float32 else (Way.KERNEL,)
+        return (Way.KERNEL, Way.FLOAT32_KERNEL) if found.kernel.takes_float32 else (Way.KERNEL,)
 
     def _conversions(self, args: Sequence[Any], cache: CastCache | None) -> Conversions:
         """Return the elements to convert."""
@@ -235,8 +240,10 @@ class FastestPlan(KernelPlan):
             return result, found.recorded.native_action(ways, dtype)
         if found.way is Way.FLOAT32:
             return cast_results(results_of(op, args, torch.float32), dtype), FLOAT32
-        if found.way in (Way.KERNEL, Way.FLOAT32_KERNEL):
-            kernel, action = self.kernels[op], self._actions[op]
+        if found.is_by_kernel:
+            planned = self.first(op, args)
+            assert not isinstance(planned, str)  # it was the reason for the way
+            kernel, action = planned.kernel, planned.action
             weight = args[kernel.weight]
             if found.way is Way.KERNEL:
                 weight = _cached_cast(weight, dtype, cache)
@@ -260,6 +267,11 @@ class PlannedCall(NamedTuple):
     reason: str
     recorded: Recorded | RecordedAttention | None = None
     ways: Ways | None = None
+
+    @property
+    def is_by_kernel(self) -> bool:
+        """Whether a kernel for the recipe computes it."""
+        return self.way in (Way.KERNEL, Way.FLOAT32_KERNEL)
 
 
 def _has_recurrent_kernel(dtype: torch.dtype, records: bool) -> bool:

@@ -23,8 +23,8 @@ from ..casts.cast_cache import CastCache, EntryKind
 from ..casts.not_prepacked import WRITTEN_UNSEEN
 from ..installation import watch_writes
 from ..recipes.compute import plan_for
-from ..recipes.kernel_plan import KernelPlan
-from ..recipes.prepacked_format import PrepackedFormat
+from ..recipes.kernel_plan import KernelPlan, PlannedKernel
+from ..recipes.prepacked_format import PrepackedFormat, format_of
 from .digests import digests, sample_digests
 from .manifest import Manifest, SavedEntry, SavedTensor, SavedWeight, View
 from .saving import flat
@@ -49,11 +49,12 @@ def load(cache: CastCache, path: Path, model: nn.Module, verify: Verify) -> None
         parameters = dict(model.named_parameters(remove_duplicate=False))
         _check_versions(manifest.versions)
         _check_weights(manifest.weights, parameters)
-        plans = {entry.made: _plan(entry.made) for entry in manifest.entries if isinstance(entry.made, PrepackedFormat)}
+        made = [entry.made for entry in manifest.entries if isinstance(entry.made, PrepackedFormat)]
+        kernels = {each: _kernel(each) for each in dict.fromkeys(made)}
         with _lock, torch.inference_mode(False), torch.no_grad():
-            is_alike = _are_prepacked_alike(manifest.entries, plans, parameters)
+            is_alike = _are_prepacked_alike(manifest.entries, kernels, parameters)
             # Before the digests are computed, so that the cache has stamps: what is written then drops the entries.
-            _adopt(cache, manifest, file, parameters, plans)
+            _adopt(cache, manifest, file, parameters, kernels)
         _check_digests(manifest, file, parameters, verify)
         _check_formats(is_alike)
 
@@ -96,7 +97,7 @@ def _check_weights(saved: Mapping[str, SavedWeight], parameters: Mapping[str, nn
             raise ValueError(f"the parameter {name!r} is {here}, and was {weight}")
 
 
-def _plan(wanted: PrepackedFormat) -> KernelPlan:
+def _kernel(wanted: PrepackedFormat) -> PlannedKernel:
     try:
         recipe = Recipe.of_text(wanted.recipe)
     except (KeyError, ValueError) as error:
@@ -115,28 +116,33 @@ def _plan(wanted: PrepackedFormat) -> KernelPlan:
             f"it has weights for {wanted.op} with the recipe {recipe!r}, and here {plan.why_no_kernel(wanted.op)}"
         )
     assert isinstance(plan, KernelPlan)  # it has kernels
-    here = plan.prepacked_format(wanted.op)
+    offered = [(format_of(each.by, recipe, wanted.op, each.kernel), each) for each in plan.planned[wanted.op]]
     for name in ("backend", "kernel"):
-        was, now = getattr(wanted, name), getattr(here, name)
-        if was != now:
-            raise ValueError(f"the {name} of {wanted.op} with the recipe {recipe!r} was {was}, and is {now}")
-    return plan
+        was, now = getattr(wanted, name), [getattr(made, name) for made, _ in offered]
+        if was not in now:
+            raise ValueError(
+                f"the {name} of {wanted.op} with the recipe {recipe!r} was {was}, and is {' or '.join(now)}"
+            )
+        offered = [each for each in offered if getattr(each[0], name) == was]
+    return offered[0][1]
 
 
 def _are_prepacked_alike(
-    entries: Sequence[SavedEntry], plans: Mapping[PrepackedFormat, KernelPlan], parameters: Mapping[str, nn.Parameter]
+    entries: Sequence[SavedEntry],
+    kernels: Mapping[PrepackedFormat, PlannedKernel],
+    parameters: Mapping[str, nn.Parameter],
 ) -> dict[str, bool]:
     """Prepack one weight of each format, the smallest; return by description whether it has the bytes of the file.
 
     A kernel may have changed without another version.
     """
     found = {}
-    for wanted, plan in plans.items():
+    for wanted, planned in kernels.items():
         alike = [entry for entry in entries if entry.made == wanted]
         entry = min(alike, key=lambda entry: _source(entry, parameters).numel())
         with disable_autocast():
-            prepacked = plan.prepack(wanted.op, _source(entry, parameters))
-        what = f"{entry.weight!r} for {wanted.op} with the recipe {plan.recipe!r}"
+            prepacked = planned.prepack(_source(entry, parameters)) or ()
+        what = f"{entry.weight!r} for {wanted.op} with the recipe {Recipe.of_text(wanted.recipe)!r}"
         found[what] = digests([flat(part) for part in prepacked]) == [part.digest for part in entry.tensors]
     return found
 
@@ -153,7 +159,7 @@ def _adopt(
     manifest: Manifest,
     file: TensorFile,
     parameters: Mapping[str, nn.Parameter],
-    plans: Mapping[PrepackedFormat, KernelPlan],
+    kernels: Mapping[PrepackedFormat, PlannedKernel],
 ) -> None:
     watch_writes()
     store = state.machine.store(cache)
@@ -164,7 +170,7 @@ def _adopt(
             for part in entry.tensors
         ]
         if isinstance(entry.made, PrepackedFormat):
-            kind: EntryKind = plans[entry.made].prepack_id(entry.made.op)
+            kind: EntryKind = kernels[entry.made].prepack_id
         else:
             kind = getattr(torch, entry.made)
         if not store.adopt(source, kind, tensors):

@@ -8,7 +8,8 @@ import functools
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -21,9 +22,10 @@ from ...errors import warn_user
 from ...policy import manifests
 from ...policy.dtypes import dtype_name
 from ...policy.recipe import Recipe
-from ...registry.backend import Backend, LowBitKernel, overrides_is_capturing
-from ...registry.checks import PLUGIN_ERRORS, check_recipe
-from ...torch_internals.callers_state import call_outside
+from ...registry.backend import Backend, Extension, LowBitKernel, overrides_is_capturing
+from ...registry.checks import PLUGIN_ERRORS
+from ...registry.recipe_kernels import Offer, check_recipe, offers
+from ...registry.registry import registry
 from ...torch_internals.private_names import is_intercepted
 from ..casts.cast_cache import CastCache
 from ..casts.not_prepacked import INTERCEPTED, NO_WEIGHT, NOT_CACHED
@@ -48,8 +50,8 @@ _Veto: TypeAlias = Callable[[str, str, str, Sequence[Any]], str | None]
 
 _lock = threading.RLock()  # reentrant: the garbage collector may run ops
 hold_during_fork(lambda: [_lock])
-_ids_by_backend: list[tuple[weakref.ref[Backend], dict[Hashable, int]]] = []
-"""The ids of prepacked weights by backend; another instance of its class may prepack differently."""
+_ids: list[tuple[weakref.ref[Extension], dict[Hashable, int]]] = []
+"""The ids of prepacked weights by backend or extension; another instance of its class may prepack differently."""
 _unused_ids = itertools.count(1)
 _formats: dict[int, PrepackedFormat] = {}
 """By their id, the format of prepacked weights."""
@@ -87,8 +89,33 @@ class _ProcessCache:
 process_cache = _ProcessCache()
 
 
+@dataclass(frozen=True)
+class PlannedKernel:
+    """A kernel that may compute an op in a plan.
+
+    Attributes:
+        kernel: the kernel.
+        by: the backend or the extension that has it.
+        package: the distribution that supplies that; empty for a backend that is registered by hand.
+        prepack_id: the id of the weights that it prepacks: the same for those that are interchangeable.
+        prepack: prepacks a weight; returns None if it cannot.
+        action: calls its operator; None without one, or if Python must check for a capture.
+    """
+
+    kernel: LowBitKernel
+    by: Extension
+    package: str
+    prepack_id: int
+    prepack: Callable[[torch.Tensor], tuple[torch.Tensor, ...] | None]
+    action: Action | None
+
+
 class KernelPlan(Plan):
-    """Computes ops by one recipe with the kernels of one backend."""
+    """Computes ops by one recipe with the kernels of a backend, and of the extensions of its device.
+
+    Attributes:
+        planned: the kernels by op, in the order in which they are asked.
+    """
 
     def __init__(self, backend: Backend, recipe: Recipe) -> None:
         super().__init__(backend, recipe)
@@ -98,18 +125,31 @@ class KernelPlan(Plan):
             accelerator is not None and accelerator.type == backend.device_type
         )
         self.unavailable_reason = NO_KERNEL
+        self.planned: Mapping[str, Sequence[PlannedKernel]] = {}
         answer = check_recipe(backend, recipe)
         if answer.available:
-            self.kernels = call_outside(backend.low_bit_kernels, recipe)
+            by_op = (
+                (op, [each for each in found if self.takes(each.kernel)])
+                for op, found in offers(backend, recipe).items()
+            )
+            self.planned = {op: [self._plan(op, each) for each in found] for op, found in by_op if found}
         else:
             self.unavailable_reason = answer.reason
-        self._prepack_ids = {op: _prepack_id(backend, recipe, op, kernel) for op, kernel in self.kernels.items()}
-        self._prepack = {op: checked_prepack(kernel, recipe, op) for op, kernel in self.kernels.items()}
-        for op, kernel in self.kernels.items():
-            _formats.setdefault(self._prepack_ids[op], format_of(backend, recipe, op, kernel))
-        self._actions = {op: self._action(op, kernel) for op, kernel in self.kernels.items()}
+        self.kernels = {op: planned[0].kernel for op, planned in self.planned.items()}
 
-    def _action(self, op: str, kernel: LowBitKernel) -> Action | None:
+    def takes(self, kernel: LowBitKernel) -> bool:
+        """Return whether the plan uses a kernel."""
+        return True
+
+    def _plan(self, op: str, offer: Offer) -> PlannedKernel:
+        kernel, given = offer
+        prepack_id = _prepack_id(given, self.recipe, op, kernel)
+        _formats.setdefault(prepack_id, format_of(given, self.recipe, op, kernel))
+        prepack = checked_prepack(kernel, self.recipe, op)
+        action = self.action(kernel, prepack_id)
+        return PlannedKernel(kernel, given, registry.source(given)[0], prepack_id, prepack, action)
+
+    def action(self, kernel: LowBitKernel, prepack_id: int) -> Action | None:
         """Return the action that calls a kernel's operator; None without one, or if Python must check for a capture."""
         if kernel.operator is None or self._may_capture:
             return None
@@ -118,26 +158,14 @@ class KernelPlan(Plan):
                 raise TypeError(
                     f"{type(kernel).__name__}.constants must be numbers, strings, dtypes or None, got {constant!r}"
                 )
-        return Action(
-            ActionKind.OPERATOR, kernel.weight, self._prepack_ids[op], kernel.operator, tuple(kernel.constants)
-        )
+        return Action(ActionKind.OPERATOR, kernel.weight, prepack_id, kernel.operator, tuple(kernel.constants))
 
-    def prepack_id(self, op: str) -> int:
-        """Return the id of the weights that an op's kernel prepacks: the same for those that are interchangeable."""
-        return self._prepack_ids[op]
-
-    def prepacked_format(self, op: str) -> PrepackedFormat:
-        """Return the format of the weights that an op's kernel prepacks."""
-        return format_of(self.backend, self.recipe, op, self.kernels[op])
-
-    def prepack(self, op: str, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return a weight as an op's kernel prepacks it; empty if it cannot."""
-        return self._prepack[op](weight) or ()
-
-    def unsupported_reason(
+    def choose(
         self, op: str, args: Sequence[Any], checked: bool = False, with_vetoes: bool = True
-    ) -> str | None:
-        """Return why an op falls back to the fast dtype, or None. It may still do so if its weight cannot be prepacked.
+    ) -> PlannedKernel | str:
+        """Return the kernel that computes a call, or why the op falls back to the fast dtype.
+
+        It may still do so if its weight cannot be prepacked.
 
         Args:
             op: by its name in the dispatcher.
@@ -145,21 +173,31 @@ class KernelPlan(Plan):
             checked: whether the caller has checked the tensors.
             with_vetoes: whether to ask the vetoes of plugins, such as that the kernel is slower.
         """
-        kernel = self.kernels.get(op)
-        if kernel is None:
+        planned = self.planned.get(op)
+        if planned is None:
             return self.unavailable_reason
         if not checked and (reason := self._unsupported_tensor(args, torch.is_grad_enabled())) is not None:
             return reason
-        weight = args[kernel.weight]
+        weight = args[planned[0].kernel.weight]
         if not isinstance(weight, torch.Tensor):
             return "its weight is no tensor"
         if weight.numel() < self._min_size:
             return SMALL
-        reason = kernel.unsupported_reason(*args)
-        if reason is not None or not with_vetoes:
-            return reason
+        found = self.first(op, args)
+        if isinstance(found, str) or not with_vetoes:
+            return found
         given = (veto(self.device_type, self.recipe.kind, op, args) for veto in _vetoes())
-        return next((each for each in given if each is not None), None)
+        return next((each for each in given if each is not None), found)
+
+    def first(self, op: str, args: Sequence[Any]) -> PlannedKernel | str:
+        """Return the first kernel of an op that has one that supports a call, or why none does."""
+        reasons: dict[str, None] = {}
+        for each in self.planned[op]:
+            reason = each.kernel.unsupported_reason(*args)
+            if reason is None:
+                return each
+            reasons[reason] = None
+        return "; ".join(reasons)
 
     def _unsupported_tensor(self, args: Sequence[Any], records: bool) -> str | None:
         for arg in args:
@@ -185,12 +223,16 @@ class KernelPlan(Plan):
         weight = args[self.kernels[op].weight]
         if isinstance(weight, torch.Tensor) and not weight.is_meta and parameter_of(weight) is None:
             return NO_WEIGHT
-        return self.unsupported_reason(op, args)
+        found = self.choose(op, args)
+        return found if isinstance(found, str) else None
 
     @override
     def explain(self, op: str, args: Sequence[Any], cache: CastCache | None, dtype: torch.dtype) -> Computed:
-        kernel = self.kernels[op]
-        return Computed(reason=describe(self.recipe, kernel, op, args[kernel.weight]))
+        found = self.choose(op, args)
+        if isinstance(found, str):
+            return Computed()
+        kernel = found.kernel
+        return Computed(reason=describe(self.recipe, kernel, op, args[kernel.weight]), package=found.package)
 
     @override
     def perform(self, op: str, args: Sequence[Any], cache: CastCache | None, checked: bool) -> Performed:
@@ -210,25 +252,33 @@ class KernelPlan(Plan):
                     return result, None  # the operator notifies when it runs
         if events.recipe_call or events.calibration:
             action = None  # they are notified of each call
-        self.notify(op, result if isinstance(result, str) else None)
+        if events.recipe_call:
+            reason = result if isinstance(result, str) else None
+            self.notify(op, reason, package=self.package_of(op, args) if reason is None else "")
         return None if isinstance(result, str) else result, action
+
+    @override
+    def package_of(self, op: str, args: Sequence[Any]) -> str:
+        planned = self.planned[op]
+        found = planned[0] if len(planned) == 1 else self.first(op, args)
+        return "" if isinstance(found, str) else found.package
 
     def _calibrate(self, op: str, args: Sequence[Any]) -> torch.Tensor | str:
         """Notify this thread's listeners of a call, and compute it in float32; or return why it falls back."""
-        reason = self.unsupported_reason(op, args, with_vetoes=False)  # batches may have other sizes than the program's
-        if reason is not None:
-            return reason
-        events.calibration.notify(self, op, args)
+        found = self.choose(op, args, with_vetoes=False)  # batches may have other sizes than the program's
+        if isinstance(found, str):
+            return found
+        events.calibration.notify(found.kernel, op, args)
         return in_dtype(op, args, torch.float32).to(torch.get_autocast_dtype(self.device_type))
 
     @override
     def compute(
         self, op: str, args: Sequence[Any], cache: CastCache | None, checked: bool = False
     ) -> tuple[torch.Tensor | str, Action | None]:
-        reason = self.unsupported_reason(op, args, checked)
-        if reason is not None:
-            return reason, FALL_BACK
-        kernel = self.kernels[op]
+        found = self.choose(op, args, checked)
+        if isinstance(found, str):
+            return found, FALL_BACK
+        kernel = found.kernel
         weight: torch.Tensor = args[kernel.weight]
         if self._may_capture and self.backend.is_capturing():
             return NOT_CACHED, None
@@ -236,14 +286,14 @@ class KernelPlan(Plan):
         if not checked and any(isinstance(arg, torch.Tensor) and is_special(arg) for arg in args) and caching_is_safe():
             return SUBCLASS, None
         where = process_cache.cache if cache is None else cache
-        prepared = prepacked(where, weight, self._prepack_ids[op], self._prepack[op])
+        prepared = prepacked(where, weight, found.prepack_id, found.prepack)
         if prepared is None:
             return CANNOT_PREPACK, None
         if isinstance(prepared, str):
             return prepared, None
         result = kernel.run(prepared, *args)
         dtype = torch.get_autocast_dtype(self.device_type)
-        return result if result.dtype is dtype else result.to(dtype), self._actions[op]
+        return result if result.dtype is dtype else result.to(dtype), found.action
 
 
 @functools.cache
@@ -278,13 +328,13 @@ def format_of_id(prepack_id: int) -> PrepackedFormat:
     return _formats[prepack_id]
 
 
-def _prepack_id(backend: Backend, recipe: Recipe, op: str, kernel: LowBitKernel) -> int:
+def _prepack_id(given: Extension, recipe: Recipe, op: str, kernel: LowBitKernel) -> int:
     # Not by kernel: equal recipes share prepacked weights, and may have kernels of their own.
     key = recipe.format, kernel.prepack_key, op if kernel.prepack_key is None else None
     with _lock:
-        _ids_by_backend[:] = [known for known in _ids_by_backend if known[0]() is not None]
-        ids = next((ids for of, ids in _ids_by_backend if of() is backend), None)
+        _ids[:] = [known for known in _ids if known[0]() is not None]
+        ids = next((ids for of, ids in _ids if of() is given), None)
         if ids is None:
             ids = {}
-            _ids_by_backend.append((weakref.ref(backend), ids))
+            _ids.append((weakref.ref(given), ids))
         return ids.setdefault(key, next(_unused_ids))

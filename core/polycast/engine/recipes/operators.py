@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.library import Library
 
+from ...common.events import events
 from ...policy.recipe import Recipe
 from ...policy.schemas import existing_op
 from ...registry.backend import Backend
@@ -107,7 +108,9 @@ def _run_in_compiled(op: str, args: Sequence[Any], recipe: str, cache: int, dtyp
                     result, _ = plan.compute(op, args, found)
             else:
                 result, _ = plan.compute(op, args, found)
-            plan.notify(op, result if isinstance(result, str) else None)
+            if events.recipe_call:
+                reason = result if isinstance(result, str) else None
+                plan.notify(op, reason, package=plan.package_of(op, args) if reason is None else "")
             return in_dtype(op, args, dtype) if isinstance(result, str) else result
     finally:
         if before is not dtype:

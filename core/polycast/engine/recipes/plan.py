@@ -31,19 +31,21 @@ class Computed(NamedTuple):
     Attributes:
         way: the name of the way that the recipe has chosen; empty for a recipe with one way.
         reason: why, or what else is to say of it.
-        dtype: the dtype that the recipe casts tensors to; None for a kernel of the backend.
+        dtype: the dtype that the recipe casts tensors to; None for a kernel.
+        package: the distribution whose kernel computes it; empty if torch's does, or if it is unknown.
     """
 
     way: str = ""
     reason: str = ""
     dtype: torch.dtype | None = None
+    package: str = ""
 
 
 class Plan(ABC):
     """Computes the ops of one recipe with one backend. Equal recipes share it.
 
     Attributes:
-        kernels: the backend's kernels for the recipe, by op.
+        kernels: the kernels for the recipe by op: of each, the one that is asked first.
     """
 
     def __init__(self, backend: Backend, recipe: Recipe) -> None:
@@ -75,17 +77,18 @@ class Plan(ABC):
             None if there is none.
         """
 
-    def notify(self, op: str, reason: str | None, way: str = "") -> None:
+    def notify(self, op: str, reason: str | None, way: str = "", package: str = "") -> None:
         """Notify the listeners to ``events.recipe_call``, unless a compiler traces: compiled code does when it runs.
 
         Args:
             op: by its name in the dispatcher.
             reason: why the op falls back; None: it was computed.
             way: the way in which it was computed, of a recipe that has several.
+            package: the distribution whose kernel computed it; empty if torch's did.
         """
         if events.recipe_call and tracing_context() is None:
             recipe = f"{self.recipe.short}:{way}" if way else self.recipe.short
-            events.recipe_call.notify(self.device_type, recipe, op, reason)
+            events.recipe_call.notify(self.device_type, recipe, op, reason, package)
 
     @abstractmethod
     def why_no_kernel(self, op: str) -> str | None:
@@ -94,6 +97,10 @@ class Plan(ABC):
     @abstractmethod
     def why_not(self, op: str, args: Sequence[Any]) -> str | None:
         """Return why a call would fall back, given arguments that may be fake; None if it would not."""
+
+    def package_of(self, op: str, args: Sequence[Any]) -> str:
+        """Return the distribution whose kernel computes a call that does not fall back; empty if torch's does."""
+        return ""
 
     @abstractmethod
     def explain(self, op: str, args: Sequence[Any], cache: CastCache | None, dtype: torch.dtype) -> Computed:

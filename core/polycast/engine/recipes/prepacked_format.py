@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from ...policy.recipe import Recipe
-from ...registry.backend import Backend, LowBitKernel
+from ...registry.backend import Extension, LowBitKernel
 from ...registry.registry import registry
 
 
@@ -16,7 +16,8 @@ class PrepackedFormat:
 
     Attributes:
         device: the device type.
-        backend: the class of the backend, and the version of the distribution that supplies it.
+        backend: the class of the backend, or of the extension, that has the kernel, and the version of the
+            distribution that supplies it.
         recipe: the text of the recipe.
         op: an op that uses it, by its name in the dispatcher.
         kernel: the class of the kernel, what it says of its layout, and its constants, such as the instruction set.
@@ -29,14 +30,14 @@ class PrepackedFormat:
     kernel: str
 
 
-def format_of(backend: Backend, recipe: Recipe, op: str, kernel: LowBitKernel) -> PrepackedFormat:
+def format_of(given: Extension, recipe: Recipe, op: str, kernel: LowBitKernel) -> PrepackedFormat:
     """Return the format of a kernel's prepacked weights."""
-    version = registry.version(backend)
+    version = registry.version(given)
     constants = ", ".join(_constants(kernel))
     layout = "" if kernel.prepack_key is None else f" ({_text(kernel.prepack_key)})"
     return PrepackedFormat(
-        backend.device_type,
-        f"{_text(type(backend))}{f' {version}' if version else ''}",
+        given.device_type,
+        f"{_text(type(given))}{f' {version}' if version else ''}",
         recipe.text,
         op,
         f"{_text(type(kernel))}{layout}{f', {constants}' if constants else ''}",

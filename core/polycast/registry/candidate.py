@@ -1,0 +1,53 @@
+"""`Candidate`: an entry point that offers a backend or an extension, and how its hook is called."""
+
+import importlib.metadata
+from dataclasses import dataclass
+from typing import Any
+
+import pluggy
+
+from ..common.env import canonical_name
+from ..errors import InvalidBackendError
+from . import hookspecs
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """An entry point that offers a backend or an extension; it is not imported yet."""
+
+    distribution: str
+    version: str
+    entry_point: importlib.metadata.EntryPoint
+
+    @property
+    def built_in(self) -> bool:
+        """Whether it comes with polycast."""
+        return canonical_name(self.distribution) == hookspecs.PROJECT
+
+    @property
+    def device_type(self) -> str:
+        """The device type: the name of the entry point, up to a dot."""
+        return self.entry_point.name.partition(".")[0]
+
+    def __str__(self) -> str:
+        return f"{self.distribution} {self.version} ({self.entry_point.value})"
+
+    def call_hook(self, hook: str, expected: str) -> Any:
+        """Import the plugin, and return what its hook returns.
+
+        Raises:
+            InvalidBackendError: it does not implement the hook, or does so more than once.
+        """
+        # A plugin manager of its own, so that a rejected plugin leaves nothing behind. pluggy's own loader of entry
+        # points imports all plugins and stops at the first broken one.
+        manager = pluggy.PluginManager(hookspecs.PROJECT)
+        manager.add_hookspecs(hookspecs)
+        manager.register(self.entry_point.load(), name=self.distribution)
+        manager.check_pending()
+        answers: list[Any] = getattr(manager.hook, hook)()
+        if len(answers) != 1:
+            raise InvalidBackendError(
+                f"{self.entry_point.value} must implement the hook {hook} (marked with @polycast.plugin.hookimpl) and "
+                f"return {'an' if expected[0] in 'AEIOU' else 'a'} {expected} from it; got {len(answers)} answers"
+            )
+        return answers[0]

@@ -1,0 +1,164 @@
+"""`DeviceExtensions`: what packages add to a device that another package serves.
+
+A broken extension affects only itself: the device goes on without it, and a warning names it.
+"""
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from ..common.announce import announce_if_slow
+from ..common.interrupts import CALLERS_ERRORS, is_interrupt
+from ..errors import BackendBrokenError, BackendConflictError, warn_user
+from ..policy.cast_policy import CastPolicy
+from ..torch_internals.callers_state import call_outside
+from ..torch_internals.dispatcher import disable_autocast
+from .backend import Availability, Backend, Extension, validate_extension
+from .candidate import Candidate
+from .checks import PLUGIN_ERRORS, check_availability
+
+_FORK_TIMEOUT = 10
+"""Seconds that a fork waits for the import of an extension, which may hang."""
+
+
+class LoadedExtension(NamedTuple):
+    """An extension, the entry point that it comes from, and whether it can be used."""
+
+    candidate: Candidate
+    extension: Extension
+    availability: Availability
+
+
+class AddedPolicy(NamedTuple):
+    """The policy of an op, and the distribution whose extension adds it."""
+
+    policy: CastPolicy
+    distribution: str
+
+
+class DeviceExtensions:
+    """Loads the extensions of a device type, when the device is first used.
+
+    Attributes:
+        candidates: the entry points that offer one, in the order in which their kernels are asked.
+    """
+
+    def __init__(self, device_type: str) -> None:
+        self.device_type = device_type
+        self.candidates: list[Candidate] = []
+        self._answers: list[LoadedExtension | tuple[Candidate, BaseException]] | None = None
+        self._loading = False
+        self._checked: tuple[Backend, Mapping[str, AddedPolicy]] | None = None
+        self._lock: Any = threading.RLock()  # reentrant, as that of a BackendLoader
+
+    def get(self) -> Sequence[Extension]:
+        """Return the extensions that can be used; load them at the first use, and warn of broken ones."""
+        return [each.extension for each in self._usable()]
+
+    def distribution(self, extension: Extension) -> tuple[str, str]:
+        """Return the name and the version of the distribution that an extension comes from."""
+        found = (each.candidate for each in self._usable() if each.extension is extension)
+        return next(((each.distribution, each.version) for each in found), ("", ""))
+
+    def policies(self, backend: Backend) -> Mapping[str, AddedPolicy]:
+        """Return the policies that extensions add to the table of a backend.
+
+        Raises:
+            BackendConflictError: two packages give an op different policies.
+        """
+        checked = self._checked
+        if checked is None or checked[0] is not backend:
+            checked = self._checked = backend, MappingProxyType(self._merged(backend))
+        return checked[1]
+
+    def names(self) -> tuple[str, ...]:
+        """Return the extensions by distribution and entry point, with why, if one cannot be used."""
+        return tuple(map(_described, self._load())) if self.candidates else ()
+
+    def _merged(self, backend: Backend) -> dict[str, AddedPolicy]:
+        policies: dict[str, AddedPolicy] = {}
+        sources: dict[str, Candidate] = {}
+        for each in self._usable():
+            for op, policy in each.extension.policies.items():
+                if op in backend.policies:
+                    continue
+                if op not in policies:
+                    policies[op], sources[op] = AddedPolicy(policy, each.candidate.distribution), each.candidate
+                elif policies[op].policy is not policy:
+                    raise BackendConflictError(
+                        f"Two packages give {op!r} different policies on {self.device_type!r}: {sources[op]} gives "
+                        f"{policies[op].policy.name}, and {each.candidate} {policy.name}. Uninstall one of them."
+                    )
+        return policies
+
+    def _usable(self) -> Iterator[LoadedExtension]:
+        for each in self._load() if self.candidates else ():
+            if isinstance(each, LoadedExtension) and each.availability:
+                yield each
+
+    def _load(self) -> Sequence[LoadedExtension | tuple[Candidate, BaseException]]:
+        if self._answers is None:
+            with self._lock:
+                if self._loading:
+                    raise BackendBrokenError(
+                        f"The device {self.device_type!r} was requested while an extension of it is being imported. An "
+                        "extension must not use its own device at import."
+                    )
+                if self._answers is None:
+                    self._load_all()
+        assert self._answers is not None
+        return self._answers
+
+    def _load_all(self) -> None:
+        self._loading = True
+        try:
+            answers = [self._load_one(candidate) for candidate in self.candidates]
+        finally:
+            self._loading = False
+        self._answers = answers
+        for each in answers:
+            if not isinstance(each, LoadedExtension):
+                candidate = each[0]
+                warn_user(
+                    f"An extension of {self.device_type!r} is left out: {_described(each)}. Repair or uninstall "
+                    f"{candidate.distribution}."
+                )
+
+    def _load_one(self, candidate: Candidate) -> LoadedExtension | tuple[Candidate, BaseException]:
+        waiting = (
+            f"still importing an extension of {self.device_type!r}, {candidate}. POLYCAST_DISCOVERY=0 leaves it out."
+        )
+        try:
+            with nullcontext() if candidate.built_in else announce_if_slow(waiting), disable_autocast():
+                extension = call_outside(_called, candidate, self.device_type)
+                return LoadedExtension(candidate, extension, check_availability(extension))
+        except PLUGIN_ERRORS as error:
+            if is_interrupt(error) or isinstance(error, CALLERS_ERRORS):
+                raise
+            return candidate, error
+
+    def acquire(self, blocking: bool = True) -> bool:
+        """Wait until no extension is being imported; called before a fork, as the child could never finish it."""
+        return bool(self._lock.acquire(blocking, _FORK_TIMEOUT if blocking else -1))
+
+    def release(self) -> None:
+        """Allow imports again; called after a fork."""
+        self._lock.release()
+
+    def reset(self) -> None:
+        """Forget the threads of the parent; called in the child of a fork."""
+        self._lock, self._loading = threading.RLock(), False
+
+
+def _called(candidate: Candidate, device_type: str) -> Extension:
+    return validate_extension(candidate.call_hook("polycast_extension", "Extension"), device_type)
+
+
+def _described(answer: LoadedExtension | tuple[Candidate, BaseException]) -> str:
+    if not isinstance(answer, LoadedExtension):
+        candidate, error = answer
+        return f"{candidate} is broken: {type(error).__name__}: {str(error).rstrip('.')}"
+    available = answer.availability
+    return f"{answer.candidate}" if available else f"{answer.candidate} cannot be used: {available.reason.rstrip('.')}"

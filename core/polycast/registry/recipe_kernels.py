@@ -1,0 +1,57 @@
+"""The kernels for a recipe on a device: those of its backend, and of extensions."""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from ..policy.recipe import Recipe
+from ..torch_internals.callers_state import call_outside
+from .backend import Availability, Backend, Extension, LowBitKernel, no_kernels
+from .checks import ask_recipe
+from .registry import registry
+
+
+class Offer(NamedTuple):
+    """A kernel, and the backend or extension that has it."""
+
+    kernel: LowBitKernel
+    by: Extension
+
+
+def check_recipe(backend: Backend, recipe: Recipe) -> Availability:
+    """Return whether a device supports a recipe: whether its backend, or an extension of the device, has kernels."""
+    refusals = []
+    for given in _asked(backend):
+        answer = ask_recipe(given, recipe)
+        if answer.available:
+            return answer
+        refusals.append((registry.source(given)[0], answer.reason))
+    common = no_kernels(backend.device_type, recipe)
+    refusals = [each for each in refusals if each[1] != common]
+    if not refusals:
+        return Availability(False, common)
+    if len(refusals) == 1:
+        return Availability(False, refusals[0][1])
+    return Availability(False, "; ".join(f"{package or 'the backend'}: {reason}" for package, reason in refusals))
+
+
+def offers(backend: Backend, recipe: Recipe) -> Mapping[str, Sequence[Offer]]:
+    """Return the kernels for a recipe, by op, in the order in which they are asked; those of the backend first."""
+    found: dict[str, list[Offer]] = {}
+    for given in _asked(backend):
+        if ask_recipe(given, recipe).available:
+            for op, kernel in call_outside(given.low_bit_kernels, recipe).items():
+                found.setdefault(op, []).append(Offer(kernel, given))
+    return found
+
+
+def recipe_kernels(backend: Backend, recipe: Recipe) -> Mapping[str, Sequence[LowBitKernel]]:
+    """Return the kernels for a recipe, by dispatcher name of the op, in the order in which they are asked.
+
+    They are those of the backend, then those of the extensions of its device. The first whose ``unsupported_reason``
+    is None computes a call.
+    """
+    return {op: [each.kernel for each in kernels] for op, kernels in offers(backend, recipe).items()}
+
+
+def _asked(backend: Backend) -> Sequence[Extension]:
+    return backend, *registry.extensions(backend.device_type)

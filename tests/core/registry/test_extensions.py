@@ -1,0 +1,224 @@
+"""Extensions: what packages add to a device that another package serves: discovery, policies, broken packages."""
+
+import pytest
+
+LIBRARY = """
+@torch.library.custom_op("acme::attend", mutates_args=())
+def attend(x: torch.Tensor) -> torch.Tensor:
+    return x.clone()
+"""
+
+
+def policies(**by_op):
+    """Return source that gives the extension policies."""
+    table = ", ".join(f"'acme::{op}': polycast.CastPolicy.{policy}" for op, policy in by_op.items())
+    return f"AcmeExtension.policies = {{{table}}}\n"
+
+
+def test_an_extension_is_imported_when_its_device_is_first_used(run, extension):
+    extension("acme-one", "cpu")
+    extension("acme-two", "xpu")
+    answer = run("""
+        names = ("acme_one", "acme_two")
+        answer = []
+        for use in ("polycast.backends()", "polycast.plugin.get_backend('cuda')", "polycast.plugin.get_backend('cpu')"):
+            eval(use)
+            answer.append([name for name in names if name in sys.modules])
+    """)
+    assert answer == [[], [], ["acme_one"]]
+
+
+def test_the_status_of_a_device_names_its_extensions(run, extension):
+    extension("acme-two", entry="cpu.two")
+    extension("acme-one")
+    answer = run("answer = polycast.backends()['cpu']")
+    assert answer["state"] == "ready"
+    assert answer["extensions"][:2] == ["acme-one 1.0 (acme_one)", "acme-two 1.0 (acme_two)"]
+
+
+def test_an_op_of_a_packages_own_library_has_the_policy_of_its_extension(run, extension, engine):
+    extension("acme-ops", amendment=LIBRARY + policies(attend="LOWER_PRECISION_FP"))
+    answer = run(
+        """
+        with polycast.autocast("cpu"):
+            inside = torch.ops.acme.attend(torch.ones(2)).dtype
+            found = polycast.explain("acme::attend", device_type="cpu")
+        answer = [inside, torch.ops.acme.attend(torch.ones(2)).dtype, found.policy.name, found.rule, found.rule_name]
+        """,
+        POLYCAST_ENGINE=engine,
+    )
+    assert answer == ["torch.bfloat16", "torch.float32", "LOWER_PRECISION_FP", "extension", "acme-ops"]
+
+
+def test_an_op_that_a_library_defines_later_has_the_policy_too(run, extension, engine):
+    extension("acme-ops", amendment=policies(attend="LOWER_PRECISION_FP"))
+    answer = run(
+        f"""
+        with polycast.autocast("cpu"):
+            pass
+        {LIBRARY.strip().replace(chr(10), chr(10) + " " * 8)}
+        with polycast.autocast("cpu"):
+            answer = torch.ops.acme.attend(torch.ones(2)).dtype
+        """,
+        POLYCAST_ENGINE=engine,
+    )
+    assert answer == "torch.bfloat16"
+
+
+def test_a_policy_that_an_op_of_a_later_library_cannot_have_is_left_out_with_a_warning(run, extension, engine):
+    extension("acme-ops", amendment=policies(write_="FP32"))
+    answer = run(
+        """
+        import warnings
+        polycast.install("cpu")
+        library = torch.library.Library("acme", "DEF")
+        library.define("write_(Tensor(a!) x) -> ()")
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                with polycast.autocast("cpu"):
+                    pass
+        answer = [str(each.message) for each in caught]
+        """,
+        POLYCAST_ENGINE=engine,
+    )
+    (text,) = answer
+    assert text.startswith("A policy is left out that acme-ops adds to 'cpu': 'acme::write_' writes to its inputs:")
+
+
+def test_an_op_of_the_backends_table_is_not_changed(run, extension):
+    amendment = "AcmeExtension.policies = {'aten::mm': polycast.CastPolicy.FP32, 'aten::add.Tensor': 'fp32'}"
+    extension("acme-ops", amendment=amendment.replace("'fp32'", "polycast.CastPolicy.FP32"))
+    answer = run("""
+        x = torch.ones(2, 2, dtype=torch.bfloat16)
+        with polycast.autocast("cpu"):
+            answer = [torch.mm(x, x).dtype, torch.add(x, x).dtype, polycast.explain("mm", device_type="cpu").rule]
+    """)
+    assert answer == ["torch.bfloat16", "torch.float32", "backend's table"]
+
+
+@pytest.mark.parametrize(
+    ("rule", "expected"), [("register_op", "register_op"), ("region", "region's policy"), ("none", "extension")]
+)
+def test_policies_of_regions_and_register_op_go_before_an_extensions(run, extension, rule, expected):
+    extension("acme-ops", amendment=LIBRARY + policies(attend="LOWER_PRECISION_FP"))
+    answer = run(f"""
+        policy = None
+        polycast.install("cpu")
+        if {rule!r} == "register_op":
+            polycast.register_op("acme::attend", "fp32")
+        elif {rule!r} == "region":
+            policy = {{"acme::attend": "fp32"}}
+        with polycast.autocast("cpu", policy=policy):
+            dtype = torch.ops.acme.attend(torch.ones(2, dtype=torch.bfloat16)).dtype
+            answer = [dtype, polycast.explain("acme::attend", device_type="cpu").rule]
+    """)
+    assert answer == ["torch.bfloat16" if rule == "none" else "torch.float32", expected]
+
+
+def test_two_packages_with_different_policies_for_an_op_are_a_conflict_with_both_names(run, extension):
+    extension("acme-one", amendment=policies(attend="FP32"))
+    extension("acme-two", amendment=policies(attend="LOWER_PRECISION_FP"))
+    answer = run("""
+        available = [polycast.is_autocast_available("cpu"), polycast.plugin.get_backend("xpu").device_type]
+        status = polycast.backends()["cpu"]
+        answer = [error_of(polycast.autocast, "cpu"), error_of(polycast.install, "cpu"), available, status]
+    """)
+    conflict = (
+        "Two packages give 'acme::attend' different policies on 'cpu': acme-one 1.0 (acme_one) gives FP32, and "
+        "acme-two 1.0 (acme_two) LOWER_PRECISION_FP. Uninstall one of them."
+    )
+    assert answer[:3] == [["BackendConflictError", conflict]] * 2 + [[False, "xpu"]]
+    assert (answer[3]["state"], answer[3]["reason"]) == ("conflict", conflict)
+
+
+def test_two_packages_with_one_policy_for_an_op_are_no_conflict(run, extension):
+    extension("acme-one", amendment=policies(attend="FP32"))
+    extension("acme-two", amendment=policies(attend="FP32"))
+    assert run("answer = polycast.backends()['cpu'].state") == "ready"
+
+
+@pytest.mark.parametrize(
+    ("amendment", "said"),
+    [
+        ("raise ImportError('no driver')", "is broken: ImportError: no driver"),
+        ("raise SystemExit(3)", "is broken: SystemExit: 3"),
+        ("polycast.plugin.get_backend('cpu')", "is broken: BackendBrokenError: The device 'cpu' was requested while"),
+        ("AcmeExtension.device_type = 'xpu'", "device_type is 'xpu', but the entry point is named 'cpu'"),
+        ("AcmeExtension.policies = {'mm': 1}", "policies: 'mm' is not an op name"),
+        ("AcmeExtension = polycast.plugin.Backend", "expected an instance of polycast.plugin.Extension, got Backend"),
+        ("AcmeExtension = lambda: 5", "expected an instance of polycast.plugin.Extension, got int: 5"),
+        ("AcmeExtension = lambda: None", "acme_bad must implement the hook polycast_extension"),
+        ("AcmeExtension.ops_in_cpp = 'acme'", "ops_in_cpp must be a list or tuple of the names of packages"),
+    ],
+)
+def test_a_broken_extension_breaks_itself_only_and_is_named(run, extension, amendment, said):
+    extension("acme-bad", amendment=amendment)
+    extension("acme-good", amendment=LIBRARY + policies(attend="LOWER_PRECISION_FP"))
+    warned, others, status, dtype = run("""
+        import warnings
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                polycast.install("cpu")
+        with polycast.autocast("cpu"):
+            dtype = torch.ops.acme.attend(torch.ones(2)).dtype
+        answer = [str(caught[0].message), len(caught) - 1, polycast.backends()["cpu"], dtype]
+    """)
+    assert warned.startswith("An extension of 'cpu' is left out: acme-bad 1.0 (acme_bad) is broken: ")
+    assert warned.endswith("Repair or uninstall acme-bad.")
+    assert said in warned
+    assert others == 0
+    assert (status["state"], dtype) == ("ready", "torch.bfloat16")
+    assert said in status["extensions"][0]
+
+
+def test_an_extension_that_cannot_be_used_now_is_left_out_and_the_status_says_why(run, extension):
+    amendment = LIBRARY + policies(attend="LOWER_PRECISION_FP")
+    amendment += "AcmeExtension.availability = lambda self: polycast.plugin.Availability(False, 'no licence')\n"
+    extension("acme-ops", amendment=amendment)
+    answer = run("""
+        with polycast.autocast("cpu"):
+            dtype = torch.ops.acme.attend(torch.ones(2)).dtype
+        answer = [dtype, polycast.plugin.get_extensions("cpu"), polycast.backends()["cpu"].extensions[0]]
+    """)
+    assert answer == ["torch.float32", [], "acme-ops 1.0 (acme_ops) cannot be used: no licence"]
+
+
+def test_extensions_of_third_parties_are_ignored_without_discovery(run, extension):
+    extension("acme-ops")
+    answer = run("polycast.install('cpu'); answer = 'acme_ops' in sys.modules", POLYCAST_DISCOVERY="0")
+    assert answer is False
+
+
+def test_a_fork_waits_until_another_thread_has_imported_an_extension(run, extension):
+    extension("acme-slow", amendment="import time\ntime.sleep(0.2)")
+    answer = run("""
+        import os, threading
+        thread = threading.Thread(target=polycast.plugin.get_backend, args=("cpu",))
+        thread.start()
+        while "acme_slow" not in sys.modules:
+            pass
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if polycast.plugin.get_extensions("cpu") else 1)
+        thread.join()
+        answer = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    """)
+    assert answer == 0
+
+
+def test_entry_points_are_read_again_after_forget(run, extension, folder):
+    extension("acme-one")
+    answer = run(f"""
+        import importlib, pathlib
+        from polycast.registry.registry import registry
+        answer = [len(polycast.plugin.get_extensions("cpu"))]
+        record = pathlib.Path({str(folder)!r}) / "acme_one-1.0.dist-info" / "entry_points.txt"
+        record.write_text("")
+        answer.append(len(polycast.plugin.get_extensions("cpu")))
+        importlib.invalidate_caches()
+        registry.forget()
+        answer.append(len(polycast.plugin.get_extensions("cpu")))
+    """)
+    assert answer[0] == answer[1] == answer[2] + 1
