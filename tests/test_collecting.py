@@ -27,6 +27,12 @@ def test_combinations_that_are_not_there_are_not_asked_for():
     assert pairs(left) == pairs(every)
 
 
-@pytest.mark.parametrize("combinations", [[()], [("a",), ("b",)], list(itertools.product("abc", "de"))], ids=len)
+@pytest.mark.parametrize("combinations", [[("a",), ("b",)], list(itertools.product("abc", "de"))], ids=len)
 def test_of_two_parameters_none_is_left_out(combinations):
     assert redundant(combinations) == []
+
+
+def test_what_is_apart_needs_no_pair():
+    every = list(itertools.product(["native", "reference"], "abc"))
+    left = [values for n, values in enumerate(every) if n not in redundant(every, {"native", "reference"})]
+    assert left == [("native", "a"), ("native", "c"), ("reference", "b")]

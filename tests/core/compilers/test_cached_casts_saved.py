@@ -68,6 +68,7 @@ def test_regions_in_the_code_find_their_caches(run):
     assert run("inside", "3")[1:] == [1, total, True]
 
 
+@pytest.mark.parametrize("engine", ["native"], indirect=True)  # engines trace alike
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_a_program_that_is_compiled_ahead_of_time_needs_no_polycast(engine, tmp_path):
     model, x, cache = nn.Linear(64, 64), torch.randn(2, 64), polycast.WeightCache()

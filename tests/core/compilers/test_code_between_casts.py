@@ -58,6 +58,7 @@ def test_inductors_code_computes_what_it_computes_in_torchs_regions(engine, mode
             torch.testing.assert_close(actual, expected, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("engine", ["native"], indirect=True)  # the other casts on no threads of its own
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_code_that_was_compiled_ahead_of_time_computes_what_it_computes_from_torchs_regions(
     engine, model, cast_between, tmp_path

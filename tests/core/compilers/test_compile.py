@@ -96,6 +96,7 @@ def test_the_graphs_equal_those_of_torch_autocast(data, shape):
     assert graphs(polycast.autocast) == graphs(torch.autocast)
 
 
+@pytest.mark.parametrize("engine", ["native"], indirect=True)  # engines trace alike
 @pytest.mark.slow
 def test_the_code_of_inductor_is_that_of_torch_autocast(data):
     def generated(region):
