@@ -97,9 +97,10 @@ def test_the_requirements_of_each_extra():
     assert "polycast[test]" in requirements["dev"]
 
 
-@pytest.mark.parametrize("package", PACKAGES)
-def test_each_package_says_that_it_is_typed(package):
-    assert (importlib.resources.files(package) / "py.typed").is_file()
+def test_each_package_says_that_it_is_typed(subtests):
+    for package in PACKAGES:
+        with subtests.test(package=package):
+            assert (importlib.resources.files(package) / "py.typed").is_file()
 
 
 def test_the_wheel_holds_the_packages_and_nothing_else(wheel):

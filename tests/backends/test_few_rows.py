@@ -116,30 +116,32 @@ def test_a_product_is_at_least_as_exact_as_torchs(simd, in_order, dtype):
     assert ours <= theirs * 1.001
 
 
-@pytest.mark.parametrize("scale", [1e-44, 1e-40, 1e-38, 1e-20, 1e18, 1e19])
-def test_denormal_and_very_large_values_are_neither_flushed_nor_saturated(simd, in_order, scale):
-    torch.manual_seed(0)
-    x, weight = torch.randn(3, 70) * scale, in_order(torch.randn(33, 70).sign() * torch.rand(33, 70).add(0.5))
-    assert_exact(linear(simd, x, weight), x, weight)
-    assert_exact(linear(simd, x.sign(), weight * scale), x.sign(), weight * scale)
+def test_denormal_and_very_large_values_are_neither_flushed_nor_saturated(simd, in_order, subtests):
+    for scale in [1e-44, 1e-40, 1e-38, 1e-20, 1e18, 1e19]:
+        with subtests.test(scale=scale):
+            torch.manual_seed(0)
+            x, weight = torch.randn(3, 70) * scale, in_order(torch.randn(33, 70).sign() * torch.rand(33, 70).add(0.5))
+            assert_exact(linear(simd, x, weight), x, weight)
+            assert_exact(linear(simd, x.sign(), weight * scale), x.sign(), weight * scale)
 
 
-@pytest.mark.parametrize("dtype", FAST, ids=str)
 @pytest.mark.parametrize("values", [(INF,), (-INF,), (INF, -INF), (NAN,), (INF, NAN), (3e38, 3e38, 3e38)], ids=str)
-def test_inf_nan_and_overflow_are_as_in_float32(simd, in_order, values, dtype):
-    torch.manual_seed(0)
-    x, weight = torch.randn(5, 70), in_order(torch.rand(33, 70) + 1)
-    x[2, : len(values)] = torch.tensor(values)
-    actual = linear(simd, x, weight, dtype=dtype)
-    expected = F.linear(x, weight.to(dtype).float()).to(dtype)
-    assert torch.equal(actual.isnan(), expected.isnan())
-    assert torch.equal(actual.isinf(), expected.isinf())
-    assert torch.equal(actual[2].nan_to_num(0), expected[2].nan_to_num(0))
-    weight[7, 69] = values[0]
-    assert torch.equal(
-        linear(simd, x[:1], weight, dtype=dtype).isfinite(),
-        F.linear(x[:1], weight.to(dtype).float()).to(dtype).isfinite(),
-    )
+def test_inf_nan_and_overflow_are_as_in_float32(simd, in_order, values, subtests):
+    for dtype in FAST:
+        with subtests.test(dtype=dtype):
+            torch.manual_seed(0)
+            x, weight = torch.randn(5, 70), in_order(torch.rand(33, 70) + 1)
+            x[2, : len(values)] = torch.tensor(values)
+            actual = linear(simd, x, weight, dtype=dtype)
+            expected = F.linear(x, weight.to(dtype).float()).to(dtype)
+            assert torch.equal(actual.isnan(), expected.isnan())
+            assert torch.equal(actual.isinf(), expected.isinf())
+            assert torch.equal(actual[2].nan_to_num(0), expected[2].nan_to_num(0))
+            weight[7, 69] = values[0]
+            assert torch.equal(
+                linear(simd, x[:1], weight, dtype=dtype).isfinite(),
+                F.linear(x[:1], weight.to(dtype).float()).to(dtype).isfinite(),
+            )
 
 
 STRIDES = {
@@ -153,51 +155,55 @@ STRIDES = {
 }
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("strides", STRIDES)
-def test_activations_have_any_strides_and_dtype(simd, strides, dtype):
-    x, weight, bias = STRIDES[strides](5, 70).to(dtype), torch.randn(33, 70), torch.randn(33)
-    assert_exact(linear(simd, x, weight, bias), x, weight, bias)
+def test_activations_have_any_strides_and_dtype(simd, strides, subtests):
+    for dtype in FLOATS:
+        with subtests.test(dtype=dtype):
+            x, weight, bias = STRIDES[strides](5, 70).to(dtype), torch.randn(33, 70), torch.randn(33)
+            assert_exact(linear(simd, x, weight, bias), x, weight, bias)
 
 
-@pytest.mark.parametrize("shape", [(70,), (1, 70), (2, 3, 70), (2, 1, 3, 70), (0, 70), (2, 0, 70)], ids=str)
-def test_activations_have_any_number_of_dimensions(simd, in_order, shape):
-    x, weight = torch.randn(shape), in_order(torch.randn(33, 70))
-    actual = linear(simd, x, weight)
-    matmul = FewRowsMatmul(simd).kernels()["aten::matmul"]
-    cast = (weight.t().bfloat16(),)
-    assert torch.equal(run_prepacked(matmul, cast, x, weight.t(), dtype=torch.bfloat16), actual)
-    assert actual.shape == (*shape[:-1], 33)
-    if actual.numel():
-        assert_exact(actual, x, weight)
+def test_activations_have_any_number_of_dimensions(simd, in_order, subtests):
+    for shape in [(70,), (1, 70), (2, 3, 70), (2, 1, 3, 70), (0, 70), (2, 0, 70)]:
+        with subtests.test(shape=shape):
+            x, weight = torch.randn(shape), in_order(torch.randn(33, 70))
+            actual = linear(simd, x, weight)
+            matmul = FewRowsMatmul(simd).kernels()["aten::matmul"]
+            cast = (weight.t().bfloat16(),)
+            assert torch.equal(run_prepacked(matmul, cast, x, weight.t(), dtype=torch.bfloat16), actual)
+            assert actual.shape == (*shape[:-1], 33)
+            if actual.numel():
+                assert_exact(actual, x, weight)
 
 
-@pytest.mark.parametrize("strides", ["slice", "transposed", "expanded", "steps"])
 @pytest.mark.parametrize("turned", [False, True])
-def test_a_cast_of_any_strides_is_right(simd, strides, turned):
-    weight = STRIDES[strides](33, 70) if not turned else STRIDES[strides](70, 33).t()
-    cast = torch.empty_strided(weight.shape, weight.stride(), dtype=torch.bfloat16)
-    if strides == "expanded":
-        cast = weight.bfloat16()[:1].expand(33, 70) if not turned else weight.bfloat16()[:, :1].expand(33, 70)
-        weight = cast.float()
-    else:
-        cast.copy_(weight)
-    x = torch.randn(3, 70)
-    actual = torch.ops.polycast_cpu.few_rows_linear(x, weight, None, cast, torch.bfloat16, simd)
-    assert_exact(actual, x, weight)
+def test_a_cast_of_any_strides_is_right(simd, turned, subtests):
+    for strides in ["slice", "transposed", "expanded", "steps"]:
+        with subtests.test(strides=strides):
+            weight = STRIDES[strides](33, 70) if not turned else STRIDES[strides](70, 33).t()
+            cast = torch.empty_strided(weight.shape, weight.stride(), dtype=torch.bfloat16)
+            if strides == "expanded":
+                cast = weight.bfloat16()[:1].expand(33, 70) if not turned else weight.bfloat16()[:, :1].expand(33, 70)
+                weight = cast.float()
+            else:
+                cast.copy_(weight)
+            x = torch.randn(3, 70)
+            actual = torch.ops.polycast_cpu.few_rows_linear(x, weight, None, cast, torch.bfloat16, simd)
+            assert_exact(actual, x, weight)
 
 
-@pytest.mark.parametrize("bias", [(33,), (1, 33), (5, 1), (5, 33), (1,), ()], ids=str)
 @pytest.mark.parametrize(("beta", "alpha"), [(1, 1), (2, -0.5), (0, 3), (0.25, 0)])
-def test_addmm_applies_beta_and_alpha_before_it_rounds(simd, in_order, bias, beta, alpha):
-    torch.manual_seed(0)
-    x, weight, added = torch.randn(5, 70), in_order(torch.randn(33, 70)), torch.randn(bias)
-    args = (added if beta else added * NAN, x, weight.t(), beta, alpha)
-    kernel = FewRowsMatmul(simd).kernels()["aten::addmm"]
-    assert kernel.unsupported_reason(*args) is None
-    actual = run_prepacked(kernel, (weight.t().bfloat16(),), *args, dtype=torch.bfloat16)
-    expected = beta * added.double() + alpha * exact(x, weight)[0]
-    torch.testing.assert_close(actual.double(), expected, rtol=2**-8, atol=1e-5)
+def test_addmm_applies_beta_and_alpha_before_it_rounds(simd, in_order, beta, alpha, subtests):
+    for bias in [(33,), (1, 33), (5, 1), (5, 33), (1,), ()]:
+        with subtests.test(bias=bias):
+            torch.manual_seed(0)
+            x, weight, added = torch.randn(5, 70), in_order(torch.randn(33, 70)), torch.randn(bias)
+            args = (added if beta else added * NAN, x, weight.t(), beta, alpha)
+            kernel = FewRowsMatmul(simd).kernels()["aten::addmm"]
+            assert kernel.unsupported_reason(*args) is None
+            actual = run_prepacked(kernel, (weight.t().bfloat16(),), *args, dtype=torch.bfloat16)
+            expected = beta * added.double() + alpha * exact(x, weight)[0]
+            torch.testing.assert_close(actual.double(), expected, rtol=2**-8, atol=1e-5)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 5])

@@ -39,13 +39,14 @@ def product(by_row):
 
 @pytest.mark.usefixtures("product")
 @pytest.mark.parametrize("rows", [1, 5, 17])
-@pytest.mark.parametrize(("given", "wanted"), list(itertools.product(FLOATS, FLOATS)), ids=str)
-def test_linear_is_within_the_error_of_float8(by_row, rows, given, wanted):
-    x, weight, bias = torch.randn(rows, 64).to(given), torch.randn(48, 64).to(given), torch.randn(48)
-    actual = run_kernel(linear(by_row), x, weight, bias, dtype=wanted)
-    expected, error = float8_product(x, weight, by_row)
-    # Row-wise products come in bfloat16, and so does what is added to them.
-    assert_within(actual, expected + bias.double(), error + (expected.abs() + bias.abs() + error) / 2**8)
+def test_linear_is_within_the_error_of_float8(by_row, rows, subtests):
+    for given, wanted in list(itertools.product(FLOATS, FLOATS)):
+        with subtests.test(given=given, wanted=wanted):
+            x, weight, bias = torch.randn(rows, 64).to(given), torch.randn(48, 64).to(given), torch.randn(48)
+            actual = run_kernel(linear(by_row), x, weight, bias, dtype=wanted)
+            expected, error = float8_product(x, weight, by_row)
+            # Row-wise products come in bfloat16, and so does what is added to them.
+            assert_within(actual, expected + bias.double(), error + (expected.abs() + bias.abs() + error) / 2**8)
 
 
 @pytest.mark.usefixtures("product")

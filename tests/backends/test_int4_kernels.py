@@ -44,66 +44,69 @@ def check(isa, x, weight, bias=None, group_size=32, dtype=torch.float32):
     return actual
 
 
-@pytest.mark.parametrize("part", range(16))
-def test_random_products_are_those_of_the_definition_and_rows_alone_have_the_same_bits(isa, part):
-    pick = random.Random(part)
-    torch.manual_seed(part)
-    for _ in range(40):
-        rows = pick.choice((1, 2, 3, 4, 5, 7, 8, 9, 17, 40, 70))
-        terms, columns = pick.choice((1, 8, 31, 200, 600)), pick.choice((1, 60, 130))
-        terms, columns = terms + pick.randrange(70), columns + pick.randrange(6)
-        group_size = pick.choice((16, 32, 32, 48, 64, 128, 256, 512))
-        x = (torch.randn(rows, terms) * 10 ** pick.uniform(-6, 6)).to(pick.choice(FLOATS))
-        x = x if x.isfinite().all() else x.nan_to_num(1, 1, 1)
-        weight = torch.randn(columns, terms) * torch.rand(columns, 1) ** 4
-        weight = weight if pick.random() < 0.5 else weight.t().contiguous().t()
-        bias = torch.randn(columns) if pick.random() < 0.5 else None
-        dtype = pick.choice(FLOATS)
-        actual = check(isa, x, weight, bias, group_size, dtype)
-        row = pick.randrange(rows)
-        assert torch.equal(linear(isa, x[row], weight, bias, group_size, dtype), actual[row])
+def test_random_products_are_those_of_the_definition_and_rows_alone_have_the_same_bits(isa, subtests):
+    for part in range(16):
+        with subtests.test(part=part):
+            pick = random.Random(part)
+            torch.manual_seed(part)
+            for _ in range(40):
+                rows = pick.choice((1, 2, 3, 4, 5, 7, 8, 9, 17, 40, 70))
+                terms, columns = pick.choice((1, 8, 31, 200, 600)), pick.choice((1, 60, 130))
+                terms, columns = terms + pick.randrange(70), columns + pick.randrange(6)
+                group_size = pick.choice((16, 32, 32, 48, 64, 128, 256, 512))
+                x = (torch.randn(rows, terms) * 10 ** pick.uniform(-6, 6)).to(pick.choice(FLOATS))
+                x = x if x.isfinite().all() else x.nan_to_num(1, 1, 1)
+                weight = torch.randn(columns, terms) * torch.rand(columns, 1) ** 4
+                weight = weight if pick.random() < 0.5 else weight.t().contiguous().t()
+                bias = torch.randn(columns) if pick.random() < 0.5 else None
+                dtype = pick.choice(FLOATS)
+                actual = check(isa, x, weight, bias, group_size, dtype)
+                row = pick.randrange(rows)
+                assert torch.equal(linear(isa, x[row], weight, bias, group_size, dtype), actual[row])
 
 
-@pytest.mark.parametrize("group_size", [16, 32, 48, 64, 128, 256, 512, 4096])
 @pytest.mark.parametrize("scale", [1.0, 1e-38, 1e-30, 1e28])
-def test_a_weight_is_packed_into_the_nearest_values_of_the_definition(group_size, scale):
-    torch.manual_seed(group_size)
-    weight = torch.randn(70, 700) * (1 + 20 * torch.rand(700) ** 8) * scale
-    weight[3], weight[4, :300] = 0, 0
-    values, _ = kernel_of("linear", group_size).prepack(weight)
-    integers, scales = reference.unpack(values, 70, 700, group_size)
-    expected, expected_scales = reference.quantize(weight, group_size)
-    assert torch.equal(scales, expected_scales)
-    by_chunk = scales.repeat_interleave(reference.chunk_of(700, group_size)[1], 1)[:, :700]
-    target = weight / by_chunk
-    differs = (integers != expected).any(1)
-    errors = [(each - target)[differs].double().square().sum(1) for each in (integers, expected)]
-    torch.testing.assert_close(*errors, rtol=1e-4, atol=0)  # multipliers of equal errors, but for rounding
-    assert differs.float().mean() < 0.1
-    assert (integers[3] == 0).all()
+def test_a_weight_is_packed_into_the_nearest_values_of_the_definition(scale, subtests):
+    for group_size in [16, 32, 48, 64, 128, 256, 512, 4096]:
+        with subtests.test(group_size=group_size):
+            torch.manual_seed(group_size)
+            weight = torch.randn(70, 700) * (1 + 20 * torch.rand(700) ** 8) * scale
+            weight[3], weight[4, :300] = 0, 0
+            values, _ = kernel_of("linear", group_size).prepack(weight)
+            integers, scales = reference.unpack(values, 70, 700, group_size)
+            expected, expected_scales = reference.quantize(weight, group_size)
+            assert torch.equal(scales, expected_scales)
+            by_chunk = scales.repeat_interleave(reference.chunk_of(700, group_size)[1], 1)[:, :700]
+            target = weight / by_chunk
+            differs = (integers != expected).any(1)
+            errors = [(each - target)[differs].double().square().sum(1) for each in (integers, expected)]
+            torch.testing.assert_close(*errors, rtol=1e-4, atol=0)  # multipliers of equal errors, but for rounding
+            assert differs.float().mean() < 0.1
+            assert (integers[3] == 0).all()
 
 
-@pytest.mark.parametrize(
-    ("columns", "terms"), list(itertools.product([1, 15, 63, 64, 65, 200], [1, 2, 7, 8, 9, 63, 64, 65, 255, 257]))
-)
-def test_sizes_need_be_no_multiple_of_anything(isa, columns, terms):
-    for rows in (1, 4, 20):
-        check(isa, torch.randn(rows, terms), torch.randn(columns, terms), torch.randn(columns))
+def test_sizes_need_be_no_multiple_of_anything(isa, subtests):
+    for columns, terms in itertools.product([1, 15, 63, 64, 65, 200], [1, 2, 7, 8, 9, 63, 64, 65, 255, 257]):
+        with subtests.test(columns=columns, terms=terms):
+            for rows in (1, 4, 20):
+                check(isa, torch.randn(rows, terms), torch.randn(columns, terms), torch.randn(columns))
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 6, 7, 8, 9, 15, 16, 17, 31, 32, 33, 257, 300])
-def test_each_number_of_rows_is_right(isa, rows):
-    check(isa, torch.randn(rows, 520), torch.randn(70, 520))
+def test_each_number_of_rows_is_right(isa, subtests):
+    for rows in [1, 2, 3, 4, 5, 6, 7, 8, 9, 15, 16, 17, 31, 32, 33, 257, 300]:
+        with subtests.test(rows=rows):
+            check(isa, torch.randn(rows, 520), torch.randn(70, 520))
 
 
-@pytest.mark.parametrize("group_size", [16, 32, 64, 256])
 @pytest.mark.parametrize("sign", [-1, 1])
-def test_the_largest_sums_do_not_overflow(isa, group_size, sign):
-    for rows in (1, 12):
-        x, weight = torch.full((rows, 4096), 127.0), torch.full((3, 4096), sign * 120.0)
-        weight[1, ::group_size] = -7.5 * sign
-        check(isa, x, weight, group_size=group_size)
-        check(isa, -x, weight, group_size=group_size)
+def test_the_largest_sums_do_not_overflow(isa, sign, subtests):
+    for group_size in [16, 32, 64, 256]:
+        with subtests.test(group_size=group_size):
+            for rows in (1, 12):
+                x, weight = torch.full((rows, 4096), 127.0), torch.full((3, 4096), sign * 120.0)
+                weight[1, ::group_size] = -7.5 * sign
+                check(isa, x, weight, group_size=group_size)
+                check(isa, -x, weight, group_size=group_size)
 
 
 def test_the_longest_sums_of_one_group_do_not_overflow(isa):
@@ -113,14 +116,17 @@ def test_the_longest_sums_of_one_group_do_not_overflow(isa):
     torch.testing.assert_close(result, torch.tensor([[-65536.0, 65536.0]]).expand(2, 2), rtol=0.005, atol=0)
 
 
-@pytest.mark.parametrize("shape", [(520,), (1, 520), (2, 3, 520), (2, 1, 3, 520), (0, 520), (2, 0, 520)], ids=str)
-def test_activations_have_any_number_of_dimensions(isa, shape):
-    x, weight = torch.randn(shape), torch.randn(70, 520)
-    actual = linear(isa, x, weight)
-    assert actual.shape == (*shape[:-1], 70)
-    assert torch.equal(actual.reshape(-1, 70), linear(isa, x.reshape(-1, 520), weight))
-    kernel = kernel_of("matmul", 32, isa)
-    assert torch.equal(run_prepacked(kernel, kernel.prepack(weight.t()), x, weight.t(), dtype=torch.float32), actual)
+def test_activations_have_any_number_of_dimensions(isa, subtests):
+    for shape in [(520,), (1, 520), (2, 3, 520), (2, 1, 3, 520), (0, 520), (2, 0, 520)]:
+        with subtests.test(shape=shape):
+            x, weight = torch.randn(shape), torch.randn(70, 520)
+            actual = linear(isa, x, weight)
+            assert actual.shape == (*shape[:-1], 70)
+            assert torch.equal(actual.reshape(-1, 70), linear(isa, x.reshape(-1, 520), weight))
+            kernel = kernel_of("matmul", 32, isa)
+            assert torch.equal(
+                run_prepacked(kernel, kernel.prepack(weight.t()), x, weight.t(), dtype=torch.float32), actual
+            )
 
 
 LAYOUTS = {
@@ -133,37 +139,40 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize(("left", "right"), list(itertools.product(LAYOUTS, LAYOUTS)))
-def test_each_layout_is_right(left, right):
-    x, weight = LAYOUTS[left](20, 130), LAYOUTS[right](70, 130)
-    actual = check(None, x, weight)
-    mm = kernel_of("mm")
-    assert torch.equal(run_prepacked(mm, mm.prepack(weight.t()), x, weight.t(), dtype=torch.float32), actual)
+def test_each_layout_is_right(subtests):
+    for left, right in itertools.product(LAYOUTS, LAYOUTS):
+        with subtests.test(left=left, right=right):
+            x, weight = LAYOUTS[left](20, 130), LAYOUTS[right](70, 130)
+            actual = check(None, x, weight)
+            mm = kernel_of("mm")
+            assert torch.equal(run_prepacked(mm, mm.prepack(weight.t()), x, weight.t(), dtype=torch.float32), actual)
 
 
-@pytest.mark.parametrize("bias", [(70,), (1, 70), (5, 1), (5, 70), (1,), ()], ids=str)
 @pytest.mark.parametrize(("beta", "alpha"), [(1, 1), (2, -0.5), (0, 3), (0.25, 0)])
-def test_addmm_applies_beta_and_alpha_before_it_rounds(isa, bias, beta, alpha):
-    x, weight, added = torch.randn(5, 130), torch.randn(70, 130), torch.randn(bias)
-    kernel = kernel_of("addmm", 32, isa)
-    args = (added if beta else added * NAN, x, weight.t(), beta, alpha)
-    assert kernel.unsupported_reason(*args) is None
-    actual = run_prepacked(kernel, kernel.prepack(weight.t()), *args, dtype=torch.bfloat16)
-    expected = beta * added.double() + alpha * linear(isa, x, weight).double()
-    torch.testing.assert_close(actual.double(), expected.expand(5, 70), rtol=2**-8, atol=1e-5)
+def test_addmm_applies_beta_and_alpha_before_it_rounds(isa, beta, alpha, subtests):
+    for bias in [(70,), (1, 70), (5, 1), (5, 70), (1,), ()]:
+        with subtests.test(bias=bias):
+            x, weight, added = torch.randn(5, 130), torch.randn(70, 130), torch.randn(bias)
+            kernel = kernel_of("addmm", 32, isa)
+            args = (added if beta else added * NAN, x, weight.t(), beta, alpha)
+            assert kernel.unsupported_reason(*args) is None
+            actual = run_prepacked(kernel, kernel.prepack(weight.t()), *args, dtype=torch.bfloat16)
+            expected = beta * added.double() + alpha * linear(isa, x, weight).double()
+            torch.testing.assert_close(actual.double(), expected.expand(5, 70), rtol=2**-8, atol=1e-5)
 
 
 @pytest.mark.parametrize("threads", range(1, 9))
-@pytest.mark.parametrize("rows", [1, 3, 8, 300])
-def test_the_number_of_threads_makes_no_difference(isa, rows, threads):
-    torch.manual_seed(0)
-    x, weight = torch.randn(rows, 900), torch.randn(500, 900)
-    expected, before = linear(isa, x, weight), torch.get_num_threads()
-    try:
-        torch.set_num_threads(threads)
-        assert torch.equal(linear(isa, x, weight), expected)
-    finally:
-        torch.set_num_threads(before)
+def test_the_number_of_threads_makes_no_difference(isa, threads, subtests):
+    for rows in [1, 3, 8, 300]:
+        with subtests.test(rows=rows):
+            torch.manual_seed(0)
+            x, weight = torch.randn(rows, 900), torch.randn(500, 900)
+            expected, before = linear(isa, x, weight), torch.get_num_threads()
+            try:
+                torch.set_num_threads(threads)
+                assert torch.equal(linear(isa, x, weight), expected)
+            finally:
+                torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("group_size", [16, 32, 64, 128])
@@ -179,39 +188,42 @@ def test_prepacked_weights_of_each_layout_and_group_size_have_keys_of_their_own(
     assert kernel_of("linear", 64).prepack_key != keys["linear"]
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("values", [(INF,), (-INF,), (INF, -INF), (INF, INF, INF), (NAN,), (INF, NAN)], ids=str)
 @pytest.mark.parametrize("rows", [6, 20])
-def test_inf_and_nan_come_to_what_they_come_to_with_the_quantized_weight(isa, rows, values, dtype):
-    torch.manual_seed(0)
-    x, weight = torch.randn(rows, 300).to(dtype), torch.randn(70, 300)
-    clean = x.clone()
-    x[2, 7 : 7 + len(values)] = torch.tensor(values).to(dtype)
-    clean[2] = 0
-    integers, scales = reference.unpack(kernel_of("linear").prepack(weight)[0], 70, 300, 32)
-    quantized = integers * scales.repeat_interleave(256, 1)[:, :300]
-    actual = linear(isa, x, weight)
-    only = torch.where(x[2].isfinite(), 0, x[2].float())[:, None]
-    expected = torch.where(only == 0, 0, only * quantized.t()).sum(0)
-    assert torch.equal(actual[2].nan_to_num(7), expected.nan_to_num(7))
-    others = [row for row in range(rows) if row != 2]
-    assert torch.equal(actual[others], linear(isa, clean, weight)[others])
+def test_inf_and_nan_come_to_what_they_come_to_with_the_quantized_weight(isa, rows, values, subtests):
+    for dtype in FLOATS:
+        with subtests.test(dtype=dtype):
+            torch.manual_seed(0)
+            x, weight = torch.randn(rows, 300).to(dtype), torch.randn(70, 300)
+            clean = x.clone()
+            x[2, 7 : 7 + len(values)] = torch.tensor(values).to(dtype)
+            clean[2] = 0
+            integers, scales = reference.unpack(kernel_of("linear").prepack(weight)[0], 70, 300, 32)
+            quantized = integers * scales.repeat_interleave(256, 1)[:, :300]
+            actual = linear(isa, x, weight)
+            only = torch.where(x[2].isfinite(), 0, x[2].float())[:, None]
+            expected = torch.where(only == 0, 0, only * quantized.t()).sum(0)
+            assert torch.equal(actual[2].nan_to_num(7), expected.nan_to_num(7))
+            others = [row for row in range(rows) if row != 2]
+            assert torch.equal(actual[others], linear(isa, clean, weight)[others])
 
 
-@pytest.mark.parametrize("factor", [1e-45, 1e-40, 1e-30, 1e30], ids=str)
 @pytest.mark.parametrize("rows", [3, 20])
-def test_activations_of_any_size_are_right(isa, rows, factor):
-    x, weight = torch.randn(rows, 300) * factor, torch.randn(70, 300)
-    check(isa, x, weight)
-    x[:, 256:] = 0
-    check(isa, x, weight)
+def test_activations_of_any_size_are_right(isa, rows, subtests):
+    for factor in [1e-45, 1e-40, 1e-30, 1e30]:
+        with subtests.test(factor=factor):
+            x, weight = torch.randn(rows, 300) * factor, torch.randn(70, 300)
+            check(isa, x, weight)
+            x[:, 256:] = 0
+            check(isa, x, weight)
 
 
-@pytest.mark.parametrize("factor", [1e-45, 1e-40, 1e-30, 1e29], ids=str)
-def test_weights_of_any_size_are_right(isa, factor):
-    x, weight = torch.randn(5, 300), torch.randn(70, 300)
-    weight[::2] *= factor
-    check(isa, x, weight)
+def test_weights_of_any_size_are_right(isa, subtests):
+    for factor in [1e-45, 1e-40, 1e-30, 1e29]:
+        with subtests.test(factor=factor):
+            x, weight = torch.randn(5, 300), torch.randn(70, 300)
+            weight[::2] *= factor
+            check(isa, x, weight)
 
 
 @pytest.mark.parametrize("rows", [1, 20])
@@ -235,19 +247,20 @@ def test_sums_that_may_not_fit_are_declined():
     assert kernel_of("linear").unsupported_reason(terms, terms, None) == reason
 
 
-@pytest.mark.parametrize("rows", [1, 5, 20])
-def test_factors_multiply_the_weight_and_divide_the_activations(isa, rows):
-    x, weight = torch.randn(rows, 300), torch.randn(70, 300)
-    factors = 2.0 ** (torch.arange(300) * 7 % 11)  # powers of two: multiplying by them rounds nothing
-    kernel = kernel_of("linear", 32, isa)
-    actual = run_prepacked(kernel, kernel.prepack(weight, factors), x, weight, None, dtype=torch.float32)
-    assert torch.equal(actual, linear(isa, x / factors, weight * factors))
-    x[0, 5] = INF
-    assert (
-        not run_prepacked(kernel, kernel.prepack(weight, factors), x, weight, None, dtype=torch.float32)[0]
-        .isfinite()
-        .any()
-    )
+def test_factors_multiply_the_weight_and_divide_the_activations(isa, subtests):
+    for rows in [1, 5, 20]:
+        with subtests.test(rows=rows):
+            x, weight = torch.randn(rows, 300), torch.randn(70, 300)
+            factors = 2.0 ** (torch.arange(300) * 7 % 11)  # powers of two: multiplying by them rounds nothing
+            kernel = kernel_of("linear", 32, isa)
+            actual = run_prepacked(kernel, kernel.prepack(weight, factors), x, weight, None, dtype=torch.float32)
+            assert torch.equal(actual, linear(isa, x / factors, weight * factors))
+            x[0, 5] = INF
+            assert (
+                not run_prepacked(kernel, kernel.prepack(weight, factors), x, weight, None, dtype=torch.float32)[0]
+                .isfinite()
+                .any()
+            )
 
 
 def test_the_error_is_that_of_four_bits(isa):

@@ -52,14 +52,17 @@ STEPS = {
 }
 
 
-@pytest.mark.parametrize("steps", STEPS)
 @pytest.mark.parametrize(("channels", "features"), [(1, 1), (3, 8), (16, 70), (33, 64)])
-def test_convolutions_are_within_the_error(isa, steps, channels, features):
-    size, *rest = STEPS[steps]
-    weight, bias = torch.randn(features, channels, size, size), torch.randn(features)
-    for by_image, layout in itertools.product((True, False), FORMATS.values()):
-        x = torch.randn(3, channels, 9, 11).to(memory_format=layout) * torch.tensor([1.0, 5, 0.1]).view(3, 1, 1, 1)
-        check(x, weight, bias, *rest, 1, by_image=by_image, isa=isa)
+def test_convolutions_are_within_the_error(isa, channels, features, subtests):
+    for steps in STEPS:
+        with subtests.test(steps=steps):
+            size, *rest = STEPS[steps]
+            weight, bias = torch.randn(features, channels, size, size), torch.randn(features)
+            for by_image, layout in itertools.product((True, False), FORMATS.values()):
+                x = torch.randn(3, channels, 9, 11).to(memory_format=layout) * torch.tensor([1.0, 5, 0.1]).view(
+                    3, 1, 1, 1
+                )
+                check(x, weight, bias, *rest, 1, by_image=by_image, isa=isa)
 
 
 def ungrouped(weight, groups):
@@ -74,19 +77,20 @@ def ungrouped(weight, groups):
 WIDTHS = {"48 of 48": (48, 48, 4), "64 of 64": (64, 64, 3), "70 of 50": (50, 70, 3), "128 of 48": (48, 128, 2)}
 
 
-@pytest.mark.parametrize("steps", STEPS)
 @pytest.mark.parametrize("width", WIDTHS)
-def test_groups_have_the_bits_of_the_convolution_with_zeros_between_them(isa, steps, width):
-    channels, features, groups = WIDTHS[width]
-    size, *rest = STEPS[steps]
-    weight, bias = torch.randn(groups * features, channels, size, size), torch.randn(groups * features)
-    for by_image, layout in itertools.product((True, False), FORMATS.values()):
-        x = torch.randn(2, groups * channels, 5, 6).to(memory_format=layout)
-        kernel = Conv2d(by_image, isa)
-        actual = run_kernel(kernel, x, weight, bias, *rest, groups)
-        expected = run_kernel(kernel, x, ungrouped(weight, groups), bias, *rest, 1)
-        assert torch.equal(actual, expected)
-        assert actual.stride() == expected.stride()
+def test_groups_have_the_bits_of_the_convolution_with_zeros_between_them(isa, width, subtests):
+    for steps in STEPS:
+        with subtests.test(steps=steps):
+            channels, features, groups = WIDTHS[width]
+            size, *rest = STEPS[steps]
+            weight, bias = torch.randn(groups * features, channels, size, size), torch.randn(groups * features)
+            for by_image, layout in itertools.product((True, False), FORMATS.values()):
+                x = torch.randn(2, groups * channels, 5, 6).to(memory_format=layout)
+                kernel = Conv2d(by_image, isa)
+                actual = run_kernel(kernel, x, weight, bias, *rest, groups)
+                expected = run_kernel(kernel, x, ungrouped(weight, groups), bias, *rest, 1)
+                assert torch.equal(actual, expected)
+                assert actual.stride() == expected.stride()
 
 
 def test_groups_of_more_patches_than_are_made_at_once_are_right():
@@ -115,11 +119,12 @@ def test_groups_are_computed_in_regions(engine, recipe_counts):
     assert [each.declined for each in counts.records()] == [""]
 
 
-@pytest.mark.parametrize(("given", "wanted"), list(itertools.product(FLOATS, FLOATS)), ids=str)
-def test_each_dtype_is_taken_and_given(given, wanted):
-    x, weight = torch.randn(2, 16, 20, 20).to(given), torch.randn(40, 16, 3, 3).to(given)
-    for layout in FORMATS.values():
-        check(x.to(memory_format=layout), weight, None, [1, 1], [1, 1], [1, 1], 1, dtype=wanted)
+def test_each_dtype_is_taken_and_given(subtests):
+    for given, wanted in list(itertools.product(FLOATS, FLOATS)):
+        with subtests.test(given=given, wanted=wanted):
+            x, weight = torch.randn(2, 16, 20, 20).to(given), torch.randn(40, 16, 3, 3).to(given)
+            for layout in FORMATS.values():
+                check(x.to(memory_format=layout), weight, None, [1, 1], [1, 1], [1, 1], 1, dtype=wanted)
 
 
 @pytest.mark.slow
@@ -137,14 +142,15 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize(("images", "weights"), list(itertools.product(LAYOUTS, LAYOUTS)))
 @pytest.mark.parametrize("sizes", [(8, 9, 9, 3), (1, 9, 9, 3), (8, 1, 1, 1), (8, 9, 9, 1)], ids=str)
-def test_the_result_has_the_strides_that_torch_gives_it(images, weights, sizes):
-    channels, height, width, size = sizes
-    x = LAYOUTS[images](torch.randn(4, channels, height + 1, 2 * width))
-    weight = LAYOUTS[weights](torch.randn(4, channels, size + 1, 2 * size))
-    actual = check(x, weight, None, [1, 1], [1, 1], [1, 1], 1)
-    assert actual.stride() == F.conv2d(x.bfloat16(), weight.bfloat16(), None, 1, 1).stride()
+def test_the_result_has_the_strides_that_torch_gives_it(sizes, subtests):
+    for images, weights in itertools.product(LAYOUTS, LAYOUTS):
+        with subtests.test(images=images, weights=weights):
+            channels, height, width, size = sizes
+            x = LAYOUTS[images](torch.randn(4, channels, height + 1, 2 * width))
+            weight = LAYOUTS[weights](torch.randn(4, channels, size + 1, 2 * size))
+            actual = check(x, weight, None, [1, 1], [1, 1], [1, 1], 1)
+            assert actual.stride() == F.conv2d(x.bfloat16(), weight.bfloat16(), None, 1, 1).stride()
 
 
 def test_one_number_may_stand_for_both_axes_and_an_image_for_a_batch():
@@ -223,10 +229,11 @@ DEGENERATE = {
 }
 
 
-@pytest.mark.parametrize("case", DEGENERATE)
-def test_degenerate_sizes_give_the_result_or_the_error_that_they_give_without_a_recipe(case):
-    x, weight, *rest = DEGENERATE[case]
-    assert_as_without_a_recipe(torch.randn(x), torch.randn(weight), *rest)
+def test_degenerate_sizes_give_the_result_or_the_error_that_they_give_without_a_recipe(subtests):
+    for case in DEGENERATE:
+        with subtests.test(case=case):
+            x, weight, *rest = DEGENERATE[case]
+            assert_as_without_a_recipe(torch.randn(x), torch.randn(weight), *rest)
 
 
 def test_any_sizes_give_the_result_or_the_error_that_they_give_without_a_recipe():
@@ -307,6 +314,7 @@ DECLINED = {
 }
 
 
-@pytest.mark.parametrize("reason", DECLINED)
-def test_what_is_declined_has_a_reason(reason):
-    assert Conv2d(True).unsupported_reason(*DECLINED[reason]) == reason.strip()
+def test_what_is_declined_has_a_reason(subtests):
+    for reason in DECLINED:
+        with subtests.test(reason=reason):
+            assert Conv2d(True).unsupported_reason(*DECLINED[reason]) == reason.strip()

@@ -29,17 +29,16 @@ def run(op, by_row, isa, args, factors=None, dtype=torch.float32):
 
 
 @pytest.mark.parametrize(("rows", "terms"), [(1, 64), (5, 130), (1, 7), (33, 200), (300, 17)])
-@pytest.mark.parametrize(("of_x", "of_weight"), list(itertools.product(FLOATS, FLOATS)), ids=str)
-def test_it_is_the_product_of_the_divided_activations_and_the_multiplied_weight(
-    isa, by_row, rows, terms, of_x, of_weight
-):
-    x, weight, bias = torch.randn(rows, terms).to(of_x), torch.randn(70, terms).to(of_weight), torch.randn(70)
-    factors = new_factors(terms)
-    divided, multiplied = x.float() / factors, weight.float() * factors
-    equalized = run("linear", by_row, isa, (x, weight, bias), factors)
-    assert torch.equal(equalized, run("linear", by_row, isa, (divided, multiplied, bias)))
-    expected, error = int8_product(divided, multiplied, by_row)
-    assert_within(equalized, expected + bias.double(), error)
+def test_it_is_the_product_of_the_divided_activations_and_the_multiplied_weight(isa, by_row, rows, terms, subtests):
+    for of_x, of_weight in itertools.product(FLOATS, FLOATS):
+        with subtests.test(of_x=of_x, of_weight=of_weight):
+            x, weight, bias = torch.randn(rows, terms).to(of_x), torch.randn(70, terms).to(of_weight), torch.randn(70)
+            factors = new_factors(terms)
+            divided, multiplied = x.float() / factors, weight.float() * factors
+            equalized = run("linear", by_row, isa, (x, weight, bias), factors)
+            assert torch.equal(equalized, run("linear", by_row, isa, (divided, multiplied, bias)))
+            expected, error = int8_product(divided, multiplied, by_row)
+            assert_within(equalized, expected + bias.double(), error)
 
 
 def test_the_instruction_sets_agree_for_any_factors(isa):

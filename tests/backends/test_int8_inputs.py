@@ -31,13 +31,14 @@ def matrices(rows):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("values", [(INF,), (-INF,), (INF, -INF), (INF, INF, INF), (NAN,), (INF, NAN)], ids=str)
-def test_inf_and_nan_come_to_what_they_come_to_in_bfloat16(isa, by_row, dtype, values):
-    x, weight = matrices(6)
-    x[2, : len(values)] = torch.tensor(values)
-    actual = run_kernel(linear(by_row, isa), x.to(dtype), weight, None, dtype=dtype)[2]
-    torch.testing.assert_close(actual.float(), F.linear(x, weight)[2], equal_nan=True)
-    assert not actual.isfinite().any()
+def test_inf_and_nan_come_to_what_they_come_to_in_bfloat16(isa, by_row, dtype, subtests):
+    for values in [(INF,), (-INF,), (INF, -INF), (INF, INF, INF), (NAN,), (INF, NAN)]:
+        with subtests.test(values=values):
+            x, weight = matrices(6)
+            x[2, : len(values)] = torch.tensor(values)
+            actual = run_kernel(linear(by_row, isa), x.to(dtype), weight, None, dtype=dtype)[2]
+            torch.testing.assert_close(actual.float(), F.linear(x, weight)[2], equal_nan=True)
+            assert not actual.isfinite().any()
 
 
 def test_the_rows_beside_one_with_inf_or_nan_are_what_they_are_without(isa, by_row):
@@ -68,14 +69,15 @@ def test_inf_meets_alpha_and_what_is_added(isa):
     )
 
 
-@pytest.mark.parametrize("bits", [0x7FC00000, 0x7FFFFFFF, -1, 0x7F800001])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_a_nan_in_the_bias_stays_one_whatever_its_bits(isa, bits, dtype):
-    x, weight = matrices(3)
-    bias = torch.zeros(70)
-    bias[5] = torch.tensor(bits, dtype=torch.int64).to(torch.int32).view(torch.float32) if bits > 0 else NAN
-    result = run_kernel(linear(True, isa), x, weight, bias, dtype=dtype)
-    assert result.isnan().sum().item() == result[:, 5].isnan().sum().item() == 3
+def test_a_nan_in_the_bias_stays_one_whatever_its_bits(isa, dtype, subtests):
+    for bits in [0x7FC00000, 0x7FFFFFFF, -1, 0x7F800001]:
+        with subtests.test(bits=bits):
+            x, weight = matrices(3)
+            bias = torch.zeros(70)
+            bias[5] = torch.tensor(bits, dtype=torch.int64).to(torch.int32).view(torch.float32) if bits > 0 else NAN
+            result = run_kernel(linear(True, isa), x, weight, bias, dtype=dtype)
+            assert result.isnan().sum().item() == result[:, 5].isnan().sum().item() == 3
 
 
 def test_rows_of_zeros_give_the_bias(isa, by_row):
@@ -93,18 +95,20 @@ def test_features_of_zeros_give_zeros(isa, by_row):
     assert run_kernel(linear(by_row, isa), x, weight * 0, None).eq(0).all()
 
 
-@pytest.mark.parametrize("factor", [1e-45, 1e-40, 1e-30, 1e30], ids=str)
-def test_activations_of_any_size_are_within_the_error(isa, by_row, factor):
-    x, weight = matrices(5)
-    x *= factor
-    assert_within(run_kernel(linear(by_row, isa), x, weight, None), *int8_product(x, weight, by_row))
+def test_activations_of_any_size_are_within_the_error(isa, by_row, subtests):
+    for factor in [1e-45, 1e-40, 1e-30, 1e30]:
+        with subtests.test(factor=factor):
+            x, weight = matrices(5)
+            x *= factor
+            assert_within(run_kernel(linear(by_row, isa), x, weight, None), *int8_product(x, weight, by_row))
 
 
-@pytest.mark.parametrize("factor", [1e-45, 1e-40, 1e-30, 1e29], ids=str)
-def test_weights_of_any_size_are_within_the_error(isa, factor):
-    x, weight = matrices(5)
-    weight[::2] *= factor
-    assert_within(run_kernel(linear(True, isa), x, weight, None), *int8_product(x, weight, True))
+def test_weights_of_any_size_are_within_the_error(isa, subtests):
+    for factor in [1e-45, 1e-40, 1e-30, 1e29]:
+        with subtests.test(factor=factor):
+            x, weight = matrices(5)
+            weight[::2] *= factor
+            assert_within(run_kernel(linear(True, isa), x, weight, None), *int8_product(x, weight, True))
 
 
 def test_rows_of_very_different_size_do_not_spoil_each_other(isa):
@@ -124,12 +128,13 @@ def test_with_one_scale_for_the_tensor_small_rows_are_lost(isa):
     assert run_kernel(linear(False, isa), x, weight, None)[0].eq(0).all()
 
 
-@pytest.mark.parametrize("value", [INF, -INF, NAN, 2.0**101])
-def test_a_weight_with_inf_or_nan_or_what_is_too_large_is_not_packed(isa, value):
-    weight = torch.randn(70, 130)
-    weight[69, 129] = value
-    assert linear(True, isa).prepack(weight) is None
-    assert mm(True, isa).prepack(weight.t()) is None
+def test_a_weight_with_inf_or_nan_or_what_is_too_large_is_not_packed(isa, subtests):
+    for value in [INF, -INF, NAN, 2.0**101]:
+        with subtests.test(value=value):
+            weight = torch.randn(70, 130)
+            weight[69, 129] = value
+            assert linear(True, isa).prepack(weight) is None
+            assert mm(True, isa).prepack(weight.t()) is None
 
 
 def test_sums_that_may_not_fit_are_declined():

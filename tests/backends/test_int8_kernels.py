@@ -34,24 +34,25 @@ def check(kernel, x, weight, *rest, by_row=True, bias=0.0, dtype=torch.float32, 
     assert_within(actual, expected + bias, error)
 
 
-@pytest.mark.parametrize(("given", "wanted"), list(itertools.product(FLOATS, FLOATS)), ids=str)
-def test_linear_takes_each_dtype_and_gives_each(isa, by_row, given, wanted):
-    x, weight, bias = torch.randn(5, 130).to(given), torch.randn(70, 130).to(given), torch.randn(70).to(given)
-    check(linear(by_row, isa), x, weight, bias, bias=bias.double(), dtype=wanted, by_row=by_row)
+def test_linear_takes_each_dtype_and_gives_each(isa, by_row, subtests):
+    for given, wanted in list(itertools.product(FLOATS, FLOATS)):
+        with subtests.test(given=given, wanted=wanted):
+            x, weight, bias = torch.randn(5, 130).to(given), torch.randn(70, 130).to(given), torch.randn(70).to(given)
+            check(linear(by_row, isa), x, weight, bias, bias=bias.double(), dtype=wanted, by_row=by_row)
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 6, 7, 13, 15, 16, 17, 31, 32, 33, 257])
-def test_each_number_of_rows_is_right(isa, by_row, rows):
-    check(linear(by_row, isa), torch.randn(rows, 192), torch.randn(128, 192), None, by_row=by_row)
+def test_each_number_of_rows_is_right(isa, by_row, subtests):
+    for rows in [1, 2, 3, 4, 5, 6, 7, 13, 15, 16, 17, 31, 32, 33, 257]:
+        with subtests.test(rows=rows):
+            check(linear(by_row, isa), torch.randn(rows, 192), torch.randn(128, 192), None, by_row=by_row)
 
 
-@pytest.mark.parametrize(
-    ("columns", "terms"), list(itertools.product([1, 15, 63, 64, 65, 200], [1, 2, 3, 5, 63, 64, 67, 200]))
-)
-def test_sizes_need_be_no_multiple_of_anything(isa, columns, terms):
-    for rows in (1, 3, 20, 40):
-        x, weight, bias = torch.randn(rows, terms), torch.randn(columns, terms), torch.randn(columns)
-        check(linear(True, isa), x, weight, bias, bias=bias.double())
+def test_sizes_need_be_no_multiple_of_anything(isa, subtests):
+    for columns, terms in itertools.product([1, 15, 63, 64, 65, 200], [1, 2, 3, 5, 63, 64, 67, 200]):
+        with subtests.test(columns=columns, terms=terms):
+            for rows in (1, 3, 20, 40):
+                x, weight, bias = torch.randn(rows, terms), torch.randn(columns, terms), torch.randn(columns)
+                check(linear(True, isa), x, weight, bias, bias=bias.double())
 
 
 def test_the_longest_sums_do_not_overflow(isa):
@@ -84,11 +85,12 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize(("left", "right"), list(itertools.product(LAYOUTS, LAYOUTS)))
-def test_each_layout_is_right(left, right):
-    x, weight = LAYOUTS[left](20, 130), LAYOUTS[right](70, 130)
-    check(linear(True), x, weight, None)
-    check(mm(True), x, weight, args=(x, weight.t()))
+def test_each_layout_is_right(subtests):
+    for left, right in itertools.product(LAYOUTS, LAYOUTS):
+        with subtests.test(left=left, right=right):
+            x, weight = LAYOUTS[left](20, 130), LAYOUTS[right](70, 130)
+            check(linear(True), x, weight, None)
+            check(mm(True), x, weight, args=(x, weight.t()))
 
 
 def test_a_batch_that_no_matrix_is_a_view_of_is_right():
@@ -114,13 +116,14 @@ BIASES = {
 }
 
 
-@pytest.mark.parametrize("bias", BIASES)
 @pytest.mark.parametrize(("beta", "alpha"), [(1, 1), (2, -0.5), (0.25, 3)])
-def test_addmm_scales_what_it_adds_and_what_it_adds_to(isa, by_row, bias, beta, alpha):
-    added, x, weight = BIASES[bias](), torch.randn(5, 130), torch.randn(70, 130)
-    actual = run_kernel(addmm(by_row, isa), added, x, weight.t(), beta, alpha)
-    expected, error = int8_product(x, weight, by_row)
-    assert_within(actual, alpha * expected + beta * added.double(), abs(alpha) * error + 1e-6)
+def test_addmm_scales_what_it_adds_and_what_it_adds_to(isa, by_row, beta, alpha, subtests):
+    for bias in BIASES:
+        with subtests.test(bias=bias):
+            added, x, weight = BIASES[bias](), torch.randn(5, 130), torch.randn(70, 130)
+            actual = run_kernel(addmm(by_row, isa), added, x, weight.t(), beta, alpha)
+            expected, error = int8_product(x, weight, by_row)
+            assert_within(actual, alpha * expected + beta * added.double(), abs(alpha) * error + 1e-6)
 
 
 def test_addmm_with_a_beta_of_zero_does_not_look_at_what_it_adds():

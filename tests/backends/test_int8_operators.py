@@ -41,31 +41,30 @@ def call(name, dtype=torch.bfloat16):
     return kernel.operator, (*args, *packed, dtype, *kernel.constants)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", CALLS)
-def test_an_operator_is_as_its_fake_one(name, dtype):
-    operator, args = call(name, dtype)
-    torch.library.opcheck(operator, args, test_utils=("test_schema", "test_faketensor"))
+def test_an_operator_is_as_its_fake_one(name, subtests):
+    for dtype in [torch.bfloat16, torch.float16]:
+        with subtests.test(dtype=dtype):
+            operator, args = call(name, dtype)
+            torch.library.opcheck(operator, args, test_utils=("test_schema", "test_faketensor"))
 
 
 @pytest.mark.parametrize("name", [name for name in CALLS if "conv2d" in name])
-@pytest.mark.parametrize(
-    ("at", "value", "message"),
-    [
+def test_a_convolution_rejects_arguments_that_it_cannot_compute(name, subtests):
+    for at, value, message in [
         (3, [0, 1], "expected a positive stride"),
         (5, [1, 0], "expected a positive stride and dilation"),
         (6, 2, "expected a number of groups that divides 5 output channels, got 2"),
         (0, torch.ones(9, 9), "expected images of 3 or 4 dimensions, got 2"),
-    ],
-)
-def test_a_convolution_rejects_arguments_that_it_cannot_compute(name, at, value, message):
-    operator, args = call(name)
-    given = [*args]
-    given[at] = value
-    with pytest.raises(
-        RuntimeError, match=message if at != 3 or "padding" not in name else message + "|needs a stride"
-    ):
-        operator(*given)
+    ]:
+        with subtests.test(at=at, value=value, message=message):
+            operator, args = call(name)
+            given = [*args]
+            given[at] = value
+            with pytest.raises(
+                RuntimeError, match=message if at != 3 or "padding" not in name else message + "|needs a stride"
+            ):
+                operator(*given)
 
 
 @pytest.mark.parametrize("name", ["linear", "matmul", "mm"])

@@ -99,12 +99,13 @@ def install():
     signal.signal(signal.SIGUSR1, before)
 
 
-@pytest.mark.parametrize("handler", HANDLERS.values(), ids=HANDLERS)
-def test_an_exception_of_a_handler_and_one_raised_from_it_are_interrupts(install, handler):
-    install(handler)
-    assert {name: answer(raiser) for name, raiser in RAISERS.items()} == dict.fromkeys(RAISERS, True)
-    assert not answer(broken)
-    assert not answer(functools.partial(chained, broken, explicit=True))
+def test_an_exception_of_a_handler_and_one_raised_from_it_are_interrupts(install, subtests):
+    for handler in HANDLERS.values():
+        with subtests.test(handler=handler):
+            install(handler)
+            assert {name: answer(raiser) for name, raiser in RAISERS.items()} == dict.fromkeys(RAISERS, True)
+            assert not answer(broken)
+            assert not answer(functools.partial(chained, broken, explicit=True))
 
 
 def test_an_error_while_an_interrupt_is_handled_is_none(install):

@@ -7,16 +7,17 @@ import polycast
 from polycast.engine.kernels import autocast_key
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda", "maia", "mps", "mtia", "xpu"])
 @pytest.mark.usefixtures("engine")
-def test_each_device_has_a_kernel_at_its_key_and_at_its_autograd_key(device):
+def test_each_device_has_a_kernel_at_its_key_and_at_its_autograd_key(subtests):
     """No tensor with a gradient can be made on an absent device, so the dispatch table is read."""
-    polycast.install(device)
-    table = torch._C._dispatch_dump_table("polycast::cached_cast").splitlines()
-    called = dict(line.split(": ", maxsplit=1) for line in table)
-    key = autocast_key(device).removeprefix("Autocast")
-    assert called[key].endswith("[kernel]")
-    assert called["Autograd" + key].endswith(("[kernel]", "[autograd kernel]"))
+    for device in ["cpu", "cuda", "maia", "mps", "mtia", "xpu"]:
+        with subtests.test(device=device):
+            polycast.install(device)
+            table = torch._C._dispatch_dump_table("polycast::cached_cast").splitlines()
+            called = dict(line.split(": ", maxsplit=1) for line in table)
+            key = autocast_key(device).removeprefix("Autocast")
+            assert called[key].endswith("[kernel]")
+            assert called["Autograd" + key].endswith(("[kernel]", "[autograd kernel]"))
 
 
 def test_it_has_the_history_of_a_cast_without_installed_kernels():

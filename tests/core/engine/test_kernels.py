@@ -39,17 +39,19 @@ def tensor(device, dtype=torch.float32, shape=(4, 4)):
     return torch.ones(shape, device=device, dtype=dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, *REDUCED], ids=str)
-def test_lower_precision_fp_casts_every_eligible_input(device, fast, dtype):
-    assert torch.mm(tensor(device, dtype), tensor(device)).dtype is fast
-    bias = tensor(device, shape=(4,))
-    assert torch.nn.functional.linear(tensor(device, dtype), tensor(device), bias).dtype is fast
+def test_lower_precision_fp_casts_every_eligible_input(device, fast, subtests):
+    for dtype in [torch.float32, *REDUCED]:
+        with subtests.test(dtype=dtype):
+            assert torch.mm(tensor(device, dtype), tensor(device)).dtype is fast
+            bias = tensor(device, shape=(4,))
+            assert torch.nn.functional.linear(tensor(device, dtype), tensor(device), bias).dtype is fast
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, *REDUCED], ids=str)
-def test_fp32_casts_every_eligible_input_to_float32(device, fast, dtype):
-    assert torch.exp(tensor(device, dtype)).dtype is torch.float32
-    assert torch.nn.functional.mse_loss(tensor(device, dtype), tensor(device)).dtype is torch.float32
+def test_fp32_casts_every_eligible_input_to_float32(device, fast, subtests):
+    for dtype in [torch.float32, *REDUCED]:
+        with subtests.test(dtype=dtype):
+            assert torch.exp(tensor(device, dtype)).dtype is torch.float32
+            assert torch.nn.functional.mse_loss(tensor(device, dtype), tensor(device)).dtype is torch.float32
 
 
 def test_fp32_set_opt_dtype_gives_float32_unless_the_caller_chose(device, fast):
@@ -71,21 +73,22 @@ def test_fp32_append_dtype_calls_the_overload_with_a_dtype(device, fast):
     assert torch.ops.aten.norm.Scalar(tensor(device, torch.float64)).dtype is torch.float64
 
 
-@pytest.mark.parametrize(
-    ("dtypes", "expected"),
-    [
-        ((torch.float16, torch.float32), torch.float32),
-        ((torch.float16, torch.bfloat16), torch.float32),
-        ((torch.float16, torch.float16), torch.float16),
-        ((torch.bfloat16, torch.bfloat16), torch.bfloat16),
-        ((torch.float32, torch.float32), torch.float32),
-        ((torch.float64, torch.float64), torch.float64),
-    ],
-)
-def test_promote_takes_float32_for_different_dtypes_and_leaves_equal_ones(device, fast, dtypes, expected):
-    a, b = (tensor(device, dtype, (4,)) for dtype in dtypes)
-    assert torch.dot(a, b).dtype is expected
-    assert torch.addcmul(a, b, b).dtype is expected
+PROMOTED = [
+    ((torch.float16, torch.float32), torch.float32),
+    ((torch.float16, torch.bfloat16), torch.float32),
+    ((torch.float16, torch.float16), torch.float16),
+    ((torch.bfloat16, torch.bfloat16), torch.bfloat16),
+    ((torch.float32, torch.float32), torch.float32),
+    ((torch.float64, torch.float64), torch.float64),
+]
+
+
+def test_promote_takes_float32_for_different_dtypes_and_leaves_equal_ones(device, fast, subtests):
+    for dtypes, expected in PROMOTED:
+        with subtests.test(dtypes=dtypes, expected=expected):
+            a, b = (tensor(device, dtype, (4,)) for dtype in dtypes)
+            assert torch.dot(a, b).dtype is expected
+            assert torch.addcmul(a, b, b).dtype is expected
 
 
 def test_promotion_reads_the_tensors_in_lists(engine):

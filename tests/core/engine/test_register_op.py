@@ -190,59 +190,61 @@ def test_another_policy_for_the_same_op_and_device_is_refused(scale, registered,
     assert dtype_in_region(scale, dtype=torch.half) is torch.float32
 
 
-@pytest.mark.parametrize("op", [None, 7, torch.mm, torch.ops.polycast_test, LOWER], ids=lambda op: type(op).__name__)
-def test_an_argument_that_is_not_an_op_raises(op):
-    text = (
-        "expected a name such as 'mm' or 'acme::scale', an OpOverload such as torch.ops.aten.mm.default, an "
-        "OpOverloadPacket such as torch.ops.aten.mm, or what torch.library.custom_op returned; got "
-    )
-    with pytest.raises(TypeError, match=f"^{re.escape(text)}"):
-        polycast.register_op(op, LOWER)
+def test_an_argument_that_is_not_an_op_raises(subtests):
+    for op in [None, 7, torch.mm, torch.ops.polycast_test, LOWER]:
+        with subtests.test(op=op):
+            text = (
+                "expected a name such as 'mm' or 'acme::scale', an OpOverload such as torch.ops.aten.mm.default, an "
+                "OpOverloadPacket such as torch.ops.aten.mm, or what torch.library.custom_op returned; got "
+            )
+            with pytest.raises(TypeError, match=f"^{re.escape(text)}"):
+                polycast.register_op(op, LOWER)
 
 
-@pytest.mark.parametrize(
-    ("op", "policy", "problem"),
-    [
-        (
-            "m m",
-            LOWER,
-            "'m m' is not the name of an op: expected a name such as 'softmax', 'sum.dim_IntList' or 'acme::scale'",
-        ),
-        (
-            "acme::absent",
-            LOWER,
-            f"this torch ({torch.__version__}) has no op 'acme::absent': load the library that defines it first",
-        ),
-        (
-            "linaer",
-            LOWER,
-            f"this torch ({torch.__version__}) has no op 'linaer'; the nearest are 'linear', 'inner', 'linspace'",
-        ),
-        (
-            torch.ops.aten.mm.default,
-            "fp23",
-            "the policy of 'mm.default' must be a CastPolicy or the name of one, got 'fp23'; the nearest is 'fp32'",
-        ),
-        (
-            torch.ops.aten.mm.out,
-            LOWER,
-            "'aten::mm.out' writes to its inputs: in-place and out= variants are never cast, so LOWER_PRECISION_FP "
-            "cannot hold",
-        ),
-        (
-            torch.ops.aten.mm.default,
-            CastPolicy.FP32_SET_OPT_DTYPE,
-            "'aten::mm' has no optional dtype argument, which FP32_SET_OPT_DTYPE sets",
-        ),
-    ],
-)
-def test_an_op_with_a_problem_is_refused_and_nothing_changes(op, policy, problem):
-    polycast.install("cpu")
-    before = kernels_of("cpu").ops
-    with pytest.raises(ValueError, match=f"^{re.escape(problem)}"):
-        polycast.register_op(op, policy)
-    assert kernels_of("cpu").ops == before
-    assert registrations == []
+PROBLEMS = [
+    (
+        "m m",
+        LOWER,
+        "'m m' is not the name of an op: expected a name such as 'softmax', 'sum.dim_IntList' or 'acme::scale'",
+    ),
+    (
+        "acme::absent",
+        LOWER,
+        f"this torch ({torch.__version__}) has no op 'acme::absent': load the library that defines it first",
+    ),
+    (
+        "linaer",
+        LOWER,
+        f"this torch ({torch.__version__}) has no op 'linaer'; the nearest are 'linear', 'inner', 'linspace'",
+    ),
+    (
+        torch.ops.aten.mm.default,
+        "fp23",
+        "the policy of 'mm.default' must be a CastPolicy or the name of one, got 'fp23'; the nearest is 'fp32'",
+    ),
+    (
+        torch.ops.aten.mm.out,
+        LOWER,
+        "'aten::mm.out' writes to its inputs: in-place and out= variants are never cast, so LOWER_PRECISION_FP "
+        "cannot hold",
+    ),
+    (
+        torch.ops.aten.mm.default,
+        CastPolicy.FP32_SET_OPT_DTYPE,
+        "'aten::mm' has no optional dtype argument, which FP32_SET_OPT_DTYPE sets",
+    ),
+]
+
+
+def test_an_op_with_a_problem_is_refused_and_nothing_changes(subtests):
+    for op, policy, problem in PROBLEMS:
+        with subtests.test(op=op, policy=policy, problem=problem):
+            polycast.install("cpu")
+            before = kernels_of("cpu").ops
+            with pytest.raises(ValueError, match=f"^{re.escape(problem)}"):
+                polycast.register_op(op, policy)
+            assert kernels_of("cpu").ops == before
+            assert registrations == []
 
 
 @pytest.mark.parametrize(

@@ -54,12 +54,13 @@ def test_a_hook_that_another_library_installs_stays_and_calls_polycasts(engine):
         polycast.uninstall()
 
 
-@pytest.mark.parametrize("name", HOOKED)
-def test_a_hook_has_the_name_and_signature_of_torchs_method(name):
-    polycast.install("cpu")
-    hook, torchs = getattr(torch.Tensor, name), vars(torch._C.TensorBase)[name]
-    assert hook.__doc__ == torchs.__doc__
-    assert getattr(hook, "__name__", name) == torchs.__name__ == name
+def test_a_hook_has_the_name_and_signature_of_torchs_method(subtests):
+    for name in HOOKED:
+        with subtests.test(name=name):
+            polycast.install("cpu")
+            hook, torchs = getattr(torch.Tensor, name), vars(torch._C.TensorBase)[name]
+            assert hook.__doc__ == torchs.__doc__
+            assert getattr(hook, "__name__", name) == torchs.__name__ == name
 
 
 def test_a_replaced_builtin_function_is_the_same_object_and_raises_torchs_errors():

@@ -81,17 +81,18 @@ def test_each_setting_makes_another_recipe():
     assert Grouped(32) != Grouped(64)
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=repr)
-def test_copies_and_texts_restore_each_setting(recipe):
-    for twin in (
-        copy.copy(recipe),
-        copy.deepcopy(recipe),
-        pickle.loads(pickle.dumps(recipe)),
-        Recipe.of_text(recipe.text),
-        recipe.with_options(**recipe.settings),
-    ):
-        assert (twin, hash(twin), twin.text, repr(twin)) == (recipe, hash(recipe), recipe.text, repr(recipe))
-        assert type(twin) is type(recipe)
+def test_copies_and_texts_restore_each_setting(subtests):
+    for recipe in RECIPES:
+        with subtests.test(recipe=recipe):
+            for twin in (
+                copy.copy(recipe),
+                copy.deepcopy(recipe),
+                pickle.loads(pickle.dumps(recipe)),
+                Recipe.of_text(recipe.text),
+                recipe.with_options(**recipe.settings),
+            ):
+                assert (twin, hash(twin), twin.text, repr(twin)) == (recipe, hash(recipe), recipe.text, repr(recipe))
+                assert type(twin) is type(recipe)
 
 
 @pytest.mark.slow
@@ -156,26 +157,27 @@ def test_an_invalid_table_is_refused(table, text):
         Policy(modules={"head": table})
 
 
-@pytest.mark.parametrize(
-    ("settings", "error", "text"),
-    [
-        ({"group_size": 33}, ValueError, "group_size must be 32 or 64, got 33"),
-        ({"rounding": "down"}, ValueError, "rounding must be 'nearest' or 'up', got 'down'"),
-        ({"symmetric": "yes"}, TypeError, "symmetric must be a bool, got 'yes'"),
-        ({"clip": "1"}, TypeError, "clip must be a float, got '1'"),
-        ({"clip": True}, TypeError, "clip must be a float, got True"),
-        ({"clip": float("inf")}, TypeError, "clip must have strs, finite numbers, bools and None only, got inf"),
-        ({"clip": -1}, ValueError, "clip must be positive, got -1"),
-        ({"table": object()}, TypeError, "table must be a str, .* or an object with a `digest`; got <object"),
-        ({"table": (object(),)}, TypeError, "table must have strs, finite numbers, bools and None only"),
-        ({"min_size": True}, TypeError, "min_size must be an int, got True"),
-        ({"size": 1}, TypeError, "size"),
-    ],
-)
-def test_an_invalid_setting_is_refused(settings, error, text):
-    for make in (Grouped, Grouped().with_options):
-        with pytest.raises(error, match=text):
-            make(**settings)
+INVALID = [
+    ({"group_size": 33}, ValueError, "group_size must be 32 or 64, got 33"),
+    ({"rounding": "down"}, ValueError, "rounding must be 'nearest' or 'up', got 'down'"),
+    ({"symmetric": "yes"}, TypeError, "symmetric must be a bool, got 'yes'"),
+    ({"clip": "1"}, TypeError, "clip must be a float, got '1'"),
+    ({"clip": True}, TypeError, "clip must be a float, got True"),
+    ({"clip": float("inf")}, TypeError, "clip must have strs, finite numbers, bools and None only, got inf"),
+    ({"clip": -1}, ValueError, "clip must be positive, got -1"),
+    ({"table": object()}, TypeError, "table must be a str, .* or an object with a `digest`; got <object"),
+    ({"table": (object(),)}, TypeError, "table must have strs, finite numbers, bools and None only"),
+    ({"min_size": True}, TypeError, "min_size must be an int, got True"),
+    ({"size": 1}, TypeError, "size"),
+]
+
+
+def test_an_invalid_setting_is_refused(subtests):
+    for settings, error, text in INVALID:
+        with subtests.test(settings=settings, error=error, text=text):
+            for make in (Grouped, Grouped().with_options):
+                with pytest.raises(error, match=text):
+                    make(**settings)
 
 
 @pytest.mark.parametrize("base", [Int8, Grouped])

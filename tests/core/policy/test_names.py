@@ -63,23 +63,23 @@ def test_a_name_without_an_overload_means_the_functional_ones(name):
     assert (name in known_overloads(packet)) is (not writing or not others)
 
 
-@pytest.mark.parametrize(
-    ("said", "meant"),
-    [
-        ("softmax", ["aten::softmax.int"]),
-        ("aten::softmax", ["aten::softmax.int"]),
-        ("softmax.int", ["aten::softmax.int"]),
-        ("aten::softmax.int", ["aten::softmax.int"]),
-        ("sum", ["aten::sum", "aten::sum.dim_IntList"]),
-        ("sum.default", ["aten::sum"]),
-        (torch.ops.aten.sum, ["aten::sum", "aten::sum.dim_IntList"]),
-        (torch.ops.aten.sum.default, ["aten::sum"]),
-        (torch.ops.aten.sum.dim_IntList, ["aten::sum.dim_IntList"]),
-    ],
-    ids=str,
-)
-def test_overloads_of_a_name(said, meant):
-    assert sorted(ops_with(read_op(said), CastPolicy.FP32)) == meant
+MEANT = [
+    ("softmax", ["aten::softmax.int"]),
+    ("aten::softmax", ["aten::softmax.int"]),
+    ("softmax.int", ["aten::softmax.int"]),
+    ("aten::softmax.int", ["aten::softmax.int"]),
+    ("sum", ["aten::sum", "aten::sum.dim_IntList"]),
+    ("sum.default", ["aten::sum"]),
+    (torch.ops.aten.sum, ["aten::sum", "aten::sum.dim_IntList"]),
+    (torch.ops.aten.sum.default, ["aten::sum"]),
+    (torch.ops.aten.sum.dim_IntList, ["aten::sum.dim_IntList"]),
+]
+
+
+def test_overloads_of_a_name(subtests):
+    for said, meant in MEANT:
+        with subtests.test(said=said, meant=meant):
+            assert sorted(ops_with(read_op(said), CastPolicy.FP32)) == meant
 
 
 @pytest.mark.parametrize(
@@ -131,12 +131,11 @@ def test_a_policy_that_no_overload_can_have_is_refused_with_the_reason():
         ops_with(read_op("mm.default"), CastPolicy.FP32_SET_OPT_DTYPE)
 
 
-@pytest.mark.parametrize(
-    "name", ["", "m m", "aten:mm", "::mm", "aten::", "mm.", ".int", "mm.x.y", "torch.ops.aten.mm", "a::b::c"]
-)
-def test_an_invalid_name_is_refused(name):
-    with pytest.raises(ValueError, match=f"^{re.escape(f'{name!r} is not the name of an op: {EXPECTED}')}$"):
-        read_op(name)
+def test_an_invalid_name_is_refused(subtests):
+    for name in ["", "m m", "aten:mm", "::mm", "aten::", "mm.", ".int", "mm.x.y", "torch.ops.aten.mm", "a::b::c"]:
+        problem = f"^{re.escape(f'{name!r} is not the name of an op: {EXPECTED}')}$"
+        with subtests.test(name=name), pytest.raises(ValueError, match=problem):
+            read_op(name)
 
 
 @pytest.mark.parametrize("name", ["name", "__file__", "op"])

@@ -24,16 +24,17 @@ RECIPES = [
 ]
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=repr)
-def test_equality_of_recipes(recipe):
-    for twin in (
-        copy.copy(recipe),
-        copy.deepcopy(recipe),
-        pickle.loads(pickle.dumps(recipe)),
-        Recipe.of_text(recipe.text),
-    ):
-        assert (twin == recipe, hash(twin), twin.text) == (True, hash(recipe), recipe.text)
-    assert [other for other in RECIPES if other == recipe] == [recipe]
+def test_equality_of_recipes(subtests):
+    for recipe in RECIPES:
+        with subtests.test(recipe=recipe):
+            for twin in (
+                copy.copy(recipe),
+                copy.deepcopy(recipe),
+                pickle.loads(pickle.dumps(recipe)),
+                Recipe.of_text(recipe.text),
+            ):
+                assert (twin == recipe, hash(twin), twin.text) == (True, hash(recipe), recipe.text)
+            assert [other for other in RECIPES if other == recipe] == [recipe]
 
 
 def test_the_spelling_of_ops_does_not_matter():
@@ -75,37 +76,37 @@ def test_read_recipe_takes_names(text, recipe):
     assert read_recipe(text) == recipe
 
 
-@pytest.mark.parametrize(
-    ("make", "error", "text"),
-    [
-        (lambda: read_recipe("int9"), ValueError, "'int9' is not a recipe: did you mean 'int8'?"),
-        (lambda: read_recipe("int8:column"), ValueError, "'int8:column' is not a recipe: did you mean"),
-        (lambda: read_recipe("none:row"), ValueError, "'none:row' is not a recipe"),
-        (lambda: read_recipe(Int8), TypeError, r"recipe is the class Int8: call it, Int8\(\)"),
-        (
-            lambda: read_recipe(8),
-            TypeError,
-            r"recipe must be a Recipe such as polycast.Int8\(\), the name of one, or None, got 8",
-        ),
-        (lambda: Int8("column"), ValueError, "scales must be 'row' or 'tensor', got 'column'"),
-        (lambda: Int8(ops="mm"), TypeError, "ops must be names of ops, such as"),
-        (lambda: Int8(ops=("liner",)), ValueError, "has no op 'liner'; the nearest"),
-        (lambda: Int8(min_size=-1), ValueError, "min_size must not be negative, got -1"),
-        (lambda: Int8(min_size=2.0), TypeError, "min_size must be an int, got 2.0"),
-        (lambda: Fastest(7), TypeError, "profile must be a DeviceProfile, the path of a saved one, or None, got 7"),
-        (lambda: read_recipe("fastest:row"), ValueError, "'fastest:row' is not a recipe: did you mean"),
-        (
-            lambda: Fastest(SimpleNamespace(digest="0")).written,
-            ValueError,
-            "cannot be written: its profile is an object",
-        ),
-        (lambda: Int8(keep=()), TypeError, "unexpected keyword argument 'keep'"),
-        (lambda: Recipe(), TypeError, "Recipe is no kind of recipe: use one such as polycast.Int8"),
-    ],
-)
-def test_an_invalid_recipe_is_refused(make, error, text):
-    with pytest.raises(error, match=text):
-        make()
+INVALID = [
+    (lambda: read_recipe("int9"), ValueError, "'int9' is not a recipe: did you mean 'int8'?"),
+    (lambda: read_recipe("int8:column"), ValueError, "'int8:column' is not a recipe: did you mean"),
+    (lambda: read_recipe("none:row"), ValueError, "'none:row' is not a recipe"),
+    (lambda: read_recipe(Int8), TypeError, r"recipe is the class Int8: call it, Int8\(\)"),
+    (
+        lambda: read_recipe(8),
+        TypeError,
+        r"recipe must be a Recipe such as polycast.Int8\(\), the name of one, or None, got 8",
+    ),
+    (lambda: Int8("column"), ValueError, "scales must be 'row' or 'tensor', got 'column'"),
+    (lambda: Int8(ops="mm"), TypeError, "ops must be names of ops, such as"),
+    (lambda: Int8(ops=("liner",)), ValueError, "has no op 'liner'; the nearest"),
+    (lambda: Int8(min_size=-1), ValueError, "min_size must not be negative, got -1"),
+    (lambda: Int8(min_size=2.0), TypeError, "min_size must be an int, got 2.0"),
+    (lambda: Fastest(7), TypeError, "profile must be a DeviceProfile, the path of a saved one, or None, got 7"),
+    (lambda: read_recipe("fastest:row"), ValueError, "'fastest:row' is not a recipe: did you mean"),
+    (
+        lambda: Fastest(SimpleNamespace(digest="0")).written,
+        ValueError,
+        "cannot be written: its profile is an object",
+    ),
+    (lambda: Int8(keep=()), TypeError, "unexpected keyword argument 'keep'"),
+    (lambda: Recipe(), TypeError, "Recipe is no kind of recipe: use one such as polycast.Int8"),
+]
+
+
+def test_an_invalid_recipe_is_refused(subtests):
+    for make, error, text in INVALID:
+        with subtests.test(make=make, error=error, text=text), pytest.raises(error, match=text):
+            make()
 
 
 def test_regions_share_a_recipe_given_by_name():

@@ -208,62 +208,62 @@ NO_RULE = (
 )
 
 
-@pytest.mark.parametrize(
-    ("arguments", "problem"),
-    [
-        ({"ops": []}, "must map op names to CastPolicy, got list"),
-        (
-            {"ops": {"sofmax": "fp32", "mm": "fp23"}},
-            f"{TORCH} has no op 'sofmax'; the nearest are 'softmax', '_softmax', 'fmax'; the policy of 'mm' must be a "
-            "CastPolicy or the name of one, got 'fp23'; the nearest is 'fp32'",
-        ),
-        ({"ops": {"mm": "fp32", "aten::mm": "fp32"}}, "'aten::mm' is named twice, also as 'mm'"),
-        (
-            {"ops": {7: "fp32"}},
-            "expected a name such as 'mm' or 'acme::scale', an OpOverload such as torch.ops.aten.mm",
-        ),
-        (
-            {"ops": {"mm": {"policie": "fp32"}}},
-            "'policie' is not a key of the policy of 'mm': did you mean 'poli",
-        ),
-        ({"ops": {"mm": {"policy": "fp32", "optional": 1}}}, "optional of 'mm' must be true or false, got 1"),
-        (
-            {"ops": {"mm.out": {"policy": "fp32", "optional": True}}},
-            "'aten::mm.out' writes to its inputs: in-place and",
-        ),
-        ({"modules": []}, "modules must map names of modules to rules, got list"),
-        ({"modules": {"a": "float15"}}, "modules['a']: " + NO_RULE.format("'float15', the nearest is 'float16'")),
-        ({"modules": {"a": None}}, "modules['a']: " + NO_RULE.format("None")),
-        ({"modules": {"a": "int16"}}, "modules['a']: a fast dtype is a floating-point one, got 'int16'"),
-        (
-            {"modules": {"a": {"sofmax": "fp32"}}},
-            f"modules['a']: {TORCH} has no op 'sofmax'; the nearest are 'softmax'",
-        ),
-        ({"modules": {7: "off"}}, "modules[7]: a key is a glob over names of modules, such as 'encoder.*.norm', or "),
-        (
-            {"modules": {"class:": "off"}},
-            "modules['class:']: 'class:' is followed by a class's qualified name, such as",
-        ),
-        ({"devices": []}, "devices must map device types to Policy, got list"),
-        (
-            {"devices": {"cdua": Policy()}},
-            "devices['cdua']: not a device type that torch's autocast knows: did you mean 'cuda'? To use a device "
-            "of another library, import the library first.",
-        ),
-        (
-            {"devices": {"zzz": Policy()}},
-            "devices['zzz']: not a device type that torch's autocast knows: expected one of "
-            f"{', '.join(torch._C._autocast_supported_devices())}. To use a device of another library",
-        ),
-        ({"devices": {"cuda": {}}}, "devices['cuda'] must be a Policy, got dict"),
-        (
-            {"devices": {"cuda": Policy(devices={"cpu": Policy()})}},
-            "devices['cuda'] is a policy for one device, and cannot have devices of its own",
-        ),
-        ({"name": 7}, "name must be a str, got 7"),
-    ],
-    ids=str,
-)
-def test_an_invalid_policy_is_refused(arguments, problem):
-    with pytest.raises(ValueError, match=f"^{re.escape(f'policy: {problem}')}"):
-        Policy(**arguments)
+INVALID = [
+    ({"ops": []}, "must map op names to CastPolicy, got list"),
+    (
+        {"ops": {"sofmax": "fp32", "mm": "fp23"}},
+        f"{TORCH} has no op 'sofmax'; the nearest are 'softmax', '_softmax', 'fmax'; the policy of 'mm' must be a "
+        "CastPolicy or the name of one, got 'fp23'; the nearest is 'fp32'",
+    ),
+    ({"ops": {"mm": "fp32", "aten::mm": "fp32"}}, "'aten::mm' is named twice, also as 'mm'"),
+    (
+        {"ops": {7: "fp32"}},
+        "expected a name such as 'mm' or 'acme::scale', an OpOverload such as torch.ops.aten.mm",
+    ),
+    (
+        {"ops": {"mm": {"policie": "fp32"}}},
+        "'policie' is not a key of the policy of 'mm': did you mean 'poli",
+    ),
+    ({"ops": {"mm": {"policy": "fp32", "optional": 1}}}, "optional of 'mm' must be true or false, got 1"),
+    (
+        {"ops": {"mm.out": {"policy": "fp32", "optional": True}}},
+        "'aten::mm.out' writes to its inputs: in-place and",
+    ),
+    ({"modules": []}, "modules must map names of modules to rules, got list"),
+    ({"modules": {"a": "float15"}}, "modules['a']: " + NO_RULE.format("'float15', the nearest is 'float16'")),
+    ({"modules": {"a": None}}, "modules['a']: " + NO_RULE.format("None")),
+    ({"modules": {"a": "int16"}}, "modules['a']: a fast dtype is a floating-point one, got 'int16'"),
+    (
+        {"modules": {"a": {"sofmax": "fp32"}}},
+        f"modules['a']: {TORCH} has no op 'sofmax'; the nearest are 'softmax'",
+    ),
+    ({"modules": {7: "off"}}, "modules[7]: a key is a glob over names of modules, such as 'encoder.*.norm', or "),
+    (
+        {"modules": {"class:": "off"}},
+        "modules['class:']: 'class:' is followed by a class's qualified name, such as",
+    ),
+    ({"devices": []}, "devices must map device types to Policy, got list"),
+    (
+        {"devices": {"cdua": Policy()}},
+        "devices['cdua']: not a device type that torch's autocast knows: did you mean 'cuda'? To use a device "
+        "of another library, import the library first.",
+    ),
+    (
+        {"devices": {"zzz": Policy()}},
+        "devices['zzz']: not a device type that torch's autocast knows: expected one of "
+        f"{', '.join(torch._C._autocast_supported_devices())}. To use a device of another library",
+    ),
+    ({"devices": {"cuda": {}}}, "devices['cuda'] must be a Policy, got dict"),
+    (
+        {"devices": {"cuda": Policy(devices={"cpu": Policy()})}},
+        "devices['cuda'] is a policy for one device, and cannot have devices of its own",
+    ),
+    ({"name": 7}, "name must be a str, got 7"),
+]
+
+
+def test_an_invalid_policy_is_refused(subtests):
+    for arguments, problem in INVALID:
+        refusal = pytest.raises(ValueError, match=f"^{re.escape(f'policy: {problem}')}")
+        with subtests.test(problem=problem), refusal:
+            Policy(**arguments)

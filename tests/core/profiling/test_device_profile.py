@@ -149,15 +149,16 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("case", BAD)
-def test_a_text_that_is_no_profile_is_refused(case, tmp_path):
-    text, reason = BAD[case]
-    with pytest.raises(ValueError, match=reason):
-        polycast.DeviceProfile.from_json(text)
-    path = tmp_path / "bad.json"
-    path.write_text(text)
-    with pytest.raises(ValueError, match=rf"cannot be used as a profile: .*{reason}"):
-        polycast.DeviceProfile.load(path)
+def test_a_text_that_is_no_profile_is_refused(tmp_path, subtests):
+    for case in BAD:
+        with subtests.test(case=case):
+            text, reason = BAD[case]
+            with pytest.raises(ValueError, match=reason):
+                polycast.DeviceProfile.from_json(text)
+            path = tmp_path / "bad.json"
+            path.write_text(text)
+            with pytest.raises(ValueError, match=rf"cannot be used as a profile: .*{reason}"):
+                polycast.DeviceProfile.load(path)
 
 
 def test_a_file_that_is_not_there_or_not_text_is_refused(tmp_path):

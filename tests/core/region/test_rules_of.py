@@ -36,7 +36,7 @@ def loaded(model):
     return torch.load(file, weights_only=False)
 
 
-def test_a_model_without_rules(model, x, engine):
+def test_a_model_without_rules(model, x):
     assert rules_of(model) == {}
     remove_policy(model)
     assert "forward" not in vars(model[0])
@@ -49,7 +49,7 @@ def test_the_rules_that_decide_are_returned(model):
 
 
 @pytest.mark.parametrize("other", [copy.deepcopy, loaded])
-def test_rules_of_a_copy_are_removed_and_the_model_keeps_its_own(other, model, x, engine):
+def test_rules_of_a_copy_are_removed_and_the_model_keeps_its_own(other, model, x):
     rules = apply_policy(model, Policy(modules={"1": "fp32"}))
     copied = other(model)
     assert rules_of(copied) == rules.rules == {"1": "1 = 'fp32'"}
@@ -60,7 +60,7 @@ def test_rules_of_a_copy_are_removed_and_the_model_keeps_its_own(other, model, x
     assert dtype_in_a_region(model, x) is torch.float32
 
 
-def test_rules_of_all_calls_are_removed(model, x, engine):
+def test_rules_of_all_calls_are_removed(model, x):
     first, second = (apply_policy(model, Policy(modules={"1": rule})) for rule in ("fp32", "off"))
     remove_policy(model)
     assert dtype_in_a_region(model, x) is torch.bfloat16
@@ -69,7 +69,7 @@ def test_rules_of_all_calls_are_removed(model, x, engine):
     assert dtype_in_a_region(model, x) is torch.bfloat16
 
 
-def test_a_forward_that_was_wrapped_since_stays_and_has_no_rules(model, x, engine):
+def test_a_forward_that_was_wrapped_since_stays_and_has_no_rules(model, x):
     apply_policy(model, Policy(modules={"1": "fp32"}))
     ruled = model[1].forward
 
@@ -84,7 +84,7 @@ def test_a_forward_that_was_wrapped_since_stays_and_has_no_rules(model, x, engin
     assert dtype_in_a_region(model, x) is torch.bfloat16
 
 
-def test_rules_can_be_applied_again(model, x, engine):
+def test_rules_can_be_applied_again(model, x):
     apply_policy(model, Policy(modules={"1": "fp32"}))
     remove_policy(model)
     with apply_policy(model, Policy(modules={"1": "fp32"})):
@@ -107,7 +107,7 @@ def test_what_is_no_module_is_refused(function):
         function(3)
 
 
-def test_a_copy_of_a_model_whose_unbound_forward_was_wrapped_runs_itself(model, x, engine):
+def test_a_copy_of_a_model_whose_unbound_forward_was_wrapped_runs_itself(model, x):
     apply_policy(model, {"linear": "fp32"})
     unbound = model.forward.__func__
 

@@ -63,25 +63,26 @@ def test_arguments_by_position_and_by_name_mean_the_same():
     assert made(cache_enabled=True, enabled=False, dtype=torch.float16, device_type="cpu")._settings == by_position
 
 
-@pytest.mark.parametrize(
-    ("args", "named", "message"),
-    [
-        ((), {}, "missing 1 required positional argument: 'device_type'"),
-        ((), {"dtype": None}, "missing 1 required positional argument: 'device_type'"),
-        (("cpu", None, True, None, None), {}, "takes from 2 to 5 positional arguments but 6 were given"),
-        (("cpu",), {"device_type": "cpu"}, "got multiple values for argument 'device_type'"),
-        (("cpu",), {"recpie": "int8"}, "got an unexpected keyword argument 'recpie'"),
-        (("cpu",), {"cache_enabled": 0}, "cache_enabled must be a bool or None, got 0"),
-        (("cpu",), {"cache": 3}, "cache must be a polycast.WeightCache or None, got 3"),
-    ],
-)
-def test_bad_arguments_are_refused_each_time(args, named, message):
-    made("cpu")
-    for _ in range(2):
-        with pytest.raises(TypeError, match=message):
-            autocast(*args, **named)
-    with pytest.raises(ValueError, match="leave out one of the two"):
-        made("cpu", cache=polycast.WeightCache(), cache_enabled=False)
+BAD = [
+    ((), {}, "missing 1 required positional argument: 'device_type'"),
+    ((), {"dtype": None}, "missing 1 required positional argument: 'device_type'"),
+    (("cpu", None, True, None, None), {}, "takes from 2 to 5 positional arguments but 6 were given"),
+    (("cpu",), {"device_type": "cpu"}, "got multiple values for argument 'device_type'"),
+    (("cpu",), {"recpie": "int8"}, "got an unexpected keyword argument 'recpie'"),
+    (("cpu",), {"cache_enabled": 0}, "cache_enabled must be a bool or None, got 0"),
+    (("cpu",), {"cache": 3}, "cache must be a polycast.WeightCache or None, got 3"),
+]
+
+
+def test_bad_arguments_are_refused_each_time(subtests):
+    for args, named, message in BAD:
+        with subtests.test(args=args, named=named, message=message):
+            made("cpu")
+            for _ in range(2):
+                with pytest.raises(TypeError, match=message):
+                    autocast(*args, **named)
+            with pytest.raises(ValueError, match="leave out one of the two"):
+                made("cpu", cache=polycast.WeightCache(), cache_enabled=False)
 
 
 def test_a_region_without_dtype_takes_the_threads(in_thread):

@@ -166,10 +166,11 @@ def test_ops_in_cpp_are_names_of_packages(packages):
     assert problems(with_(ops_in_cpp=packages)) == [said]
 
 
-@pytest.mark.parametrize("texts", [None, [], {"aten::mm": 1}, {1: "do not"}], ids=repr)
 @pytest.mark.parametrize("attribute", ["remedies", "excluded_ops", "optional_ops"])
-def test_remedies_and_excluded_ops_map_names_to_sentences(attribute, texts):
-    assert problems(with_(**{attribute: texts})) == [f"{attribute} must map op names to sentences"]
+def test_remedies_and_excluded_ops_map_names_to_sentences(attribute, subtests):
+    for texts in [None, [], {"aten::mm": 1}, {1: "do not"}]:
+        with subtests.test(texts=texts):
+            assert problems(with_(**{attribute: texts})) == [f"{attribute} must map op names to sentences"]
 
 
 def test_a_supported_dtype_is_available():

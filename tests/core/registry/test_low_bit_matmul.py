@@ -40,12 +40,13 @@ def run(product, op, *args):
 
 
 @pytest.mark.parametrize("of", [Product, OfBatches])
-@pytest.mark.parametrize("shape", [(6,), (5, 6), (2, 5, 6), (2, 1, 5, 6), (0, 6), (2, 0, 6)], ids=str)
-def test_linear_and_matmul_take_activations_of_any_number_of_dimensions(of, shape):
-    x, weight, bias = torch.randn(shape), torch.randn(4, 6), torch.randn(4)
-    torch.testing.assert_close(run(of(), "linear", x, weight, bias), F.linear(x, weight, bias).bfloat16())
-    torch.testing.assert_close(run(of(), "linear", x, weight, None), F.linear(x, weight).bfloat16())
-    torch.testing.assert_close(run(of(), "matmul", x, weight.t()), F.linear(x, weight).bfloat16())
+def test_linear_and_matmul_take_activations_of_any_number_of_dimensions(of, subtests):
+    for shape in [(6,), (5, 6), (2, 5, 6), (2, 1, 5, 6), (0, 6), (2, 0, 6)]:
+        with subtests.test(shape=shape):
+            x, weight, bias = torch.randn(shape), torch.randn(4, 6), torch.randn(4)
+            torch.testing.assert_close(run(of(), "linear", x, weight, bias), F.linear(x, weight, bias).bfloat16())
+            torch.testing.assert_close(run(of(), "linear", x, weight, None), F.linear(x, weight).bfloat16())
+            torch.testing.assert_close(run(of(), "matmul", x, weight.t()), F.linear(x, weight).bfloat16())
 
 
 def test_multiply_gets_matrices_unless_it_takes_batches():
@@ -55,12 +56,13 @@ def test_multiply_gets_matrices_unless_it_takes_batches():
     assert (rows.given, batches.given) == ([((10, 6), 1.0)], [((2, 5, 6), 1.0)])
 
 
-@pytest.mark.parametrize("added", [(4,), (1,), (), (5, 4), (1, 4), (5, 1)], ids=str)
 @pytest.mark.parametrize(("beta", "alpha"), [(1, 1), (2, -0.5), (0.25, 3)])
-def test_addmm_applies_beta_and_alpha(added, beta, alpha):
-    bias, x, weight = torch.randn(added), torch.randn(5, 6), torch.randn(6, 4)
-    expected = torch.addmm(bias, x, weight, beta=beta, alpha=alpha).bfloat16()
-    torch.testing.assert_close(run(Product(), "addmm", bias, x, weight, beta, alpha), expected)
+def test_addmm_applies_beta_and_alpha(beta, alpha, subtests):
+    for added in [(4,), (1,), (), (5, 4), (1, 4), (5, 1)]:
+        with subtests.test(added=added):
+            bias, x, weight = torch.randn(added), torch.randn(5, 6), torch.randn(6, 4)
+            expected = torch.addmm(bias, x, weight, beta=beta, alpha=alpha).bfloat16()
+            torch.testing.assert_close(run(Product(), "addmm", bias, x, weight, beta, alpha), expected)
 
 
 def test_addmm_with_beta_zero_ignores_the_bias():
@@ -147,17 +149,17 @@ DECLINED = {
 }
 
 
-@pytest.mark.parametrize(
-    ("reason", "op", "args"), [(reason, *call[:1], call[1:]) for reason, calls in DECLINED.items() for call in calls]
-)
-def test_an_unsupported_call_has_a_reason_on_real_and_fake_tensors(reason, op, args):
-    kernel = NoRows().kernels()[f"aten::{op}"]
-    assert kernel.unsupported_reason(*args) == reason
-    with FakeTensorMode() as mode:
-        assert (
-            kernel.unsupported_reason(*(mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in args))
-            == reason
-        )
+UNSUPPORTED = [(reason, *call[:1], call[1:]) for reason, calls in DECLINED.items() for call in calls]
+
+
+def test_an_unsupported_call_has_a_reason_on_real_and_fake_tensors(subtests):
+    for reason, op, args in UNSUPPORTED:
+        with subtests.test(reason=reason, op=op, args=args):
+            kernel = NoRows().kernels()[f"aten::{op}"]
+            assert kernel.unsupported_reason(*args) == reason
+            with FakeTensorMode() as mode:
+                fakes = [mode.from_tensor(each) if isinstance(each, torch.Tensor) else each for each in args]
+                assert kernel.unsupported_reason(*fakes) == reason
 
 
 def test_unsupported_reason_gets_the_size_of_the_weight_and_the_bias():

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import polycast
 from polycast import CastPolicy
+from polycast.engine import installation
 from polycast.registry.registry import registry
 
 BUILT_INS = sorted(importlib.metadata.distribution("polycast").entry_points.select(group="polycast.backends").names)
@@ -47,14 +48,17 @@ def missing(device_type):
 @pytest.fixture(autouse=True)
 def _no_compiler(monkeypatch):
     monkeypatch.setenv("POLYCAST_ENGINE", "reference")
+    yield
+    installation.forget_choice()
 
 
 @pytest.mark.parametrize("function", BY_NAME)
-@pytest.mark.parametrize("value", [torch.device("cpu"), 0, b"cpu"], ids=repr)
-def test_a_device_that_is_not_a_str_is_refused(function, value):
-    text = f"Expected `device_type` of type `str`, got: `{type(value)}`"
-    with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
-        of_name(function)(value)
+def test_a_device_that_is_not_a_str_is_refused(function, subtests):
+    for value in [torch.device("cpu"), 0, b"cpu"]:
+        with subtests.test(value=value):
+            text = f"Expected `device_type` of type `str`, got: `{type(value)}`"
+            with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
+                of_name(function)(value)
 
 
 def test_the_error_for_a_torch_device_names_its_class():
@@ -63,11 +67,12 @@ def test_the_error_for_a_torch_device_names_its_class():
 
 
 @pytest.mark.parametrize("function", BY_NAME)
-@pytest.mark.parametrize("name", ["not a real device", "", "CPU", " cpu", "cuda:-1", "cuda:x", "cpu:0:1", "cpu\0"])
-def test_a_string_that_torch_does_not_know_is_refused(function, name):
-    with pytest.raises(RuntimeError, match=f"^{re.escape(f'Invalid device string: {name!r}. ')}") as refusal:
-        of_name(function)(name)
-    assert refusal.type is RuntimeError
+def test_a_string_that_torch_does_not_know_is_refused(function, subtests):
+    for name in ["not a real device", "", "CPU", " cpu", "cuda:-1", "cuda:x", "cpu:0:1", "cpu\0"]:
+        with subtests.test(name=name):
+            with pytest.raises(RuntimeError, match=f"^{re.escape(f'Invalid device string: {name!r}. ')}") as refusal:
+                of_name(function)(name)
+            assert refusal.type is RuntimeError
 
 
 @given(text=st.one_of(st.text(), st.builds(":".join, st.lists(st.sampled_from([*DEVICE_TYPES, "0", "1", "00", "-1"])))))
@@ -120,10 +125,11 @@ def test_an_unregistered_device_is_unknown_again(hand_made):
 
 
 @pytest.mark.parametrize("index", ["", ":0", ":1", ":127"])
-@pytest.mark.parametrize("name", DEVICE_TYPES)
 @pytest.mark.filterwarnings("ignore:'mkldnn' is no longer used as device type")
-def test_availability_is_a_bool_for_every_device_of_torch(name, index):
-    assert type(polycast.is_autocast_available(name + index)) is bool
+def test_availability_is_a_bool_for_every_device_of_torch(index, subtests):
+    for name in DEVICE_TYPES:
+        with subtests.test(name=name):
+            assert type(polycast.is_autocast_available(name + index)) is bool
 
 
 @pytest.mark.parametrize("name", BUILT_INS)

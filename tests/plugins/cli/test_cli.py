@@ -27,16 +27,18 @@ COMMANDS = get_command(app).commands
 PARAMETERS = [(name, each) for name, command in COMMANDS.items() for each in command.params]
 
 
-@pytest.mark.parametrize("command", ["", *COMMANDS])
-def test_help_shows_no_type_after_a_flag(polycast_command, command):
-    shown = polycast_command(*command.split(), "--help").stdout
-    assert "--help" in shown
-    assert [word for word in ("bool", "BOOLEAN") if word in shown] == []
+def test_help_shows_no_type_after_a_flag(polycast_command, subtests):
+    for command in ["", *COMMANDS]:
+        with subtests.test(command=command):
+            shown = polycast_command(*command.split(), "--help").stdout
+            assert "--help" in shown
+            assert [word for word in ("bool", "BOOLEAN") if word in shown] == []
 
 
-@pytest.mark.parametrize(("command", "parameter"), PARAMETERS, ids=lambda each: getattr(each, "name", each))
-def test_help_of_a_parameter_is_a_sentence(command, parameter):
-    assert re.fullmatch(r"[A-Z].* .*\.", parameter.help)
+def test_help_of_a_parameter_is_a_sentence(subtests):
+    for command, parameter in PARAMETERS:
+        with subtests.test(command=command, parameter=parameter):
+            assert re.fullmatch(r"[A-Z].* .*\.", parameter.help)
 
 
 def test_policy_is_a_policy_file_in_every_command():

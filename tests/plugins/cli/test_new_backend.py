@@ -98,26 +98,27 @@ def test_the_name_of_the_distribution_ends_in_a_letter(here):
 MODULE = "{!r} cannot be part of a Python module's name. Name the device as torch does: letters, such as npu."
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("", MODULE.format("")),
-        ("class", MODULE.format("class")),
-        ("my-npu", MODULE.format("my-npu")),
-        ("../npu", MODULE.format("../npu")),
-        ("npu:0", MODULE.format("npu:0")),
-        ("_npu", MODULE.format("_npu")),
-        ("nπu", MODULE.format("nπu")),
-        ("NPU", "'NPU' is not in lower case, as device types of torch are. Write npu."),
-        ("npu2", "torch does not accept 'npu2' as a device: Invalid device string: 'npu2'. Use letters and und"),
-        ("meta", "torch has no Autocast dispatch key for 'meta', so it can have no backend."),
-    ],
-)
-def test_an_invalid_device_name_is_refused(here, name, message):
-    result = new(name)
-    assert result.exit_code == 2
-    assert result.stderr.startswith(f"polycast: {message}")
-    assert list(here.iterdir()) == []
+INVALID = [
+    ("", MODULE.format("")),
+    ("class", MODULE.format("class")),
+    ("my-npu", MODULE.format("my-npu")),
+    ("../npu", MODULE.format("../npu")),
+    ("npu:0", MODULE.format("npu:0")),
+    ("_npu", MODULE.format("_npu")),
+    ("nπu", MODULE.format("nπu")),
+    ("NPU", "'NPU' is not in lower case, as device types of torch are. Write npu."),
+    ("npu2", "torch does not accept 'npu2' as a device: Invalid device string: 'npu2'. Use letters and und"),
+    ("meta", "torch has no Autocast dispatch key for 'meta', so it can have no backend."),
+]
+
+
+def test_an_invalid_device_name_is_refused(here, subtests):
+    for name, message in INVALID:
+        with subtests.test(name=name, message=message):
+            result = new(name)
+            assert result.exit_code == 2
+            assert result.stderr.startswith(f"polycast: {message}")
+            assert list(here.iterdir()) == []
 
 
 @pytest.mark.parametrize("kind", ["file", "folder"])

@@ -160,32 +160,32 @@ def test_it_searches_over_batches_and_measures_those_held_out(run, tmp_path):
     assert set(polycast.Policy.load(tmp_path / "policy.toml").modules) == {"0", "2", "3"}
 
 
-@pytest.mark.parametrize(
-    ("arguments", "problem"),
-    [
-        (["script.py"], "expected a file and a function in it, such as model.py:build"),
-        (["other.py:build"], "there is no file 'other.py'"),
-        (["script.py:other"], "has no function 'other'"),
-        (["script.py:only_a_model"], "returned Sequential. It must return (model, data), (model, data, metric) or"),
-        (["script.py:build", "--dtype", "float17"], "'float17' is not a dtype"),
-        (["script.py:build", "--device", "nowhere"], "nowhere"),
-        (["script.py:build", "--recipe", "int9"], "'int9' is not a recipe: did you mean 'int8'?"),
-        (["script.py:build", "--holdout", "1"], "--holdout 1 leaves no batch of 1 for the search"),
-        (["script.py:build", "--margin", "1"], "margin must be a share of the tolerance"),
-        (["script.py:build", "--exclude", "layers.*"], "exclude['layers.*'] matches no module of the model"),
-        (["script.py:build", "--budget", "1"], "budget must be a number of evaluations, at least 2"),
-        (
-            ["script.py:build", "--output", "nowhere/policy.toml"],
-            "policy.toml cannot be written: nowhere does not exist",
-        ),
-        (["script.py:build", "--output", "."], ". is a folder: name a file in it, such as policy.toml"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_invalid_arguments_are_refused(run, arguments, problem):
-    result = run(*arguments)
-    assert result.exit_code == 2
-    assert problem in " ".join(result.stderr.replace("│", "").split())
+INVALID = [
+    (["script.py"], "expected a file and a function in it, such as model.py:build"),
+    (["other.py:build"], "there is no file 'other.py'"),
+    (["script.py:other"], "has no function 'other'"),
+    (["script.py:only_a_model"], "returned Sequential. It must return (model, data), (model, data, metric) or"),
+    (["script.py:build", "--dtype", "float17"], "'float17' is not a dtype"),
+    (["script.py:build", "--device", "nowhere"], "nowhere"),
+    (["script.py:build", "--recipe", "int9"], "'int9' is not a recipe: did you mean 'int8'?"),
+    (["script.py:build", "--holdout", "1"], "--holdout 1 leaves no batch of 1 for the search"),
+    (["script.py:build", "--margin", "1"], "margin must be a share of the tolerance"),
+    (["script.py:build", "--exclude", "layers.*"], "exclude['layers.*'] matches no module of the model"),
+    (["script.py:build", "--budget", "1"], "budget must be a number of evaluations, at least 2"),
+    (
+        ["script.py:build", "--output", "nowhere/policy.toml"],
+        "policy.toml cannot be written: nowhere does not exist",
+    ),
+    (["script.py:build", "--output", "."], ". is a folder: name a file in it, such as policy.toml"),
+]
+
+
+def test_invalid_arguments_are_refused(run, subtests):
+    for arguments, problem in INVALID:
+        with subtests.test(arguments=arguments, problem=problem):
+            result = run(*arguments)
+            assert result.exit_code == 2
+            assert problem in " ".join(result.stderr.replace("│", "").split())
 
 
 def test_an_output_that_cannot_be_written_is_refused_before_the_search(run):

@@ -25,7 +25,7 @@ def test_forward_opens_a_region_inside_an_enabled_one_with_its_dtype(in_regions,
     assert found == [torch.float16, torch.float32, torch.float16]
 
 
-def test_outside_of_regions_forward_is_unchanged(in_regions, dtypes, engine):
+def test_outside_of_regions_forward_is_unchanged(in_regions, dtypes):
     found = dtypes(in_regions)
     in_regions(torch.ones(1, 8))
     with polycast.autocast("cpu", enabled=False):
@@ -33,7 +33,7 @@ def test_outside_of_regions_forward_is_unchanged(in_regions, dtypes, engine):
     assert found == [torch.float32] * 3
 
 
-def test_a_copy_computes_with_its_own_weights_in_its_own_regions(in_regions, dtypes, engine):
+def test_a_copy_computes_with_its_own_weights_in_its_own_regions(in_regions, dtypes):
     copied = copy.deepcopy(in_regions)
     found = dtypes(copied)
     with torch.no_grad(), polycast.autocast("cpu"):
@@ -48,7 +48,7 @@ def test_the_signature_is_that_of_the_forward(in_regions):
     assert list(inspect.signature(in_regions.forward).parameters) == ["input"]
 
 
-def test_a_forward_of_the_instance_is_called(layers, engine):
+def test_a_forward_of_the_instance_is_called(layers):
     layers.forward = lambda x: x + 1
     run_in_regions(layers, RegionSettings())
     with polycast.autocast("cpu"):
@@ -60,7 +60,7 @@ def test_data_parallel_refuses_the_model(in_regions):
         in_regions._replicate_for_data_parallel()
 
 
-def test_parameters_without_memory_do_not_decide_the_device(dtypes, engine):
+def test_parameters_without_memory_do_not_decide_the_device(dtypes):
     model = torch.nn.Sequential(torch.nn.Linear(8, 8, device="meta"), torch.nn.ReLU())
     model.append(torch.nn.Linear(8, 1))
     run_in_regions(model, RegionSettings({"relu": "fp32"}))
@@ -73,7 +73,7 @@ def test_parameters_without_memory_do_not_decide_the_device(dtypes, engine):
     assert found == [torch.float32]
 
 
-def test_a_model_with_a_cache_is_pickled_without_it(layers, dtypes, engine):
+def test_a_model_with_a_cache_is_pickled_without_it(layers, dtypes):
     run_in_regions(layers, RegionSettings({"relu": "fp32"}, cache=polycast.WeightCache()))
     loaded = pickle.loads(pickle.dumps(layers))
     found = dtypes(loaded)
@@ -82,7 +82,7 @@ def test_a_model_with_a_cache_is_pickled_without_it(layers, dtypes, engine):
     assert found == [torch.bfloat16, torch.float32, torch.bfloat16]
 
 
-def test_each_checkpoint_replaces_the_settings_of_the_one_before(layers, engine):
+def test_each_checkpoint_replaces_the_settings_of_the_one_before(layers):
     settings, rules = RegionSettings(), polycast.Policy(modules={"0": "fp32"})
     for policy, recipe in ((polycast.Policy({"relu": "fp32"}), "int8"), (rules, ""), (polycast.Policy({}), "")):
         saved = RegionSettings(policy, recipe or None).state_dict()
@@ -100,7 +100,7 @@ def test_a_given_policy_is_not_replaced(layers):
     assert settings.policy == polycast.Policy({"relu": "fp32"})
 
 
-def test_settings_of_a_later_run_replace_those_of_the_one_before(layers, dtypes, engine):
+def test_settings_of_a_later_run_replace_those_of_the_one_before(layers, dtypes):
     run_in_regions(layers, RegionSettings(polycast.Policy({"relu": "fp32"}, modules={"0": "fp32"})))
     run_in_regions(layers, RegionSettings(polycast.Policy(modules={"2": "fp32"})))
     found = dtypes(layers)

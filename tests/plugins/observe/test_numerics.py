@@ -112,34 +112,36 @@ def two_threads():
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("source", "target"), CASTS, ids=[f"{a}-{b}".replace("torch.", "") for a, b in CASTS])
-def test_casts_are_counted(engine, source, target, layout):
-    x = LAYOUTS[layout](values_of(source))
-    with polycast.observe(numerics=True) as seen, polycast.autocast("cpu"):
-        cast = x.to(target)
-    if layout == "empty":
-        assert seen.numerics == ()
-        return
-    (record,) = seen.numerics
-    assert counts_of(record) == reference(_numbers(cast), target, _numbers(x), source)
-    assert (record.op, record.role, record.of) == ("aten::to.dtype", "forward", "activation")
-    assert (record.source, record.dtype) == (str(source)[6:], str(target)[6:])
+def test_casts_are_counted(engine, source, target, subtests):
+    for layout in LAYOUTS:
+        with subtests.test(layout=layout):
+            x = LAYOUTS[layout](values_of(source))
+            with polycast.observe(numerics=True) as seen, polycast.autocast("cpu"):
+                cast = x.to(target)
+            if layout == "empty":
+                assert seen.numerics == ()
+                continue
+            (record,) = seen.numerics
+            assert counts_of(record) == reference(_numbers(cast), target, _numbers(x), source)
+            assert (record.op, record.role, record.of) == ("aten::to.dtype", "forward", "activation")
+            assert (record.source, record.dtype) == (str(source)[6:], str(target)[6:])
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
-def test_results_are_counted(engine, dtype, layout):
-    x = LAYOUTS[layout](values_of(dtype))
-    x = torch.where(x.isfinite(), x, 0)
-    with polycast.observe(numerics=True) as seen, polycast.autocast("cpu"):
-        result = x * 4
-    if layout == "empty":
-        assert seen.numerics == ()
-        return
-    (record,) = seen.numerics
-    assert counts_of(record) == reference(_numbers(result), dtype)
-    assert (record.op, record.of, record.source) == ("aten::mul.Tensor", "result", "")
+def test_results_are_counted(engine, dtype, subtests):
+    for layout in LAYOUTS:
+        with subtests.test(layout=layout):
+            x = LAYOUTS[layout](values_of(dtype))
+            x = torch.where(x.isfinite(), x, 0)
+            with polycast.observe(numerics=True) as seen, polycast.autocast("cpu"):
+                result = x * 4
+            if layout == "empty":
+                assert seen.numerics == ()
+                continue
+            (record,) = seen.numerics
+            assert counts_of(record) == reference(_numbers(result), dtype)
+            assert (record.op, record.of, record.source) == ("aten::mul.Tensor", "result", "")
 
 
 @pytest.mark.parametrize("count", [1, 31, 1000, 4097, 300_001])

@@ -21,33 +21,34 @@ def _record(module="3", role="backward", dtype="float16", **counts):
     return NumericsRecord(module, "aten::mm", role, dtype, **{"count": 100, "amax": 1.0, **counts})
 
 
-@pytest.mark.parametrize(
-    ("record", "text"),
-    [
-        (_record(underflowed=41), f"gradients of 3: 41% underflow in float16. {SCALE}"),
-        (_record(underflowed=41, zeroed=8), f"gradients of 3: 41% underflow in float16, 8% to zero. {SCALE}"),
-        (_record(underflowed=100), f"gradients of 3: 100% underflow in float16. {SCALE}"),
-        (_record(count=100_000, underflowed=99_999), f"gradients of 3: over 99% underflow in float16. {SCALE}"),
-        (_record("", underflowed=41), f"gradients of the model: 41% underflow in float16. {SCALE}"),
-        (
-            _record(None, underflowed=41),
-            f"gradients outside of the model's modules: 41% underflow in float16. {SCALE}",
-        ),
-        (_record(role="forward", underflowed=10), f"values of 3: 10% underflow in float16. {NARROW}"),
-        (_record(role="forward", of="weight", underflowed=10), f"weights of 3: 10% underflow in float16. {NARROW}"),
-        (
-            _record(dtype="bfloat16", underflowed=50),
-            "gradients of 3: 50% underflow in bfloat16. bfloat16 has the exponents of float32: scale what they are "
-            "computed from.",
-        ),
-        (
-            _record(role="forward", dtype="float32", underflowed=50),
-            "values of 3: 50% underflow in float32. Scale what they are computed from.",
-        ),
-    ],
-)
-def test_underflow_is_found(record, text):
-    assert [str(found) for found in _seen(record).findings] == [text]
+UNDERFLOWS = [
+    (_record(underflowed=41), f"gradients of 3: 41% underflow in float16. {SCALE}"),
+    (_record(underflowed=41, zeroed=8), f"gradients of 3: 41% underflow in float16, 8% to zero. {SCALE}"),
+    (_record(underflowed=100), f"gradients of 3: 100% underflow in float16. {SCALE}"),
+    (_record(count=100_000, underflowed=99_999), f"gradients of 3: over 99% underflow in float16. {SCALE}"),
+    (_record("", underflowed=41), f"gradients of the model: 41% underflow in float16. {SCALE}"),
+    (
+        _record(None, underflowed=41),
+        f"gradients outside of the model's modules: 41% underflow in float16. {SCALE}",
+    ),
+    (_record(role="forward", underflowed=10), f"values of 3: 10% underflow in float16. {NARROW}"),
+    (_record(role="forward", of="weight", underflowed=10), f"weights of 3: 10% underflow in float16. {NARROW}"),
+    (
+        _record(dtype="bfloat16", underflowed=50),
+        "gradients of 3: 50% underflow in bfloat16. bfloat16 has the exponents of float32: scale what they are "
+        "computed from.",
+    ),
+    (
+        _record(role="forward", dtype="float32", underflowed=50),
+        "values of 3: 50% underflow in float32. Scale what they are computed from.",
+    ),
+]
+
+
+def test_underflow_is_found(subtests):
+    for record, text in UNDERFLOWS:
+        with subtests.test(record=record, text=text):
+            assert [str(found) for found in _seen(record).findings] == [text]
 
 
 @pytest.mark.parametrize("record", [_record(underflowed=9), _record(nonfinite=100), _record(count=0)])

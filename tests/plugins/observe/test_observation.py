@@ -239,34 +239,35 @@ def _of(name, **values):
     return lambda said: said[name][0].update(values)
 
 
-@pytest.mark.parametrize(
-    ("spoil", "problem"),
-    [
-        (_of("ops", calls="x"), "calls of a Op cannot be 'x'"),
-        (_of("ops", calls=None), "calls of a Op cannot be None"),
-        (_of("ops", calls=10**400), "calls of a Op cannot be 1000"),
-        (_of("ops", op=3), "op of a Op cannot be 3"),
-        (_of("ops", output_dtypes=[1]), "output_dtypes of a Op cannot be"),
-        (_of("ops", output_dtypes={"float32": "many"}), "output_dtypes of a Op cannot be"),
-        (_of("ops", decisions=3), "decisions of a Op cannot be 3"),
-        (lambda said: said.update(ops=["aten::mm"]), "a Op is a mapping, got str"),
-        (lambda said: said["run"].update(seconds="a"), "seconds of a Run cannot be 'a'"),
-        (lambda said: said["run"].update(devices=[1]), "devices of a Run cannot be"),
-        (lambda said: said.update(run=[]), "a Run is a mapping, got list"),
-        (
-            lambda said: said["chains"].append(
-                {"kind": "round_trip", "ops": ["a"], "module": None, "dtype": "", "count": 1}
-            ),
-            "not enough values",
+INVALID = [
+    (_of("ops", calls="x"), "calls of a Op cannot be 'x'"),
+    (_of("ops", calls=None), "calls of a Op cannot be None"),
+    (_of("ops", calls=10**400), "calls of a Op cannot be 1000"),
+    (_of("ops", op=3), "op of a Op cannot be 3"),
+    (_of("ops", output_dtypes=[1]), "output_dtypes of a Op cannot be"),
+    (_of("ops", output_dtypes={"float32": "many"}), "output_dtypes of a Op cannot be"),
+    (_of("ops", decisions=3), "decisions of a Op cannot be 3"),
+    (lambda said: said.update(ops=["aten::mm"]), "a Op is a mapping, got str"),
+    (lambda said: said["run"].update(seconds="a"), "seconds of a Run cannot be 'a'"),
+    (lambda said: said["run"].update(devices=[1]), "devices of a Run cannot be"),
+    (lambda said: said.update(run=[]), "a Run is a mapping, got list"),
+    (
+        lambda said: said["chains"].append(
+            {"kind": "round_trip", "ops": ["a"], "module": None, "dtype": "", "count": 1}
         ),
-    ],
-)
-def test_file_with_invalid_values_is_refused(spoil, problem):
-    said = json.loads(Path(__file__).with_name("sample.json").read_text())
-    spoil(said)
-    with pytest.raises(ValueError, match="it is not an observation: ") as refused:
-        Observation.from_dict(said)
-    assert problem in str(refused.value)
+        "not enough values",
+    ),
+]
+
+
+def test_file_with_invalid_values_is_refused(subtests):
+    for spoil, problem in INVALID:
+        with subtests.test(spoil=spoil, problem=problem):
+            said = json.loads(Path(__file__).with_name("sample.json").read_text())
+            spoil(said)
+            with pytest.raises(ValueError, match="it is not an observation: ") as refused:
+                Observation.from_dict(said)
+            assert problem in str(refused.value)
 
 
 def test_deeply_nested_file_is_refused(tmp_path):

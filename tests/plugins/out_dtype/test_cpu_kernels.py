@@ -49,10 +49,11 @@ def test_a_torch_without_its_int8_product_has_none(monkeypatch):
 
 
 @pytest.mark.parametrize("terms", [1024, 1025, 1041, 2**17 + 5])
-@pytest.mark.parametrize(("one", "other"), [(-128, -128), (-128, 127), (127, 127)])
-def test_long_sums_are_exact_and_wrap_as_torchs_do(cpu, terms, one, other):
-    a, b = torch.full((2, terms), one, dtype=torch.int8), torch.full((terms, 3), other, dtype=torch.int8)
-    same(out_dtype(MM, torch.int32, a, b), OPERATOR(MM, torch.int32, a, b))
+def test_long_sums_are_exact_and_wrap_as_torchs_do(cpu, terms, subtests):
+    for one, other in [(-128, -128), (-128, 127), (127, 127)]:
+        with subtests.test(one=one, other=other):
+            a, b = torch.full((2, terms), one, dtype=torch.int8), torch.full((terms, 3), other, dtype=torch.int8)
+            same(out_dtype(MM, torch.int32, a, b), OPERATOR(MM, torch.int32, a, b))
 
 
 @settings(deadline=None, max_examples=60)
@@ -69,20 +70,20 @@ def test_linear_of_int8_is_torchs_bit_for_bit(shape, sizes, data):
     same(out_dtype(LINEAR, torch.int32, *args), OPERATOR(LINEAR, torch.int32, *args))
 
 
-@pytest.mark.parametrize("bias", [(5, 7), (7,), (1, 7), (5, 1), ()], ids=str)
 @pytest.mark.parametrize("dtype", [torch.int8, torch.int32])
-def test_addmm_of_int8_is_exact(cpu, bias, dtype):
-    bias, a, b = torch.randint(-100, 100, bias, dtype=dtype), int8(5, 33), int8(33, 7)
-    same(out_dtype(ADDMM, torch.int32, bias, a, b), torch.addmm(bias.int(), a.int(), b.int()))
+def test_addmm_of_int8_is_exact(cpu, dtype, subtests):
+    for bias in [(5, 7), (7,), (1, 7), (5, 1), ()]:
+        with subtests.test(bias=bias):
+            bias, a, b = torch.randint(-100, 100, bias, dtype=dtype), int8(5, 33), int8(33, 7)
+            same(out_dtype(ADDMM, torch.int32, bias, a, b), torch.addmm(bias.int(), a.int(), b.int()))
 
 
-@pytest.mark.parametrize(
-    "sizes", [(3, 5, 7, 2), (0, 1, 1, 1), (2, 0, 3, 4), (2, 3, 0, 4), (2, 64, 64, 64), (1, 2, 1030, 3)]
-)
-def test_bmm_of_int8_is_exact(cpu, sizes):
-    count, rows, terms, columns = sizes
-    a, b = int8(count, terms, rows).mT, int8(count, terms, columns)
-    same(out_dtype(BMM, torch.int32, a, b), torch.bmm(a.int(), b.int()))
+def test_bmm_of_int8_is_exact(cpu, subtests):
+    for sizes in [(3, 5, 7, 2), (0, 1, 1, 1), (2, 0, 3, 4), (2, 3, 0, 4), (2, 64, 64, 64), (1, 2, 1030, 3)]:
+        with subtests.test(sizes=sizes):
+            count, rows, terms, columns = sizes
+            a, b = int8(count, terms, rows).mT, int8(count, terms, columns)
+            same(out_dtype(BMM, torch.int32, a, b), torch.bmm(a.int(), b.int()))
 
 
 def test_only_the_bias_may_be_in_another_dtype():

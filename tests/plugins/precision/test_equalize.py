@@ -287,32 +287,29 @@ def test_a_compiled_model_has_the_names_of_the_model():
 X = torch.randn(2, 32)
 
 
-@pytest.mark.parametrize(
-    ("model", "batches", "recipe", "error", "message"),
-    [
-        (lambda x: x, [X], "int8", TypeError, "model must be a torch.nn.Module, got function"),
-        (nn.Linear(32, 24), [], RECIPE, ValueError, "there are no batches"),
-        (nn.Linear(32, 24), X, RECIPE, TypeError, "got Tensor. Put a single batch into a list, [batch]"),
-        (nn.Linear(32, 24), (X,), RECIPE, TypeError, "got tuple. Put a single batch into a list, [batch]"),
-        (nn.Linear(32, 24), {"input": X}, RECIPE, TypeError, "got dict. Put a single batch into a list, [batch]"),
-        (nn.Linear(32, 24), 3, RECIPE, TypeError, "batches must be an iterable of batches"),
-        (nn.Linear(32, 24), [3], RECIPE, TypeError, "inputs must be a tensor, a tuple of arguments or a dict"),
-        (nn.Linear(32, 24), [X], "float8", ValueError, "Float8() takes no equalization"),
-        (nn.Linear(32, 24), [X], "none", ValueError, "NoRecipe() takes no equalization"),
-        (nn.Linear(32, 24), [X], "int9", ValueError, "'int9' is not a recipe"),
-        (nn.ReLU(), [X], RECIPE, ValueError, "ReLU has no parameters, so there is nothing to equalize"),
-        (nn.LayerNorm(32), [X], RECIPE, ValueError, "computes no product with a weight of the model on cpu"),
-        (nn.Linear(32, 24), [X], "int8", ValueError, "polycast.compare(model, inputs, recipe='int8')"),
-    ],
-    ids=[
-        *("no module", "no batches", "tensor", "tuple", "dict", "number", "batch", "float8", "none", "unknown recipe"),
-        *("no parameters", "no products", "small weights"),
-    ],
-)
-def test_wrong_arguments_are_refused(model, batches, recipe, error, message):
-    with pytest.raises(error) as caught:
-        polycast.equalize(model, batches, recipe)
-    assert message in str(caught.value)
+WRONG = [
+    (lambda x: x, [X], "int8", TypeError, "model must be a torch.nn.Module, got function"),
+    (nn.Linear(32, 24), [], RECIPE, ValueError, "there are no batches"),
+    (nn.Linear(32, 24), X, RECIPE, TypeError, "got Tensor. Put a single batch into a list, [batch]"),
+    (nn.Linear(32, 24), (X,), RECIPE, TypeError, "got tuple. Put a single batch into a list, [batch]"),
+    (nn.Linear(32, 24), {"input": X}, RECIPE, TypeError, "got dict. Put a single batch into a list, [batch]"),
+    (nn.Linear(32, 24), 3, RECIPE, TypeError, "batches must be an iterable of batches"),
+    (nn.Linear(32, 24), [3], RECIPE, TypeError, "inputs must be a tensor, a tuple of arguments or a dict"),
+    (nn.Linear(32, 24), [X], "float8", ValueError, "Float8() takes no equalization"),
+    (nn.Linear(32, 24), [X], "none", ValueError, "NoRecipe() takes no equalization"),
+    (nn.Linear(32, 24), [X], "int9", ValueError, "'int9' is not a recipe"),
+    (nn.ReLU(), [X], RECIPE, ValueError, "ReLU has no parameters, so there is nothing to equalize"),
+    (nn.LayerNorm(32), [X], RECIPE, ValueError, "computes no product with a weight of the model on cpu"),
+    (nn.Linear(32, 24), [X], "int8", ValueError, "polycast.compare(model, inputs, recipe='int8')"),
+]
+
+
+def test_wrong_arguments_are_refused(subtests):
+    for model, batches, recipe, error, message in WRONG:
+        with subtests.test(model=model, batches=batches, recipe=recipe, error=error, message=message):
+            with pytest.raises(error) as caught:
+                polycast.equalize(model, batches, recipe)
+            assert message in str(caught.value)
 
 
 def test_an_equalization_in_the_recipe_is_not_used():

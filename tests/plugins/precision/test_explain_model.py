@@ -82,7 +82,7 @@ def test_nothing_is_computed_or_changed(model, x, engine):
     assert not any(each._forward_hooks or each._forward_pre_hooks for each in model.modules())
 
 
-def test_memory_is_not_needed(engine):
+def test_memory_is_not_needed():
     huge = nn.Linear(2**20, 2**20, device="meta").to_empty(device="meta")
     explained = polycast.explain(huge, torch.empty(1, 2**20, device="meta"), device_type="cpu")
     assert [(each.kind, each.compute, each.output) for each in explained.modules] == [
@@ -90,28 +90,28 @@ def test_memory_is_not_needed(engine):
     ]
 
 
-def test_a_model_on_meta_needs_a_device(engine):
+def test_a_model_on_meta_needs_a_device():
     with pytest.raises(ValueError, match="^the model is on meta: name the device .*device_type='cpu'$"):
         polycast.explain(nn.Linear(4, 4, device="meta"), torch.ones(1, 4, device="meta"))
 
 
-def test_attributes_may_be_tensors_of_a_graph(model, x, engine):
+def test_attributes_may_be_tensors_of_a_graph(model, x):
     model.last = model(x)
     assert by_name(polycast.explain(model, x))["1"].compute == {"bfloat16": 1}
     assert model.last.grad_fn is not None
 
 
-def test_lazy_modules_are_refused(x, engine):
+def test_lazy_modules_are_refused(x):
     with pytest.raises(ValueError, match="^the model has lazy modules.*: call it once before$"):
         polycast.explain(nn.LazyLinear(4), x)
 
 
-def test_a_script_module_is_refused(x, engine):
+def test_a_script_module_is_refused(x):
     with pytest.raises(TypeError, match="^the model is a ScriptModule"):
         polycast.explain(torch.jit.ScriptModule(), x)
 
 
-def test_buffers_of_the_model_keep_their_values(engine):
+def test_buffers_of_the_model_keep_their_values():
     norm = nn.BatchNorm1d(4)
     polycast.explain(norm, torch.randn(8, 4))
     assert norm.num_batches_tracked == 0
@@ -131,7 +131,7 @@ def test_rules_apply_to_their_module_and_the_modules_in_it(model, x, engine):
     assert explained["1"].compute == {"bfloat16": 1}
 
 
-def test_a_policy_is_explained_without_applying_it(model, x, engine):
+def test_a_policy_is_explained_without_applying_it(model, x):
     policy = Policy({"gelu": "fp32"}, modules={"1": "off"})
     explained = by_name(polycast.explain(model, x, policy=policy))
     assert explained["1"].output == explained["0.inner.1"].output == (torch.float32,)
@@ -155,29 +155,29 @@ def test_ops_of_a_recipe_and_why_others_are_declined(model, x, engine):
 
 
 @pytest.mark.usefixtures("int8_in_python")
-def test_a_recipe_for_inference_is_declined_where_autograd_records(model, x, engine):
+def test_a_recipe_for_inference_is_declined_where_autograd_records(model, x):
     explained = by_name(polycast.explain(model, x, recipe=Int8(min_size=0)))
     assert explained["1"].compute == {"bfloat16": 1}
     assert set(explained["1"].declined) == {"aten::linear"}
 
 
-def test_a_module_that_is_called_twice_is_one_row(x, engine):
+def test_a_module_that_is_called_twice_is_one_row(x):
     linear = nn.Linear(16, 16)
     explained = polycast.explain(nn.Sequential(linear, nn.Tanh(), linear), x)
     assert [(each.name, each.calls) for each in explained.modules] == [("0", 2), ("1", 1)]
 
 
-def test_inputs_are_a_tuple_or_a_dict_too(model, x, engine):
+def test_inputs_are_a_tuple_or_a_dict_too(model, x):
     expected = polycast.explain(model, x)
     assert polycast.explain(model, (x,)) == polycast.explain(model, {"input": x}) == expected
 
 
-def test_compiled_modules_are_explained_without_compiling_them(model, x, engine):
+def test_compiled_modules_are_explained_without_compiling_them(model, x):
     explained = polycast.explain(torch.compile(model, backend="eager"), x)
     assert by_name(explained)["_orig_mod.1"].compute == {"bfloat16": 1}
 
 
-def test_modules_of_other_threads_do_not_count(model, x, engine):
+def test_modules_of_other_threads_do_not_count(model, x):
     class Threaded(nn.Module):
         def __init__(self):
             super().__init__()
@@ -192,14 +192,14 @@ def test_modules_of_other_threads_do_not_count(model, x, engine):
     assert polycast.explain(Threaded(), x).modules == ()
 
 
-def test_the_table_has_a_line_for_each_module(model, x, engine):
+def test_the_table_has_a_line_for_each_module(model, x):
     lines = str(polycast.explain(model, x)).splitlines()
     assert re.fullmatch(r" *1 +Linear +float32 +bfloat16 +bfloat16", lines[-4])
     assert lines[-1] == "In a region of bfloat16 on cpu."
     assert not any("rule" in line for line in lines)
 
 
-def test_the_explanation_is_plain_data(model, x, engine):
+def test_the_explanation_is_plain_data(model, x):
     data = json.loads(json.dumps(polycast.explain(model, x).to_dict()))
     assert data["modules"][-1] == {
         "name": "1",
@@ -213,13 +213,13 @@ def test_the_explanation_is_plain_data(model, x, engine):
     }
 
 
-def test_a_forward_that_reads_values_is_refused(x, engine):
+def test_a_forward_that_reads_values_is_refused(x):
     with pytest.raises(RuntimeError, match=r"^the forward of Refusing depends on values .*polycast.observe\(model\)$"):
         polycast.explain(Refusing(), x)
     assert not polycast.is_autocast_enabled("cpu")
 
 
-def test_a_model_that_cannot_be_copied_is_refused(x, engine):
+def test_a_model_that_cannot_be_copied_is_refused(x):
     model = nn.Linear(16, 16)
     model.lock = threading.Lock()
     with pytest.raises(TypeError, match="^explain runs a copy of the model, which cannot be copied: .*lock"):
@@ -235,7 +235,7 @@ def test_the_device_is_a_keyword_and_by_default_the_models():
             function(model.to("meta"), x.to("meta"), **{"tolerance": 1} if function is polycast.tune else {})
 
 
-def test_inputs_of_another_type_are_refused(model, engine):
+def test_inputs_of_another_type_are_refused(model):
     with pytest.raises(TypeError, match="^inputs must be a tensor, a tuple of arguments or a dict"):
         polycast.explain(model, [1])
 
@@ -248,7 +248,7 @@ def test_a_wrong_call_is_refused_with_the_usage(model):
         polycast.explain(model, torch.ones(2, 16), "cpu", reference=None)
 
 
-def test_what_is_neither_an_op_nor_a_model_is_refused(engine):
+def test_what_is_neither_an_op_nor_a_model_is_refused():
     with pytest.raises(TypeError):
         polycast.explain(3, device_type="cpu")
 
@@ -277,7 +277,7 @@ def test_the_casts_in_a_weight_cache_are_kept(engine, model, x, frozen):
     assert (after.entries, after.misses) == (before.entries, before.misses)
 
 
-def test_inputs_in_a_graph_stay_in_it(engine):
+def test_inputs_in_a_graph_stay_in_it():
     model = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 4))
     x = torch.randn(2, 4, requires_grad=True) * 1
     explained = polycast.explain(model, (x,), device_type="cpu")
