@@ -6,9 +6,13 @@
 
 #pragma once
 
+#include <structmember.h>
+
 #include "construction.h"
 #include "extension.h"
 #include "regions.h"
+
+extern "C" PyObject* PyVectorcall_Call(PyObject* callable, PyObject* arguments, PyObject* named);
 
 namespace {
 
@@ -65,21 +69,43 @@ PyObject* exit_block(PyObject* self, PyObject* const*, Py_ssize_t) {
 }
 
 // A descriptor of `__init__`: the method in C for instances, and the one in Python for the class, which knows its signature.
+//
+// Python calls it with the instance as the first argument, without making a bound method. The limited API of 3.10 names neither the flags
+// nor the functions for that, which every Python that it serves has.
 struct InitDescriptor {
+  using Call = PyObject* (*)(PyObject*, PyObject* const*, size_t, PyObject*);
+  static constexpr unsigned long kHasVectorcall = 1UL << 11, kIsMethod = 1UL << 17;
+  static constexpr size_t kOffsetBit = ~(~size_t{0} >> 1);
+
   PyObject_HEAD
   PyMethodDef* method;
+  Call vectorcall;
 
   static PyObject* get(PyObject* self, PyObject* instance, PyObject*) {
     return instance == nullptr || instance == Py_None ? Py_NewRef(init_in_python)
                                                       : PyCFunction_NewEx(reinterpret_cast<InitDescriptor*>(self)->method, instance, nullptr);
   }
 
+  static PyObject* call(PyObject*, PyObject* const* arguments, size_t count_and_bit, PyObject* names) {
+    const auto count = static_cast<Py_ssize_t>(count_and_bit & ~kOffsetBit);
+    return count == 0 ? PyObject_CallNoArgs(init_in_python)  // raises
+                      : raising_fast<&init_region, PyObject*>(arguments[0], arguments + 1, count - 1, names);
+  }
+
   static PyObject* make(PyMethodDef* method) {
-    static PyType_Slot slots[] = {{Py_tp_descr_get, reinterpret_cast<void*>(&get)}, {0, nullptr}};
-    static PyType_Spec spec{"polycast.InitDescriptor", sizeof(InitDescriptor), 0, Py_TPFLAGS_DEFAULT, slots};
+    static PyMemberDef members[] = {
+        {"__vectorcalloffset__", T_PYSSIZET, offsetof(InitDescriptor, vectorcall), READONLY, nullptr}, {nullptr, 0, 0, 0, nullptr}};
+    static PyType_Slot slots[] = {
+        {Py_tp_descr_get, reinterpret_cast<void*>(&get)},
+        {Py_tp_call, reinterpret_cast<void*>(&PyVectorcall_Call)},
+        {Py_tp_members, members},
+        {0, nullptr}};
+    static PyType_Spec spec{
+        "polycast.InitDescriptor", sizeof(InitDescriptor), 0, Py_TPFLAGS_DEFAULT | kHasVectorcall | kIsMethod, slots};
     static PyObject* const type = PyType_FromSpec(&spec);
     const Object made = Object::steal(type == nullptr ? nullptr : PyType_GenericAlloc(reinterpret_cast<PyTypeObject*>(type), 0));
     reinterpret_cast<InitDescriptor*>(made.get())->method = method;
+    reinterpret_cast<InitDescriptor*>(made.get())->vectorcall = &call;
     return Py_NewRef(made.get());
   }
 };
