@@ -4,6 +4,8 @@
 #pragma once
 
 #include <ATen/ops/alias.h>
+#include <ATen/ops/native_batch_norm_ops.h>
+#include <c10/util/ScopeExit.h>
 
 #include "invalidation.h"
 #include "version_stamp.h"
@@ -117,6 +119,38 @@ class WriteHook final : public c10::OperatorKernel {
   const std::optional<c10::SafeKernelFunction> original_;
 };
 
+// The same for the statistics that a batch norm writes in training, without boxes: models call it often.
+std::tuple<Tensor, Tensor, Tensor> hook_batch_norm(
+    c10::DispatchKeySet keys, const Tensor& input, const std::optional<Tensor>& weight, const std::optional<Tensor>& bias,
+    const std::optional<Tensor>& mean, const std::optional<Tensor>& variance, bool training, double momentum, double eps) {
+  const auto compute = [&] {
+    const auto below = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, DispatchKey::ADInplaceOrView);
+    return at::_ops::native_batch_norm::redispatch(below, input, weight, bias, mean, variance, training, momentum, eps);
+  };
+  if (!training) {
+    return compute();
+  }
+  Touched tensors;
+  for (const std::optional<Tensor>& each : {mean, variance}) {
+    if (each && each->defined() && each->has_storage()) {
+      tensors.push_back(*each);
+    }
+  }
+  if (C10_UNLIKELY(CapturedWrites::are_noted())) {
+    for (const Tensor& tensor : tensors) {
+      CapturedWrites::note({storage_of(tensor)});
+    }
+  }
+  const auto note = c10::make_scope_exit([&] {  // it may raise after it has written
+    for (const Tensor& tensor : tensors) {
+      if (may_be_cached(storage_of(tensor))) {
+        invalidate({storage_of(tensor)});
+      }
+    }
+  });
+  return compute();
+}
+
 // The registrations of the hooks.
 class WriteHooks {
  public:
@@ -147,7 +181,10 @@ class WriteHooks {
       }
       registered_.push_back(c10::Dispatcher::singleton().registerImpl(
           handle->operator_name(), key,
-          c10::KernelFunction::makeFromBoxedFunctor(std::make_unique<WriteHook>(handle->schema(), access, is_composite, std::move(original))),
+          name == "aten::native_batch_norm"
+              ? c10::KernelFunction::makeFromUnboxedFunction(TORCH_FN(hook_batch_norm))
+              : c10::KernelFunction::makeFromBoxedFunctor(
+                    std::make_unique<WriteHook>(handle->schema(), access, is_composite, std::move(original))),
           std::nullopt, nullptr, "polycast"));
     }
   }
