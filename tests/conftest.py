@@ -20,12 +20,11 @@ from torch._subclasses import FakeTensorMode
 
 import polycast
 from polycast.engine import installation
-from polycast.engine.fastest import slower
 from polycast.plugin import events
-from polycast.profiling import cases, profile_file
-from polycast.profiling.measurement import Measurement
 from polycast.registry.registry import registry
 from polycast.toolchain import load
+from polycast_plugins.fastest import cases, profile_file, slower
+from polycast_plugins.fastest.measurement import Measurement
 from polycast_plugins.observe.recipe_counts import RecipeCounts
 from polycast_plugins.precision import tuner
 

@@ -1,4 +1,4 @@
-"""The borders between the core and what is to become plugins of it: which names cross them.
+"""The borders between the core and its plugins: which names cross them.
 
 ``borders.txt`` lists the names that cross today. The list may only get shorter: a plugin imports what ``polycast``
 exports, and the core imports no plugin. After a change that makes it shorter, run ``python tests/test_borders.py``.
@@ -14,17 +14,12 @@ CORE, BACKENDS, PLUGINS = (
     SOURCES / folder for folder in ("core/polycast", "backends/polycast_backends", "plugins/polycast_plugins")
 )
 ALLOWED = Path(__file__).parent / "borders.txt"
-INSIDE = {"fastest": ("engine/fastest/", "profiling/")}
-"""The places in the core of what is to become plugins."""
 PUBLISHED = {"polycast", "polycast.plugin", "polycast.errors"}
 
 
 def owner(path):
-    """Return the plugin that a file is in, or is to be in; else "core"."""
-    if path.is_relative_to(PLUGINS):
-        return path.relative_to(PLUGINS).parts[0]
-    name = path.relative_to(CORE).as_posix()
-    return next((plugin for plugin, places in INSIDE.items() if name.startswith(places)), "core")
+    """Return the plugin that a file is in, else "core"."""
+    return path.relative_to(PLUGINS).parts[0] if path.is_relative_to(PLUGINS) else "core"
 
 
 def file_of(module):

@@ -17,6 +17,9 @@ except ModuleNotFoundError as error:
 
 if TYPE_CHECKING:
     from polycast_plugins.dropin.patch import patch_torch as patch_torch
+    from polycast_plugins.fastest.device_profile import DeviceProfile as DeviceProfile
+    from polycast_plugins.fastest.fastest_recipe import Fastest as Fastest
+    from polycast_plugins.fastest.profile import profile as profile
     from polycast_plugins.observe.observation import Observation as Observation
     from polycast_plugins.observe.observe import observe as observe
     from polycast_plugins.observe.run_history import RunHistory as RunHistory
@@ -35,7 +38,6 @@ if TYPE_CHECKING:
 
     from .common.versions import __version__ as __version__
     from .engine.casts.cast_cache import WeightCacheStats as WeightCacheStats
-    from .engine.fastest.fastest_recipe import Fastest as Fastest
     from .engine.installation import install as install
     from .engine.installation import uninstall as uninstall
     from .engine.persistence.weight_cache import WeightCache as WeightCache
@@ -48,8 +50,6 @@ if TYPE_CHECKING:
     from .policy.recipe import Int8 as Int8
     from .policy.recipe import NoRecipe as NoRecipe
     from .policy.value import Policy as Policy
-    from .profiling.device_profile import DeviceProfile as DeviceProfile
-    from .profiling.profile import profile as profile
     from .region.autocast import autocast as autocast
     from .region.autocast import autocast_decorator as autocast_decorator
     from .region.capture import Snapshot as Snapshot
@@ -84,10 +84,8 @@ importlib.import_module(".engine.casts.cached_cast", __name__)
 _LAZY_NAMES = {
     "BackendStatus": "registry.backend_loader",
     "CastPolicy": "policy.cast_policy",
-    "DeviceProfile": "profiling.device_profile",
     "Equalization": "policy.equalization",
     "Explanation": "region.explanation",
-    "Fastest": "engine.fastest.fastest_recipe",
     "Float8": "policy.recipe",
     "Int4": "policy.recipe",
     "Int8": "policy.recipe",
@@ -114,7 +112,6 @@ _LAZY_NAMES = {
     "is_autocast_available": "registry.registry",
     "is_autocast_cache_enabled": "region.thread_state",
     "is_autocast_enabled": "region.thread_state",
-    "profile": "profiling.profile",
     "register_op": "engine.register_op",
     "remove_policy": "region.module_rules",
     "rules_of": "region.module_rules",

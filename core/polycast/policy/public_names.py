@@ -6,6 +6,7 @@ from . import manifests
 
 _OWN = {
     "dropin": ("patch_torch",),
+    "fastest": ("DeviceProfile", "Fastest", "profile"),
     "observe": ("Observation", "RunHistory", "RunLog", "observe"),
     "out_dtype": ("out_dtype",),
     "precision": (

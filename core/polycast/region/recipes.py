@@ -4,11 +4,12 @@ from collections.abc import Sequence
 
 import torch
 
+from polycast_plugins.fastest import profile
+
 from ..common import env
 from ..engine.state import DictItem
 from ..errors import RecipeDisabledWarning, warn_user
 from ..policy.recipe import NoRecipe, Recipe, RecipeLike, read_recipe
-from ..profiling import profile
 from ..registry.backend import Availability, Backend
 from ..registry.recipe_kernels import check_recipe
 from .slow_dtype import warn_if_slow

@@ -2,13 +2,14 @@
 
 import torch
 
+from polycast_plugins.fastest.profile import find_ignoring_errors
+from polycast_plugins.fastest.slow_dtypes import find_slow_reason
+
 from ..common.interrupts import raise_if_callers
 from ..engine import state
 from ..errors import SlowDtypeWarning, warn_user
 from ..policy.dtypes import dtype_name
 from ..policy.recipe import read_recipe
-from ..profiling.profile import find_ignoring_errors
-from ..profiling.slow_dtypes import find_slow_reason
 from ..registry.backend import Backend
 from ..registry.checks import PLUGIN_ERRORS, ask_slow_reason
 from ..registry.recipe_kernels import check_recipe

@@ -1,7 +1,7 @@
 """Measure the profile of npy, through torch's ops and by the backend's own kernels."""
 
 import polycast
-from polycast.profiling import stopwatch
+from polycast_plugins.fastest import stopwatch
 
 
 def test_what_is_fast_is_measured(tmp_path, monkeypatch):

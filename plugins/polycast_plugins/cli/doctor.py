@@ -23,7 +23,7 @@ from polycast import profile as measure_profile
 from polycast.common.cpu_info import cpu_info, processor_name
 from polycast.common.versions import versions
 from polycast.engine.choice import choose_engine
-from polycast.profiling.profile import look_up
+from polycast_plugins.fastest.profile import look_up
 
 from .compiled import origins
 from .devices import known_devices

@@ -7,7 +7,7 @@ import typer
 from rich.console import Console
 
 from polycast import DeviceProfile, profile
-from polycast.profiling.measurement_table import as_lines
+from polycast_plugins.fastest.measurement_table import as_lines
 
 from .output import check_output
 from .terminal import console, library_errors, print_json, print_line

@@ -5,10 +5,10 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from polycast.plugin import Backend, check_availability
-from polycast.profiling.slow_dtypes import find_slow_reason
 from polycast.region.resolve import why_disabled
 from polycast.registry.checks import ask_slow_reason
 from polycast.registry.registry import registry
+from polycast_plugins.fastest.slow_dtypes import find_slow_reason
 
 
 def find_backend(device: str) -> Backend | None:

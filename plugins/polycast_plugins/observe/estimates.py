@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from polycast.profiling.profile import find_ignoring_errors
+from polycast_plugins.fastest.profile import find_ignoring_errors
 
 from .recorder import MatmulRow
 

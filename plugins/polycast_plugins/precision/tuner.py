@@ -10,11 +10,11 @@ from torch import nn
 
 from polycast import DeviceProfile, autocast
 from polycast.common.random_state import RandomState
-from polycast.engine.fastest.choose_way import Way, name_of, seconds_by_way
-from polycast.engine.fastest.workloads import Workload, workload_of
 from polycast.errors import warn_user
 from polycast.policy.schemas import flatten_arguments
-from polycast.profiling.profile import find_ignoring_errors
+from polycast_plugins.fastest.choose_way import Way, name_of, seconds_by_way
+from polycast_plugins.fastest.profile import find_ignoring_errors
+from polycast_plugins.fastest.workloads import Workload, workload_of
 
 from .calls import Calls, DispatchMode, in_this_thread, may_come_from_policy, tensors_of, text_of, watched
 from .candidates import Blocks, ModuleCandidates, OpCandidates, candidates_in, chosen_ops, ops_seen

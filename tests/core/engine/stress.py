@@ -19,7 +19,7 @@ import torch
 
 import polycast
 from polycast.engine.recipes.actions import forget_actions
-from polycast.profiling.measurement import Measurement
+from polycast_plugins.fastest.measurement import Measurement
 
 THREADS = 4
 X = torch.ones(4, 4, dtype=torch.bfloat16)

@@ -15,8 +15,8 @@ from torch import nn
 
 import polycast
 from polycast import Int8
-from polycast.engine.fastest import slower
 from polycast_backends.cpu.int8 import Int8Matmul
+from polycast_plugins.fastest import slower
 from polycast_plugins.testing.low_bit import run_prepacked
 
 AVAILABLE = polycast.plugin.get_backend("cpu").recipe_availability(polycast.Int8())

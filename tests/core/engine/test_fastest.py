@@ -10,9 +10,9 @@ from torch import nn
 
 import polycast
 from polycast import Fastest, WeightCache, autocast
-from polycast.engine.fastest.choose_way import Conversions, Way, bucket, choose
-from polycast.engine.fastest.workloads import Workload
 from polycast.policy import recipe_settings
+from polycast_plugins.fastest.choose_way import Conversions, Way, bucket, choose
+from polycast_plugins.fastest.workloads import Workload
 
 pytestmark = pytest.mark.usefixtures("engine", "no_grad")
 X = torch.randn(6, 32)

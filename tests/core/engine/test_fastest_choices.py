@@ -14,13 +14,13 @@ from torch import nn
 
 import polycast
 from polycast import Fastest, autocast
-from polycast.engine.fastest import choose_way, recorded_ways
-from polycast.engine.fastest.choose_way import Conversions, Way, bucket, choose
-from polycast.engine.fastest.cost import seconds_of
-from polycast.engine.fastest.recorded_ways import RecordedOperands, choose_recorded
-from polycast.engine.fastest.workloads import Workload
-from polycast.profiling.cases import ATTENTION_BACKWARD
-from polycast.profiling.measurement import Measurement, Omission
+from polycast_plugins.fastest import choose_way, recorded_ways
+from polycast_plugins.fastest.cases import ATTENTION_BACKWARD
+from polycast_plugins.fastest.choose_way import Conversions, Way, bucket, choose
+from polycast_plugins.fastest.cost import seconds_of
+from polycast_plugins.fastest.measurement import Measurement, Omission
+from polycast_plugins.fastest.recorded_ways import RecordedOperands, choose_recorded
+from polycast_plugins.fastest.workloads import Workload
 
 KERNELS = (Way.KERNEL, Way.FLOAT32_KERNEL)
 WAYS = {"bfloat16": 0.7, "bfloat16 kernel": 0.5, "float32 kernel": 0.45, "float32": 1.0}

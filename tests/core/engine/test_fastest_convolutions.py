@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from polycast import DeviceProfile
-from polycast.engine.fastest.choose_way import Conversions, Way, choose
-from polycast.engine.fastest.cost import seconds_of
-from polycast.engine.fastest.workloads import workload_of
-from polycast.profiling.measurement import Measurement
+from polycast_plugins.fastest.choose_way import Conversions, Way, choose
+from polycast_plugins.fastest.cost import seconds_of
+from polycast_plugins.fastest.measurement import Measurement
+from polycast_plugins.fastest.workloads import workload_of
 
 KINDS = ("conv2d", "small_conv2d", "depthwise_conv2d")
 

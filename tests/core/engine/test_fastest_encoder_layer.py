@@ -8,8 +8,8 @@ from torch import nn
 
 import polycast
 from polycast import Fastest, autocast
-from polycast.engine.fastest.fastest_plan import FEW_ROWS, OTHER_OPS, REGISTERED
-from polycast.engine.fastest.recorded import NO_GRADIENTS
+from polycast_plugins.fastest.fastest_plan import FEW_ROWS, OTHER_OPS, REGISTERED
+from polycast_plugins.fastest.recorded import NO_GRADIENTS
 
 pytestmark = pytest.mark.usefixtures("engine")
 OP = "aten::_transformer_encoder_layer_fwd"

@@ -12,7 +12,7 @@ PROGRAM = """
 import copy, faulthandler, os
 import torch
 import polycast
-from polycast.profiling.measurement import Measurement
+from polycast_plugins.fastest.measurement import Measurement
 
 torch.set_num_threads(1)
 torch.manual_seed(0)

@@ -10,9 +10,9 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from polycast import Fastest, autocast
-from polycast.engine.fastest import fastest_plan
-from polycast.engine.fastest.choose_way import Way
-from polycast.engine.fastest.recorded_ways import Ways
+from polycast_plugins.fastest import fastest_plan
+from polycast_plugins.fastest.choose_way import Way
+from polycast_plugins.fastest.recorded_ways import Ways
 
 pytestmark = pytest.mark.usefixtures("engine")
 FAST, FLOAT32 = Way.FAST, Way.FLOAT32

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from polycast import Fastest, autocast
-from polycast.engine.fastest import fastest_plan
-from polycast.profiling.measurement import Omission
 from polycast.torch_internals.private_names import onednn_supports
+from polycast_plugins.fastest import fastest_plan
+from polycast_plugins.fastest.measurement import Omission
 
 pytestmark = pytest.mark.usefixtures("engine")
 needs_fast_lstm = pytest.mark.skipif(

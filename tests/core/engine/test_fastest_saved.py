@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from polycast import Fastest, autocast
-from polycast.engine.fastest import fastest_plan
-from polycast.engine.fastest.choose_way import Way
-from polycast.engine.fastest.recorded_ways import Ways
+from polycast_plugins.fastest import fastest_plan
+from polycast_plugins.fastest.choose_way import Way
+from polycast_plugins.fastest.recorded_ways import Ways
 
 pytestmark = pytest.mark.usefixtures("engine")
 FAST, FLOAT32 = Way.FAST, Way.FLOAT32

@@ -150,7 +150,7 @@ class Finder(importlib.abc.MetaPathFinder):
 def use():
     weight = torch.nn.Parameter(torch.ones(16, 16))
     with contextlib.suppress(Exception):
-        if awaited == "polycast.profiling.measure":
+        if awaited == "polycast_plugins.fastest.measure":
             polycast.profile("cpu", refresh=True)
         with torch.no_grad(), polycast.autocast("cpu", recipe="int8"):
             torch.nn.functional.linear(torch.ones(1, 16), weight)
@@ -272,7 +272,7 @@ def test_a_child_casts_weights_that_its_parent_has_cast_on_several_threads(engin
         "polycast_backends.cpu.few_rows",
         "polycast_backends.cpu.int4",
         "polycast_backends.cpu.int8",
-        "polycast.profiling.measure",
+        "polycast_plugins.fastest.measure",
         "polycast.engine.native.engine_library",
     ],
 )

@@ -11,9 +11,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from polycast import Fastest, autocast
 from polycast.engine import installation
-from polycast.engine.fastest import fastest_plan
-from polycast.engine.fastest.choose_way import Way
-from polycast.engine.fastest.recorded_ways import ALL_FAST, Ways
+from polycast_plugins.fastest import fastest_plan
+from polycast_plugins.fastest.choose_way import Way
+from polycast_plugins.fastest.recorded_ways import ALL_FAST, Ways
 
 CALLS = {
     "linear": (lambda x, w: F.linear(x, w), (48, 16), (8, 16)),

@@ -9,8 +9,8 @@ from torch import nn
 
 import polycast
 from polycast import Int8, autocast
-from polycast.engine.fastest import slower
-from polycast.profiling import profile as profiles
+from polycast_plugins.fastest import profile as profiles
+from polycast_plugins.fastest import slower
 
 pytestmark = pytest.mark.usefixtures("engine", "no_grad", "int8_kernels")
 

@@ -18,7 +18,7 @@ import torch
 import polycast
 from polycast import autocast
 from polycast.engine.kernels import installed
-from polycast.profiling.profile import forget
+from polycast_plugins.fastest.profile import forget
 
 from .made_region import made
 

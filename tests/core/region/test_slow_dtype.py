@@ -9,9 +9,9 @@ import torch
 
 import polycast
 from polycast.engine import state
-from polycast.profiling import slow_dtypes as profiled_dtypes
-from polycast.profiling.profile import find_ignoring_errors
 from polycast.region import slow_dtype
+from polycast_plugins.fastest import slow_dtypes as profiled_dtypes
+from polycast_plugins.fastest.profile import find_ignoring_errors
 
 
 @pytest.fixture(autouse=True)

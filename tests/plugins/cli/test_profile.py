@@ -5,11 +5,11 @@ import json
 import pytest
 
 import polycast
-from polycast.profiling import measure as measuring
-from polycast.profiling import profile as profiles
-from polycast.profiling import profile_file
-from polycast.profiling.conditions import Conditions
-from polycast.profiling.measurement import Measurement
+from polycast_plugins.fastest import measure as measuring
+from polycast_plugins.fastest import profile as profiles
+from polycast_plugins.fastest import profile_file
+from polycast_plugins.fastest.conditions import Conditions
+from polycast_plugins.fastest.measurement import Measurement
 
 
 @pytest.fixture

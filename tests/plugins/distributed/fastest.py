@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import polycast
-from polycast.profiling.measurement import Measurement
+from polycast_plugins.fastest.measurement import Measurement
 
 
 def recipe(bfloat16=1e9):

@@ -10,8 +10,8 @@ import torch
 
 import polycast
 from polycast.engine import installation
-from polycast.profiling import slow_dtypes
 from polycast.region.scaler_history import Origin, SkippedStep
+from polycast_plugins.fastest import slow_dtypes
 from polycast_plugins.observe import estimates
 from polycast_plugins.observe.facts import Facts, Run, total_of
 from polycast_plugins.observe.records import Chain, Counts, Decision, Module, Op

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import polycast
 from polycast.plugin import events
-from polycast.profiling.measurement import Measurement
+from polycast_plugins.fastest.measurement import Measurement
 from polycast_plugins.observe import estimates
 from polycast_plugins.observe.facts import Facts, Run
 from polycast_plugins.observe.matmul_records import Matmul, MatmulRows

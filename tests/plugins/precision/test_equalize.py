@@ -9,8 +9,8 @@ from torch import nn
 
 import polycast
 from polycast import Int8
-from polycast.engine.fastest import slower
 from polycast.plugin import events
+from polycast_plugins.fastest import slower
 from polycast_plugins.precision.equalize import Activations
 
 AVAILABLE = polycast.plugin.get_backend("cpu").recipe_availability(polycast.Int8())

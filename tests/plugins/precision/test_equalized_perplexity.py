@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import polycast
-from polycast.engine.fastest import slower
+from polycast_plugins.fastest import slower
 
 AVAILABLE = polycast.plugin.get_backend("cpu").recipe_availability(polycast.Int8())
 pytestmark = [

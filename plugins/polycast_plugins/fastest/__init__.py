@@ -1,0 +1,13 @@
+"""The recipe "fastest", which computes each op the fastest way, by a profile of what is fast on the device."""
+
+from polycast.plugin import Plugin
+
+plugin = Plugin(
+    names={
+        "DeviceProfile": "polycast_plugins.fastest.device_profile:DeviceProfile",
+        "Fastest": "polycast_plugins.fastest.fastest_recipe:Fastest",
+        "profile": "polycast_plugins.fastest.profile:profile",
+    },
+    recipes={"fastest": "polycast_plugins.fastest.fastest_recipe:Fastest"},
+    vetoes=("polycast_plugins.fastest.slower:slower_reason",),
+)

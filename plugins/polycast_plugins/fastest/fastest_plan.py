@@ -1,0 +1,311 @@
+"""`FastestPlan`: the recipe `Fastest` on a device, which computes each call in the way that is the fastest."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from typing_extensions import override
+
+from polycast.engine.casts.cast_cache import CastCache
+from polycast.engine.casts.not_prepacked import INTERCEPTED
+from polycast.engine.casts.traced import cast_of_traced
+from polycast.engine.casts.weights import caching_is_safe, covers, is_dense, is_weight, parameter_of, weight_of
+from polycast.engine.inference import in_function
+from polycast.engine.kernels import runs_in_fast_dtype_only
+from polycast.engine.recipes.actions import AS_IT_IS, CACHED_CAST, FALL_BACK, FLOAT32, Action, Results
+from polycast.engine.recipes.in_dtype import cast_results, results_of
+from polycast.engine.recipes.kernel_plan import KernelPlan
+from polycast.engine.recipes.plan import FLOATS, NO_KERNEL, SMALL, SUBCLASS, Computed, Performed, is_special
+from polycast.plugin import events
+from polycast.policy.dtypes import dtype_name
+from polycast.policy.recipe_settings import COMPOSED_OPS, POINTWISE_OPS, resolve
+from polycast.policy.registered import policies_for
+from polycast.registry.backend import Backend, LowBitKernel
+from polycast.torch_internals.callers_state import call_outside
+from polycast.torch_internals.private_names import is_intercepted, onednn_supports, size_hint
+
+from .attention import RecordedAttention
+from .choose_way import NO_FAST_KERNEL, Conversions, Way, choose, is_unsupported, name_of
+from .device_profile import DeviceProfile
+from .fastest_recipe import Fastest
+from .recorded import NO_GRADIENTS, Recorded, recorded_call
+from .recorded_ways import Ways, choose_recorded
+from .workloads import Workload, weight_position, workload_of
+
+NO_PROFILE = "its profile is not loaded in this process"
+UNKNOWN_SIZES = "the profile does not cover it: a vector, no elements, or complex factors"
+TRACED_MASK = "its mask is boolean: inductor's code for such attention in float32 corrupts memory"
+NARROW_WEIGHT = "its weight is not float32"
+REGISTERED = "a policy is registered for an op of torch's, which it may call"
+OTHER_OPS = "an op that it calls has another policy in the table, or a kernel of another library"
+SAME_RESULTS = "the backend's kernel has the same results"
+OTHER_DTYPE = "its input is not in the fast dtype"
+COMPILED = "compilers make one kernel of it and the ops around it"
+FEW_ROWS = "it has few rows: the ops that it calls are computed one by one"
+_ROWS_OF_COMPOSED = 16
+"""The least rows of an op that is computed as one. Of fewer, backends may have kernels for the ops that it calls."""
+_MASK = 18
+"""The position of a composed op's mask, after the weights. It has the dtype of the input."""
+_RECURRENT = "aten::mkldnn_rnn_layer"
+"""oneDNN has no kernel for it on some processors where its other kernels of the fast dtype run."""
+_UNKEPT = (INTERCEPTED, SUBCLASS, NO_PROFILE)
+"""Reasons that may not hold for the next call with the same metadata."""
+
+
+class FastestPlan(KernelPlan):
+    """The recipe on a device: chooses a way for each call, and computes it.
+
+    Call `perform` and `plan_call`: `compute` and `unsupported_reason` do not apply.
+    """
+
+    recipe: Fastest
+
+    def __init__(self, backend: Backend, recipe: Fastest) -> None:
+        super().__init__(backend, recipe)
+        self.ops = recipe.overloads
+
+    @property
+    def profile(self) -> DeviceProfile | None:
+        """The recipe's profile; None while this process knows only its digest, as in compiled code from a cache."""
+        profile = resolve(self.recipe.profile)
+        return profile if isinstance(profile, DeviceProfile) else None
+
+    @override
+    def takes(self, kernel: LowBitKernel) -> bool:
+        return kernel.uses_cast
+
+    @override
+    def action(self, kernel: LowBitKernel, prepack_id: int) -> Action | None:
+        return super().action(kernel, CACHED_CAST)
+
+    @override
+    def why_no_kernel(self, op: str) -> str | None:
+        if op in COMPOSED_OPS and not runs_in_fast_dtype_only(op, self.backend):
+            return OTHER_OPS
+        if op in POINTWISE_OPS:
+            return None if op in self.kernels else NO_KERNEL
+        return None if self.profile is not None else NO_PROFILE
+
+    @override
+    def why_not(self, op: str, args: Sequence[Any]) -> str | None:
+        found = self.plan_call(op, args, None, torch.get_autocast_dtype(self.device_type))
+        return found if isinstance(found, str) else None
+
+    @override
+    def explain(self, op: str, args: Sequence[Any], cache: CastCache | None, dtype: torch.dtype) -> Computed:
+        found = self.plan_call(op, args, cache, dtype)
+        if isinstance(found, str):
+            return Computed()
+        dtypes = {Way.FAST: dtype, Way.FLOAT32: torch.float32}
+        package = self.package_of(op, args) if found.is_by_kernel else ""
+        return Computed(name_of(found.way, dtype), found.reason, dtypes.get(found.way), package)
+
+    @override
+    def perform(self, op: str, args: Sequence[Any], cache: CastCache | None, checked: bool) -> Performed:
+        dtype = torch.get_autocast_dtype(self.device_type)
+        if not checked and is_intercepted():
+            found: PlannedCall | str = INTERCEPTED
+        else:
+            found = self.plan_call(op, args, cache, dtype, checked)
+        if isinstance(found, str):
+            if op not in POINTWISE_OPS:  # which runs as without the recipe
+                self.notify(op, found)
+            return None, None if events.recipe_call or found in _UNKEPT else FALL_BACK
+        if events.recipe_call:
+            self.notify(op, None, name_of(found.way, dtype), self.package_of(op, args) if found.is_by_kernel else "")
+        result, action = self._compute(found, op, args, cache, dtype)
+        return result, None if events.recipe_call else action
+
+    def plan_call(
+        self, op: str, args: Sequence[Any], cache: CastCache | None, dtype: torch.dtype, checked: bool = False
+    ) -> "PlannedCall | str":
+        """Return the way to compute a call, or why there is no choice and it runs in the fast dtype.
+
+        Args:
+            op: by its name in the dispatcher.
+            args: its arguments, which may be fake.
+            cache: the region's WeightCache, or None.
+            dtype: the fast dtype.
+            checked: the caller knows that the tensors need no check, that nothing intercepts the op, and that autograd
+                does not record it.
+        """
+        if op in POINTWISE_OPS:
+            return self._why_not_pointwise(op, args, dtype, checked) or PlannedCall(Way.KERNEL, SAME_RESULTS)
+        profile = self.profile
+        if profile is None and op != _RECURRENT:
+            return NO_PROFILE
+        if not checked:
+            others = [arg for at, arg in enumerate(args) if not _is_mask(at, arg)]
+            reason = self._unsupported_tensor(others, False)
+            if reason is not None:
+                return reason
+            if caching_is_safe():  # while tracing, tensors are of subclasses, too
+                if any(isinstance(arg, torch.Tensor) and is_special(arg) and not arg.is_meta for arg in args):
+                    return SUBCLASS
+            elif len(others) < len(args):
+                return TRACED_MASK
+        runs_in_function = in_function()
+        records = runs_in_function or (not checked and _is_recorded(args))
+        if op == _RECURRENT and not _has_recurrent_kernel(dtype, records):
+            return PlannedCall(Way.FLOAT32, NO_FAST_KERNEL)
+        if profile is None:
+            return NO_PROFILE
+        workload = workload_of(op, args)
+        if workload is None:
+            return UNKNOWN_SIZES
+        if workload.size < self.recipe.min_size:
+            return SMALL
+        if op in COMPOSED_OPS and (reason := self._why_not_as_one(op, workload, args)) is not None:
+            return reason
+        position = weight_position(op)
+        if _weight_of(args[position]) is not None and args[position].dtype is not torch.float32:
+            return NARROW_WEIGHT
+        if records:
+            recorded = recorded_call(op, args, _weight_of(args[position]) is not None, dtype)
+            if recorded is None:
+                has_none = is_unsupported(profile, workload.op, dtype_name(dtype))
+                return PlannedCall(Way.FLOAT32, NO_FAST_KERNEL) if has_none else NO_GRADIENTS
+            operands = recorded.operands(self._is_cached(args[position], cache), runs_in_function)
+            ways = choose_recorded(profile, dtype, workload, operands)
+            return PlannedCall(ways.forward, ways.reason, recorded, ways)
+        conversions = self._conversions(args, cache)
+        if op in COMPOSED_OPS:  # autocast does not convert the parameters of norms
+            conversions = conversions._replace(more_to_fast=0)
+        way, why = choose(profile, dtype, workload, conversions, self._ways_by_kernel(op, args, position, dtype))
+        return why if op in COMPOSED_OPS and way is Way.FAST else PlannedCall(way, why)
+
+    def _why_not_pointwise(self, op: str, args: Sequence[Any], dtype: torch.dtype, checked: bool) -> str | None:
+        """Return why torch's kernel computes a pointwise op; None if one of the recipe's does."""
+        if op not in self.planned:
+            return NO_KERNEL
+        if not caching_is_safe():
+            return COMPILED
+        if not checked and (reason := self._unsupported_tensor(args, False)) is not None:
+            return reason
+        x = args[0]
+        if x.dtype is not dtype:
+            return OTHER_DTYPE
+        if not checked and is_special(x):
+            return SUBCLASS
+        found = self.first(op, args)
+        return found if isinstance(found, str) else None
+
+    def _why_not_as_one(self, op: str, workload: Workload, args: Sequence[Any]) -> str | None:
+        """Return why a composed op is not computed as a whole, in any case; None if it may be."""
+        if workload.rows < _ROWS_OF_COMPOSED:
+            return FEW_ROWS
+        weights = args[1:_MASK]
+        if any(isinstance(arg, torch.Tensor) and arg.dtype in FLOATS - {torch.float32} for arg in weights):
+            return NARROW_WEIGHT
+        if any(name.startswith("aten::") for name in policies_for(self.device_type)):
+            return REGISTERED
+        return None if runs_in_fast_dtype_only(op, self.backend) else OTHER_OPS
+
+    def _ways_by_kernel(self, op: str, args: Sequence[Any], position: int, dtype: torch.dtype) -> tuple[Way, ...]:
+        """Return the ways by the kernel of an op, if it supports a call."""
+        if op not in self.planned or args[position].dtype is not torch.float32 or dtype is torch.float32:
+            return ()  # a program may set float32 as the fast dtype
+        found = self.first(op, args)
+        if isinstance(found, str):
+            return ()
+        return (Way.KERNEL, Way.FLOAT32_KERNEL) if found.kernel.takes_float32 else (Way.KERNEL,)
+
+    def _conversions(self, args: Sequence[Any], cache: CastCache | None) -> Conversions:
+        """Return the elements to convert."""
+        narrow, wide, weight = [], [], []
+        for arg in args:
+            if isinstance(arg, torch.Tensor) and arg.dtype in FLOATS:
+                elements = size_hint(arg.numel())
+                if arg.dtype is not torch.float32:
+                    narrow.append(elements)
+                elif _weight_of(arg) is None:
+                    wide.append(elements)
+                elif not self._is_cached(arg, cache):
+                    weight.append(elements)
+        more_to_fast = max(len(wide) - 1, 0) + max(len(weight) - 1, 0)
+        return Conversions(sum(narrow), sum(wide), sum(weight), more_to_fast, max(len(narrow) - 1, 0))
+
+    def _is_cached(self, tensor: torch.Tensor, cache: CastCache | None) -> bool:
+        """Return whether a cast will be found in the region's WeightCache: of a frozen weight, or at inference."""
+        if cache is None or not torch.is_autocast_cache_enabled() or (tensor.requires_grad and torch.is_grad_enabled()):
+            return False
+        parameter = parameter_of(tensor)
+        return parameter is not None and covers(tensor, parameter)
+
+    def _compute(
+        self, found: "PlannedCall", op: str, args: Sequence[Any], cache: CastCache | None, dtype: torch.dtype
+    ) -> tuple[Results | None, Action | None]:
+        ways = found.ways if found.recorded is not None and _is_recorded(args) else None
+        if found.recorded is not None and ways is not None and not ways.are_all_fast:
+            result = found.recorded.compute(ways, dtype, lambda weight: _cached_cast(weight, dtype, cache))
+            return result, found.recorded.native_action(ways, dtype)
+        if found.way is Way.FLOAT32:
+            return cast_results(results_of(op, args, torch.float32), dtype), FLOAT32
+        if found.is_by_kernel:
+            planned = self.first(op, args)
+            assert not isinstance(planned, str)  # it was the reason for the way
+            kernel, action = planned.kernel, planned.action
+            weight = args[kernel.weight]
+            if found.way is Way.KERNEL:
+                weight = _cached_cast(weight, dtype, cache)
+            elif action is not None:
+                action = action._replace(prepack_id=AS_IT_IS)
+            result = kernel.run((weight,), *args)
+            return cast_results(result, dtype), action
+        return None, FALL_BACK
+
+
+class PlannedCall(NamedTuple):
+    """The way to compute a call, or its forward, and why.
+
+    Attributes:
+        way, reason: as of a `ChosenWay`.
+        recorded: the product, if autograd records it or an autograd.Function runs it.
+        ways: the ways of its forward and its gradients.
+    """
+
+    way: Way
+    reason: str
+    recorded: Recorded | RecordedAttention | None = None
+    ways: Ways | None = None
+
+    @property
+    def is_by_kernel(self) -> bool:
+        """Whether a kernel for the recipe computes it."""
+        return self.way in (Way.KERNEL, Way.FLOAT32_KERNEL)
+
+
+def _has_recurrent_kernel(dtype: torch.dtype, records: bool) -> bool:
+    """Return whether torch has the kernel of a recurrent layer for a fast dtype, which in float16 has no backward."""
+    return call_outside(onednn_supports, dtype) and not (records and dtype is torch.float16)
+
+
+def _weight_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return the weight that a tensor is or is a plain view of, or None; also for traced tensors."""
+    if tensor.dtype is torch.float32 and caching_is_safe():
+        return weight_of(tensor)  # as the native engine, which decides for equal calls
+    parameter = parameter_of(tensor)
+    return tensor if parameter is None and is_weight(tensor) else parameter
+
+
+def _is_mask(position: int, arg: Any) -> bool:
+    """Return whether an argument is the boolean mask of an attention, which is not converted."""
+    return position > 2 and isinstance(arg, torch.Tensor) and arg.dtype is torch.bool
+
+
+def _is_recorded(args: Sequence[Any]) -> bool:
+    return torch.is_grad_enabled() and any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args)
+
+
+def _cached_cast(weight: torch.Tensor, dtype: torch.dtype, cache: CastCache | None) -> torch.Tensor:
+    """Return a weight's cast from the region. For a view of the whole weight, return that view of the cast."""
+    if weight.dtype is dtype:
+        return weight
+    if cache is not None and not caching_is_safe():
+        traced = cast_of_traced(weight, dtype, weight.device.type)
+        return weight.to(dtype) if traced is None else traced
+    parameter = parameter_of(weight)
+    if parameter is None or not caching_is_safe() or not covers(weight, parameter) or not is_dense(parameter):
+        return weight.to(dtype)
+    cast: torch.Tensor = torch.ops.polycast.cached_cast(parameter, dtype, -1)
+    return cast if weight is parameter else cast.as_strided(weight.shape, weight.stride(), 0)

@@ -1,0 +1,222 @@
+"""`profile` and `find`: the profile of a device, measured once for each machine."""
+
+import os
+import threading
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import torch
+
+from polycast.common import env
+from polycast.common.announce import announce
+from polycast.common.atfork import hold_during_fork
+from polycast.errors import warn_user
+from polycast.plugin import events
+from polycast.policy.recipe import Recipe, RecipeLike
+from polycast.registry.backend import Backend
+from polycast.registry.registry import registry
+
+from . import profile_file
+from .conditions import Conditions
+from .device_profile import BUSY, DeviceProfile
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """The profile of a device, and why the one on disk is not used, if there is one."""
+
+    backend: Backend
+    profile: DeviceProfile | None
+    refusal: str | None = None
+
+    @property
+    def warning(self) -> str | None:
+        """A sentence that says why the profile on disk is not used; None if it is, or there is none."""
+        return None if self.refusal is None else f"the profile on disk is ignored: {self.refusal}"
+
+
+_found: dict[tuple[str, int, str | None], Lookup] = {}
+"""By device type, number of threads, and POLYCAST_PROFILE."""
+usable_recipes: dict[tuple[RecipeLike, Backend, bool, int, str | None], Recipe] = {}
+"""The recipes of regions with these profiles in them (region/recipes.py): by the recipe that was given, the backend,
+whether the region is enabled, and the rest of the key of `_found`. `forget` replaces it."""
+_lock = threading.RLock()
+_being_measured: set[str] = set()
+"""The devices that the thread with `_lock` measures."""
+_import_lock = threading.RLock()
+hold_during_fork(lambda: [_import_lock])  # in a child that is forked during an import, the import would hang
+
+
+def profile(device_type: str, *, refresh: bool = False) -> DeviceProfile:
+    """Return what is fast on a device, measuring it if that has not been done on this machine.
+
+    Ops are timed in float32, in each fast dtype and by each recipe, which takes at most 3 s on a CPU, unless calls of
+    the smallest size take 50 ms or more. The result is kept on disk, in ``$XDG_CACHE_HOME/polycast``
+    (``~/.cache/polycast``), for this device, number of threads, settings of torch that select kernels, and versions of
+    torch, polycast and the backend. Call it while the machine is otherwise idle: a noisy result is kept, too,
+    until you measure again. A message on stderr says that it measures, that the result is noisy, and why
+    a profile on disk is not used.
+
+    If ``POLYCAST_PROFILE`` is the path of a saved profile of this device type, that one is returned, whichever machine
+    it is from.
+
+    Args:
+        device_type: the device type, such as ``"cpu"``.
+        refresh: measure again; the result replaces the profile, unless it is noisy and no better.
+
+    Raises:
+        ValueError: `device_type` is not a str, or ``POLYCAST_PROFILE`` is not the path of a profile.
+        RuntimeError: torch does not know the device, or it is not available.
+        BackendNotFoundError: no backend is installed for it.
+
+    Warns:
+        UserWarning: the profile cannot be kept on disk, so each process will measure.
+
+    Example:
+        >>> import polycast
+        >>> polycast.profile("cpu").ratio("linear", 128, "bfloat16")  # doctest: +SKIP
+        0.31
+    """
+    found = None if refresh else find(device_type)
+    if found is not None:
+        return found
+    with _lock:
+        found = None if refresh else find(device_type)  # another thread may have measured it
+        return _measured(registry.find(device_type), refresh) if found is None else found
+
+
+def find(device_type: str) -> DeviceProfile | None:
+    """Return the profile of a device, or None if it has not been measured; measure nothing.
+
+    The answer is kept in the process.
+
+    Raises:
+        ValueError: `device_type` is not a str, or ``POLYCAST_PROFILE`` is not the path of a profile.
+        RuntimeError: torch does not know the device.
+        BackendNotFoundError: no backend is installed for it.
+    """
+    return look_up(device_type).profile
+
+
+def find_ignoring_errors(device_type: str) -> DeviceProfile | None:
+    """Return the profile of a device as `find` does, but None where `find` raises.
+
+    What is wrong matters to those who ask for the profile, not to those who use it if there is one.
+    """
+    try:
+        return find(device_type)
+    except (RuntimeError, ValueError):
+        return None
+
+
+def look_up(device_type: str) -> Lookup:
+    """Return the profile of a device, or why the one on disk is not used; measure nothing. Raises as `find`."""
+    backend = registry.find(device_type)
+    key = backend.device_type, torch.get_num_threads(), env.profile()
+    known = _found.get(key)
+    if known is None:
+        known = _found.setdefault(key, _look_up(backend))  # another thread may have measured it meanwhile
+    if known.backend is not backend:
+        known = _found[key] = _look_up(backend)
+    return known
+
+
+def forget(key: tuple[str, int, str | None] | None = None, replacement: Lookup | None = None) -> None:
+    """Forget the profiles of this process, or that of one key, not those on disk; or replace the latter."""
+    global usable_recipes
+    if key is None:
+        _found.clear()
+    elif replacement is None:
+        _found.pop(key, None)
+    else:
+        _found[key] = replacement
+    usable_recipes = {}
+    events.profile.notify()
+
+
+def _look_up(backend: Backend) -> Lookup:
+    named = _named_by_user(backend.device_type)
+    return _kept(backend, Conditions.now(backend)) if named is None else Lookup(backend, named)
+
+
+def _kept(backend: Backend, conditions: Conditions) -> Lookup:
+    """Return the profile on disk, or why it is not used."""
+    try:
+        return Lookup(backend, profile_file.read(conditions))
+    except profile_file.ProfileFileError as error:
+        return Lookup(backend, None, str(error))
+
+
+def _named_by_user(device_type: str) -> DeviceProfile | None:
+    """Return the profile that POLYCAST_PROFILE names, if it is of this device type."""
+    path = env.profile()
+    if path is None:
+        return None
+    try:
+        named = DeviceProfile.load(path)
+    except ValueError as error:
+        raise ValueError(f"POLYCAST_PROFILE: {error}") from error
+    return named if named.device_type == device_type else None
+
+
+def _measured(backend: Backend, refresh: bool) -> DeviceProfile:
+    with _import_lock:
+        from .measure import measure  # few programs measure
+
+    if backend.device_type in _being_measured:
+        raise RuntimeError(
+            f"the profile of {backend.device_type} was requested while it is measured, by the code that is measured"
+        )
+    conditions = Conditions.now(backend)
+    with profile_file.locked(conditions), ExitStack() as stack:
+        _being_measured.add(backend.device_type)
+        stack.callback(_being_measured.discard, backend.device_type)
+        key = backend.device_type, conditions.threads, env.profile()
+        if not refresh:
+            forget(key)  # others may be on no disk
+            found = find(backend.device_type)  # another process may have measured it
+            if found is not None:
+                return found
+        kept = _kept(backend, conditions)
+        if kept.warning is not None:
+            announce(kept.warning)
+        threads = f"{conditions.threads} thread{'s' * (conditions.threads != 1)}"
+        announce(f"measuring what is fast on {backend.device_type} with {threads}, once for this torch ...")
+        measured = _better(measure(backend), kept.profile)
+        if measured is not kept.profile:
+            try:
+                profile_file.write(conditions, measured)
+            except profile_file.ProfileFileError as error:
+                warn_user(f"polycast measured {backend.device_type} for this process alone: {error}")
+    forget(key, Lookup(backend, measured) if _named_by_user(backend.device_type) is None else None)
+    return measured
+
+
+def _better(measured: DeviceProfile, kept: DeviceProfile | None) -> DeviceProfile:
+    """Return the new profile, or the kept one if the new one is noisy and no better; announce a noisy one."""
+    if not measured.is_noisy:
+        return measured
+    better = measured if kept is None or kept.noise > measured.noise else kept
+    used = "the times" if better is measured else f"the profile of {better.date}"
+    is_busy = measured.other_load > BUSY
+    why = (
+        f"other processes or a limit took {measured.other_load:.0%} of the processors' time"
+        if is_busy
+        else "repeated times differ"
+    )
+    announce(
+        f"the measurement is noisy ({why}), so {used} will be used until you measure again while the machine is "
+        f"idle: polycast profile {measured.device_type} --refresh. Or set POLYCAST_PROFILE to a profile from --output."
+    )
+    return better
+
+
+def _reset_lock() -> None:
+    """Forget the parent's threads, one of which may be measuring; called in the child of a fork."""
+    global _lock
+    _lock = threading.RLock()
+    _being_measured.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_reset_lock)

@@ -1,0 +1,132 @@
+"""Fixtures: an empty cache, a measurement that takes no time, and a clock that stands still."""
+
+import time
+from collections import Counter
+
+import pytest
+import torch
+
+import polycast
+from polycast_plugins.fastest import measure as measuring
+from polycast_plugins.fastest import op_timer, profile_file, stopwatch
+from polycast_plugins.fastest import profile as profiles
+from polycast_plugins.fastest.cases import Case
+from polycast_plugins.fastest.conditions import Conditions
+from polycast_plugins.fastest.measurement import Measurement
+from polycast_plugins.fastest.op_timer import OpTimer
+from polycast_plugins.fastest.stopwatch import Stopwatch
+from polycast_plugins.fastest.ways import MeasuredWay
+
+FLOAT32 = MeasuredWay("float32", torch.float32, torch.bfloat16)
+BFLOAT16 = MeasuredWay("bfloat16", torch.bfloat16, torch.bfloat16)
+
+
+@pytest.fixture
+def kept(tmp_path, monkeypatch):
+    """Return the folder of the profiles, which is not there yet."""
+    monkeypatch.setattr(profile_file, "cache_directory", lambda: tmp_path / "polycast")
+    monkeypatch.delenv("POLYCAST_PROFILE", raising=False)
+    profiles.forget()
+    yield tmp_path / "polycast" / "profiles"
+    profiles.forget()
+
+
+class Measured:
+    """What stands in for measuring: it counts, and can be made to do something else."""
+
+    def __init__(self):
+        self.count = 0
+        self.times = {}
+        self.noisy = False
+        self.other_load = 0.0
+        self.instead = lambda: None
+
+    def __call__(self, backend):
+        self.count += 1
+        self.instead()
+        now = Conditions.now(backend)
+        times = {"float32": 1e-3, "bfloat16": 2e-3 + self.count * 1e-4, **self.times}
+        return polycast.DeviceProfile(
+            now.device_type,
+            now.device,
+            now.threads,
+            now.versions,
+            now.details,
+            tuple(Measurement("linear", 128, way, each, noisy=self.noisy) for way, each in times.items()),
+            1e10,
+            other_load=self.other_load,
+            date=f"2026-05-0{self.count} 09:30 UTC",
+        )
+
+
+@pytest.fixture
+def measured(kept, monkeypatch):
+    """Replace measuring by something quick."""
+    found = Measured()
+    monkeypatch.setattr(measuring, "measure", found)
+    return found
+
+
+@pytest.fixture
+def threads():
+    """Return torch.set_num_threads, undone after the test."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+class Clock:
+    """A clock that runs only when a function says how long it takes."""
+
+    def __init__(self):
+        self.now = 0.0
+        self.calls = Counter()
+
+    def __call__(self):
+        return self.now
+
+    def cases(self, seconds, works=(1, 4, 16, 128, 1024), size=64):
+        """Return a case of linear for each work, given the seconds by way, work and number of earlier calls."""
+
+        def make(work):
+            def arguments(way, operands):
+                return (way.name,)
+
+            def function(way):
+                before = self.calls[way, work]
+                self.calls[way, work] += 1
+                self.now += seconds(way, work, before)
+
+            return Case("linear", work, size, work, function, arguments)
+
+        return [make(work) for work in works]
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    found = Clock()
+    monkeypatch.setattr(time, "perf_counter", found)
+    # The machine that runs the tests may be busy.
+    monkeypatch.setattr(stopwatch, "_involuntary_switches", lambda: 0)
+    monkeypatch.setattr(op_timer, "load_of_others", lambda: 0.0)
+    return found
+
+
+@pytest.fixture
+def run(clock, monkeypatch):
+    """Return a function that times the cases of a clock, given the seconds of a call, and returns the `OpTimer`."""
+
+    def run(seconds, ways=(FLOAT32, BFLOAT16), **options):
+        monkeypatch.setattr(op_timer, "cases", lambda: clock.cases(seconds, **options))
+        timer = OpTimer("cpu", ways)
+        timer._stopwatch = Stopwatch("cpu", clock)
+        timer.run()
+        return timer
+
+    return run
+
+
+@pytest.fixture
+def by_rows():
+    """Return a function that returns the measurements of a way by rows."""
+    return lambda timer, way: {each.rows: each for each in timer.measurements() if each.way == way}

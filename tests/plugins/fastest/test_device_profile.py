@@ -1,0 +1,188 @@
+"""`DeviceProfile`: times and ratios between measurements, JSON, files, and tables."""
+
+import copy
+import json
+import math
+import pickle
+
+import pytest
+
+import polycast
+from polycast_plugins.fastest.measurement import Measurement, Omission
+
+MEASURED = [
+    *(Measurement("linear", rows, "float32", 1e-3 * rows, 2**20) for rows in (1, 4, 16)),
+    Measurement("linear", 1, "bfloat16", 5e-4, 2**20),
+    Measurement("linear", 4, "bfloat16", 4e-3, 2**20, noisy=True),
+    Measurement("linear", 16, "bfloat16", 3.2e-2, 2**20, extrapolated=True),
+    Measurement("linear", 1, "float32", 1e-5, 2**12),
+    Measurement("linear", 1, "bfloat16", 2e-5, 2**12),
+    Measurement("linear", 1, "int8", 2e-4, 2**20),
+    Measurement("cast", 1, "to bfloat16", 1e-6),
+    Measurement("cast", 1024, "to bfloat16", 2e-6),
+]
+
+
+def made(measurements=MEASURED, **changes):
+    values = {
+        "device_type": "cpu",
+        "device": "A <fast> processor",
+        "threads": 4,
+        "versions": {"torch": "2.13.0", "polycast": "0.1.0"},
+        "details": {"capability": "AVX2"},
+        "measurements": tuple(measurements),
+        "bandwidth": 4e10,
+        "omissions": (Omission("bmm", "int8", "it has no weight"),),
+        "other_load": 0.05,
+        "date": "2026-05-01 09:30 UTC",
+    }
+    return polycast.DeviceProfile(**{**values, **changes})
+
+
+def test_ratios_are_those_of_the_measurements():
+    assert [made().ratio("linear", rows, "bfloat16") for rows in (1, 4, 16)] == [0.5, 1.0, 2.0]
+
+
+def test_ratios_are_interpolated_in_the_logarithm_of_rows():
+    assert made().ratio("linear", 2, "bfloat16") == pytest.approx(0.75)
+
+
+def test_beyond_the_measurements_the_nearest_ratio_is_returned():
+    assert made().ratio("linear", 10**6, "bfloat16") == 2.0
+    assert made().ratio("linear", 1, "bfloat16", size=1) == 2.0
+    assert made().ratio("linear", 1, "bfloat16", size=2**40) == 0.5
+
+
+def test_ratios_are_interpolated_in_the_logarithm_of_the_size():
+    assert made().ratio("linear", 1, "bfloat16", size=2**16) == pytest.approx(1.25)
+
+
+def test_the_order_of_measurements_does_not_matter_for_ratios():
+    assert made(reversed(MEASURED)).ratio("linear", 2, "bfloat16") == made().ratio("linear", 2, "bfloat16")
+
+
+@pytest.mark.parametrize(("op", "way"), [("linear", "float16"), ("conv2d", "bfloat16"), ("cast", "to bfloat16")])
+def test_a_ratio_that_was_not_measured_is_none(op, way):
+    assert made().ratio(op, 1, way) is None
+
+
+def test_seconds_are_interpolated_on_logarithmic_scales_and_grow_beyond():
+    found = made()
+    assert found.seconds("linear", 1, "float32") == 1e-3
+    assert found.seconds("linear", 2, "float32") == pytest.approx(2e-3)
+    assert found.seconds("linear", 160, "float32") == pytest.approx(0.16)
+    assert found.seconds("linear", 1, "float32", size=2**16) == pytest.approx(1e-4)
+    assert found.seconds("linear", 1, "float32", size=2**21) == pytest.approx(
+        1e-3 + (1e-3 - 1e-5) * 2**20 / (2**20 - 2**12)
+    )
+    assert found.seconds("cast", 32, "to bfloat16") == pytest.approx(math.sqrt(2) * 1e-6)
+    assert found.seconds("linear", 1, "float16") is None
+
+
+def test_a_time_that_is_only_that_of_a_call_does_not_grow_beyond():
+    found = made([Measurement("linear", rows, "float32", 2e-5) for rows in (1, 4, 1024)])
+    assert found.seconds("linear", 2**20, "float32") == 2e-5
+
+
+def test_ways_are_listed_by_op():
+    assert made().ways("linear") == ("float32", "bfloat16", "int8")
+    assert made().ways("bmm") == ()
+
+
+def test_profiles_with_equal_contents_are_equal():
+    one, other = made(), made(versions={"polycast": "0.1.0", "torch": "2.13.0"})
+    assert one == other
+    assert hash(one) == hash(other)
+    assert one.digest == other.digest
+    assert len(one.digest) == 16
+    assert one != made(threads=2)
+    assert one.digest != made(threads=2).digest
+    assert one != "cpu"
+
+
+def test_a_profile_cannot_be_changed():
+    found = made()
+    with pytest.raises(AttributeError):
+        found.threads = 1
+    with pytest.raises(TypeError):
+        found.versions["torch"] = "3"
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))])
+def test_copies_and_pickles_are_equal(copied):
+    assert copied(made()) == made()
+
+
+def test_json_holds_everything(tmp_path):
+    assert polycast.DeviceProfile.from_json(made().to_json()) == made()
+    made().save(tmp_path / "cpu.json")
+    assert polycast.DeviceProfile.load(tmp_path / "cpu.json") == made()
+
+
+def changed(**changes):
+    return json.dumps({**json.loads(made().to_json()), **changes})
+
+
+BAD = {
+    "empty": ("", "it is not JSON"),
+    "cut off": (made().to_json()[:-40], "it is not JSON"),
+    "too deep": ("[" * 10**5, "it is not JSON"),
+    "a list": ("[]", "it is not a profile of format 2"),
+    "another format": (changed(format=1), "it is not a profile of format 2"),
+    "a changed value": (changed(threads=3), "it was changed: its digest differs"),
+    "an unknown key": (changed(more=1), "unexpected keyword argument 'more'"),
+    "no measurements": (changed(measurements=None), "it is not a profile"),
+    "a wrong type": (changed(threads="4"), "wrong values of threads"),
+    "a negative bandwidth": (changed(bandwidth=-1), "wrong values of bandwidth"),
+    "a negative load": (changed(other_load=-1), "wrong values of other_load"),
+    "nan": (changed(bandwidth=math.nan), "wrong values of bandwidth"),
+    "a negative time": (
+        changed(measurements=[{"op": "linear", "rows": 1, "way": "float32", "seconds": -1.0}]),
+        "wrong values of measurements",
+    ),
+    "no rows": (
+        changed(measurements=[{"op": "linear", "rows": 0, "way": "float32", "seconds": 1.0}]),
+        "wrong values of measurements",
+    ),
+    "a version that is a number": (changed(versions={"torch": 2}), "wrong values of versions"),
+    "versions that are a list": (changed(versions=[1]), "it is not a profile"),
+}
+
+
+def test_a_text_that_is_no_profile_is_refused(tmp_path, subtests):
+    for case in BAD:
+        with subtests.test(case=case):
+            text, reason = BAD[case]
+            with pytest.raises(ValueError, match=reason):
+                polycast.DeviceProfile.from_json(text)
+            path = tmp_path / "bad.json"
+            path.write_text(text)
+            with pytest.raises(ValueError, match=rf"cannot be used as a profile: .*{reason}"):
+                polycast.DeviceProfile.load(path)
+
+
+def test_a_file_that_is_not_there_or_not_text_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="No such file or directory. Write one with `polycast profile --output PATH`"):
+        polycast.DeviceProfile.load(tmp_path / "none.json")
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ValueError, match="cannot be used as a profile"):
+        polycast.DeviceProfile.load(tmp_path / "binary")
+    with pytest.raises(ValueError, match="Is a directory"):
+        polycast.DeviceProfile.load(tmp_path)
+
+
+def test_the_table_shows_ratios_marks_and_omissions():
+    text = repr(made())
+    assert text.isascii()
+    assert "cpu: A <fast> processor, 4 threads, reads 40 GB/s" in text
+    lines = {tuple(line.split()) for line in text.splitlines()}
+    assert ("linear", "1", "1", "M", "1", "ms", "0.50", "0.20") in lines
+    assert ("linear", "4", "1", "M", "4", "ms", "1.00~", "-") in lines
+    assert ("linear", "16", "1", "M", "16", "ms", "2.00*", "-") in lines
+    assert "Not measured: bmm in int8: it has no weight" in text
+
+
+def test_the_html_table_is_escaped():
+    page = made()._repr_html_()
+    assert "A &lt;fast&gt; processor" in page
+    assert "<td>1.00~</td>" in page

@@ -1,0 +1,328 @@
+"""`polycast.profile` and `find`: measured once, kept on disk, trusted only if nobody else can write it."""
+
+import dataclasses
+import json
+import os
+import threading
+
+import pytest
+import torch
+
+import polycast
+from polycast.registry.registry import registry
+from polycast_plugins.fastest import conditions, profile_file
+from polycast_plugins.fastest.conditions import Conditions
+from polycast_plugins.fastest.profile import Lookup, find, forget, look_up
+
+only_posix = pytest.mark.skipif(not hasattr(os, "geteuid"), reason="this system has other owners and permissions")
+only_root = pytest.mark.skipif(
+    not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root can give a file to another user"
+)
+
+
+def only_file(kept):
+    (path,) = kept.glob("*.json")
+    return path
+
+
+def test_the_first_call_measures_and_the_next_ones_do_not(measured, kept):
+    found = polycast.profile("cpu")
+    assert polycast.profile("cpu") is found
+    forget()  # as in another process
+    again = polycast.profile("cpu")
+    assert again is not found
+    assert again == found
+    assert measured.count == 1
+    assert [path.suffix for path in sorted(kept.iterdir())] == [".json", ".lock"]
+
+
+def test_find_measures_nothing(measured, kept):
+    assert find("cpu") is None
+    assert not kept.exists()
+    found = polycast.profile("cpu")
+    assert find("cpu") is found
+    assert measured.count == 1
+
+
+def test_find_is_cheap_once_it_has_looked(measured, monkeypatch):
+    polycast.profile("cpu")
+    find("cpu")
+    monkeypatch.setattr(profile_file, "read", None)
+    monkeypatch.setattr(Conditions, "now", None)
+    assert find("cpu") is not None
+
+
+def test_regions_measure_nothing(measured, kept, engine):
+    with polycast.autocast("cpu"):
+        torch.mm(torch.ones(2, 2), torch.ones(2, 2))
+    assert measured.count == 0
+    assert not kept.exists()
+
+
+def test_refresh_measures_again_and_replaces_the_file(measured, kept):
+    first = polycast.profile("cpu")
+    second = polycast.profile("cpu", refresh=True)
+    assert second != first
+    assert find("cpu") is second
+    forget()
+    assert find("cpu") == second
+    only_file(kept)
+
+
+def test_measuring_is_said_on_stderr(measured, capsys, threads):
+    threads(1)
+    polycast.profile("cpu")
+    assert capsys.readouterr().err == "polycast: measuring what is fast on cpu with 1 thread, once for this torch ...\n"
+    polycast.profile("cpu")
+    assert capsys.readouterr().err == ""
+
+
+def test_each_number_of_threads_has_a_profile(measured, kept, threads):
+    threads(1)
+    first = polycast.profile("cpu")
+    threads(2)
+    assert find("cpu") is None
+    assert polycast.profile("cpu").threads == 2
+    threads(1)
+    assert find("cpu") is first
+    assert len(list(kept.glob("*.json"))) == 2
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"device": "another processor"}, {"versions": {"torch": "1.0"}}, {"details": {"ONEDNN_MAX_CPU_ISA": "AVX2"}}],
+    ids=lambda changes: "".join(changes),
+)
+def test_other_conditions_have_another_file(changes):
+    now = Conditions.now(polycast.plugin.get_backend("cpu"))
+    assert dataclasses.replace(now, **changes).file_name != now.file_name
+
+
+def test_versions_belong_to_the_conditions():
+    versions = Conditions.now(polycast.plugin.get_backend("cpu")).versions
+    assert {name: versions[name] for name in ("polycast", "torch")} == {
+        "polycast": polycast.__version__,
+        "torch": str(torch.__version__),
+    }
+    assert versions["backend"].startswith("polycast ")
+
+
+@pytest.mark.parametrize("name", ["polycast", "torch"])
+def test_another_version_measures_for_itself(name, measured, kept, monkeypatch):
+    first, versions = polycast.profile("cpu"), conditions.package_versions
+    with monkeypatch.context() as patched:
+        patched.setattr(conditions, "package_versions", lambda: {**versions(), name: "99.0"})
+        forget()  # as in another process
+        assert look_up("cpu") == Lookup(registry.find("cpu"), None)
+        assert polycast.profile("cpu").versions[name] == "99.0"
+    forget()
+    assert find("cpu") == first
+    assert measured.count == len(list(kept.glob("*.json"))) == 2
+
+
+def test_limits_of_the_instructions_belong_to_the_conditions(monkeypatch):
+    backend = polycast.plugin.get_backend("cpu")
+    before = Conditions.now(backend)
+    assert before.details["capability"] == torch.backends.cpu.get_cpu_capability()
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
+    assert Conditions.now(backend).details["ONEDNN_MAX_CPU_ISA"] == "AVX2"
+    assert Conditions.now(backend).file_name != before.file_name
+
+
+def test_a_backend_registered_by_hand_has_profiles_of_its_own(measured, hand_made):
+    polycast.profile("cpu")
+    hand_made("cpu")
+    assert find("cpu") is None
+    assert polycast.profile("cpu").versions["backend"].endswith(".HandMade")
+    polycast.plugin.unregister_backend("cpu")
+    assert find("cpu").versions["backend"].startswith("polycast ")
+
+
+REFUSED = {
+    "damaged": (lambda path: path.write_text(path.read_text()[:100]), "is damaged: it is not JSON"),
+    "binary": (lambda path: path.write_bytes(b"\xff\x00"), "is damaged: 'utf-8' codec can't decode"),
+    "edited": (
+        lambda path: path.write_text(path.read_text().replace("0.0021", "0.0001")),
+        "is damaged: it was changed: its digest differs",
+    ),
+    "writable by the group": (lambda path: path.chmod(0o660), "can be written by others"),
+    "in a writable folder": (lambda path: path.parent.chmod(0o777), "profiles can be written by others"),
+    "in a writable cache": (lambda path: path.parent.parent.chmod(0o770), "polycast can be written by others"),
+    "a folder": (lambda path: (path.unlink(), path.mkdir()), "Is a directory"),
+    "of another processor": (
+        lambda path: dataclasses.replace(polycast.DeviceProfile.load(path), device="Z80").save(path),
+        "was measured elsewhere: its device is Z80, and this is ",
+    ),
+    "of another torch": (
+        lambda path: changed_versions(path, torch="1.0"),
+        "was measured elsewhere: its version of torch is 1.0, and this is ",
+    ),
+    "of another polycast": (
+        lambda path: changed_versions(path, polycast="0.0"),
+        "was measured elsewhere: its version of polycast is 0.0, and this is ",
+    ),
+    "of another backend": (
+        lambda path: changed_versions(path, backend="acme 3"),
+        "was measured elsewhere: its version of backend is acme 3, and this is polycast ",
+    ),
+    "of a limited torch": (
+        lambda path: changed_details(path, ATEN_CPU_CAPABILITY="avx2"),
+        "was measured elsewhere: its ATEN_CPU_CAPABILITY is avx2, and this is none",
+    ),
+}
+
+
+def changed_versions(path, **versions):
+    found = polycast.DeviceProfile.load(path)
+    dataclasses.replace(found, versions={**found.versions, **versions}).save(path)
+
+
+def changed_details(path, **details):
+    found = polycast.DeviceProfile.load(path)
+    dataclasses.replace(found, details={**found.details, **details}).save(path)
+
+
+@only_posix
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_file_that_cannot_be_trusted_is_ignored_with_the_reason(case, measured, kept):
+    change, reason = REFUSED[case]
+    polycast.profile("cpu")
+    change(only_file(kept))
+    forget()
+    assert find("cpu") is None
+    assert reason in look_up("cpu").refusal
+
+
+@only_root
+@pytest.mark.parametrize("which", ["file", "folder"])
+def test_what_another_user_owns_is_ignored(which, measured, kept):
+    polycast.profile("cpu")
+    os.chown(only_file(kept) if which == "file" else kept, 12345, -1)
+    forget()
+    assert find("cpu") is None
+    assert "belongs to another user (uid 12345)" in look_up("cpu").refusal
+
+
+@only_posix
+@pytest.mark.parametrize("case", ["damaged", "edited", "writable by the group", "of another torch"])
+def test_a_file_that_is_ignored_is_replaced(case, measured, kept):
+    polycast.profile("cpu")
+    REFUSED[case][0](only_file(kept))
+    forget()
+    again = polycast.profile("cpu")
+    assert measured.count == 2
+    forget()
+    assert find("cpu") == again
+    assert only_file(kept).stat().st_mode & 0o077 == 0
+
+
+@only_posix
+def test_a_folder_that_others_can_write_is_left_alone(measured, kept):
+    polycast.profile("cpu")
+    kept.chmod(0o777)
+    before = only_file(kept).read_text()
+    forget()
+    with pytest.warns(UserWarning, match="measured cpu for this process alone: .*profiles can be written by others"):
+        again = polycast.profile("cpu")
+    assert polycast.profile("cpu") is again
+    assert only_file(kept).read_text() == before
+    assert measured.count == 2
+
+
+@only_posix
+def test_a_folder_that_others_can_write_matters_only_where_it_has_a_profile(measured, kept):
+    polycast.profile("cpu")
+    only_file(kept).unlink()
+    kept.chmod(0o777)
+    forget()
+    assert look_up("cpu").warning is None
+
+
+def test_a_cache_that_cannot_be_written_gives_a_warning(measured, tmp_path, kept):
+    kept.parent.write_text("a file where a folder should be")
+    with pytest.warns(UserWarning, match="measured cpu for this process alone"):
+        polycast.profile("cpu")
+
+
+# ---- Errors, interruptions, threads.
+
+
+def test_a_device_that_is_not_there_cannot_be_measured(kept, hand_made):
+    hand_made("xpu", availability=lambda: polycast.plugin.Availability(False, "it is unplugged"))
+    assert find("xpu") is None
+    with pytest.raises(RuntimeError, match="xpu cannot be measured: it is unplugged"):
+        polycast.profile("xpu")
+
+
+@pytest.mark.parametrize("bad", [1, None, "no_such_device"])
+def test_what_is_no_device_is_an_error(bad, kept):
+    with pytest.raises((ValueError, RuntimeError)):
+        polycast.profile(bad)
+
+
+def test_an_index_is_ignored(measured):
+    assert polycast.profile("cpu:0") is polycast.profile("cpu")
+
+
+def interrupt():
+    raise KeyboardInterrupt
+
+
+def test_an_interruption_while_measuring_leaves_nothing(measured, kept):
+    measured.instead = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        polycast.profile("cpu")
+    assert list(kept.glob("*.json")) == []
+    measured.instead = lambda: None
+    polycast.profile("cpu")
+    only_file(kept)
+
+
+def test_an_interruption_while_writing_leaves_nothing(measured, kept, monkeypatch):
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "replace", lambda source, target: interrupt())
+        with pytest.raises(KeyboardInterrupt):
+            polycast.profile("cpu")
+    assert [path.suffix for path in kept.iterdir()] == [".lock"]
+    polycast.profile("cpu")
+    only_file(kept)
+
+
+def test_threads_measure_once(measured):
+    together = threading.Barrier(8)
+    found = []
+
+    def ask():
+        together.wait()
+        found.append(polycast.profile("cpu"))
+
+    asking = [threading.Thread(target=ask) for _ in range(8)]
+    for thread in asking:
+        thread.start()
+    for thread in asking:
+        thread.join()
+    assert measured.count == 1
+    assert len(set(found)) == 1
+
+
+def test_another_process_may_have_measured_meanwhile(measured, kept):
+    assert find("cpu") is None
+    backend = registry.find("cpu")
+    conditions = Conditions.now(backend)
+    with profile_file.locked(conditions):
+        profile_file.write(conditions, measured(backend))
+    polycast.profile("cpu")
+    assert measured.count == 1
+
+
+def test_what_is_measured_cannot_ask_for_the_profile(measured):
+    measured.instead = lambda: polycast.profile("cpu")
+    with pytest.raises(RuntimeError, match="the profile of cpu was requested while it is measured"):
+        polycast.profile("cpu")
+    measured.instead = lambda: None
+    polycast.profile("cpu")
+
+
+def test_a_file_can_be_written_and_read_by_hand(measured, kept):
+    polycast.profile("cpu")
+    assert json.loads(only_file(kept).read_text())["device_type"] == "cpu"

@@ -1,0 +1,77 @@
+"""Which fast dtypes are slow: by the profile if there is one, else by the backend."""
+
+import pytest
+import torch
+
+import polycast
+from polycast_plugins.fastest import profile as profiles
+from polycast_plugins.fastest.measurement import Measurement
+from polycast_plugins.fastest.slow_dtypes import find_slow_reason
+from polycast_plugins.observe.backend_queries import slow_reasons
+
+
+@pytest.fixture
+def profiled(hand_made, monkeypatch):
+    """Return a function that serves cpu by a backend, with a profile of these times of bfloat16 relative to float32."""
+
+    def profile(ratios, reason=None, **changes):
+        backend = hand_made("cpu", default_dtype=torch.bfloat16, slow_reason=lambda dtype: reason)
+        times = [Measurement("linear", rows, "float32", 1e-3) for rows in ratios]
+        times += [Measurement("linear", rows, "bfloat16", 1e-3 * each, **changes) for rows, each in ratios.items()]
+        found = polycast.DeviceProfile("cpu", "a processor", 1, {}, {}, tuple(times), 1e10)
+        monkeypatch.setattr(profiles, "look_up", lambda device_type: profiles.Lookup(backend, found))
+        assert polycast.plugin.get_backend("cpu") is backend
+        return backend
+
+    return profile
+
+
+def test_dtype_that_is_fast_by_the_profile_is_not_slow(profiled):
+    backend = profiled({128: 0.5, 1024: 1.05}, reason="it has no such unit")
+    assert find_slow_reason(backend, torch.bfloat16) is None
+    assert slow_reasons({"cpu": ["bfloat16"]}) == {}
+
+
+def test_dtype_that_is_slow_by_the_profile_is_slow(profiled):
+    backend = profiled({128: 1.3, 1024: 1.83})
+    assert find_slow_reason(backend, torch.bfloat16) == "matrix products of 1024 rows take 1.8 of float32's time"
+
+
+def test_backend_says_why_a_dtype_is_slow_by_the_profile(profiled):
+    backend = profiled({128: 1.3}, reason="it has no such unit")
+    assert find_slow_reason(backend, torch.bfloat16) == "it has no such unit"
+    assert slow_reasons({"cpu": ["bfloat16"]}) == {"cpu bfloat16": "it has no such unit"}
+
+
+def test_extrapolated_times_count(profiled):
+    backend = profiled({128: 1.6}, extrapolated=True)
+    assert find_slow_reason(backend, torch.bfloat16) == "matrix products of 128 rows take 1.6 of float32's time"
+
+
+def test_noisy_times_do_not_count(profiled):
+    assert find_slow_reason(profiled({128: 1.8}, noisy=True), torch.bfloat16) is None
+    polycast.plugin.unregister_backend("cpu")
+    assert find_slow_reason(profiled({128: 0.8}, reason="why", noisy=True), torch.bfloat16) == "why"
+
+
+def test_dtype_that_was_not_measured_is_left_to_the_backend(profiled):
+    assert find_slow_reason(profiled({128: 0.5}, reason="why"), torch.float16) == "why"
+
+
+def test_without_a_profile_the_backend_is_asked(hand_made):
+    backend = hand_made("cpu", slow_reason=lambda dtype: "it says so")
+    assert polycast.plugin.get_backend("cpu") is backend
+    assert find_slow_reason(backend, torch.bfloat16) == "it says so"
+
+
+def test_named_profile_that_is_bad_is_as_none(hand_made, monkeypatch):
+    monkeypatch.setenv("POLYCAST_PROFILE", "/nowhere.json")
+    backend = hand_made("cpu", slow_reason=lambda dtype: "it says so")
+    assert polycast.plugin.get_backend("cpu") is backend
+    assert find_slow_reason(backend, torch.bfloat16) == "it says so"
+
+
+def test_backend_that_is_not_registered_has_no_profile(profiled):
+    profiled({128: 0.5})
+    other = type(polycast.plugin.get_backend("cpu"))("cpu", slow_reason=lambda dtype: "it says so")
+    assert find_slow_reason(other, torch.bfloat16) == "it says so"
