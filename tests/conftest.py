@@ -23,7 +23,7 @@ from polycast.engine import installation
 from polycast.plugin import events
 from polycast.registry.registry import registry
 from polycast.toolchain import load
-from polycast_plugins.fastest import cases, profile_file, slower
+from polycast_plugins.fastest import cases, profile, profile_file, slower
 from polycast_plugins.fastest.measurement import Measurement
 from polycast_plugins.observe.recipe_counts import RecipeCounts
 from polycast_plugins.precision import tuner
@@ -70,6 +70,8 @@ def _no_profile(monkeypatch):
     find = slower.find
     for module, name in ((slower, "find"), (tuner, "find_ignoring_errors")):
         monkeypatch.setattr(module, name, lambda device: find(device) if os.environ.get("POLYCAST_PROFILE") else None)
+    yield
+    profile.forget()  # reads the variable again
 
 
 @pytest.fixture(name="engine", params=["native", "reference"])

@@ -1,7 +1,7 @@
 """The names that authors of backends, recipes and other plugins import.
 
 - A device: :class:`Backend`, :class:`Availability`, the hook marker :data:`hookimpl`; :func:`get_backend`,
-  :func:`register_backend`, :func:`unregister_backend`.
+  :func:`register_backend`, :func:`unregister_backend`, :func:`refresh`.
 - What is added to a device of another package: :class:`Extension`, :func:`get_extensions`.
 - Its op table: :class:`CastPolicy`, :func:`policy_table`, :data:`STANDARD_POLICIES`, :data:`STANDARD_REMEDIES`.
 - A recipe, and kernels for recipes: :class:`Recipe`, :class:`Plan`, :class:`KernelPlan`, :class:`LowBitKernel`,
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from .common.events import events as events
     from .engine.recipes.kernel_plan import KernelPlan as KernelPlan
     from .engine.recipes.plan import Plan as Plan
+    from .engine.register_backend import refresh as refresh
     from .engine.register_backend import register_backend as register_backend
     from .engine.register_backend import unregister_backend as unregister_backend
     from .policy.cast_policy import CastPolicy as CastPolicy
@@ -90,6 +91,7 @@ _PLACES = {
     "policy_table": "policy.cast_policy",
     "read_recipe": "policy.recipe",
     "recipe_kernels": "registry.recipe_kernels",
+    "refresh": "engine.register_backend",
     "register_backend": "engine.register_backend",
     "torch_name": "torch_internals.lookup",
     "unregister_backend": "engine.register_backend",

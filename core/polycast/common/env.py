@@ -6,10 +6,8 @@ An invalid value is a ValueError. An empty variable counts as unset.
 import os
 import re
 from collections.abc import Mapping
-from typing import Any
 
 _BOOLEANS = {"0": False, "1": True, "false": False, "true": True}
-_PROFILE = os.environ.encodekey("POLYCAST_PROFILE")
 ENGINES = ("auto", "native", "reference")
 
 
@@ -54,21 +52,7 @@ def engine() -> str:
 
 def profile() -> str | None:
     """Return the path of the profile to use (``POLYCAST_PROFILE``)."""
-    # Each region with recipe="fastest" reads this; get() of an unset variable takes as long as entering the region.
-    variables = getattr(os.environ, "_data", None)
-    if variables is not None and _PROFILE not in variables:
-        return None
     return os.environ.get("POLYCAST_PROFILE") or None
-
-
-def profile_items() -> tuple[tuple[dict[str, Any], str, object], tuple[dict[Any, Any], object, object]]:
-    """Return the two dict items that determine ``POLYCAST_PROFILE``, as (dict, key, value).
-
-    They are ``os.environ`` itself, and the variable in it; the value is None if the variable is not set.
-    """
-    environ: Any = os.environ
-    variables, key = (environ, "POLYCAST_PROFILE") if isinstance(environ, dict) else (environ._data, _PROFILE)
-    return (vars(os), "environ", environ), (variables, key, variables.get(key))
 
 
 def _items(variable: str, expected: str) -> list[str]:

@@ -86,10 +86,8 @@ class events:
             compute. On a thread with listeners, such calls run in float32.
         own_work: True when this thread begins to work for polycast, with ops that do not belong to the program, such
             as those of a measurement, and False when it ends. Around such work, use ``events.own_work.during()``.
-        profile: nothing. A profile of this process was replaced or forgotten.
     """
 
     recipe_call: Event[Callable[[str, str, str, str | None, str], object]] = Event()
     calibration: Event[Callable[[Any, str, Sequence[Any]], object]] = Event()
     own_work: Event[Callable[[bool], object]] = Event()
-    profile: Event[Callable[[], object]] = Event()

@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable, Iterable
 
+from ..common import generation
 from ..common.atfork import hold_during_fork
 from ..errors import BackendNotFoundError
 from ..policy.registered import Registration, policies_for, refuse_conflict, registrations
@@ -107,6 +108,7 @@ def run_uninstalled(device_types: Iterable[str] | None, change: Callable[[], obj
         except BaseException:
             installed.update(removed)
             raise
+        generation.advance()
         for kernels in removed.values():
             kernels.remove()
 

@@ -1,7 +1,9 @@
-"""Backends that are registered by hand."""
+"""Backends that are registered by hand, and backends whose answers change."""
 
+from ..common import generation
 from ..registry.backend import Backend, validate
 from ..registry.registry import registry
+from . import state
 from .installation import run_uninstalled
 
 
@@ -31,3 +33,21 @@ def unregister_backend(device_type: str) -> None:
     name = registry.parse_device_type(device_type)
     registry.loaders()
     run_uninstalled([name], lambda: registry.unregister(name))
+
+
+def refresh(device_type: str) -> None:
+    """Ask the backend of a device again, and resolve the settings of later regions again.
+
+    That a device, a dtype or a recipe is available is asked once in a process, as torch asks once for a driver; a
+    refusal is asked again each time. A backend calls this when such an answer, its `default_dtype`, or what its recipes
+    are resolved to changes. Registering and unregistering a backend, and :func:`polycast.uninstall`, do the same.
+
+    Args:
+        device_type: a device string that torch knows, such as ``"cuda"``.
+
+    Raises:
+        ValueError, RuntimeError: `device_type` is not a device string that torch knows.
+    """
+    registry.parse_device_type(device_type)
+    generation.advance()
+    state.machine.forget_actions()

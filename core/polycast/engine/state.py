@@ -12,13 +12,13 @@ one to read, native/regions.h the other.
 import functools
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from typing_extensions import Self
 
+from ..common import generation
 from ..common.atfork import hold_during_fork
-from ..registry.backend import Availability, Backend
 from .casts.cast_cache import CastCache, CastStore
 from .disable_dynamo import disable_dynamo
 from .override import Override
@@ -53,28 +53,6 @@ class Settings(NamedTuple):
         if self.override is not None:
             return self.override.ready_key
         return self.device_type if self.cache is None else ready_with_cache.get(self.device_type)
-
-
-DictItem: TypeAlias = tuple[dict[Any, Any], object, object]
-"""An item of a dict: the dict, the key and the value, which is None if the dict does not have the key."""
-
-
-class Dependencies(NamedTuple):
-    """The conditions under which regions with equal arguments get equal settings, for one number of threads.
-
-    Attributes:
-        backend: the backend.
-        default_dtype: its default fast dtype.
-        is_inherited: whether a region without a dtype gets this one only inside another region.
-        questions: methods of the backend and their argument, or None, that answered with an ``Availability(True)``.
-        items: items of dicts.
-    """
-
-    backend: Backend
-    default_dtype: torch.dtype
-    is_inherited: bool
-    questions: Sequence[tuple[str, object]]
-    items: Sequence[DictItem]
 
 
 class StateMachine(Protocol):
@@ -131,10 +109,7 @@ class StateMachine(Protocol):
         """Return the store of a cache."""
 
     def forget_actions(self) -> None:
-        """Drop the actions that are kept for calls by a recipe (see recipes/actions.py), and resolved settings.
-
-        Those of all threads: Python is asked again for each call, and for each region.
-        """
+        """Drop the actions that are kept for calls by a recipe, on all threads; see recipes/actions.py."""
 
     def set_recomputing(self, backward: int | None, /) -> None:
         """Set the backward that recomputes a forward on this thread, by torch's number; None: none does."""
@@ -148,8 +123,8 @@ class StateMachine(Protocol):
         ready: set[object],
         ready_with_cache: dict[str, object],
         init: Callable[..., None],
-        resolve: Callable[..., tuple[Settings, Dependencies | None]],
-        availability: type[Availability],
+        resolve: Callable[..., tuple[Settings, bool]],
+        generation: dict[str, Any],
         complete_entry: Callable[[Any, bool], None],
         complete_exit: Callable[[Any, bool | None], None],
         /,
@@ -160,9 +135,10 @@ class StateMachine(Protocol):
             cls: the class of regions.
             ready, ready_with_cache: see below.
             init: the ``__init__`` in Python.
-            resolve: returns the settings for all arguments of ``__init__``, which the engine keeps, and what they
-                depend on; None if equal arguments may get others.
-            availability: the class of answers.
+            resolve: returns the settings for all arguments of ``__init__``, and whether the engine may keep them for
+                equal arguments in this generation, on any thread with the same number of threads of torch and, for a
+                region without dtype, the same fast dtype and a region around it if there is one here.
+            generation: the names in common/generation.py.
             complete_entry, complete_exit: see :class:`RegionBase`.
         """
 
@@ -215,7 +191,7 @@ class _Methods(NamedTuple):
     """The class of regions, and its methods in Python."""
 
     cls: type[RegionBase]
-    resolve: Callable[..., tuple[Settings, Dependencies | None]]
+    resolve: Callable[..., tuple[Settings, bool]]
     in_python: Sequence[Callable[..., Any]]
 
 
@@ -235,7 +211,7 @@ def set_state_machine(chosen: StateMachine) -> None:
         ready_with_cache,
         _methods.in_python[0],
         _methods.resolve,
-        Availability,
+        vars(generation),
         lambda region, in_function_mode: region._complete_entry(in_function_mode),
         lambda region, in_function_mode: region._complete_exit(in_function_mode),
     )
@@ -243,7 +219,7 @@ def set_state_machine(chosen: StateMachine) -> None:
         setattr(_methods.cls, name, method)
 
 
-def set_region_class(cls: type[RegionBase], resolve: Callable[..., tuple[Settings, Dependencies | None]]) -> None:
+def set_region_class(cls: type[RegionBase], resolve: Callable[..., tuple[Settings, bool]]) -> None:
     """Set the class of regions, and what resolves the arguments of its ``__init__``; see `StateMachine`."""
     global _methods
     _methods = _Methods(cls, resolve, [getattr(cls, name) for name in _METHODS])

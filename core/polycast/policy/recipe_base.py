@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal, TypeVar, get_args, get_origin, get_ty
 
 from typing_extensions import Self, dataclass_transform
 
+from ..common import generation
 from . import manifests
 from .names import hint, known_overloads, read_op
 from .recipe_settings import SIMPLE_TYPES, is_object, read_setting, text_of, value_of
@@ -85,6 +86,7 @@ class Recipe:
         if kind is not None:
             _check_kind(cls, kind)
             kinds[kind] = cls
+            generation.advance()  # a name may have been that of another class
         elif hasattr(cls, "kind"):
             owner = next(base.__name__ for base in cls.__mro__ if "kind" in vars(base))
             raise TypeError(
@@ -107,13 +109,10 @@ class Recipe:
     def check(self) -> None:
         """Raise TypeError or ValueError if the settings cannot be used. A subclass may override it."""
 
-    @property
-    def resolves_alike(self) -> bool:
-        """Whether `resolved` returns the same each time, until a profile is measured."""
-        return True
-
     def resolved(self, device_type: str, measure: bool) -> "Recipe":
         """Return the recipe with what it takes from this machine. A subclass may override it; others return themselves.
+
+        What it returns is kept, for equal arguments, until :func:`polycast.plugin.refresh`.
 
         Args:
             device_type: of the region.

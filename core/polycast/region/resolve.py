@@ -1,23 +1,19 @@
 """Resolve the arguments of a region to its settings."""
 
-from collections.abc import Sequence
-
 import torch
 
 from ..engine import state
 from ..engine.disable_dynamo import disable_dynamo
 from ..engine.persistence.weight_cache import WeightCache
-from ..engine.state import Dependencies, DictItem, Settings
+from ..engine.state import Settings
 from ..errors import AutocastDisabledWarning, warn_user
-from ..policy.recipe import RecipeLike, read_recipe
-from ..policy.recipe_base import kinds
+from ..policy.recipe import RecipeLike
 from ..policy.value import PolicyLike
 from ..registry.backend import Availability, Backend
-from ..registry.checks import ask_recipe, check_availability, check_dtype
+from ..registry.checks import check_availability, check_dtype
 from ..registry.registry import registry
-from ..torch_internals.private_names import skip_frames
 from .policies import override_of
-from .recipes import checked_recipe, profile_dependencies
+from .recipes import checked_recipe
 from .slow_dtype import warn_if_slow
 
 _new_tuple = tuple.__new__
@@ -32,8 +28,8 @@ def resolve(
     cache: WeightCache | None,
     policy: PolicyLike | None,
     recipe: RecipeLike | None,
-) -> tuple[Settings, Dependencies | None]:
-    """Return the settings of a region, and what they depend on; None if equal arguments may get others.
+) -> tuple[Settings, bool]:
+    """Return the settings of a region, and whether they can be kept for equal arguments; see `StateMachine`.
 
     Raises and warns as :class:`polycast.autocast` does, which has these arguments.
     """
@@ -42,7 +38,6 @@ def resolve(
     except (KeyError, TypeError):
         backend = _find_backend(device_type)
     name, default = backend.device_type, backend.default_dtype
-    profiles = () if recipe is None or policy is not None else profile_dependencies()
     is_lasting = policy is None and isinstance(enabled, bool)
     if dtype is None:
         dtype = default
@@ -68,51 +63,12 @@ def resolve(
             is_lasting = False
         override = None
     else:
-        override = override_of(policy, name, checked_recipe(recipe, backend, is_on, dtype))
+        usable = checked_recipe(recipe, backend, is_on, dtype)
+        override = override_of(policy, name, usable)
+        is_lasting = is_lasting and usable is not None and bool(usable.ops)  # else the next one may warn, too
     # A new tuple is cheaper than a call of the class.
     settings = _new_tuple(Settings, (name, is_on, dtype, cache_enabled, override, cache, False))
-    return settings, _dependencies(backend, default, settings, recipe, profiles) if is_lasting else None
-
-
-def _dependencies(
-    backend: Backend,
-    default: torch.dtype,
-    settings: Settings,
-    recipe: RecipeLike | None,
-    profiles: Sequence[DictItem],
-) -> Dependencies | None:
-    """Return what settings depend on; None if equal arguments may get others.
-
-    Args:
-        backend: the backend.
-        default: its default fast dtype.
-        settings: the settings.
-        recipe: the recipe that was given.
-        profiles: what `profile_dependencies` returned before they were made.
-    """
-    questions: list[tuple[str, object]] = []
-    if settings.enabled:
-        questions.append(("availability", None))
-        if settings.dtype is not default:
-            questions.append(("dtype_availability", settings.dtype))
-    items: list[DictItem] = [(registry.ready, settings.device_type, backend)]
-    if recipe is not None:
-        usable = None if settings.override is None else settings.override.recipe
-        if usable is None or not usable.ops or not read_recipe(recipe).resolves_alike:
-            return None
-        if settings.enabled and usable.needs_kernels:
-            if not ask_recipe(backend, usable).available:  # an extension has the kernels: the backend is not asked
-                return None
-            questions.append(("recipe_availability", usable))
-        items += [(kinds, usable.kind, type(usable)), *profiles]
-    for method, _ in questions:
-        code = getattr(getattr(backend, method), "__code__", None)
-        if code is None or not {*code.co_freevars} <= {"__class__"}:
-            return None
-        # The engine asks outside of this frame, where Dynamo would compile the method. The functions that a decorator
-        # returns share their code: skipping one would leave others of the program uncompiled.
-        skip_frames(code)
-    return Dependencies(backend, default, settings.dtype is not default, questions, items)
+    return settings, is_lasting
 
 
 def _find_backend(device_type: object) -> Backend:

@@ -193,7 +193,10 @@ class Backend(Extension):
         raise NotImplementedError
 
     def availability(self) -> Availability:
-        """Return whether the device can be used now and, if not, why. An exception counts as unavailable."""
+        """Return whether the device can be used now and, if not, why. An exception counts as unavailable.
+
+        A positive answer, also for a dtype or a recipe, is kept until :func:`polycast.plugin.refresh`.
+        """
         raise NotImplementedError
 
     def dtype_availability(self, dtype: torch.dtype) -> Availability:

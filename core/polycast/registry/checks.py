@@ -1,12 +1,20 @@
-"""Ask a backend or an extension what it supports. An exception that it raises means that it does not."""
+"""Ask a backend or an extension what it supports. An exception that it raises means that it does not.
+
+An affirmative answer is kept for a generation, as torch asks once for a driver; after any other, it is asked again.
+"""
 
 import torch
 
+from ..common import generation
 from ..common.interrupts import PLUGIN_ERRORS as PLUGIN_ERRORS
 from ..common.interrupts import raise_if_callers
 from ..policy.recipe import Recipe
 from ..torch_internals.callers_state import call_outside
 from .backend import Availability, Backend, Extension
+
+_MAX_ANSWERS = 256
+_affirmative: dict[tuple[object, ...], tuple[Extension, Availability]] = {}
+"""By generation, id of a backend or extension, method and arguments: the backend or extension, and its answer."""
 
 
 def check_availability(given: Extension) -> Availability:
@@ -35,11 +43,19 @@ def ask_slow_reason(backend: Backend, dtype: torch.dtype) -> str | None:
 
 
 def _answer(given: Extension, method: str, *arguments: object) -> Availability:
+    key = generation.number, id(given), method, *arguments
+    kept = _affirmative.get(key)
+    if kept is not None:
+        return kept[1]
     try:
         answer: object = call_outside(getattr(given, method), *arguments)
     except PLUGIN_ERRORS as error:
         raise_if_callers(error)
         return Availability(False, str(error) or type(error).__name__)
     if isinstance(answer, Availability):
+        if answer.available:
+            if len(_affirmative) >= _MAX_ANSWERS:
+                _affirmative.clear()
+            _affirmative[key] = given, answer
         return answer
     return Availability(False, f"{method}() returned {answer!r}, expected a polycast.plugin.Availability")

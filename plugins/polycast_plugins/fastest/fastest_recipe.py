@@ -66,11 +66,6 @@ class Fastest(Recipe):
         ):
             raise TypeError(f"profile must be a DeviceProfile, the path of a saved one, or None, got {profile!r}")
 
-    @property
-    def resolves_alike(self) -> bool:
-        """See :class:`polycast.plugin.Recipe`. The file of a profile may change."""
-        return not isinstance(self.profile, str)
-
     def resolved(self, device_type: str, measure: bool) -> "Fastest":
         """Return a recipe whose profile is that of this machine, or in a file, with the profile itself.
 

@@ -11,8 +11,7 @@ from polycast.common import env
 from polycast.common.announce import announce
 from polycast.common.atfork import hold_during_fork
 from polycast.errors import warn_user
-from polycast.plugin import events
-from polycast.policy.recipe import Recipe, RecipeLike
+from polycast.plugin import refresh as refresh_backend
 from polycast.registry.backend import Backend
 from polycast.registry.registry import registry
 
@@ -35,11 +34,8 @@ class Lookup:
         return None if self.refusal is None else f"the profile on disk is ignored: {self.refusal}"
 
 
-_found: dict[tuple[str, int, str | None], Lookup] = {}
-"""By device type, number of threads, and POLYCAST_PROFILE."""
-usable_recipes: dict[tuple[RecipeLike, Backend, bool, int, str | None], Recipe] = {}
-"""The recipes of regions with these profiles in them (region/recipes.py): by the recipe that was given, the backend,
-whether the region is enabled, and the rest of the key of `_found`. `forget` replaces it."""
+_found: dict[tuple[str, int], Lookup] = {}
+"""By device type and number of threads."""
 _lock = threading.RLock()
 _being_measured: set[str] = set()
 """The devices that the thread with `_lock` measures."""
@@ -58,7 +54,7 @@ def profile(device_type: str, *, refresh: bool = False) -> DeviceProfile:
     a profile on disk is not used.
 
     If ``POLYCAST_PROFILE`` is the path of a saved profile of this device type, that one is returned, whichever machine
-    it is from.
+    it is from. The variable is read once.
 
     Args:
         device_type: the device type, such as ``"cpu"``.
@@ -112,7 +108,7 @@ def find_ignoring_errors(device_type: str) -> DeviceProfile | None:
 def look_up(device_type: str) -> Lookup:
     """Return the profile of a device, or why the one on disk is not used; measure nothing. Raises as `find`."""
     backend = registry.find(device_type)
-    key = backend.device_type, torch.get_num_threads(), env.profile()
+    key = backend.device_type, torch.get_num_threads()
     known = _found.get(key)
     if known is None:
         known = _found.setdefault(key, _look_up(backend))  # another thread may have measured it meanwhile
@@ -121,17 +117,20 @@ def look_up(device_type: str) -> Lookup:
     return known
 
 
-def forget(key: tuple[str, int, str | None] | None = None, replacement: Lookup | None = None) -> None:
-    """Forget the profiles of this process, or that of one key, not those on disk; or replace the latter."""
-    global usable_recipes
+def forget(key: tuple[str, int] | None = None, replacement: Lookup | None = None) -> None:
+    """Forget the profiles of this process, or that of one key, not those on disk; or replace the latter.
+
+    POLYCAST_PROFILE is read again.
+    """
+    devices = {device for device, _ in _found} if key is None else {key[0]}
     if key is None:
         _found.clear()
     elif replacement is None:
         _found.pop(key, None)
     else:
         _found[key] = replacement
-    usable_recipes = {}
-    events.profile.notify()
+    for device in devices:
+        refresh_backend(device)
 
 
 def _look_up(backend: Backend) -> Lookup:
@@ -171,7 +170,7 @@ def _measured(backend: Backend, refresh: bool) -> DeviceProfile:
     with profile_file.locked(conditions), ExitStack() as stack:
         _being_measured.add(backend.device_type)
         stack.callback(_being_measured.discard, backend.device_type)
-        key = backend.device_type, conditions.threads, env.profile()
+        key = backend.device_type, conditions.threads
         if not refresh:
             forget(key)  # others may be on no disk
             found = find(backend.device_type)  # another process may have measured it

@@ -6,8 +6,6 @@ from typing import Any
 
 import torch
 
-from polycast.engine.recipes.actions import forget_actions
-from polycast.plugin import events
 from polycast.policy.dtypes import dtype_name
 
 from .choose_way import Way, bucket, seconds_by_way
@@ -16,7 +14,6 @@ from .device_profile import DeviceProfile
 from .profile import find
 from .workloads import Workload, workload_of
 
-events.profile.add(forget_actions)  # what was decided by another profile
 _MARGIN = 1.1
 """A kernel is slower if it takes more than this many times the fast dtype's time: profiles are inexact."""
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import polycast
+from polycast_plugins.fastest.profile import forget
 
 
 class Block(torch.nn.Module):
@@ -95,6 +96,7 @@ def named(tmp_path, monkeypatch, profile_of):
         path = tmp_path / f"{ratio}.json"
         profile.save(path)
         monkeypatch.setenv("POLYCAST_PROFILE", str(path))
+        forget()  # reads the variable again
         return profile
 
     return name

@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import polycast
 from polycast import Int8, NoRecipe, Policy, autocast
+from polycast_plugins.fastest.profile import forget
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 
@@ -247,6 +248,7 @@ def test_fastest_is_read_once_for_each_profile(profile_of, monkeypatch, tmp_path
 
     def of(path):
         monkeypatch.setenv("POLYCAST_PROFILE", str(path))
+        forget()  # reads the variable again
         return digests()
 
     first, second = of(paths[0]), of(paths[1])

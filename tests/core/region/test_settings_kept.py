@@ -6,7 +6,6 @@ Each region is made several times, since the native engine keeps the settings of
 import functools
 import gc
 import inspect
-import os
 import sys
 import typing
 import weakref
@@ -51,7 +50,8 @@ def test_later_regions_equal_the_first(arguments):
 def test_they_are_found_by_value_of_strings(named, engine):
     named(0.5)
     with autocast("cpu"):  # which chooses the engine
-        settings = made("cpu", recipe="fastest")._settings
+        pass
+    settings = made("cpu", recipe="fastest")._settings
     again = made("".join(["c", "pu"]), recipe="".join(["fast", "est"]))._settings
     assert again == settings
     assert (again is settings) is (engine == "native")
@@ -109,9 +109,11 @@ def test_a_dtype_that_torch_was_given_is_not_taken_for_a_regions(monkeypatch):
     assert made("cpu").fast_dtype is before
 
 
-def test_the_variable_is_read_each_time(named):
-    for ratio in (0.5, 2.0, 0.5):
-        assert named(ratio) == profile_used()
+def test_the_variable_is_read_once(named, monkeypatch):
+    first = named(0.5)
+    assert profile_used() == first
+    monkeypatch.setenv("POLYCAST_PROFILE", "/nowhere.json")
+    assert profile_used() == first
 
 
 def test_a_profile_that_is_forgotten_is_read_again(named, tmp_path, profile_of):
@@ -158,7 +160,7 @@ def test_threads_and_collections_in_the_middle_get_the_settings_of_their_argumen
                 wrong.append(region)
             if count % 50 == 0:
                 gc.collect(0)
-                polycast.engine.state.machine.forget_actions()
+                polycast.plugin.refresh("cpu")
         return wrong
 
     with ThreadPoolExecutor(4) as pool:
@@ -243,7 +245,7 @@ def test_a_subclass_resolves_its_own_arguments(named):
 
 @pytest.mark.parametrize("engine", ["native"], indirect=True)
 @pytest.mark.parametrize("make", [dict, lambda: {"recipe": "fastest"}, lambda: {"cache": polycast.WeightCache()}])
-def test_the_native_engine_asks_only_the_backend(make, named):
+def test_the_native_engine_runs_no_python_of_its_own(make, named):
     named(0.5)
     arguments = make()
     with autocast("cpu", **arguments):  # chooses the engine
@@ -260,7 +262,7 @@ def test_the_native_engine_asks_only_the_backend(make, named):
             pass
     finally:
         sys.setprofile(None)
-    assert [name for event, name in seen if event == "call"] == ["__new__", "is_dynamo_compiling", "availability"]
+    assert [name for event, name in seen if event == "call"] == ["__new__", "is_dynamo_compiling"]
 
 
 def test_a_subclass_that_replaces_its_settings_gets_an_error():
@@ -273,11 +275,3 @@ def test_a_subclass_that_replaces_its_settings_gets_an_error():
         with pytest.raises((RuntimeError, AttributeError)), Mine(settings):
             pass
     assert not torch.is_autocast_enabled("cpu")
-
-
-def test_a_profile_is_found_in_an_environment_that_replaces_another(named, monkeypatch):
-    first, path = named(0.5), os.environ["POLYCAST_PROFILE"]
-    second = named(2.0)
-    assert profile_used() == second
-    monkeypatch.setattr(os, "environ", dict(os.environ, POLYCAST_PROFILE=path))
-    assert profile_used() == first

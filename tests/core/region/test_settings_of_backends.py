@@ -1,16 +1,16 @@
-"""Ask the backend again each time that a region is constructed.
+"""Ask the backend, when a region is constructed: once if it affirms, and again after `refresh`.
 
 Each region is made several times, since the native engine keeps the settings of the first.
 """
 
-import functools
+from collections.abc import Sequence
 
 import pytest
 import torch
 
 import polycast
 from polycast import autocast
-from polycast.plugin import Availability
+from polycast.plugin import Availability, Recipe, refresh
 from polycast.policy.recipe_base import kinds
 
 from .made_region import made
@@ -31,16 +31,97 @@ def test_a_backend_that_is_registered_serves_the_next_region(hand_made):
     assert made("cpu").fast_dtype is torch.bfloat16
 
 
-def test_a_device_is_asked_each_time_whether_it_is_available(backend, monkeypatch):
+def test_an_available_device_is_asked_once(backend, monkeypatch):
+    asked = []
+    monkeypatch.setattr(backend, "availability", lambda: asked.append("device") or Availability(True), raising=False)
     assert made("cpu")._enabled
-    assert made("cpu", enabled=False)._settings.enabled is False
-    with monkeypatch.context() as changed:
-        changed.setattr(backend, "availability", lambda: Availability(False, "unplugged"), raising=False)
-        for _ in range(2):
-            with pytest.warns(polycast.errors.AutocastDisabledWarning, match="unplugged"):
-                assert not autocast("cpu")._enabled
-        assert made("cpu", enabled=False)._settings.enabled is False
+    assert made("cpu", cache_enabled=False)._enabled
+    assert polycast.is_autocast_available("cpu")
+    assert asked == ["device"]
+
+
+def test_an_unavailable_device_is_asked_again(backend, monkeypatch):
+    answers = [Availability(True), Availability(False, "unplugged"), Availability(False, "unplugged")]
+    monkeypatch.setattr(backend, "availability", lambda: answers.pop(), raising=False)
+    for _ in range(2):
+        with pytest.warns(polycast.errors.AutocastDisabledWarning, match="unplugged"):
+            assert not autocast("cpu")._enabled
     assert made("cpu")._enabled
+
+
+def test_refresh_asks_again_whether_the_device_is_available(backend, monkeypatch):
+    assert made("cpu")._enabled
+    monkeypatch.setattr(backend, "availability", lambda: Availability(False, "unplugged"), raising=False)
+    assert made("cpu")._enabled
+    refresh("cpu")
+    with pytest.warns(polycast.errors.AutocastDisabledWarning, match="unplugged"):
+        assert not autocast("cpu")._enabled
+
+
+def test_refresh_asks_again_for_a_dtype(backend, monkeypatch):
+    assert made("cpu", torch.float16)._enabled
+    monkeypatch.setattr(backend, "supported_dtypes", lambda: (torch.bfloat16,), raising=False)
+    assert made("cpu", torch.float16)._enabled
+    refresh("cpu")
+    with pytest.warns(polycast.errors.AutocastDisabledWarning, match="target dtype is not supported"):
+        assert not autocast("cpu", torch.float16)._enabled
+
+
+def test_refresh_asks_again_for_a_recipe(backend, monkeypatch):
+    monkeypatch.setattr(polycast.region.recipes, "_warned", set())
+    assert made("cpu", recipe="int8")._settings.override.recipe == polycast.Int8()
+    refusals = {"no int8": Availability(False, "no int8"), "experimental": Availability(True, "experimental")}
+    for reason, answer in refusals.items():
+        monkeypatch.setattr(backend, "recipe_availability", lambda recipe, answer=answer: answer)
+        refresh("cpu")
+        with pytest.warns(UserWarning, match=reason):
+            autocast("cpu", recipe="int8")
+
+
+def test_refresh_reads_the_default_dtype_again(backend):
+    assert made("cpu").fast_dtype is torch.bfloat16
+    backend.default_dtype = torch.float16
+    refresh("cpu")
+    assert made("cpu").fast_dtype is torch.float16
+
+
+def test_refresh_resolves_recipes_again(backend):
+    class Levels(Recipe):
+        kind = "levels"
+        count: int = 0
+        ops: Sequence[str] = ("mm",)
+
+        def resolved(self, device_type, measure):
+            return Levels(counts[-1])
+
+    counts = [1]
+    assert made("cpu", recipe="levels")._settings.override.recipe.count == 1
+    counts.append(2)
+    refresh("cpu")
+    assert made("cpu", recipe="levels")._settings.override.recipe.count == 2
+    del kinds["levels"]
+
+
+def test_what_is_resolved_while_a_backend_refreshes_is_not_kept(backend, monkeypatch):
+    def asked():
+        refresh("cpu")
+        return Availability(True)
+
+    monkeypatch.setattr(backend, "availability", asked, raising=False)
+    assert made("cpu")._enabled
+    monkeypatch.setattr(backend, "availability", lambda: Availability(False, "unplugged"), raising=False)
+    with pytest.warns(polycast.errors.AutocastDisabledWarning, match="unplugged"):
+        assert not autocast("cpu")._enabled
+
+
+@pytest.mark.parametrize("device_type", ["cpu:0", "meta"])
+def test_a_device_is_refreshed_by_any_device_string(device_type):
+    refresh(device_type)
+
+
+def test_refresh_refuses_what_torch_does_not_know():
+    with pytest.raises(RuntimeError, match="Invalid device string: 'hpuu'"):
+        refresh("hpuu")
 
 
 @pytest.mark.parametrize("answer", [SystemExit("no device"), RuntimeError("no device"), "no device", None])
@@ -50,7 +131,6 @@ def test_a_bad_answer_disables_the_region(backend, monkeypatch, answer):
             raise answer
         return answer
 
-    made("cpu")
     monkeypatch.setattr(backend, "availability", bad, raising=False)
     with pytest.warns(
         polycast.errors.AutocastDisabledWarning, match="no device|expected a polycast.plugin.Availability"
@@ -62,58 +142,22 @@ def test_an_interrupt_while_the_device_is_asked_is_raised(backend, monkeypatch):
     def interrupted():
         raise KeyboardInterrupt
 
-    made("cpu")
     monkeypatch.setattr(backend, "availability", interrupted, raising=False)
     with pytest.raises(KeyboardInterrupt):
         autocast("cpu")
 
 
 def test_a_backend_may_make_regions_while_it_is_asked(backend, monkeypatch):
-    made("cpu")
     inside = []
 
     def asked():
         monkeypatch.undo()
         inside.append(made("cpu", torch.float16).fast_dtype)
-        polycast.engine.state.machine.forget_actions()
         return Availability(True)
 
     monkeypatch.setattr(backend, "availability", asked, raising=False)
     assert made("cpu").fast_dtype is torch.bfloat16
     assert inside == [torch.float16]
-
-
-def test_a_dtype_is_asked_for_each_time(backend, monkeypatch):
-    assert made("cpu", torch.float16)._enabled
-    monkeypatch.setattr(backend, "supported_dtypes", lambda: (torch.bfloat16,), raising=False)
-    with pytest.warns(polycast.errors.AutocastDisabledWarning, match="target dtype is not supported"):
-        assert not autocast("cpu", torch.float16)._enabled
-
-
-def test_a_recipe_is_asked_for_each_time(backend, monkeypatch):
-    monkeypatch.setattr(polycast.region.recipes, "_warned", set())
-    assert made("cpu", recipe="int8")._settings.override.recipe == polycast.Int8()
-    refusals = {"no int8": Availability(False, "no int8"), "experimental": Availability(True, "experimental")}
-    for reason, answer in refusals.items():
-        monkeypatch.setattr(backend, "recipe_availability", lambda recipe, answer=answer: answer)
-        with pytest.warns(UserWarning, match=reason):
-            autocast("cpu", recipe="int8")
-
-
-def test_functions_with_the_decorator_of_a_backends_method_are_compiled(hand_made):
-    def traced(function):
-        @functools.wraps(function)
-        def wrapper(*args):
-            return function(*args)
-
-        return wrapper
-
-    hand_made("cpu", default_dtype=torch.bfloat16, availability=traced(lambda: Availability(True)))
-    made("cpu")
-    graphs = []
-    compiled = torch.compile(traced(lambda x: x + 1), backend=lambda graph, _: graphs.append(graph) or graph.forward)
-    assert compiled(torch.ones(1)).item() == 2
-    assert len(graphs) == 1
 
 
 def test_the_backend_of_a_region_that_is_disabled_is_not_asked_about_recipes(hand_made):
@@ -123,17 +167,12 @@ def test_the_backend_of_a_region_that_is_disabled_is_not_asked_about_recipes(han
     assert not asked
 
 
-def test_a_default_dtype_that_changes_is_that_of_later_regions(backend):
-    assert made("cpu").fast_dtype is torch.bfloat16
-    backend.default_dtype = torch.float16
-    assert made("cpu").fast_dtype is torch.float16
-
-
 def test_a_backend_with_a_warning_does_not_displace_the_settings_of_others(hand_made, named, engine):
     named(0.5)
-    with autocast("cpu"):  # which chooses the engine
-        settings = made("cpu", recipe="fastest")._settings
     hand_made("xpu", availability=lambda: Availability(True, "experimental"))
+    with autocast("cpu"):  # which chooses the engine
+        pass
+    settings = made("cpu", recipe="fastest")._settings
     for _ in range(20):
         autocast("xpu")
     assert (made("cpu", recipe="fastest")._settings is settings) is (engine == "native")

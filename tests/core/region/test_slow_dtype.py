@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import polycast
-from polycast.engine import state
 from polycast.region import slow_dtype
 from polycast_plugins.fastest import slow_dtypes as profiled_dtypes
 from polycast_plugins.fastest.profile import find_ignoring_errors
@@ -19,9 +18,9 @@ def forgotten(monkeypatch):
     """Forget which dtypes regions have had in this process."""
     monkeypatch.setattr(slow_dtype, "found", {})
     monkeypatch.setattr(slow_dtype, "_checked", set())
-    state.machine.forget_actions()
+    polycast.plugin.refresh("cpu")
     yield
-    state.machine.forget_actions()
+    polycast.plugin.refresh("cpu")
 
 
 @pytest.fixture(autouse=True)

@@ -218,7 +218,6 @@ PyObject* forget(PyObject*, PyObject* tensors) {
 // forget_actions()
 PyObject* forget_actions(PyObject*, PyObject*) {
   Decisions::forget_all();
-  ResolvedCalls::instance().forget();
   return Py_NewRef(Py_None);
 }
 
@@ -293,7 +292,7 @@ PyMethodDef functions[] = {
     {"read", &raising<&read>, METH_VARARGS, "Call a function that only reads the memory of a tensor."},
     {"forget", &raising<&forget>, METH_O, "Drop the entries of weights and the references to them."},
     {"prepacked", &raising<&prepacked>, METH_VARARGS, "Return a prepacked weight, None if it cannot be prepacked, or the number of the reason why it cannot be cached."},
-    {"forget_actions", &raising<&forget_actions>, METH_NOARGS, "Drop the actions that are kept for calls by a recipe, and the resolved settings of regions, on all threads."},
+    {"forget_actions", &raising<&forget_actions>, METH_NOARGS, "Drop the actions that are kept for calls by a recipe, on all threads."},
     {"set_recomputing", &raising<&set_recomputing>, METH_O, "Set the backward that recomputes a forward on this thread."},
     {"observing", &raising<&observing>, METH_NOARGS, "Return what an observer is bound to."},
     {"bind", &raising<&bind>, METH_VARARGS, "Check that Python numbers names as C++ does, and set the functions that the engine calls."},

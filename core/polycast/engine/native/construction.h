@@ -1,7 +1,7 @@
 // __init__ of the class of regions, in C.
 //
-// Python resolves the arguments to the settings of the region, and says what they depend on. While that is unchanged, the same
-// arguments get the same settings without Python, except for the backend, which is asked each time whether it still supports them.
+// Python resolves the arguments to the settings of the region, which equal arguments get without Python until the generation
+// advances; see common/generation.py.
 
 #pragma once
 
@@ -15,7 +15,7 @@ namespace {
 // Set by region_methods().
 PyObject* init_in_python = nullptr;  // raises for arguments that do not fit its signature
 PyObject* resolve_in_python = nullptr;
-PyObject* availability_class = nullptr;
+PyObject* generation_names = nullptr;
 
 // The arguments, borrowed; those that are not given have their defaults.
 struct RegionArguments {
@@ -59,55 +59,11 @@ struct RegionArguments {
   }
 };
 
-// An item of a dict; empty if the dict does not have it.
-struct DictItem {
-  Object dict, key, value;
-
-  bool is_unchanged() const { return PyDict_GetItem(dict.get(), key.get()) == value.get(); }
-};
-
-// Clear what a backend has raised; Python will ask it again, and say so. Throw an interrupt.
-void clear_ordinary_error() {
-  if (PyErr_ExceptionMatches(PyExc_Exception) == 0 && PyErr_ExceptionMatches(PyExc_SystemExit) == 0) {
-    throw_python_error();
-  }
-  PyErr_Clear();
-}
-
-// A question to the backend that it answered with an Availability(True).
-struct BackendQuestion {
-  Object method, argument;  // None: it has no argument
-  mutable Object affirmed;  // the last such answer: many backends return the same object again
-
-  // Ask it again; any Python may run.
-  bool is_affirmed_by(const Object& backend) const {
-    static PyObject* const available = PyUnicode_InternFromString("available");
-    static PyObject* const reason = PyUnicode_InternFromString("reason");
-    PyObject* const given = PyObject_CallMethodObjArgs(
-        backend.get(), method.get(), argument.is_none() ? nullptr : argument.get(), nullptr);
-    if (given == nullptr) {
-      clear_ordinary_error();
-      return false;
-    }
-    Object answer = Object::steal(given);
-    if (given == affirmed.get()) {
-      return true;
-    }
-    const bool is_affirmed = Py_TYPE(given) == reinterpret_cast<PyTypeObject*>(availability_class) &&
-        Object::steal(PyObject_GetAttr(given, available)).get() == Py_True &&
-        !is_true(Object::steal(PyObject_GetAttr(given, reason)));  // which may be a warning
-    if (is_affirmed) {
-      affirmed = std::move(answer);
-    }
-    return is_affirmed;
-  }
-};
-
 // The settings for some arguments.
 class ResolvedArguments {
  public:
   // Take what Python has resolved. The result does not refer to the cache among the arguments, which it would keep alive.
-  ResolvedArguments(const RegionArguments& arguments, int threads, PyObject* settings, PyObject* dependencies)
+  ResolvedArguments(const RegionArguments& arguments, int threads, PyObject* settings)
       : device_type_(Object::borrow(arguments.device_type)),
         dtype_(Object::borrow(arguments.dtype)),
         enabled_(Object::borrow(arguments.enabled)),
@@ -117,47 +73,28 @@ class ResolvedArguments {
         threads_(threads),
         settings_(with_cache(settings, Py_None)),
         device_(device_of(PyTuple_GetItem(settings, Setting::kDeviceType))),
-        fast_dtype_(dtype_of(PyTuple_GetItem(settings, Setting::kDtype))) {
-    PyObject *backend, *default_dtype, *questions, *items;
-    int is_inherited;
-    parse(dependencies, "OOpOO", &backend, &default_dtype, &is_inherited, &questions, &items);
-    backend_ = Object::borrow(backend);
-    default_dtype_ = Object::borrow(default_dtype);
-    is_inherited_ = is_inherited != 0;
-    questions_ = convert_items(questions, [](PyObject* question) {
-      PyObject *method, *argument;
-      parse(question, "OO", &method, &argument);
-      return BackendQuestion{Object::borrow(method), Object::borrow(argument), Object()};
-    });
-    items_ = convert_items(items, [](PyObject* item) {
-      PyObject *dict, *key, *value;
-      parse(item, "O!OO", &PyDict_Type, &dict, &key, &value);
-      return DictItem{Object::borrow(dict), Object::borrow(key), value == Py_None ? Object() : Object::borrow(value)};
-    });
-  }
+        fast_dtype_(dtype_of(PyTuple_GetItem(settings, Setting::kDtype))),
+        is_nested_(region_of(device_).innermost != nullptr) {}
 
-  // Return whether these are the settings for some arguments, if the backend agrees.
+  // Return whether these are the settings for some arguments. No Python runs.
   bool serves(const RegionArguments& given) const {
     return is_same(given.recipe, recipe_) && given.dtype == dtype_.get() && given.enabled == enabled_.get() &&
         given.cache_enabled == cache_enabled_.get() && class_of(given.cache) == cache_class_.get() &&
         is_same(given.device_type, device_type_) && (given.dtype != Py_None || is_dtype_of_thread()) &&
-        (given.recipe == Py_None || at::get_num_threads() == threads_) &&
-        std::all_of(items_.begin(), items_.end(), [](const DictItem& item) { return item.is_unchanged(); });
+        (given.recipe == Py_None || at::get_num_threads() == threads_);
   }
 
-  // Ask the backend; any Python may run.
-  bool are_affirmed() const {
-    static PyObject* const name = PyUnicode_InternFromString("default_dtype");
-    PyObject* const given = PyObject_GetAttr(backend_.get(), name);
-    if (given == nullptr) {
-      clear_ordinary_error();
-      return false;
+  const Object& settings() const { return settings_; }
+
+  // Return settings with a cache.
+  static Object with_cache(PyObject* settings, PyObject* cache) {
+    const Py_ssize_t size = PyTuple_Size(settings);
+    Object copy = Object::steal(PyType_GenericAlloc(Py_TYPE(settings), size));
+    for (Py_ssize_t i = 0; i < size; ++i) {
+      PyTuple_SetItem(copy.get(), i, Py_NewRef(i == Setting::kCache ? cache : PyTuple_GetItem(settings, i)));
     }
-    return Object::steal(given).get() == default_dtype_.get() &&
-        std::all_of(questions_.begin(), questions_.end(), [&](const auto& question) { return question.is_affirmed_by(backend_); });
+    return copy;
   }
-
-  Object settings(PyObject* cache) const { return cache == Py_None ? settings_ : with_cache(settings_.get(), cache); }
 
  private:
   static PyObject* class_of(PyObject* cache) { return reinterpret_cast<PyObject*>(Py_TYPE(cache)); }
@@ -168,19 +105,9 @@ class ResolvedArguments {
         (PyUnicode_CheckExact(given) && PyUnicode_CheckExact(known.get()) && PyUnicode_Compare(given, known.get()) == 0);
   }
 
-  static Object with_cache(PyObject* settings, PyObject* cache) {
-    const Py_ssize_t size = PyTuple_Size(settings);
-    Object copy = Object::steal(PyType_GenericAlloc(Py_TYPE(settings), size));
-    for (Py_ssize_t i = 0; i < size; ++i) {
-      PyTuple_SetItem(copy.get(), i, Py_NewRef(i == Setting::kCache ? cache : PyTuple_GetItem(settings, i)));
-    }
-    return copy;
-  }
-
   // Return whether regions without a dtype get this one on this thread; see current_dtype() in engine/state.py.
   bool is_dtype_of_thread() const {
-    return at::autocast::get_autocast_dtype(device_) == fast_dtype_ &&
-        (!is_inherited_ || region_of(device_).innermost != nullptr);
+    return at::autocast::get_autocast_dtype(device_) == fast_dtype_ && (!is_nested_ || region_of(device_).innermost != nullptr);
   }
 
   Object device_type_, dtype_, enabled_, cache_enabled_, cache_class_, recipe_;
@@ -188,13 +115,10 @@ class ResolvedArguments {
   Object settings_;
   DeviceType device_;
   ScalarType fast_dtype_;
-  Object backend_, default_dtype_;
-  bool is_inherited_;
-  std::vector<BackendQuestion> questions_;
-  std::vector<DictItem> items_;
+  bool is_nested_;
 };
 
-// The settings of the last calls. With the GIL held.
+// The settings of the last calls in this generation. With the GIL held.
 class ResolvedCalls {
  public:
   static ResolvedCalls& instance() {
@@ -202,40 +126,47 @@ class ResolvedCalls {
     return *calls;
   }
 
-  // Return the settings for some arguments, or null. Python may run, and remove them here.
-  std::shared_ptr<const ResolvedArguments> find(const RegionArguments& arguments) {
-    if (arguments.policy != Py_None) {
-      return nullptr;
-    }
-    for (const auto& each : calls_) {
-      if (each != nullptr && each->serves(arguments)) {
-        std::shared_ptr<const ResolvedArguments> found = each;
-        if (found->are_affirmed()) {
-          return found;
+  // Return the number of the generation, which is borrowed.
+  static PyObject* generation() {
+    static PyObject* const name = PyUnicode_InternFromString("number");
+    return PyDict_GetItem(generation_names, name);
+  }
+
+  // Return the settings for some arguments, apart from the cache; empty if they are not known.
+  Object find(const RegionArguments& arguments) const {
+    if (arguments.policy == Py_None && generation_.get() == generation()) {
+      for (const ResolvedArguments& each : calls_) {
+        if (each.serves(arguments)) {
+          return each.settings();
         }
-        if (const auto again = std::find(calls_.begin(), calls_.end(), found); again != calls_.end()) {
-          again->reset();
-        }
-        return nullptr;
       }
     }
-    return nullptr;
+    return Object();
   }
 
-  void keep(std::shared_ptr<const ResolvedArguments> call) {
-    const auto unused = std::find(calls_.begin(), calls_.end(), nullptr);
-    if (unused != calls_.end()) {
-      *unused = std::move(call);
+  // Keep what was resolved since a generation was the current one.
+  void keep(const Object& generation, ResolvedArguments call) {
+    std::vector<ResolvedArguments> former;  // Python may run when they die, on return
+    if (generation.get() != ResolvedCalls::generation()) {
       return;
     }
-    std::swap(call, calls_[oldest_]);  // the former one dies on return, when Python may run
-    oldest_ = (oldest_ + 1) % calls_.size();
+    if (generation_.get() != generation.get()) {
+      generation_ = generation;
+      calls_.swap(former);
+    }
+    if (calls_.size() < kMaxCalls) {
+      calls_.push_back(std::move(call));
+    } else {
+      std::swap(call, calls_[oldest_]);
+      oldest_ = (oldest_ + 1) % kMaxCalls;
+    }
   }
 
-  void forget() { const auto forgotten = std::exchange(calls_, {}); }
-
  private:
-  std::array<std::shared_ptr<const ResolvedArguments>, 16> calls_;
+  static constexpr size_t kMaxCalls = 16;
+
+  Object generation_;
+  std::vector<ResolvedArguments> calls_;
   size_t oldest_ = 0;
 };
 
@@ -266,19 +197,24 @@ PyObject* init_region(PyObject* self, PyObject* const* values, Py_ssize_t count,
   if (!given) {
     return call_init_in_python(self, values, count, names).release();
   }
-  if (const auto found = ResolvedCalls::instance().find(*given)) {
-    set_settings(self, found->settings(given->cache).get());
+  if (Object found = ResolvedCalls::instance().find(*given)) {
+    if (given->cache != Py_None) {
+      found = ResolvedArguments::with_cache(found.get(), given->cache);
+    }
+    set_settings(self, found.get());
     return Py_NewRef(Py_None);
   }
+  const Object generation = Object::borrow(ResolvedCalls::generation());
   const int threads = at::get_num_threads();
   const Object resolved = Object::steal(PyObject_CallFunctionObjArgs(
       resolve_in_python, given->device_type, given->dtype, given->enabled, given->cache_enabled, given->cache, given->policy,
       given->recipe, nullptr));
-  PyObject *settings, *dependencies;
-  parse(resolved.get(), "OO", &settings, &dependencies);
+  PyObject* settings;
+  int is_lasting;
+  parse(resolved.get(), "Op", &settings, &is_lasting);
   set_settings(self, settings);
-  if (dependencies != Py_None) {
-    ResolvedCalls::instance().keep(std::make_shared<const ResolvedArguments>(*given, threads, settings, dependencies));
+  if (is_lasting != 0) {
+    ResolvedCalls::instance().keep(generation, ResolvedArguments(*given, threads, settings));
   }
   return Py_NewRef(Py_None);
 }

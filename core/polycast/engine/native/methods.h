@@ -110,7 +110,7 @@ struct InitDescriptor {
   }
 };
 
-// region_methods(cls, ready, ready_with_cache, init, resolve, Availability, complete_entry, complete_exit) -> (__init__, __enter__, __exit__)
+// region_methods(cls, ready, ready_with_cache, init, resolve, generation, complete_entry, complete_exit) -> (__init__, __enter__, __exit__)
 PyObject* region_methods(PyObject*, PyObject* arguments) {
   static PyMethodDef init_method{
       "__init__", fast(&raising_fast<&init_region, PyObject*>), METH_FASTCALL | METH_KEYWORDS, "Construct a region."};
@@ -119,13 +119,13 @@ PyObject* region_methods(PyObject*, PyObject* arguments) {
   static PyMethodDef exit_method{
       "__exit__", fast(&raising_fast<&exit_block>), METH_FASTCALL,
       "__exit__($self, *exc_info)\n--\n\nLeave the region on this thread."};
-  PyObject *cls, *ready_set, *with_cache, *init, *resolve, *availability, *entry, *exit;
-  parse(arguments, "OOO!OOOOO", &cls, &ready_set, &PyDict_Type, &with_cache, &init, &resolve, &availability, &entry, &exit);
+  PyObject *cls, *ready_set, *with_cache, *init, *resolve, *generation, *entry, *exit;
+  parse(arguments, "OOO!OOO!OO", &cls, &ready_set, &PyDict_Type, &with_cache, &init, &resolve, &PyDict_Type, &generation, &entry, &exit);
   set_reference(ready, ready_set);
   set_reference(ready_with_cache, with_cache);
   set_reference(init_in_python, init);
   set_reference(resolve_in_python, resolve);
-  set_reference(availability_class, availability);
+  set_reference(generation_names, generation);
   set_reference(complete_entry, entry);
   set_reference(complete_exit, exit);
   auto* const type = reinterpret_cast<PyTypeObject*>(cls);
