@@ -229,6 +229,7 @@ MAY_NAME_A_DEVICE = {
     "engine/overlap.py": "a mask is in host memory",
     "engine/reference/store.py": "host memory may be shared by processes",
     "observe/rerun.py": "the generator of the host's random numbers",
+    "precision/evidence.py": "the processor of the machine",
     "precision/runs.py": "torch's default device is thread-local",
     "fastest/operands.py": "the numbers are drawn on the host",
     "fastest/stopwatch.py": "the load of the host's processors",
