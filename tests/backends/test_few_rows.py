@@ -273,11 +273,14 @@ def test_an_operator_rejects_a_cast_that_does_not_fit(cast, message):
         torch.ops.polycast_cpu.few_rows_linear(X, WEIGHT, None, cast, torch.bfloat16, 0)
 
 
-@pytest.mark.parametrize("shape", [(3, 0), (2, 3, 0), (0,)], ids=str)
-def test_without_terms_the_product_is_the_bias(simd, in_order, shape):
-    bias, weight = torch.arange(5.0), in_order(torch.empty(5, 0, dtype=torch.bfloat16))
-    actual = torch.ops.polycast_cpu.few_rows_linear(torch.empty(shape), weight, bias, weight, torch.bfloat16, simd)
-    assert torch.equal(actual, bias.bfloat16().expand(*shape[:-1], 5))
+def test_without_terms_the_product_is_the_bias(simd, in_order, subtests):
+    for shape in [(3, 0), (2, 3, 0), (0,)]:
+        with subtests.test(shape=shape):
+            bias, weight = torch.arange(5.0), in_order(torch.empty(5, 0, dtype=torch.bfloat16))
+            actual = torch.ops.polycast_cpu.few_rows_linear(
+                torch.empty(shape), weight, bias, weight, torch.bfloat16, simd
+            )
+            assert torch.equal(actual, bias.bfloat16().expand(*shape[:-1], 5))
 
 
 WITHOUT_MEMORY = """

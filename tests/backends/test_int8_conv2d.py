@@ -263,19 +263,20 @@ def test_a_padding_by_name_is_served(engine, recipe_counts, padding, compiled):
     assert [(each.op, each.declined) for each in counts.records()] == [("aten::conv2d.padding", "")]
 
 
-@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
 @pytest.mark.parametrize("layout", FORMATS)
-def test_inf_and_nan_come_to_what_they_come_to_in_bfloat16_and_leave_other_images_alone(isa, value, layout):
-    x, weight = torch.randn(3, 8, 9, 9).to(memory_format=FORMATS[layout]), torch.randn(5, 8, 3, 3)
-    weight = weight.sign() * (weight.abs() + 0.1)
-    clean = x.clone()
-    x[1, 3, 4, 4], clean[1] = value, 0
-    kernel = Conv2d(False, isa)
-    actual, without = (run_kernel(kernel, each, weight, torch.ones(5), *ONE) for each in (x, clean))
-    expected = F.conv2d(x, weight, torch.ones(5))[1]
-    assert torch.equal(actual[[0, 2]], without[[0, 2]])
-    assert torch.equal(actual[1].isnan(), expected.isnan())
-    torch.testing.assert_close(actual[1].nan_to_num(0), expected.nan_to_num(0), rtol=0.02, atol=0.3)
+def test_inf_and_nan_come_to_what_they_come_to_in_bfloat16_and_leave_other_images_alone(isa, layout, subtests):
+    for value in [torch.inf, -torch.inf, torch.nan]:
+        with subtests.test(value=value):
+            x, weight = torch.randn(3, 8, 9, 9).to(memory_format=FORMATS[layout]), torch.randn(5, 8, 3, 3)
+            weight = weight.sign() * (weight.abs() + 0.1)
+            clean = x.clone()
+            x[1, 3, 4, 4], clean[1] = value, 0
+            kernel = Conv2d(False, isa)
+            actual, without = (run_kernel(kernel, each, weight, torch.ones(5), *ONE) for each in (x, clean))
+            expected = F.conv2d(x, weight, torch.ones(5))[1]
+            assert torch.equal(actual[[0, 2]], without[[0, 2]])
+            assert torch.equal(actual[1].isnan(), expected.isnan())
+            torch.testing.assert_close(actual[1].nan_to_num(0), expected.nan_to_num(0), rtol=0.02, atol=0.3)
 
 
 def test_images_of_zeros_give_the_bias():

@@ -47,15 +47,16 @@ def test_the_instruction_sets_agree_for_any_factors(isa):
     assert torch.equal(run("linear", True, isa, (x, weight, None), factors), plain)
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_each_op_takes_factors(isa, by_row, dtype):
-    x, weight, bias, factors = torch.randn(5, 130), torch.randn(70, 130), torch.randn(70), new_factors(130)
-    expected = run("linear", by_row, isa, (x, weight, None), factors, dtype)
-    columns = weight.t().contiguous()
-    assert torch.equal(run("mm", by_row, isa, (x, columns), factors, dtype), expected)
-    assert torch.equal(run("matmul", by_row, isa, (x[None], weight.t()), factors, dtype)[0], expected)
-    with_bias = run("linear", by_row, isa, (x, weight, bias), factors, dtype)
-    assert torch.equal(run("addmm", by_row, isa, (bias, x, columns, 1, 1), factors, dtype), with_bias)
+def test_each_op_takes_factors(isa, by_row, subtests):
+    for dtype in FLOATS:
+        with subtests.test(dtype=dtype):
+            x, weight, bias, factors = torch.randn(5, 130), torch.randn(70, 130), torch.randn(70), new_factors(130)
+            expected = run("linear", by_row, isa, (x, weight, None), factors, dtype)
+            columns = weight.t().contiguous()
+            assert torch.equal(run("mm", by_row, isa, (x, columns), factors, dtype), expected)
+            assert torch.equal(run("matmul", by_row, isa, (x[None], weight.t()), factors, dtype)[0], expected)
+            with_bias = run("linear", by_row, isa, (x, weight, bias), factors, dtype)
+            assert torch.equal(run("addmm", by_row, isa, (bias, x, columns, 1, 1), factors, dtype), with_bias)
 
 
 def test_channels_that_are_much_larger_than_the_others_lose_no_accuracy(isa, by_row):
@@ -72,14 +73,15 @@ def test_channels_that_are_much_larger_than_the_others_lose_no_accuracy(isa, by_
     assert error(run("linear", by_row, isa, args, factors)) < 0.015
 
 
-@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
-def test_inf_and_nan_change_their_own_rows_only(isa, by_row, value):
-    x, weight, factors = torch.randn(3, 130), torch.randn(70, 130), new_factors(130)
-    expected = run("linear", True, isa, (x, weight, None), factors)
-    x[1, 5] = value
-    result = run("linear", True, isa, (x, weight, None), factors)
-    assert torch.equal(result[[0, 2]], expected[[0, 2]])
-    assert not result[1].isfinite().any()
+def test_inf_and_nan_change_their_own_rows_only(isa, by_row, subtests):
+    for value in [torch.inf, -torch.inf, torch.nan]:
+        with subtests.test(value=value):
+            x, weight, factors = torch.randn(3, 130), torch.randn(70, 130), new_factors(130)
+            expected = run("linear", True, isa, (x, weight, None), factors)
+            x[1, 5] = value
+            result = run("linear", True, isa, (x, weight, None), factors)
+            assert torch.equal(result[[0, 2]], expected[[0, 2]])
+            assert not result[1].isfinite().any()
 
 
 def test_a_weight_that_overflows_by_its_factors_is_not_prepacked(isa):

@@ -12,6 +12,7 @@ def test_each_device_has_a_kernel_at_its_key_and_at_its_autograd_key(subtests):
     """No tensor with a gradient can be made on an absent device, so the dispatch table is read."""
     for device in ["cpu", "cuda", "maia", "mps", "mtia", "xpu"]:
         with subtests.test(device=device):
+            polycast.uninstall()
             polycast.install(device)
             table = torch._C._dispatch_dump_table("polycast::cached_cast").splitlines()
             called = dict(line.split(": ", maxsplit=1) for line in table)

@@ -91,11 +91,12 @@ def test_weights_with_any_strides(cast_of, subtests):
             assert_as_torch_casts(cast_of(weight), weight)
 
 
-@pytest.mark.parametrize("offset", [1, 2, 3, 4])
-def test_weights_at_any_address(cast_of, offset):
-    numbers = bytearray(any_bits(1001).view(torch.uint8).tolist())
-    weight = frozen(torch.frombuffer(numbers, dtype=torch.float32, offset=offset, count=1000))
-    assert_as_torch_casts(cast_of(weight), weight)
+def test_weights_at_any_address(cast_of, subtests):
+    for offset in [1, 2, 3, 4]:
+        with subtests.test(offset=offset):
+            numbers = bytearray(any_bits(1001).view(torch.uint8).tolist())
+            weight = frozen(torch.frombuffer(numbers, dtype=torch.float32, offset=offset, count=1000))
+            assert_as_torch_casts(cast_of(weight), weight)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

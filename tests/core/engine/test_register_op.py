@@ -247,18 +247,19 @@ def test_an_op_with_a_problem_is_refused_and_nothing_changes(subtests):
             assert registrations == []
 
 
-@pytest.mark.parametrize(
-    ("device_type", "error", "text"),
-    [
-        ("nonsense", RuntimeError, "Invalid device string: 'nonsense'"),
-        ("meta", RuntimeError, "torch has no Autocast dispatch key for 'meta': no policy can be registered for it"),
-        (0, ValueError, "Expected `device_type` of type `str`, got: `<class 'int'>`"),
-    ],
-)
-def test_a_device_that_can_have_no_policy_is_refused(scale, device_type, error, text):
-    with pytest.raises(error, match=f"^{re.escape(text)}"):
-        polycast.register_op(scale, LOWER, device_type=device_type)
-    assert registrations == []
+NO_DEVICES = [
+    ("nonsense", RuntimeError, "Invalid device string: 'nonsense'"),
+    ("meta", RuntimeError, "torch has no Autocast dispatch key for 'meta': no policy can be registered for it"),
+    (0, ValueError, "Expected `device_type` of type `str`, got: `<class 'int'>`"),
+]
+
+
+def test_a_device_that_can_have_no_policy_is_refused(scale, subtests):
+    for device_type, error, text in NO_DEVICES:
+        with subtests.test(device_type=device_type, error=error, text=text):
+            with pytest.raises(error, match=f"^{re.escape(text)}"):
+                polycast.register_op(scale, LOWER, device_type=device_type)
+            assert registrations == []
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])

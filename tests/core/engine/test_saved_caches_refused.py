@@ -188,11 +188,12 @@ def test_another_schema(saved, model):
     assert refused(saved, model) == "it has schema 1, and this polycast reads schema 2"
 
 
-@pytest.mark.parametrize("size", [0, 7, 8, 100, -1, -64])
-def test_a_truncated_file(saved, model, size):
+def test_a_truncated_file(saved, model, subtests):
     content = saved.read_bytes()
-    saved.write_bytes(content[:size])
-    assert refused(saved, model).startswith("it is not a complete safetensors file")
+    for size in [0, 7, 8, 100, -1, -64]:
+        with subtests.test(size=size):
+            saved.write_bytes(content[:size])
+            assert refused(saved, model).startswith("it is not a complete safetensors file")
 
 
 def test_each_damaged_byte_is_seen(saved_int8, model):
@@ -237,19 +238,20 @@ def test_weights_that_were_made_in_inference_mode(saved, model):
     assert refused(saved, other) == why
 
 
-@pytest.mark.parametrize("wrong", [None, 3, "linear"])
-def test_arguments_of_other_types(path, model, wrong):
-    cache = WeightCache()
-    run(model, cache)
-    with pytest.raises(TypeError, match=r"model must be a torch.nn.Module, got"):
-        WeightCache.load(path, wrong)
-    if wrong is not None:
-        with pytest.raises(TypeError, match=r"model must be a torch.nn.Module, got"):
-            cache.save(path, wrong)
-    with pytest.raises(TypeError):
-        cache.save(3.5)
-    with pytest.raises(TypeError):
-        WeightCache.load(3.5, model)
+def test_arguments_of_other_types(path, model, subtests):
+    for wrong in [None, 3, "linear"]:
+        with subtests.test(wrong=wrong):
+            cache = WeightCache()
+            run(model, cache)
+            with pytest.raises(TypeError, match=r"model must be a torch.nn.Module, got"):
+                WeightCache.load(path, wrong)
+            if wrong is not None:
+                with pytest.raises(TypeError, match=r"model must be a torch.nn.Module, got"):
+                    cache.save(path, wrong)
+            with pytest.raises(TypeError):
+                cache.save(3.5)
+            with pytest.raises(TypeError):
+                WeightCache.load(3.5, model)
 
 
 def test_a_write_during_a_load_is_seen(saved, model, monkeypatch):

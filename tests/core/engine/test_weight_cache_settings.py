@@ -85,18 +85,19 @@ def test_a_deep_copy_of_a_model_has_an_empty_cache_with_the_same_settings():
     assert model.cache.stats().entries == 2
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ({"max_bytes": -1}, ValueError, "max_bytes must not be negative, got -1; None means no bound"),
-        ({"max_bytes": 1.5}, TypeError, "max_bytes must be an int or None, got 1.5"),
-        ({"max_bytes": True}, TypeError, "max_bytes must be an int or None, got True"),
-        ({"verify": 1}, TypeError, "verify must be a bool, got 1"),
-    ],
-)
-def test_bad_arguments_are_refused(arguments, error, message):
-    with pytest.raises(error, match=f"^{message}$"):
-        polycast.WeightCache(**arguments)
+BAD = [
+    ({"max_bytes": -1}, ValueError, "max_bytes must not be negative, got -1; None means no bound"),
+    ({"max_bytes": 1.5}, TypeError, "max_bytes must be an int or None, got 1.5"),
+    ({"max_bytes": True}, TypeError, "max_bytes must be an int or None, got True"),
+    ({"verify": 1}, TypeError, "verify must be a bool, got 1"),
+]
+
+
+def test_bad_arguments_are_refused(subtests):
+    for arguments, error, message in BAD:
+        refusal = pytest.raises(error, match=f"^{message}$")
+        with subtests.test(arguments=arguments, error=error, message=message), refusal:
+            polycast.WeightCache(**arguments)
 
 
 def test_a_region_rejects_other_objects_than_caches_and_a_cache_with_caching_disabled(cache):

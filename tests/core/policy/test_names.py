@@ -24,15 +24,16 @@ def short(name):
     return name.removeprefix("aten::").partition(".")[0]
 
 
-@pytest.mark.parametrize("device_type", BUILT_INS)
-def test_every_op_of_a_table_has_its_policy_by_its_short_name(device_type):
-    table = {
-        name: its
-        for name, its in polycast.plugin.get_backend(device_type).policies.items()
-        if find_op(name) is not None
-    }
-    assert len(table) > 50
-    assert [name for name, its in table.items() if name not in ops_with(read_op(short(name)), its)] == []
+def test_every_op_of_a_table_has_its_policy_by_its_short_name(subtests):
+    for device_type in BUILT_INS:
+        with subtests.test(device_type=device_type):
+            table = {
+                name: its
+                for name, its in polycast.plugin.get_backend(device_type).policies.items()
+                if find_op(name) is not None
+            }
+            assert len(table) > 50
+            assert [name for name, its in table.items() if name not in ops_with(read_op(short(name)), its)] == []
 
 
 @pytest.mark.parametrize("device_type", BUILT_INS)
@@ -101,28 +102,29 @@ def test_a_ban_includes_in_place_and_out_overloads():
     assert "aten::mm.out" not in ops_with(read_op("mm"), CastPolicy.PASSTHROUGH)
 
 
-@pytest.mark.parametrize(
-    ("name", "problem"),
-    [
-        ("sofmax", f"{TORCH} has no op 'sofmax'; the nearest are 'softmax', '_softmax', 'fmax'"),
-        ("aten::layernorm", f"{TORCH} has no op 'layernorm'; the nearest are 'layer_norm', "),
-        ("aten::qqqqqqqq", f"{TORCH} has no op 'qqqqqqqq': {EXPECTED}"),
-        ("acme::qqqqqqqq", f"{TORCH} has no op 'acme::qqqqqqqq': load the library that defines it first"),
-        (
-            "softmax.Dimnam",
-            f"{TORCH} has no overload 'Dimnam' of the op 'softmax', which has 'int', ",
-        ),
-        ("softmax.default", f"{TORCH} has no overload 'default' of the op 'softmax', which has "),
-        (
-            "mm.out",
-            "'aten::mm.out' writes to its inputs: in-place and out= variants are never cast, so FP32 cannot hold",
-        ),
-        ("relu_", "'aten::relu_' writes to its inputs: in-place and out= variants are never cast, so FP32 cannot hold"),
-    ],
-)
-def test_an_unknown_op_is_refused_with_the_nearest_names(name, problem):
-    with pytest.raises(ValueError, match=f"^{re.escape(problem)}"):
-        ops_with(read_op(name), CastPolicy.FP32)
+UNKNOWN = [
+    ("sofmax", f"{TORCH} has no op 'sofmax'; the nearest are 'softmax', '_softmax', 'fmax'"),
+    ("aten::layernorm", f"{TORCH} has no op 'layernorm'; the nearest are 'layer_norm', "),
+    ("aten::qqqqqqqq", f"{TORCH} has no op 'qqqqqqqq': {EXPECTED}"),
+    ("acme::qqqqqqqq", f"{TORCH} has no op 'acme::qqqqqqqq': load the library that defines it first"),
+    (
+        "softmax.Dimnam",
+        f"{TORCH} has no overload 'Dimnam' of the op 'softmax', which has 'int', ",
+    ),
+    ("softmax.default", f"{TORCH} has no overload 'default' of the op 'softmax', which has "),
+    (
+        "mm.out",
+        "'aten::mm.out' writes to its inputs: in-place and out= variants are never cast, so FP32 cannot hold",
+    ),
+    ("relu_", "'aten::relu_' writes to its inputs: in-place and out= variants are never cast, so FP32 cannot hold"),
+]
+
+
+def test_an_unknown_op_is_refused_with_the_nearest_names(subtests):
+    for name, problem in UNKNOWN:
+        refusal = pytest.raises(ValueError, match=f"^{re.escape(problem)}")
+        with subtests.test(name=name, problem=problem), refusal:
+            ops_with(read_op(name), CastPolicy.FP32)
 
 
 def test_a_policy_that_no_overload_can_have_is_refused_with_the_reason():
@@ -143,9 +145,10 @@ def test_other_attributes_of_a_namespace_are_not_ops(name):
     assert read_op(name).overloads == []
 
 
-@pytest.mark.parametrize("policy", CastPolicy)
-def test_a_policy_may_be_its_name(policy):
-    assert {read_policy(each, "it") for each in (policy, policy.value, policy.name)} == {policy}
+def test_a_policy_may_be_its_name(subtests):
+    for policy in CastPolicy:
+        with subtests.test(policy=policy):
+            assert {read_policy(each, "it") for each in (policy, policy.value, policy.name)} == {policy}
 
 
 @pytest.mark.parametrize(

@@ -142,20 +142,18 @@ def test_decorating_an_object_that_is_not_callable_raises():
         polycast.autocast("cpu")(3)
 
 
-@pytest.mark.parametrize(
-    ("policy", "message"),
-    [
+def test_a_bad_policy_is_refused(subtests):
+    for policy, message in [
         ({"m m": polycast.CastPolicy.FP32}, "'m m' is not the name of an op"),
         ({"aten::no_such_op": polycast.CastPolicy.FP32}, r"has no op 'no_such_op'"),
         ({"aten::mm": "fp23"}, "the policy of 'aten::mm' must be a CastPolicy or the name of one, got 'fp23'"),
         ({"aten::add_.Tensor": polycast.CastPolicy.FP32}, "in-place and out= variants are never cast"),
         ({"aten::mm": polycast.CastPolicy.FP32_SET_OPT_DTYPE}, "has no optional dtype argument"),
         ([], "must map op names to CastPolicy, got list"),
-    ],
-)
-def test_a_bad_policy_is_refused(policy, message):
-    with pytest.raises(ValueError, match=f"^policy: .*{message}"):
-        polycast.autocast("cpu", policy=policy)
+    ]:
+        refusal = pytest.raises(ValueError, match=f"^policy: .*{message}")
+        with subtests.test(policy=policy, message=message), refusal:
+            polycast.autocast("cpu", policy=policy)
 
 
 def test_settings_can_be_copied_and_pickled(engine):
@@ -165,34 +163,35 @@ def test_settings_can_be_copied_and_pickled(engine):
             assert polycast.get_autocast_dtype("cpu") is torch.float16
 
 
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
-        (
-            lambda: polycast.set_autocast_dtype("cpu", torch.int32),
-            ValueError,
-            "must be floating point, got torch.int32",
-        ),
-        (
-            lambda: polycast.set_autocast_dtype("cpu", torch.float64),
-            ValueError,
-            "cpu supports torch.bfloat16, torch.fl",
-        ),
-        (lambda: polycast.set_autocast_dtype("cpu", "half"), TypeError, "must be a torch.dtype, got 'half'"),
-        (lambda: polycast.set_autocast_enabled("cpu", 1), TypeError, "enabled must be a bool, got 1"),
-        (lambda: polycast.set_autocast_cache_enabled(None), TypeError, "enabled must be a bool, got None"),
-        (
-            lambda: polycast.is_autocast_enabled("meta"),
-            polycast.errors.BackendNotFoundError,
-            "no Autocast dispatch key",
-        ),
-        (lambda: polycast.autocast_nesting("nonsense"), RuntimeError, "^Invalid device string: 'nonsense'. "),
-    ],
-)
-def test_bad_switches_are_refused_and_change_nothing(call, error, message):
-    with pytest.raises(error, match=message):
-        call()
-    assert torch.get_autocast_dtype("cpu") is torch.bfloat16
+BAD = [
+    (
+        lambda: polycast.set_autocast_dtype("cpu", torch.int32),
+        ValueError,
+        "must be floating point, got torch.int32",
+    ),
+    (
+        lambda: polycast.set_autocast_dtype("cpu", torch.float64),
+        ValueError,
+        "cpu supports torch.bfloat16, torch.fl",
+    ),
+    (lambda: polycast.set_autocast_dtype("cpu", "half"), TypeError, "must be a torch.dtype, got 'half'"),
+    (lambda: polycast.set_autocast_enabled("cpu", 1), TypeError, "enabled must be a bool, got 1"),
+    (lambda: polycast.set_autocast_cache_enabled(None), TypeError, "enabled must be a bool, got None"),
+    (
+        lambda: polycast.is_autocast_enabled("meta"),
+        polycast.errors.BackendNotFoundError,
+        "no Autocast dispatch key",
+    ),
+    (lambda: polycast.autocast_nesting("nonsense"), RuntimeError, "^Invalid device string: 'nonsense'. "),
+]
+
+
+def test_bad_switches_are_refused_and_change_nothing(subtests):
+    for call, error, message in BAD:
+        with subtests.test(call=call, error=error, message=message):
+            with pytest.raises(error, match=message):
+                call()
+            assert torch.get_autocast_dtype("cpu") is torch.bfloat16
 
 
 def test_enabling_by_hand_runs_polycasts_kernels(engine):

@@ -129,25 +129,26 @@ def test_a_rule_for_one_device_is_nothing_on_another():
     assert run(on_cpu) == PLAIN | {"head": "float16"}
 
 
-@pytest.mark.parametrize(
-    ("key", "text"),
-    [
-        ("haed", "modules['haed'] matches no module of the model; the nearest is 'head'"),
-        ("blocks.*.atn", "modules['blocks.*.atn'] matches no module of the model; the nearest are"),
-        ("*", None),
-        ("xyz", "modules['xyz'] matches no module of the model"),
-        ("class:torch.nn.LayerNrom", "'class:torch.nn.LayerNorm'"),
-        ("class:torch.nn.Conv2d", "modules['class:torch.nn.Conv2d'] matches no module of the model"),
-    ],
-)
-def test_a_key_that_matches_nothing_is_refused_and_nothing_is_changed(key, text):
-    model = Model()
-    if text is None:
-        polycast.apply_policy(model, Policy(modules={key: "off"})).remove()
-        return
-    with pytest.raises(ValueError, match=re.escape(text)):
-        polycast.apply_policy(model, Policy(modules={"head": "fp32", key: "off"}))
-    assert all("forward" not in vars(module) for module in model.modules())
+NO_MATCHES = [
+    ("haed", "modules['haed'] matches no module of the model; the nearest is 'head'"),
+    ("blocks.*.atn", "modules['blocks.*.atn'] matches no module of the model; the nearest are"),
+    ("*", None),
+    ("xyz", "modules['xyz'] matches no module of the model"),
+    ("class:torch.nn.LayerNrom", "'class:torch.nn.LayerNorm'"),
+    ("class:torch.nn.Conv2d", "modules['class:torch.nn.Conv2d'] matches no module of the model"),
+]
+
+
+def test_a_key_that_matches_nothing_is_refused_and_nothing_is_changed(subtests):
+    for key, text in NO_MATCHES:
+        with subtests.test(key=key, text=text):
+            model = Model()
+            if text is None:
+                polycast.apply_policy(model, Policy(modules={key: "off"})).remove()
+                continue
+            with pytest.raises(ValueError, match=re.escape(text)):
+                polycast.apply_policy(model, Policy(modules={"head": "fp32", key: "off"}))
+            assert all("forward" not in vars(module) for module in model.modules())
 
 
 def test_a_module_with_two_names_has_the_last_rule_that_matches_either():

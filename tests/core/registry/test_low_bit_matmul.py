@@ -94,17 +94,18 @@ class InOps(Product):
     constants = (True, 2)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("op", ["linear", "matmul", "mm", "addmm"])
-def test_an_operator_gets_the_arguments_the_prepacked_weight_the_fast_dtype_and_the_constants(op, dtype):
-    x, weight, bias = torch.ones(5, 6), torch.ones(4, 6), torch.ones(4)
-    args = {"linear": (x, weight, bias), "addmm": (bias, x, weight.t(), 2, 3)}.get(op, (x, weight.t()))
-    packed = (torch.ones(2), torch.ones(3))
-    torch.set_autocast_dtype("cpu", dtype)
-    try:
-        assert InOps().kernels()[f"aten::{op}"].run(packed, *args) == (*args, *packed, dtype, True, 2)
-    finally:
-        torch.set_autocast_dtype("cpu", torch.bfloat16)
+def test_an_operator_gets_the_arguments_the_prepacked_weight_the_fast_dtype_and_the_constants(op, subtests):
+    for dtype in [torch.bfloat16, torch.float16]:
+        with subtests.test(dtype=dtype):
+            x, weight, bias = torch.ones(5, 6), torch.ones(4, 6), torch.ones(4)
+            args = {"linear": (x, weight, bias), "addmm": (bias, x, weight.t(), 2, 3)}.get(op, (x, weight.t()))
+            packed = (torch.ones(2), torch.ones(3))
+            torch.set_autocast_dtype("cpu", dtype)
+            try:
+                assert InOps().kernels()[f"aten::{op}"].run(packed, *args) == (*args, *packed, dtype, True, 2)
+            finally:
+                torch.set_autocast_dtype("cpu", torch.bfloat16)
 
 
 def test_a_kernel_without_an_operator_must_define_run():

@@ -2,7 +2,6 @@
 
 import json
 
-import pytest
 from typer.testing import CliRunner
 
 from polycast import Policy
@@ -42,29 +41,30 @@ def test_an_op_is_explained_in_a_region_with_a_recipe():
     assert explained[0]["declined"] == "there are no kernels for int8 on xpu"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--explain", "mm", "--recipe", "int9"], "'int9' is not a recipe: did you mean 'int8'?"),
-        (["--recipe", "int8"], "--recipe needs --explain OP."),
-        (["--explain", "sofmax"], "has no op 'sofmax'; the nearest are 'softmax', '_softmax', 'fmax'\n"),
-        (
-            ["--cast-policy", "fp23"],
-            "--cast-policy must be a CastPolicy or the name of one, got 'fp23'; the nearest is 'fp32'\n",
-        ),
-        (["--explain", "mm", "--policy", "absent.toml"], "No such file or directory: 'absent.toml'\n"),
-        (["--explain", "mm", "--drift"], "--explain is about one op: leave out --cast-policy and --drift."),
-        (
-            ["--explain", "mm", "--cast-policy", "fp32"],
-            "--explain is about one op: leave out --cast-policy and --drift.",
-        ),
-        (
-            ["--policy", "absent.toml"],
-            "--policy FILE needs --explain OP. To see the ops with one cast policy, write --cast-policy NAME.",
-        ),
-    ],
-)
-def test_invalid_arguments_are_refused(arguments, said):
-    result = call("ops", "cpu", *arguments)
-    assert said in result.stderr
-    assert (result.stdout, result.exit_code) == ("", 2)
+INVALID = [
+    (["--explain", "mm", "--recipe", "int9"], "'int9' is not a recipe: did you mean 'int8'?"),
+    (["--recipe", "int8"], "--recipe needs --explain OP."),
+    (["--explain", "sofmax"], "has no op 'sofmax'; the nearest are 'softmax', '_softmax', 'fmax'\n"),
+    (
+        ["--cast-policy", "fp23"],
+        "--cast-policy must be a CastPolicy or the name of one, got 'fp23'; the nearest is 'fp32'\n",
+    ),
+    (["--explain", "mm", "--policy", "absent.toml"], "No such file or directory: 'absent.toml'\n"),
+    (["--explain", "mm", "--drift"], "--explain is about one op: leave out --cast-policy and --drift."),
+    (
+        ["--explain", "mm", "--cast-policy", "fp32"],
+        "--explain is about one op: leave out --cast-policy and --drift.",
+    ),
+    (
+        ["--policy", "absent.toml"],
+        "--policy FILE needs --explain OP. To see the ops with one cast policy, write --cast-policy NAME.",
+    ),
+]
+
+
+def test_invalid_arguments_are_refused(subtests):
+    for arguments, said in INVALID:
+        with subtests.test(arguments=arguments, said=said):
+            result = call("ops", "cpu", *arguments)
+            assert said in result.stderr
+            assert (result.stdout, result.exit_code) == ("", 2)

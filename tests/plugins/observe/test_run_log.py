@@ -237,24 +237,24 @@ def test_the_model_is_held_weakly():
     assert log.model is None
 
 
-@pytest.mark.parametrize(
-    ("arguments", "kind", "text"),
-    [
-        ({"path": "no/such/run.jsonl"}, ValueError, "no/such/run.jsonl cannot be written: there is no folder no/such"),
-        ({"model": 3}, TypeError, "model must be a torch.nn.Module or None, got int"),
-        ({"scaler": 3}, TypeError, "scaler must be a torch.amp.GradScaler or None, got 3"),
-        ({"writer": 3}, TypeError, "writer must be the path of a file for JSON lines or have add_scalar"),
-        ({"schedule": 0}, ValueError, "schedule must be at least 1 (each step), or None, got 0"),
-        ({"schedule": "all"}, TypeError, "schedule must be an int n (every n-th step), torch.profiler.schedule("),
-        ({"nonfinite": "raise"}, ValueError, "nonfinite must be one of 'ignore', 'record', got 'raise'"),
-        ({"resume": 1}, TypeError, "resume must be a bool, got 1"),
-    ],
-    ids=lambda value: next(iter(value)) + str(*value.values()) if isinstance(value, dict) else None,
-)
-def test_bad_arguments_are_refused(arguments, kind, text):
-    with pytest.raises(kind) as caught:
-        polycast.RunLog(**arguments)
-    assert str(caught.value).startswith(text)
+BAD = [
+    ({"path": "no/such/run.jsonl"}, ValueError, "no/such/run.jsonl cannot be written: there is no folder no/such"),
+    ({"model": 3}, TypeError, "model must be a torch.nn.Module or None, got int"),
+    ({"scaler": 3}, TypeError, "scaler must be a torch.amp.GradScaler or None, got 3"),
+    ({"writer": 3}, TypeError, "writer must be the path of a file for JSON lines or have add_scalar"),
+    ({"schedule": 0}, ValueError, "schedule must be at least 1 (each step), or None, got 0"),
+    ({"schedule": "all"}, TypeError, "schedule must be an int n (every n-th step), torch.profiler.schedule("),
+    ({"nonfinite": "raise"}, ValueError, "nonfinite must be one of 'ignore', 'record', got 'raise'"),
+    ({"resume": 1}, TypeError, "resume must be a bool, got 1"),
+]
+
+
+def test_bad_arguments_are_refused(subtests):
+    for arguments, kind, text in BAD:
+        with subtests.test(arguments=arguments, kind=kind, text=text):
+            with pytest.raises(kind) as caught:
+                polycast.RunLog(**arguments)
+            assert str(caught.value).startswith(text)
 
 
 def test_a_schedule_that_never_observes_is_refused():

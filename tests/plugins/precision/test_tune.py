@@ -211,22 +211,22 @@ def test_a_budget_is_kept():
     assert tuned.evidence.reason == "the budget was spent after 6 evaluations"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "problem"),
-    [
-        ({"tolerance": -1}, "tolerance must be a number that is not negative, got -1"),
-        ({"tolerance": math.nan}, "tolerance must be a number that is not negative, got nan"),
-        ({"over": "layers"}, "over must be 'modules' or 'ops', got 'layers'"),
-        ({"objective": "speed"}, "objective must be 'accuracy' or 'time', got 'speed'"),
-        ({"budget": 1}, "budget must be a number of evaluations, at least 2"),
-        ({"metric": 3}, "metric must be a function of an output and a reference, or None; got 3"),
-        ({"metric": lambda a, b: "far"}, "metric must return a number, the distance of the output from the reference"),
-    ],
-    ids=["negative", "nan", "over", "objective", "budget", "metric", "distance"],
-)
-def test_invalid_arguments_are_refused(arguments, problem):
-    with pytest.raises((TypeError, ValueError), match=f"^{problem}"):
-        polycast.tune(nn.Linear(4, 4), torch.randn(2, 4), **{**FLOAT16, **arguments})
+INVALID = [
+    ({"tolerance": -1}, "tolerance must be a number that is not negative, got -1"),
+    ({"tolerance": math.nan}, "tolerance must be a number that is not negative, got nan"),
+    ({"over": "layers"}, "over must be 'modules' or 'ops', got 'layers'"),
+    ({"objective": "speed"}, "objective must be 'accuracy' or 'time', got 'speed'"),
+    ({"budget": 1}, "budget must be a number of evaluations, at least 2"),
+    ({"metric": 3}, "metric must be a function of an output and a reference, or None; got 3"),
+    ({"metric": lambda a, b: "far"}, "metric must return a number, the distance of the output from the reference"),
+]
+
+
+def test_invalid_arguments_are_refused(subtests):
+    for arguments, problem in INVALID:
+        refusal = pytest.raises((TypeError, ValueError), match=f"^{problem}")
+        with subtests.test(arguments=arguments, problem=problem), refusal:
+            polycast.tune(nn.Linear(4, 4), torch.randn(2, 4), **{**FLOAT16, **arguments})
 
 
 def test_a_model_that_cannot_run_in_float32_may_need_no_policy():
