@@ -1,13 +1,16 @@
 """The borders between the core and its plugins: which names cross them.
 
 ``borders.txt`` lists the names that cross today. The list may only get shorter: a plugin imports what ``polycast``
-exports, and the core imports no plugin. After a change that makes it shorter, run ``python tests/test_borders.py``.
+exports, and the packages of the plugins that its manifest says it needs; the core imports no plugin. After a change
+that makes it shorter, run ``python tests/test_borders.py``.
 """
 
 import ast
 from pathlib import Path
 
 import pytest
+
+from polycast.plugin import Plugin, manifests
 
 SOURCES = Path(__file__).parent.parent
 CORE, BACKENDS, PLUGINS = (
@@ -49,14 +52,27 @@ def imports(path):
                 yield module, alias.name
 
 
+def published_for(path):
+    """Return the modules that a file may import from outside its plugin, or the core."""
+    here = owner(path)
+    if here == "core":
+        return set()
+    manifest = next((each.plugin for each in manifests() if each.name == here), Plugin())
+    needed = {f"polycast_plugins.{name}" for name in manifest.needs}
+    if {file_of(command.partition(":")[0]) for command in manifest.commands.values()} & {path}:
+        needed.add("polycast_plugins.cli")  # which alone imports the modules of commands
+    return PUBLISHED | needed
+
+
 def crossings():
     """Return a line for each name that crosses a border: who imports it, its module, and its name."""
     found = set()
     for path in [*CORE.rglob("*.py"), *PLUGINS.rglob("*.py")]:
         here = owner(path)
         if path != CORE / "__init__.py":
+            published = published_for(path)
             for module, name in imports(path):
-                if owner(file_of(module)) != here and (here == "core" or module not in PUBLISHED):
+                if owner(file_of(module)) != here and module not in published:
                     found.add(f"{here}: {module} {name}".rstrip())
     return sorted(found)
 
@@ -69,6 +85,15 @@ def test_no_more_names_cross_the_borders_than_are_listed():
 def test_the_list_has_no_name_that_crosses_no_border_any_more():
     found = crossings()
     assert [line for line in ALLOWED.read_text(encoding="utf-8").splitlines() if line not in found] == []
+
+
+def test_only_the_modules_of_commands_may_import_the_command_line():
+    may = [
+        name
+        for name in ("run_command", "session")
+        if "polycast_plugins.cli" in published_for(PLUGINS / f"dropin/{name}.py")
+    ]
+    assert may == ["run_command"]
 
 
 def imported_modules(path):

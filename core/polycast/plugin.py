@@ -6,10 +6,12 @@
 - Its op table: :class:`CastPolicy`, :func:`policy_table`, :data:`STANDARD_POLICIES`, :data:`STANDARD_REMEDIES`.
 - A recipe, and kernels for recipes: :class:`Recipe`, :class:`Plan`, :class:`KernelPlan`, :class:`LowBitKernel`,
   :class:`LowBitMatmul`, :func:`recipe_kernels`, :func:`float32_products`, :func:`load_ops`.
-- What a distribution adds besides devices: :class:`Plugin`, and :func:`lazy_names` for its package.
+- What a distribution adds besides devices: :class:`Plugin`, and :func:`lazy_names` for its package; what the installed
+  ones add: :func:`manifests` (:class:`InstalledPlugin`), :func:`find_in_manifests`.
 - A change to torch: :class:`Feature`, :class:`Change`, :class:`Patch`; a private name of torch: :func:`torch_name`.
-- Questions: :func:`check_availability` and :func:`check_recipe` of a backend, :func:`find_op`, :func:`dtype_name`,
-  :func:`read_recipe` and its argument :data:`RecipeLike`.
+- Questions: :func:`check_availability`, :func:`check_dtype` and :func:`check_recipe` of a backend; :func:`find_op`;
+  :func:`dtype_name` and :func:`read_dtype`; :func:`read_recipe` and its argument :data:`RecipeLike`;
+  :func:`choose_engine`.
 - Around code: :func:`disable_autocast`, :func:`hold_during_fork`. What happens in it: :class:`events`, :class:`Event`.
 
 Users of regions import from ``polycast``, and errors from ``polycast.errors``.
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from .common.atfork import hold_during_fork as hold_during_fork
     from .common.events import Event as Event
     from .common.events import events as events
+    from .engine.choice import choose_engine as choose_engine
     from .engine.recipes.kernel_plan import KernelPlan as KernelPlan
     from .engine.recipes.plan import Plan as Plan
     from .engine.register_backend import refresh as refresh
@@ -31,7 +34,11 @@ if TYPE_CHECKING:
     from .policy.cast_policy import CastPolicy as CastPolicy
     from .policy.cast_policy import policy_table as policy_table
     from .policy.dtypes import dtype_name as dtype_name
+    from .policy.manifests import InstalledPlugin as InstalledPlugin
     from .policy.manifests import Plugin as Plugin
+    from .policy.manifests import find_in_manifests as find_in_manifests
+    from .policy.manifests import manifests as manifests
+    from .policy.names import read_dtype as read_dtype
     from .policy.recipe import RecipeLike as RecipeLike
     from .policy.recipe import read_recipe as read_recipe
     from .policy.recipe_base import Recipe as Recipe
@@ -43,6 +50,7 @@ if TYPE_CHECKING:
     from .registry.backend import Extension as Extension
     from .registry.backend import LowBitKernel as LowBitKernel
     from .registry.checks import check_availability as check_availability
+    from .registry.checks import check_dtype as check_dtype
     from .registry.hookspecs import hookimpl as hookimpl
     from .registry.low_bit_matmul import LowBitMatmul as LowBitMatmul
     from .registry.matmul_kernels import float32_products as float32_products
@@ -65,6 +73,7 @@ _PLACES = {
     "Event": "common.events",
     "Extension": "registry.backend",
     "Feature": "torch_internals.patcher",
+    "InstalledPlugin": "policy.manifests",
     "KernelPlan": "engine.recipes.kernel_plan",
     "LowBitKernel": "registry.backend",
     "LowBitMatmul": "registry.low_bit_matmul",
@@ -76,10 +85,13 @@ _PLACES = {
     "STANDARD_POLICIES": "policy.standard",
     "STANDARD_REMEDIES": "policy.standard",
     "check_availability": "registry.checks",
+    "check_dtype": "registry.checks",
     "check_recipe": "registry.recipe_kernels",
+    "choose_engine": "engine.choice",
     "disable_autocast": "torch_internals.dispatcher",
     "dtype_name": "policy.dtypes",
     "events": "common.events",
+    "find_in_manifests": "policy.manifests",
     "find_op": "policy.schemas",
     "float32_products": "registry.matmul_kernels",
     "get_backend": "registry.registry",
@@ -88,7 +100,9 @@ _PLACES = {
     "hookimpl": "registry.hookspecs",
     "lazy_names": "common.lazy_names",
     "load_ops": "toolchain.load_ops",
+    "manifests": "policy.manifests",
     "policy_table": "policy.cast_policy",
+    "read_dtype": "policy.names",
     "read_recipe": "policy.recipe",
     "recipe_kernels": "registry.recipe_kernels",
     "refresh": "engine.register_backend",

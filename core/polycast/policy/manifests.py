@@ -8,7 +8,7 @@ import importlib.metadata
 import pkgutil
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -32,8 +32,15 @@ class Plugin:
     Attributes:
         names: what it adds to the module ``polycast``, by name.
         recipes: the classes of recipes, by kind.
+        commands: commands of ``polycast``, by name: functions with parameters for typer, or typer apps. What such a
+            function returns, if it can be called, is called when the command line has ended.
+        doctor: sections of ``polycast doctor``, by title: functions without parameters that yield lines.
+        devices: remarks of ``polycast devices``, by their key in its JSON: functions that take the device type of a
+            backend that is ready, and return a sentence, or None.
         vetoes: functions that say why a kernel of a recipe should not compute a call: given the device type, the
             recipe's kind, the op and its arguments, which may be fake, each returns a str, or None.
+        needs: the plugins that it imports, by the names of their entry points; the modules of commands, which only
+            the command line imports, may import ``polycast_plugins.cli`` anyway.
 
     Raises:
         TypeError: an attribute is of another type.
@@ -41,14 +48,21 @@ class Plugin:
 
     names: Mapping[str, str] = field(default_factory=dict)
     recipes: Mapping[str, str] = field(default_factory=dict)
+    commands: Mapping[str, str] = field(default_factory=dict)
+    doctor: Mapping[str, str] = field(default_factory=dict)
+    devices: Mapping[str, str] = field(default_factory=dict)
     vetoes: Sequence[str] = ()
+    needs: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        for attribute, table in (("names", self.names), ("recipes", self.recipes)):
+        for attribute in ("names", "recipes", "commands", "doctor", "devices"):
+            table = getattr(self, attribute)
             if not isinstance(table, Mapping) or not _are_texts([*table, *table.values()]):
                 raise TypeError(f"{attribute} must map names to 'module:attribute', got {table!r}")
-        if isinstance(self.vetoes, str) or not isinstance(self.vetoes, Sequence) or not _are_texts(self.vetoes):
-            raise TypeError(f"vetoes must be a sequence of 'module:function', got {self.vetoes!r}")
+        for attribute, each in (("vetoes", "'module:function'"), ("needs", "names of plugins")):
+            values = getattr(self, attribute)
+            if isinstance(values, str) or not isinstance(values, Sequence) or not _are_texts(values):
+                raise TypeError(f"{attribute} must be a sequence of {each}, got {values!r}")
 
 
 def _are_texts(values: Sequence[object]) -> bool:
@@ -56,11 +70,26 @@ def _are_texts(values: Sequence[object]) -> bool:
 
 
 class InstalledPlugin(NamedTuple):
-    """A plugin that is installed: the name of its entry point, its distribution, and its manifest."""
+    """A plugin that is installed.
+
+    Attributes:
+        name: the name of its entry point.
+        distribution: the distribution that has it.
+        version: the version of that distribution.
+        plugin: its manifest; an empty one if that is broken.
+        problem: why the manifest is broken, and what to do; empty if it is not.
+    """
 
     name: str
     distribution: str
+    version: str
     plugin: Plugin
+    problem: str = ""
+
+    @property
+    def is_own(self) -> bool:
+        """Whether it comes with polycast."""
+        return env.canonical_name(self.distribution) == PROJECT
 
     def resolve(self, path: str) -> Any:
         """Return an object of the plugin, given as ``module:attribute``.
@@ -69,11 +98,15 @@ class InstalledPlugin(NamedTuple):
             RuntimeError: it cannot be imported.
         """
         try:
-            with _lock, disable_autocast():
+            with _lock, _announced(self.name, self.distribution, self.is_own), disable_autocast():
                 return call_outside(pkgutil.resolve_name, path)
         except PLUGIN_ERRORS as error:
             raise_if_callers(error)
-            raise RuntimeError(f"{path} cannot be imported. {_broken(self.name, self.distribution, error)}") from error
+            installed = {each.name for each in manifests()}
+            missing = [name for name in self.plugin.needs if name not in installed]
+            needs = f" It needs {', '.join(map(repr, missing))}, which is not installed." if missing else ""
+            problem = _broken(self.name, self.distribution, error)
+            raise RuntimeError(f"{path} cannot be imported. {problem}{needs}") from error
 
 
 _lock = threading.RLock()
@@ -105,21 +138,27 @@ def forget() -> None:
 
 def _read() -> Iterator[InstalledPlugin]:
     for point in sorted(importlib.metadata.entry_points(group=GROUP), key=lambda point: point.name):
-        distribution, _ = name_and_version(point)
+        distribution, version = name_and_version(point)
         is_own = env.canonical_name(distribution) == PROJECT
         if not is_own and not env.discovery():
             continue
-        waiting = f"still importing the plugin {point.name!r} of {distribution}. POLYCAST_DISCOVERY=0 leaves it out."
         try:
-            with nullcontext() if is_own else announce_if_slow(waiting), disable_autocast():
+            with _announced(point.name, distribution, is_own), disable_autocast():
                 plugin = call_outside(point.load)
             if not isinstance(plugin, Plugin):
                 raise TypeError(f"{point.value} must be a polycast.plugin.Plugin, got {plugin!r}")
         except PLUGIN_ERRORS as error:
             raise_if_callers(error)
-            warn_user(_broken(point.name, distribution, error))
+            problem = _broken(point.name, distribution, error)
+            warn_user(problem)
+            yield InstalledPlugin(point.name, distribution, version, Plugin(), problem)
         else:
-            yield InstalledPlugin(point.name, distribution, plugin)
+            yield InstalledPlugin(point.name, distribution, version, plugin)
+
+
+def _announced(name: str, distribution: str, is_own: bool) -> AbstractContextManager[None]:
+    waiting = f"still importing the plugin {name!r} of {distribution}. POLYCAST_DISCOVERY=0 leaves it out."
+    return nullcontext() if is_own else announce_if_slow(waiting)
 
 
 def _broken(name: str, distribution: str, error: BaseException) -> str:
@@ -127,7 +166,7 @@ def _broken(name: str, distribution: str, error: BaseException) -> str:
     return f"The plugin {name!r} of {distribution} is broken: {reason}. Repair or uninstall {distribution}."
 
 
-def find(table: str, name: str) -> Any:
+def find_in_manifests(table: str, name: str) -> Any:
     """Return the object with a name in a table of a plugin's manifest, such as ``recipes``; None if there is none.
 
     polycast's own plugins take precedence over others.
@@ -136,7 +175,7 @@ def find(table: str, name: str) -> Any:
         RuntimeError: several plugins have one, or it cannot be imported.
     """
     offers = [each for each in manifests() if name in getattr(each.plugin, table)]
-    offers = [each for each in offers if env.canonical_name(each.distribution) == PROJECT] or offers
+    offers = [each for each in offers if each.is_own] or offers
     if len(offers) > 1:
         plugins = ", ".join(f"{each.name} ({each.distribution})" for each in offers)
         raise RuntimeError(f"Several plugins have {name!r} in {table}: {plugins}. Uninstall all but one.")

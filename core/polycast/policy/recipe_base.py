@@ -247,7 +247,7 @@ def find_kind(name: str) -> type[Recipe] | None:
     Raises:
         RuntimeError: the plugin that has it is broken, or several have it.
     """
-    found = None if name in kinds else manifests.find("recipes", name)  # which imports it
+    found = None if name in kinds else manifests.find_in_manifests("recipes", name)  # which imports it
     if found is not None and name not in kinds:
         raise RuntimeError(
             f"A plugin names {found!r} as the recipe {name!r}, whose kind is another. Repair the plugin."

@@ -14,7 +14,12 @@ from .hookspecs import ENTRY_POINT_GROUP, EXTENSIONS_GROUP
 
 
 def discover() -> dict[str, BackendLoader]:
-    """Return a loader for each device type that an installed distribution offers a backend for."""
+    """Return a loader for each device type that an installed distribution offers a backend for.
+
+    Raises:
+        ValueError: a ``POLYCAST_`` variable has an invalid value, also one that matters to others.
+    """
+    env.engine()
     third_party, blocked, providers = env.discovery(), env.blocked(), env.providers()
     entry_points = importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)
     offered = {entry_point.name for entry_point in entry_points}

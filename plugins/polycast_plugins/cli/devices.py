@@ -10,12 +10,10 @@ from rich.text import Text
 
 from polycast import BackendStatus, Float8, Int4, Int8, backends
 from polycast.errors import BackendBrokenError
-from polycast.plugin import check_recipe, dtype_name, get_backend
+from polycast.plugin import InstalledPlugin, check_recipe, dtype_name, get_backend, manifests
 from polycast.registry.registry import registry
-from polycast_plugins.fastest.profile import look_up
 
 from .compiled import origins
-from .profile import summary
 from .terminal import blame_at_end, console, engine_lines, library_errors, print_json, print_line, print_rows
 
 _STYLES = {
@@ -62,15 +60,18 @@ class ListedDevice:
             f"{kind}: {'yes' if answer else 'no'}, {answer.reason}".rstrip(", ") for kind, answer in answers.items()
         ]
 
-    def profile(self) -> str | None:
-        """Return a sentence about the device's profile; None if it has none."""
+    def remarks(self) -> dict[str, str | None]:
+        """Return what plugins say about the device, by key; None if they say nothing."""
+        return {key: self._remark(each, path) for each in manifests() for key, path in each.plugin.devices.items()}
+
+    def _remark(self, plugin: InstalledPlugin, path: str) -> str | None:
         if self.status.state != "ready":
             return None
         try:
-            found = look_up(self.status.device_type)
-        except Warning as error:  # a filter turned it into an error
-            return f"device_details() raised {type(error).__name__}: {error}"
-        return found.warning if found.profile is None else summary(found.profile)
+            remark: str | None = plugin.resolve(path)(self.status.device_type)
+        except Exception as error:  # a plugin may raise anything
+            return f"{path} raised {type(error).__name__}: {error}"
+        return remark
 
     def as_json(self) -> dict[str, object]:
         """Return the device for JSON; what is unknown is None."""
@@ -85,7 +86,7 @@ class ListedDevice:
             "version": status.version,
             "replaces": list(status.replaces),
             "extensions": list(status.extensions),
-            "profile": self.profile(),
+            **self.remarks(),
         }
 
 
@@ -174,8 +175,8 @@ def _row(device: ListedDevice) -> tuple[str | Text, ...]:
 
 
 def _lines_of(device: ListedDevice, verbose: bool) -> list[str]:
-    profile = device.profile()
-    notes = [*device.notes(), *([profile] if profile else []), *(device.recipes() if verbose else [])]
+    remarks = filter(None, device.remarks().values())
+    notes = [*device.notes(), *remarks, *(device.recipes() if verbose else [])]
     return [f"{device.status.device_type}: {note}" for note in notes]
 
 

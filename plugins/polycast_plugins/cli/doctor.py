@@ -3,6 +3,7 @@
 An error in one section is reported as the answer of that section.
 """
 
+import dataclasses
 import os
 import platform
 import shlex
@@ -18,16 +19,13 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from polycast import DeviceProfile, WeightCache, autocast, backends
-from polycast import profile as measure_profile
+from polycast import WeightCache, autocast, backends
 from polycast.common.cpu_info import cpu_info, processor_name
 from polycast.common.versions import versions
-from polycast.engine.choice import choose_engine
-from polycast_plugins.fastest.profile import look_up
+from polycast.plugin import Feature, InstalledPlugin, choose_engine, manifests
 
 from .compiled import origins
 from .devices import known_devices
-from .profile import profile_lines
 from .terminal import console, ignore_slow_dtypes, print_json, print_line
 
 _CPU_FEATURES = {
@@ -187,19 +185,27 @@ def _checks() -> Iterator[dict[str, str | None]]:
             yield {"name": f"the backend of {status.device_type} is valid", "problem": status.reason}
 
 
-def _profiles(measures: bool) -> dict[str, object]:
-    """Return the profile of each ready device, or why it is not used; None: there is none."""
-    return {name: _try(partial(_profile, name, measures)) for name in _ready()}
+def _plugins() -> Iterator[dict[str, object]]:
+    for each in manifests():
+        adds = {field.name: list(getattr(each.plugin, field.name)) for field in dataclasses.fields(each.plugin)}
+        yield {
+            "name": each.name,
+            "distribution": each.distribution,
+            "version": each.version,
+            "adds": {what: names for what, names in adds.items() if names},
+            "problem": each.problem or None,
+        }
 
 
-def _profile(device_type: str, measures: bool) -> object:
-    found = look_up(device_type)
-    profile = measure_profile(device_type) if measures else found.profile
-    return found.warning if profile is None else profile.to_dict()
+def _lines_of(plugin: InstalledPlugin, path: str) -> Iterator[str]:
+    yield from plugin.resolve(path)()
 
 
-def _sections(measures: bool) -> Mapping[str, Callable[[], Any]]:
+def _sections() -> Mapping[str, Callable[[], Any]]:
     """Return a function for each section that returns, or yields, JSON values; the last ones import plugins."""
+    of_plugins = {
+        title: partial(_lines_of, each, path) for each in manifests() for title, path in each.plugin.doctor.items()
+    }
     return {
         "versions": lambda: {**versions(), "platform": platform.platform()},
         "compiler": _compiler,
@@ -207,18 +213,19 @@ def _sections(measures: bool) -> Mapping[str, Callable[[], Any]]:
         "cpu": _cpu,
         "accelerator": _accelerator,
         "environment": _environment,
+        "plugins": _plugins,
         "backends": lambda: (device.as_json() for device in known_devices()),
         "ops": _ops,
-        "profiles": partial(_profiles, measures),
+        **of_plugins,
         "checks": _checks,
+        "changes to torch": lambda: (
+            {"name": each.name, "refused": why or None} for each, why in Feature.made().items()
+        ),
     }
 
 
 def run(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON: an object with the same sections.")] = False,
-    measures: Annotated[
-        bool, typer.Option("--measure", help="Measure what is fast on each device that has no profile.")
-    ] = False,
 ) -> None:
     """Describe this machine for a bug report, and check that regions work on it.
 
@@ -230,7 +237,7 @@ def run(
         if not as_json:
             print_line(out, line)
 
-    for section, find in _sections(measures).items():
+    for section, find in _sections().items():
         show(f"{section}:")
         found[section] = _try(partial(_show, section, find, show))
         if isinstance(found[section], str):  # the error
@@ -245,21 +252,23 @@ _LISTS: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "backends": lambda device: f"{device['device_type']}: {_of_device(device)}",
     "ops": lambda ops: f"{ops['package']}: {ops['from']}",
     "checks": lambda check: f"{check['name']}: {check['problem'] or 'ok'}",
+    "changes to torch": lambda change: f"{change['name']}: {change['refused'] or 'made'}",
+    "plugins": lambda plugin: f"{plugin['name']} of {plugin['distribution']} {plugin['version']}: {_of_plugin(plugin)}",
 }
-"""The sections that are lists, with the line of an item."""
+"""The line of an item, in the sections that are lists of dicts. Other lists have lines."""
 
 
 def _show(section: str, find: Callable[[], Any], show: Callable[[str], None]) -> Any:
     """Return what a section has; show its lines, those of a list as they are known."""
-    if section not in _LISTS:
-        content = find()
+    content = find()
+    if content is None or isinstance(content, Mapping):
         for line in _lines(section, content):
             show(line)
         return content
     items = []
-    for item in find():
+    for item in content:
         items.append(item)
-        show(f"  {_LISTS[section](item)}")
+        show(f"  {_LISTS[section](item) if section in _LISTS else item}")
     if not items:
         show("  none")
     return items
@@ -268,9 +277,6 @@ def _show(section: str, find: Callable[[], Any], show: Callable[[str], None]) ->
 def _lines(section: str, content: Mapping[str, Any] | None) -> Iterator[str]:
     if content is None:
         yield "  none"
-    elif section == "profiles":
-        for name, profile in content.items():
-            yield from _of_profile(name, profile)
     elif section == "environment":
         yield from (f"  {name}: {value}" for name, value in content.items())
         if not content:
@@ -292,13 +298,8 @@ def _of_value(name: str, value: object) -> Iterator[str]:
         yield f"  {name}: {({True: 'yes', False: 'no'}[value]) if isinstance(value, bool) else value}"
 
 
-def _of_profile(device_type: str, profile: object) -> Iterator[str]:
-    if isinstance(profile, Mapping):
-        lines = profile_lines(console(), DeviceProfile.from_dict(profile), indentation=2)
-    else:
-        lines = [f"{device_type}: {profile or 'none; polycast doctor --measure makes one'}"]
-    for line in lines:
-        yield f"  {line}"
+def _of_plugin(plugin: Mapping[str, Any]) -> str:
+    return plugin["problem"] or "; ".join(f"{what} {', '.join(names)}" for what, names in plugin["adds"].items())
 
 
 def _of_device(device: Mapping[str, Any]) -> str:

@@ -19,8 +19,6 @@ from rich import box
 from rich.console import Console, RenderableType
 from rich.table import Table
 
-from polycast.common import env
-from polycast.common.announce import announce
 from polycast.engine.choice import build_failure, choose_engine
 from polycast.errors import SlowDtypeWarning
 
@@ -111,7 +109,7 @@ def plain_warnings() -> Iterator[None]:
 
     def show_plainly(message: Any, category: Any, filename: str, *where: Any) -> None:
         if Path(filename).parent.name in ("typer", "click"):
-            announce(str(message))
+            typer.echo(f"polycast: {message}", err=True)
         else:
             show(message, category, filename, *where)
 
@@ -191,12 +189,8 @@ def ignore_slow_dtypes() -> Iterator[None]:
 
 @contextmanager
 def library_errors() -> Iterator[None]:
-    """Print errors of the library on stderr, and exit with status 2.
-
-    Every command checks the environment variables, even those that it does not use.
-    """
+    """Print errors of the library on stderr, and exit with status 2."""
     try:
-        env.engine()
         yield
     except BrokenPipeError:
         raise  # typer exits without a word

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from polycast import Policy, WeightCache
-from polycast.engine.choice import choose_engine
+from polycast.plugin import choose_engine
 from polycast.region import slow_dtype
 from polycast.registry.registry import registry
 

@@ -9,5 +9,8 @@ plugin = Plugin(
         "profile": "polycast_plugins.fastest.profile:profile",
     },
     recipes={"fastest": "polycast_plugins.fastest.fastest_recipe:Fastest"},
+    commands={"profile": "polycast_plugins.fastest.profile_command:run"},
+    doctor={"profiles": "polycast_plugins.fastest.profile_command:describe"},
+    devices={"profile": "polycast_plugins.fastest.profile_command:summary"},
     vetoes=("polycast_plugins.fastest.slower:slower_reason",),
 )

@@ -14,5 +14,9 @@ plugin = Plugin(
         "equalize": "polycast_plugins.precision.equalize:equalize",
         "explain": "polycast_plugins.precision.explain:explain",
         "tune": "polycast_plugins.precision.tune:tune",
-    }
+    },
+    commands={
+        "explain": "polycast_plugins.precision.explain_command:run",
+        "tune": "polycast_plugins.precision.tune_command:run",
+    },
 )

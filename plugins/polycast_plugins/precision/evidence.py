@@ -10,8 +10,7 @@ import torch
 from polycast import Policy
 from polycast.common.html_table import html_lines
 from polycast.common.plain_text import in_ascii
-from polycast.engine.choice import choose_engine
-from polycast.plugin import Recipe, dtype_name, get_backend
+from polycast.plugin import Recipe, choose_engine, dtype_name, get_backend
 from polycast.policy import files
 from polycast.policy.files import PolicyPath
 from polycast.policy.plain_data import plain_fields

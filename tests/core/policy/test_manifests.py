@@ -54,7 +54,7 @@ def test_two_plugins_with_one_kind_are_a_conflict(monkeypatch, tmp_path):
 def test_polycasts_own_recipe_takes_precedence(monkeypatch, tmp_path):
     source = "from polycast.plugin import Plugin\nplugin = Plugin(recipes={'fastest': 'acme_recipes:Mine'})\n"
     offer(monkeypatch, tmp_path, ("acme", source))
-    assert manifests.find("recipes", "fastest") is polycast.Fastest
+    assert manifests.find_in_manifests("recipes", "fastest") is polycast.Fastest
 
 
 def test_a_kind_of_a_plugin_that_is_not_imported_is_taken(monkeypatch, tmp_path):
@@ -98,6 +98,15 @@ def test_a_veto_that_cannot_be_imported_or_fails_is_left_out_with_a_warning(monk
     kernel_plan._vetoes.cache_clear()
 
 
+def test_a_plugin_that_cannot_be_imported_names_the_missing_plugins_that_it_needs(monkeypatch, tmp_path):
+    source = (
+        "from polycast.plugin import Plugin\nplugin = Plugin(names={'new': 'acme:new'}, needs=('observe', 'gone'))\n"
+    )
+    offer(monkeypatch, tmp_path, ("acme", source))
+    with pytest.raises(RuntimeError, match=r"It needs 'gone', which is not installed\.$"):
+        polycast.__getattr__("new")
+
+
 def test_what_interrupts_the_import_of_a_plugin_reaches_the_caller(monkeypatch, tmp_path):
     offer(monkeypatch, tmp_path, ("acme", "raise MemoryError"))
     with pytest.raises(MemoryError):
@@ -112,9 +121,11 @@ def test_a_distribution_without_metadata_hides_no_plugin(monkeypatch, tmp_path):
     assert {"acme", "fastest"} <= {manifest.name for manifest in manifests.manifests()}
 
 
-@pytest.mark.parametrize("given", [{"recipes": None}, {"recipes": {"a": 1}}, {"vetoes": "a:b"}, {"vetoes": (1,)}])
+@pytest.mark.parametrize(
+    "given", [{"recipes": None}, {"commands": {"a": 1}}, {"vetoes": "a:b"}, {"vetoes": (1,)}, {"needs": "observe"}]
+)
 def test_a_manifest_of_other_types_is_refused(given):
-    with pytest.raises(TypeError, match=r"(recipes must map names|vetoes must be a sequence)"):
+    with pytest.raises(TypeError, match=r"(recipes|commands) must map names|(vetoes|needs) must be a sequence"):
         polycast.plugin.Plugin(**given)
 
 
@@ -123,6 +134,7 @@ def test_a_broken_plugin_breaks_itself_only(monkeypatch, tmp_path, source):
     offer(monkeypatch, tmp_path, ("acme", source))
     with pytest.warns(UserWarning, match=r"The plugin 'acme' of acme is broken: \w+: .*Repair or uninstall acme\."):
         known = manifests.manifests()
+    assert [manifest.problem.startswith("The plugin") for manifest in known if manifest.name == "acme"] == [True]
     assert any("fastest" in manifest.plugin.recipes for manifest in known)
 
 

@@ -182,6 +182,7 @@ def test_builds_that_wait_for_a_core_are_cancelled_by_an_interrupt(compiler, ops
     assert calls.read_text() == "called "
 
 
+@pytest.mark.usefixtures("rediscover")
 def test_an_invalid_engine_is_reported(compiler, monkeypatch):
     compiler("pass")
     monkeypatch.setenv("POLYCAST_ENGINE", "perhaps")

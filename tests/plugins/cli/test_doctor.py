@@ -24,10 +24,12 @@ SECTIONS = [
     "cpu",
     "accelerator",
     "environment",
+    "plugins",
     "backends",
     "ops",
     "profiles",
     "checks",
+    "changes to torch",
 ]
 BROKEN = "raise RuntimeError('the driver is gone')\n"
 

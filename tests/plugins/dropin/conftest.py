@@ -43,7 +43,7 @@ def patched():
 
 @pytest.fixture(scope="session")
 def _launched(start_launcher):
-    return start_launcher("import polycast_plugins.cli", ENVIRONMENT)
+    return start_launcher("import polycast_plugins.cli.command_line, polycast_plugins.dropin.run_command", ENVIRONMENT)
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def polycast_run(_launched, fast_dtypes):
 
     def run(*arguments, folder, stdin="", **environment):
         environment = {**ENVIRONMENT, "POLYCAST_PROFILE": fast_dtypes, **environment}
-        script = "import polycast_plugins.cli, sys\nsys.argv[0] = 'polycast'\npolycast.cli.main()"
+        script = "import polycast_plugins.cli, sys\nsys.argv[0] = 'polycast'\npolycast_plugins.cli.main()"
         return _launched(script, "run", *map(str, arguments), folder=folder, stdin=stdin, environment=environment)
 
     return run

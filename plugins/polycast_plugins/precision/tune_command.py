@@ -9,14 +9,12 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from polycast.plugin import read_recipe
-from polycast.policy.names import read_dtype
-from polycast_plugins.precision.evidence import Tuned
-from polycast_plugins.precision.tune import tune
+from polycast.plugin import read_dtype, read_recipe
+from polycast_plugins.cli import check_output, console, library_errors
 
 from .built import FastDtype, Target, built, function_of
-from .output import check_output
-from .terminal import console, library_errors
+from .evidence import Tuned
+from .tune import tune
 
 
 class Over(enum.Enum):

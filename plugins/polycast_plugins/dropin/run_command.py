@@ -9,18 +9,21 @@ from typing import Annotated
 import torch
 import typer
 
-from polycast import Policy
-from polycast.engine.choice import choose_engine
-from polycast.plugin import check_availability, dtype_name, get_backend, read_recipe
-from polycast.policy.names import read_dtype
-from polycast.registry.checks import check_dtype
-from polycast_plugins.dropin.observing import ObservedOutput
-from polycast_plugins.dropin.program import Program
-from polycast_plugins.dropin.session import Options, start
-from polycast_plugins.observe.observe import observe
+from polycast import Policy, backends, observe
+from polycast.plugin import (
+    check_availability,
+    check_dtype,
+    choose_engine,
+    dtype_name,
+    get_backend,
+    read_dtype,
+    read_recipe,
+)
+from polycast_plugins.cli import check_output, library_errors
 
-from .output import check_output
-from .terminal import library_errors
+from .observing import ObservedOutput
+from .program import Program
+from .session import Options, start
 
 
 class EngineOption(enum.Enum):
@@ -31,14 +34,10 @@ class EngineOption(enum.Enum):
     REFERENCE = "reference"
 
 
-class Ready(BaseException):
-    """Carries the program out of typer, which handles exceptions, exit codes and hooks in its own way."""
-
-    def __init__(self, start: Callable[[], None]) -> None:
-        super().__init__()
-        self.start = start
+app = typer.Typer(add_completion=False)
 
 
+@app.command(context_settings={"allow_interspersed_args": False})
 def run(
     program: Annotated[
         str,
@@ -71,11 +70,12 @@ def run(
         typer.Option(metavar="FILE", help="Write an HTML report at the end: what ran in which dtype, and why."),
     ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="Print no summary at the end.")] = False,
-) -> None:
+) -> Callable[[], None]:
     """Run a program with polycast in place of torch.autocast. Options come before the program."""
     if engine is not None:
         os.environ["POLYCAST_ENGINE"] = engine.value  # for the processes that the program starts, too
     with library_errors():
+        backends()  # reads the environment variables, and raises if one is invalid
         options = _options(weight_cache, wrap, policy, _output_options(show_observed, report, quiet), recipe)
         if engine is not None:
             choose_engine()
@@ -90,7 +90,7 @@ def run(
         start(options, summarizes=not quiet)
         start_program()
 
-    raise Ready(run_program)
+    return run_program
 
 
 def _options(

@@ -6,11 +6,11 @@ from typing import Annotated
 import torch
 import typer
 
-from polycast.policy.names import read_dtype
-from polycast_plugins.precision.explain import explain
+from polycast.plugin import read_dtype
+from polycast_plugins.cli import console, library_errors, print_json
 
 from .built import FastDtype, Target, built, function_of
-from .terminal import console, library_errors, print_json
+from .explain import explain
 
 
 def run(

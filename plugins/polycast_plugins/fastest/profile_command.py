@@ -1,22 +1,30 @@
 """``polycast profile``: measure what is fast on a device."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from polycast import DeviceProfile, profile
-from polycast_plugins.fastest.measurement_table import as_lines
+from polycast import DeviceProfile, backends, profile
+from polycast_plugins.cli import check_output, console, library_errors, print_json, print_line
 
-from .output import check_output
-from .terminal import console, library_errors, print_json, print_line
+from .measurement_table import as_lines
+from .profile import look_up
 
 _ROWS = 128
 
 
-def summary(profile: DeviceProfile) -> str:
-    """Return a sentence with the ratios of linear layers."""
+def summary(device_type: str) -> str | None:
+    """Return a sentence with the ratios of linear layers, by the device's profile; None if it has none."""
+    try:
+        found = look_up(device_type)
+    except Warning as error:  # a filter turned it into an error
+        return f"device_details() raised {type(error).__name__}: {error}"
+    profile = found.profile
+    if profile is None:
+        return found.warning
     ways = {each.way for each in profile.measurements if each.op == "linear" and each.rows >= _ROWS} - {"float32"}
     ratios = {way: profile.ratio("linear", _ROWS, way) for way in profile.ways("linear") if way in ways}
     shown = ", ".join(f"{way} {ratio:.2g}" for way, ratio in ratios.items() if ratio is not None)
@@ -27,7 +35,17 @@ def summary(profile: DeviceProfile) -> str:
     )
 
 
-def profile_lines(out: Console, profile: DeviceProfile, indentation: int = 0) -> list[str]:
+def describe() -> Iterator[str]:
+    """Yield the lines of each ready device's profile, or why there is none, for ``polycast doctor``."""
+    for device_type in [name for name, status in backends().items() if status.state == "ready"]:
+        found = look_up(device_type)
+        if found.profile is None:
+            yield f"{device_type}: {found.warning or f'none; polycast profile {device_type} makes one'}"
+        else:
+            yield from _lines(console(), found.profile, indentation=2)
+
+
+def _lines(out: Console, profile: DeviceProfile, indentation: int = 0) -> list[str]:
     """Return a profile as lines: a table, unless the terminal is too narrow for it."""
     lines = repr(profile).splitlines()
     too_wide = out.is_terminal and max(map(len, lines)) + indentation > out.width
@@ -58,7 +76,7 @@ def run(
         print_json(found.to_dict())
     elif output is None:
         out = console()
-        for line in profile_lines(out, found):
+        for line in _lines(out, found):
             print_line(out, line)
     else:
         console().print(f"written: {output}", soft_wrap=True)
