@@ -9,9 +9,9 @@
 - What a distribution adds besides devices: :class:`Plugin`, and :func:`lazy_names` for its package; what the installed
   ones add: :func:`manifests` (:class:`InstalledPlugin`), :func:`find_in_manifests`.
 - A change to torch: :class:`Feature`, :class:`Change`, :class:`Patch`; a private name of torch: :func:`torch_name`.
-- Questions: :func:`check_availability`, :func:`check_dtype` and :func:`check_recipe` of a backend; :func:`find_op`;
-  :func:`dtype_name` and :func:`read_dtype`; :func:`read_recipe` and its argument :data:`RecipeLike`;
-  :func:`choose_engine`.
+- Questions: :func:`check_availability`, :func:`check_dtype`, :func:`check_recipe` and :func:`find_slow_reason` of a
+  backend; :func:`find_op`; :func:`dtype_name` and :func:`read_dtype`; :func:`read_recipe` and its argument
+  :data:`RecipeLike`; :func:`choose_engine`.
 - Around code: :func:`disable_autocast`, :func:`hold_during_fork`. What happens in it: :class:`events`, :class:`Event`.
 
 Users of regions import from ``polycast``, and errors from ``polycast.errors``.
@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from .registry.backend import LowBitKernel as LowBitKernel
     from .registry.checks import check_availability as check_availability
     from .registry.checks import check_dtype as check_dtype
+    from .registry.checks import find_slow_reason as find_slow_reason
     from .registry.hookspecs import hookimpl as hookimpl
     from .registry.low_bit_matmul import LowBitMatmul as LowBitMatmul
     from .registry.matmul_kernels import float32_products as float32_products
@@ -93,6 +94,7 @@ _PLACES = {
     "events": "common.events",
     "find_in_manifests": "policy.manifests",
     "find_op": "policy.schemas",
+    "find_slow_reason": "registry.checks",
     "float32_products": "registry.matmul_kernels",
     "get_backend": "registry.registry",
     "get_extensions": "registry.registry",

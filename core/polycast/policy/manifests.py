@@ -4,10 +4,11 @@ A manifest is a `Plugin` that an entry point in the group `GROUP` names. Reading
 import nothing else of the plugin. A plugin that is broken, or slow to import, affects only what it adds.
 """
 
+import functools
 import importlib.metadata
 import pkgutil
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -39,6 +40,9 @@ class Plugin:
             backend that is ready, and return a sentence, or None.
         vetoes: functions that say why a kernel of a recipe should not compute a call: given the device type, the
             recipe's kind, the op and its arguments, which may be fake, each returns a str, or None.
+        slow_reasons: functions that know better than backends whether a fast dtype is slow on a device: given the
+            device type, the dtype, and the reason so far, the backend's at first, each returns the reason, as the end
+            of a sentence, or None: the dtype is not slow.
         needs: the plugins that it imports, by the names of their entry points; the modules of commands, which only
             the command line imports, may import ``polycast_plugins.cli`` anyway.
 
@@ -52,6 +56,7 @@ class Plugin:
     doctor: Mapping[str, str] = field(default_factory=dict)
     devices: Mapping[str, str] = field(default_factory=dict)
     vetoes: Sequence[str] = ()
+    slow_reasons: Sequence[str] = ()
     needs: Sequence[str] = ()
 
     def __post_init__(self) -> None:
@@ -59,7 +64,8 @@ class Plugin:
             table = getattr(self, attribute)
             if not isinstance(table, Mapping) or not _are_texts([*table, *table.values()]):
                 raise TypeError(f"{attribute} must map names to 'module:attribute', got {table!r}")
-        for attribute, each in (("vetoes", "'module:function'"), ("needs", "names of plugins")):
+        functions = "'module:function'"
+        for attribute, each in (("vetoes", functions), ("slow_reasons", functions), ("needs", "names of plugins")):
             values = getattr(self, attribute)
             if isinstance(values, str) or not isinstance(values, Sequence) or not _are_texts(values):
                 raise TypeError(f"{attribute} must be a sequence of {each}, got {values!r}")
@@ -109,6 +115,22 @@ class InstalledPlugin(NamedTuple):
             raise RuntimeError(f"{path} cannot be imported. {problem}{needs}") from error
 
 
+class PluginFunction(NamedTuple):
+    """A function of a plugin, and its ``module:function``."""
+
+    path: str
+    function: Callable[..., Any]
+
+    def ask(self, *args: Any, default: Any = None) -> Any:
+        """Return what the function returns; if it raises, warn of that and return the default."""
+        try:
+            return self.function(*args)
+        except PLUGIN_ERRORS as error:
+            raise_if_callers(error)
+            warn_user(f"{self.path}, of a plugin, failed: {type(error).__name__}: {error}")
+            return default
+
+
 _lock = threading.RLock()
 hold_during_fork(lambda: [_lock])  # a child that is forked during an import could never finish it
 _manifests: list[InstalledPlugin] | None = None
@@ -134,6 +156,7 @@ def forget() -> None:
     """Read the manifests again at the next use."""
     global _manifests
     _manifests = None
+    functions.cache_clear()
 
 
 def _read() -> Iterator[InstalledPlugin]:
@@ -164,6 +187,19 @@ def _announced(name: str, distribution: str, is_own: bool) -> AbstractContextMan
 def _broken(name: str, distribution: str, error: BaseException) -> str:
     reason = f"{type(error).__name__}: {error}".rstrip(".")
     return f"The plugin {name!r} of {distribution} is broken: {reason}. Repair or uninstall {distribution}."
+
+
+@functools.cache
+def functions(table: str) -> Sequence[PluginFunction]:
+    """Return the functions that the manifests name in a list, such as ``vetoes``; warn of what cannot be imported."""
+    found = []
+    for manifest in manifests():
+        for path in getattr(manifest.plugin, table):
+            try:
+                found.append(PluginFunction(path, manifest.resolve(path)))
+            except RuntimeError as error:
+                warn_user(str(error))
+    return found
 
 
 def find_in_manifests(table: str, name: str) -> Any:

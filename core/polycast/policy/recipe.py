@@ -36,6 +36,7 @@ class Int8(Recipe):
     """
 
     kind = "int8"
+    avoids_slow_dtypes = " (inference only)"
     scales: Literal["row", "tensor"] = "row"
     ops: Sequence[str] = MATMULS
     min_size: int = 2**16

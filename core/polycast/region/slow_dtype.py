@@ -2,23 +2,17 @@
 
 import torch
 
-from polycast_plugins.fastest.profile import find_ignoring_errors
-from polycast_plugins.fastest.slow_dtypes import find_slow_reason
-
 from ..common.interrupts import raise_if_callers
 from ..engine import state
 from ..errors import SlowDtypeWarning, warn_user
 from ..policy.dtypes import dtype_name
-from ..policy.recipe import read_recipe
+from ..policy.recipe import all_recipes
 from ..registry.backend import Backend
-from ..registry.checks import PLUGIN_ERRORS, ask_slow_reason
+from ..registry.checks import PLUGIN_ERRORS, ask_slow_reason, find_slow_reason
 from ..registry.recipe_kernels import check_recipe
 from ..registry.registry import registry
 from ..toolchain.load_ops import is_built
 from ..torch_internals.callers_state import call_outside
-
-FASTER_RECIPES = {"fastest": "", "int8": " (inference only)"}
-"""The recipes that replace a slow dtype, and what messages add to their names."""
 
 found: dict[tuple[str, torch.dtype], None] = {}
 """The devices and slow dtypes of the regions so far."""
@@ -38,17 +32,15 @@ def warn_if_slow(backend: Backend, dtype: torch.dtype) -> bool:
     override, _ = state.machine.innermost(backend.device_type)
     if override is not None and override.recipe is not None and override.recipe.ops:
         return False
-    # A profile is read only if the backend says that the dtype is slow: most programs need none.
+    # Plugins are asked only if the backend says that the dtype is slow: most programs need none.
     text = None if ask_slow_reason(backend, dtype) is None else describe(backend, dtype)
     if text is not None:
         if not _is_left_to_summary:
             ways = [f'recipe="{kind}"{note}' for kind, note in faster_recipes(backend).items()]
             ways += [f"dtype={other}" for other in _faster_dtypes(backend)]
             ways.append("float32, without a region")
-            is_measured = find_ignoring_errors(backend.device_type) is not None
-            measure = "" if is_measured else f" `polycast profile {backend.device_type}` measures how much."
             warn_user(
-                f"{text}. It saves memory but no time. Faster: {', '.join(ways)}.{measure} To silence this: "
+                f"{text}. It saves memory but no time. Faster: {', '.join(ways)}. To silence this: "
                 'warnings.simplefilter("ignore", polycast.errors.SlowDtypeWarning).',
                 SlowDtypeWarning,
             )
@@ -64,31 +56,23 @@ def leave_to_summary() -> None:
 
 
 def describe(backend: Backend, dtype: torch.dtype) -> str | None:
-    """Return the beginning of a sentence that says why a dtype is slow on a device; None if it is not.
-
-    The backend says so, or a profile of the device, which decides if there is one. Nothing is measured.
-    """
+    """Return the beginning of a sentence that says why a dtype is slow on a device; None if it is not."""
     reason = find_slow_reason(backend, dtype)
-    if reason is None:
-        return None
-    profile = None if ask_slow_reason(backend, dtype) is None else find_ignoring_errors(backend.device_type)
-    name = dtype_name(dtype)
-    ratios = {} if profile is None else {rows: profile.ratio("linear", rows, name) for rows in _ROWS}
-    times = [f"{ratio:.2g} for {rows:,} row{'s' * (rows > 1)}" for rows, ratio in ratios.items() if ratio is not None]
-    measured = f" (time of linear layers relative to float32: {' and '.join(times)})" if times else ""
-    return f"{name} is slow on {backend.device_type}: {reason}{measured}"
-
-
-_ROWS = (1, 128)
+    return None if reason is None else f"{dtype_name(dtype)} is slow on {backend.device_type}: {reason}"
 
 
 def faster_recipes(backend: Backend) -> dict[str, str]:
-    """Return the part of :data:`FASTER_RECIPES` that a device supports, as far as known without compiling C++."""
-    recipes = {kind: read_recipe(kind) for kind in FASTER_RECIPES}
+    """Return the names of the recipes that avoid slow dtypes on a device, as far as known without compiling C++.
+
+    The values are what messages add to the names.
+    """
+    recipes = sorted(
+        (each for each in all_recipes() if each.avoids_slow_dtypes is not None), key=lambda each: each.kind
+    )
     packages = (name for each in (backend, *registry.extensions(backend.device_type)) for name in each.ops_in_cpp)
     built = all(map(is_built, packages))
-    known = {kind: recipe for kind, recipe in recipes.items() if built or not recipe.needs_kernels}
-    return {kind: FASTER_RECIPES[kind] for kind, recipe in known.items() if check_recipe(backend, recipe)}
+    known = [recipe for recipe in recipes if (built or not recipe.needs_kernels) and check_recipe(backend, recipe)]
+    return {recipe.kind: recipe.avoids_slow_dtypes or "" for recipe in known}
 
 
 def _faster_dtypes(backend: Backend) -> list[torch.dtype]:

@@ -13,4 +13,5 @@ plugin = Plugin(
     doctor={"profiles": "polycast_plugins.fastest.profile_command:describe"},
     devices={"profile": "polycast_plugins.fastest.profile_command:summary"},
     vetoes=("polycast_plugins.fastest.slower:slower_reason",),
+    slow_reasons=("polycast_plugins.fastest.slow_dtypes:slow_reason",),
 )

@@ -51,6 +51,7 @@ class Fastest(Recipe):
 
     kind = "fastest"
     needs_kernels = False
+    avoids_slow_dtypes = ""
     plan_class = "polycast_plugins.fastest.fastest_plan:FastestPlan"
     profile: Any = None
     ops: Sequence[str] = FASTEST_OPS

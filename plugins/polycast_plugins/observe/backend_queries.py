@@ -4,11 +4,10 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-from polycast.plugin import Backend, check_availability
+from polycast.plugin import Backend, check_availability, find_slow_reason
 from polycast.region.resolve import why_disabled
 from polycast.registry.checks import ask_slow_reason
 from polycast.registry.registry import registry
-from polycast_plugins.fastest.slow_dtypes import find_slow_reason
 
 
 def find_backend(device: str) -> Backend | None:
@@ -38,6 +37,6 @@ def slow_reasons(devices: Mapping[str, Iterable[str]]) -> dict[str, str]:
         for name in names:
             dtype = getattr(torch, name)
             reason = ask_slow_reason(backend, dtype)
-            if reason is not None and find_slow_reason(backend, dtype) is not None:  # a profile may know better
+            if reason is not None and find_slow_reason(backend, dtype) is not None:  # a plugin may know better
                 found[f"{device} {name}"] = reason
     return found

@@ -6,7 +6,6 @@ import sys
 import pytest
 
 import polycast
-from polycast.engine.recipes import kernel_plan
 from polycast.policy import manifests
 from polycast.policy.recipe import all_recipes, read_recipe
 
@@ -90,12 +89,10 @@ def test_a_veto_that_cannot_be_imported_or_fails_is_left_out_with_a_warning(monk
     source = "from polycast.plugin import Plugin\nplugin = Plugin(vetoes=('acme:no', 'acme:fails'))\n"
     source += "def fails(*args): 1 / 0\n"
     offer(monkeypatch, tmp_path, ("acme", source))
-    kernel_plan._vetoes.cache_clear()
     with pytest.warns(UserWarning, match=r"acme:no cannot be imported\. The plugin 'acme' of acme is broken"):
-        vetoes = kernel_plan._vetoes()
-    with pytest.warns(UserWarning, match=r"acme:fails, a veto of a plugin, failed for aten::mm: ZeroDivisionError"):
-        assert {veto("cpu", "int8", "aten::mm", ()) for veto in vetoes[:1]} == {None}
-    kernel_plan._vetoes.cache_clear()
+        vetoes = manifests.functions("vetoes")
+    with pytest.warns(UserWarning, match=r"acme:fails, of a plugin, failed: ZeroDivisionError"):
+        assert {veto.ask("cpu", "int8", "aten::mm", ()) for veto in vetoes[:1]} == {None}
 
 
 def test_a_plugin_that_cannot_be_imported_names_the_missing_plugins_that_it_needs(monkeypatch, tmp_path):
@@ -122,10 +119,20 @@ def test_a_distribution_without_metadata_hides_no_plugin(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "given", [{"recipes": None}, {"commands": {"a": 1}}, {"vetoes": "a:b"}, {"vetoes": (1,)}, {"needs": "observe"}]
+    "given",
+    [
+        {"recipes": None},
+        {"commands": {"a": 1}},
+        {"vetoes": "a:b"},
+        {"vetoes": (1,)},
+        {"slow_reasons": "a"},
+        {"needs": "b"},
+    ],
 )
 def test_a_manifest_of_other_types_is_refused(given):
-    with pytest.raises(TypeError, match=r"(recipes|commands) must map names|(vetoes|needs) must be a sequence"):
+    with pytest.raises(
+        TypeError, match=r"(recipes|commands) must map names|(vetoes|slow_reasons|needs) must be a sequence"
+    ):
         polycast.plugin.Plugin(**given)
 
 

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 import polycast
+from polycast.policy import manifests
 from polycast.region import slow_dtype
-from polycast_plugins.fastest import slow_dtypes as profiled_dtypes
-from polycast_plugins.fastest.profile import find_ignoring_errors
 
 
 @pytest.fixture(autouse=True)
@@ -24,15 +23,16 @@ def forgotten(monkeypatch):
 
 
 @pytest.fixture(autouse=True)
-def use_profile(monkeypatch):
-    """Run without a profile; return a function that sets one."""
+def know_better(monkeypatch):
+    """Run without plugins that know slow dtypes, or recipes; return a function that adds such a plugin."""
 
-    def use_profile(profile):
-        for module in (slow_dtype, profiled_dtypes):
-            monkeypatch.setattr(module, "find_ignoring_errors", lambda device_type: profile)
+    def know_better(*answers):
+        functions = [manifests.PluginFunction("acme:why", each) for each in answers]
+        monkeypatch.setattr(manifests, "functions", lambda table: functions)
 
-    use_profile(None)
-    return use_profile
+    know_better()
+    monkeypatch.setattr(slow_dtype, "all_recipes", lambda: [polycast.Int8()])
+    return know_better
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def test_first_region_says_why_and_what_to_do(slow):
     (found,) = warned(lambda: polycast.autocast("cpu"))
     assert str(found.message) == (
         "bfloat16 is slow on cpu: it has no such unit. It saves memory but no time. Faster: "
-        'recipe="fastest", dtype=torch.float16, float32, without a region. `polycast profile cpu` measures how much. '
+        "dtype=torch.float16, float32, without a region. "
         'To silence this: warnings.simplefilter("ignore", polycast.errors.SlowDtypeWarning).'
     )
     assert found.filename == __file__
@@ -65,7 +65,7 @@ def test_first_region_says_why_and_what_to_do(slow):
 def test_recipes_that_the_device_supports_are_named(slow, monkeypatch):
     monkeypatch.setattr(slow, "recipe_availability", lambda recipe: polycast.plugin.Availability(True), raising=False)
     (found,) = warned(lambda: polycast.autocast("cpu"))
-    assert 'Faster: recipe="fastest", recipe="int8" (inference only), dtype=torch.float16' in str(found.message)
+    assert 'Faster: recipe="int8" (inference only), dtype=torch.float16' in str(found.message)
 
 
 def test_nothing_is_compiled_for_the_names(slow, monkeypatch):
@@ -77,7 +77,7 @@ def test_nothing_is_compiled_for_the_names(slow, monkeypatch):
     monkeypatch.setattr(slow, "recipe_availability", recipe_availability, raising=False)
     monkeypatch.setattr(slow_dtype, "is_built", lambda package: False)
     (found,) = warned(lambda: polycast.autocast("cpu"))
-    assert 'Faster: recipe="fastest", dtype=torch.float16' in str(found.message)
+    assert "Faster: dtype=torch.float16" in str(found.message)
 
 
 @pytest.mark.parametrize(
@@ -109,35 +109,33 @@ def test_other_regions_do_not_warn(slow, arguments):
     assert len(warned(lambda: polycast.autocast("cpu"))) == 1
 
 
-def test_profile_says_how_slow_it_is(slow, profile_of, use_profile):
-    use_profile(profile_of(bfloat16=8.0, overhead=0.0))
+def test_a_plugin_may_say_more(slow, know_better):
+    know_better(lambda device_type, dtype, reason: reason and f"{reason} on {device_type} for {dtype}")
     (found,) = warned(lambda: polycast.autocast("cpu"))
-    assert str(found.message) == (
-        "bfloat16 is slow on cpu: it has no such unit (time of linear layers relative to float32: 8 for 1 row and 8 "
-        'for 128 rows). It saves memory but no time. Faster: recipe="fastest", dtype=torch.float16, float32, without a '
-        'region. To silence this: warnings.simplefilter("ignore", polycast.errors.SlowDtypeWarning).'
-    )
+    assert "bfloat16 is slow on cpu: it has no such unit on cpu for torch.bfloat16. It saves" in str(found.message)
 
 
-def test_profile_says_that_it_is_not_slow(slow, profile_of, use_profile):
-    use_profile(profile_of(bfloat16=0.5))
+def test_a_plugin_may_know_that_a_dtype_is_not_slow(slow, know_better):
+    know_better(lambda device_type, dtype, reason: None)
     assert warned(lambda: polycast.autocast("cpu")) == []
 
 
-@pytest.mark.parametrize(("ratio", "slow"), [(1.3, True), (1.02, False), (0.5, False)])
-def test_profile_alone_is_told_without_a_warning(hand_made, profile_of, use_profile, ratio, slow):
+def test_a_plugin_is_asked_with_what_the_one_before_it_says(slow, know_better):
+    know_better(lambda *args: "first", lambda device_type, dtype, reason: f"{reason}, second")
+    assert polycast.plugin.find_slow_reason(slow, torch.bfloat16) == "first, second"
+
+
+def test_a_dtype_that_only_a_plugin_calls_slow_is_told_without_a_warning(hand_made, know_better):
     backend = hand_made("cpu", default_dtype=torch.bfloat16)
-    use_profile(profile_of(bfloat16=ratio, overhead=0.0))
+    know_better(lambda *args: "it is")
     assert warned(lambda: polycast.autocast("cpu")) == []
-    text = "bfloat16 is slow on cpu: matrix products of 128 rows take 1.3 of float32's time"
-    assert slow_dtype.describe(backend, torch.bfloat16) == (text if slow else None)
+    assert slow_dtype.describe(backend, torch.bfloat16) == "bfloat16 is slow on cpu: it is"
 
 
-def test_wrong_profile_is_no_error_in_a_plain_region(slow, monkeypatch):
-    monkeypatch.setattr(slow_dtype, "find_ignoring_errors", find_ignoring_errors)
-    monkeypatch.setattr(profiled_dtypes, "find_ignoring_errors", find_ignoring_errors)
-    monkeypatch.setenv("POLYCAST_PROFILE", "/nonexistent/profile.json")
-    assert len(warned(lambda: polycast.autocast("cpu"))) == 1
+def test_a_plugin_that_fails_is_left_out_with_a_warning(slow, know_better):
+    know_better(lambda *args: 1 / 0)
+    with pytest.warns(UserWarning, match=r"acme:why, of a plugin, failed: ZeroDivisionError"):
+        assert polycast.plugin.find_slow_reason(slow, torch.bfloat16) == "it has no such unit"
 
 
 def test_region_with_a_recipe_does_not_warn(slow, engine, monkeypatch):

@@ -4,26 +4,22 @@ Prepacked weights are cached in the region's WeightCache or, without one, in a c
 region would cost more than a recipe saves.
 """
 
-import functools
 import itertools
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from typing_extensions import override
 
 from ...common.atfork import hold_during_fork
 from ...common.events import events
-from ...common.interrupts import raise_if_callers
-from ...errors import warn_user
 from ...policy import manifests
 from ...policy.dtypes import dtype_name
 from ...policy.recipe import Recipe
 from ...registry.backend import Backend, Extension, LowBitKernel, overrides_is_capturing
-from ...registry.checks import PLUGIN_ERRORS
 from ...registry.recipe_kernels import Offer, check_recipe, offers
 from ...registry.registry import registry
 from ...torch_internals.private_names import is_intercepted
@@ -45,8 +41,6 @@ IN_FUNCTION = (
     "torch.inference_mode() for inference"
 )
 _CONSTANTS = (bool, int, float, str, torch.dtype, type(None))
-
-_Veto: TypeAlias = Callable[[str, str, str, Sequence[Any]], str | None]
 
 _lock = threading.RLock()  # reentrant: the garbage collector may run ops
 hold_during_fork(lambda: [_lock])
@@ -186,7 +180,8 @@ class KernelPlan(Plan):
         found = self.first(op, args)
         if isinstance(found, str) or not with_vetoes:
             return found
-        given = (veto(self.device_type, self.recipe.kind, op, args) for veto in _vetoes())
+        vetoes = manifests.functions("vetoes")
+        given = (veto.ask(self.device_type, self.recipe.kind, op, args) for veto in vetoes)
         return next((each for each in given if each is not None), found)
 
     def first(self, op: str, args: Sequence[Any]) -> PlannedKernel | str:
@@ -294,33 +289,6 @@ class KernelPlan(Plan):
         result = kernel.run(prepared, *args)
         dtype = torch.get_autocast_dtype(self.device_type)
         return result if result.dtype is dtype else result.to(dtype), found.action
-
-
-@functools.cache
-def _vetoes() -> list[_Veto]:
-    """Return the functions of plugins that say why a kernel should not compute a call; see `Plugin`."""
-    found = []
-    for manifest in manifests.manifests():
-        for path in manifest.plugin.vetoes:
-            try:
-                found.append(_guarded(manifest.resolve(path), path))
-            except RuntimeError as error:
-                warn_user(str(error))
-    return found
-
-
-def _guarded(veto: _Veto, path: str) -> _Veto:
-    """Return a veto that warns of what it raises, and leaves the op to the kernel then."""
-
-    def ask(device_type: str, kind: str, op: str, args: Sequence[Any]) -> str | None:
-        try:
-            return veto(device_type, kind, op, args)
-        except PLUGIN_ERRORS as error:
-            raise_if_callers(error)
-            warn_user(f"{path}, a veto of a plugin, failed for {op}: {type(error).__name__}: {error}")
-            return None
-
-    return ask
 
 
 def format_of_id(prepack_id: int) -> PrepackedFormat:
