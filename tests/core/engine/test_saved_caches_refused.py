@@ -15,7 +15,7 @@ from polycast.policy import recipe_settings, tensor_file
 
 from .saved_layers import INT8, run
 
-pytestmark = pytest.mark.usefixtures("engine", "no_grad")
+pytestmark = pytest.mark.usefixtures("no_grad")
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def refused(path, model):
 
 
 @pytest.mark.parametrize("write", [lambda x: x.add_(1), lambda x: x.data.add_(1)], ids=["in place", "through .data"])
-def test_other_values(saved, model, write):
+def test_other_values(engine, saved, model, write):
     write(model[1].weight[:1])
     assert refused(saved, model) == "the values of '1.weight' are not those that it was made of"
 
@@ -223,14 +223,14 @@ def test_no_file(path, model):
         WeightCache.load(path, model)
 
 
-def test_weights_that_something_else_may_write(saved, model):
+def test_weights_that_something_else_may_write(engine, saved, model):
     alias = model[0].weight.data
     assert refused(saved, model).startswith("what was made of '0.weight' cannot be cached: something else holds")
     del alias
     WeightCache.load(saved, model)
 
 
-def test_weights_that_were_made_in_inference_mode(saved, model):
+def test_weights_that_were_made_in_inference_mode(engine, saved, model):
     with torch.inference_mode():
         other = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
         other.load_state_dict(model.state_dict())
@@ -254,7 +254,7 @@ def test_arguments_of_other_types(path, model, subtests):
                 WeightCache.load(3.5, model)
 
 
-def test_a_write_during_a_load_is_seen(saved, model, monkeypatch):
+def test_a_write_during_a_load_is_seen(engine, saved, model, monkeypatch):
     from polycast.engine.persistence import loading
 
     digests, before = loading.digests, run(model, None)
