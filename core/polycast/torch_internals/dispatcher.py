@@ -35,11 +35,6 @@ autocast_supported_devices: Callable[[], list[str]] = torch_name(
     lambda: [name for name in _DEVICES if has_autocast_key(name)],
     "regions of out-of-tree devices are not captured for other threads and checkpoints",
 )
-privateuse1_name: Callable[[], str] = torch_name(
-    "torch._C._get_privateuse1_backend_name",
-    lambda: "privateuseone",
-    "`polycast new-backend` does not know whether a device is named",
-)
 dispatch_key_for_device: Callable[[str], str] = torch_name(
     "torch._C._dispatch_key_for_device",
     lambda device_type: device_type.upper() if device_type in _DEVICES else "PrivateUse1",

@@ -74,12 +74,6 @@ enter_autocast: Callable[..., Any] | None = torch_name(
 exit_autocast: Callable[..., Any] | None = torch_name(
     "torch.amp.autocast_mode._exit_autocast", None, "torch.export(strict=False) refuses models with regions"
 )
-UnmanagedAutocast: type[Any] = torch_name(
-    "torch.amp.autocast_mode._UnmanagedAutocast",
-    type(None),
-    "while torch is patched, the regions in graphs become polycast's",
-    since=(2, 12),
-)
 _dispatch_keys: Callable[[torch.Tensor], Any] | None = torch_name(
     "torch._C._dispatch_keys", None, "recipes do not compute with subclasses of tensors"
 )

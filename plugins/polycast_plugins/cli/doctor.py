@@ -19,12 +19,11 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from polycast import WeightCache, autocast, backends
-from polycast.common.cpu_info import cpu_info, processor_name
-from polycast.common.versions import versions
+from polycast import WeightCache, __version__, autocast, backends
 from polycast.plugin import Feature, InstalledPlugin, choose_engine, manifests
 
 from .compiled import origins
+from .cpu_info import cpu_info, processor_name
 from .devices import known_devices
 from .terminal import console, ignore_slow_dtypes, print_json, print_line
 
@@ -58,6 +57,15 @@ def _try(function: Callable[[], object]) -> Any:
         return function()
     except (Exception, SystemExit) as error:  # a driver or a plugin may raise anything
         return f"{type(error).__name__}: {error}"
+
+
+def _versions() -> dict[str, str]:
+    return {
+        "polycast": __version__,
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+    }
 
 
 def _compiler() -> dict[str, object]:
@@ -207,7 +215,7 @@ def _sections() -> Mapping[str, Callable[[], Any]]:
         title: partial(_lines_of, each, path) for each in manifests() for title, path in each.plugin.doctor.items()
     }
     return {
-        "versions": lambda: {**versions(), "platform": platform.platform()},
+        "versions": _versions,
         "compiler": _compiler,
         "engine": _engine,
         "cpu": _cpu,

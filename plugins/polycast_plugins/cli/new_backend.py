@@ -5,6 +5,7 @@ import keyword
 import os
 import shlex
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from string import Template
 from typing import Annotated
@@ -13,9 +14,13 @@ import torch
 import typer
 
 from polycast.engine.installation import torch_ops
-from polycast.plugin import STANDARD_POLICIES
-from polycast.torch_internals.dispatcher import has_autocast_key, privateuse1_name
+from polycast.plugin import STANDARD_POLICIES, torch_name
 
+_privateuse1_name: Callable[[], str] = torch_name(
+    "torch._C._get_privateuse1_backend_name",
+    lambda: "privateuseone",
+    "`polycast new-backend` does not know whether a device is named",
+)
 _TEMPLATES = Path(__file__).with_name("templates")
 _SUFFIX = ".template"
 
@@ -68,7 +73,7 @@ def _problem(name: str) -> str | None:
         if "Expected one of" in str(error):  # well formed: an out-of-tree device, which its package will name
             return None
         return f"torch does not accept {name!r} as a device: {error}. Use letters and underscores, such as npu."
-    if not has_autocast_key(known.type):
+    if not torch.amp.is_autocast_available(known.type):
         return f"torch has no Autocast dispatch key for {name!r}, so it can have no backend."
     return None
 
@@ -86,7 +91,7 @@ def _in_tree(name: str) -> bool:
         torch.device(name)
     except RuntimeError:
         return False
-    return name != privateuse1_name()
+    return name != _privateuse1_name()
 
 
 def _render(name: str) -> dict[Path, str]:

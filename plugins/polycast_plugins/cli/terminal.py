@@ -19,8 +19,9 @@ from rich import box
 from rich.console import Console, RenderableType
 from rich.table import Table
 
-from polycast.engine.choice import build_failure, choose_engine
+from polycast.engine.choice import build_failure
 from polycast.errors import SlowDtypeWarning
+from polycast.plugin import choose_engine
 
 
 def console() -> Console:
@@ -157,7 +158,7 @@ def blame_at_end() -> Iterator[Callable[[str], None]]:
 def engine_lines() -> list[str]:
     """Return what there is to say about the engine: where it comes from or, if it is not the native one, why not.
 
-    Raises as :func:`polycast.engine.choice.choose_engine` does.
+    Raises as :func:`polycast.plugin.choose_engine` does.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "polycast runs on its reference engine")  # said by the lines

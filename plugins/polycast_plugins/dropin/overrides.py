@@ -7,13 +7,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from polycast import Policy, WeightCache
-from polycast.engine import state
+from polycast import Policy, WeightCache, autocast_nesting
 from polycast.engine.state import Settings
-from polycast.plugin import dtype_name
+from polycast.plugin import dtype_name, get_backend
 from polycast.region.policies import override_of
 from polycast.region.recipes import usable_recipe
-from polycast.registry.registry import registry
 
 if TYPE_CHECKING:
     from .recipe_summary import RecipeSummary
@@ -55,7 +53,7 @@ class RunOverrides:
             return settings
         if self._summary is not None:
             self._summary.end_if_late()
-        is_outermost = not state.machine.nesting(settings.device_type)
+        is_outermost = not autocast_nesting(settings.device_type)
         caches = self.cache is not None and not torch.is_grad_enabled()
         if not caches and settings.enabled:
             next(self._with_grad)
@@ -64,7 +62,7 @@ class RunOverrides:
     def _override_uncached(self, settings: Settings, is_outermost: bool, caches: bool) -> Settings:
         override = None
         if is_outermost:
-            backend = registry.find(settings.device_type)
+            backend = get_backend(settings.device_type)
             usable = None if self.recipe is None else usable_recipe(self.recipe, backend, settings.enabled)
             override = override_of(self._policy, settings.device_type, usable)
         if caches:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from typing_extensions import Self
 
-from polycast.engine import state
+from polycast import autocast_nesting
 from polycast.plugin import Change, Feature, Patch, hold_during_fork
 
 from . import shim
@@ -94,7 +94,7 @@ def _wrap_modules(patch: Patch) -> None:
 
     @functools.wraps(call)
     def wrapped(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if getattr(inside, "one", False) or state.machine.nesting(device_type):
+        if getattr(inside, "one", False) or autocast_nesting(device_type):
             return call(module, *args, **kwargs)
         inside.one = True
         try:

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from polycast import Policy, WeightCache
-from polycast.plugin import choose_engine
+from polycast.plugin import choose_engine, get_backend
 from polycast.region import slow_dtype
-from polycast.registry.registry import registry
 
 from .overrides import RunOverrides
 from .patch import WRAP, patch_torch
@@ -100,7 +99,7 @@ def _summary(overrides: RunOverrides, recipe: "RecipeSummary | None") -> str:
 def _slow_dtypes(overrides: RunOverrides) -> Iterator[str]:
     """Yield a line for each device and dtype of the program's regions that is slow there."""
     for device_type, dtype in dict.fromkeys([*slow_dtype.found, *overrides.dtypes]):
-        backend = registry.find(device_type)
+        backend = get_backend(device_type)
         text = slow_dtype.describe(backend, dtype)
         if text is not None:
             faster = slow_dtype.faster_recipes(backend).items()

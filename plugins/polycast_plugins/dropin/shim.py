@@ -16,26 +16,30 @@ from torch.amp import autocast_mode
 from torch.compiler import is_dynamo_compiling
 from typing_extensions import Self
 
-from polycast import autocast, is_autocast_available
+from polycast import autocast, custom_bwd, custom_fwd, is_autocast_available
 from polycast.compilers.export import record_entry
-from polycast.compilers.torch_autocast import TorchAutocast, UnpatchedAutocast
+from polycast.compilers.torch_autocast import UnpatchedAutocast
 from polycast.engine import state
 from polycast.engine.disable_dynamo import disable_dynamo
 from polycast.engine.state import Settings
 from polycast.errors import BackendNotFoundError
-from polycast.plugin import Change, Feature, Patch, hold_during_fork
-from polycast.region import custom_function
+from polycast.plugin import Change, Feature, Patch, get_backend, hold_during_fork, torch_name
 from polycast.region.autocast import own_attributes
 from polycast.region.decorate import decorate, in_block
 from polycast.region.entry import enter
 from polycast.region.suspend import Suspendable
-from polycast.registry.registry import registry
-from polycast.torch_internals.private_names import UnmanagedAutocast
 
 from .overrides import RunOverrides
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _REGION = "_polycast_region"
+TorchAutocast = autocast_mode.autocast
+_UnmanagedAutocast: type[Any] = torch_name(
+    "torch.amp.autocast_mode._UnmanagedAutocast",
+    type(None),
+    "while torch is patched, the regions in graphs become polycast's",
+    since=(2, 12),
+)
 
 _torch_methods = {name: vars(TorchAutocast)[name] for name in ("__init__", "__enter__", "__exit__")}
 _torch_functions = {
@@ -91,9 +95,9 @@ def _follow(instance: Any, region: autocast) -> None:
     region._set(instance.device, instance.fast_dtype)
 
 
-def _has_backend(device_type: object) -> bool:
+def _has_backend(device_type: str) -> bool:
     try:
-        registry.find(device_type)
+        get_backend(device_type)
     except BackendNotFoundError:
         return False
     return True
@@ -113,7 +117,7 @@ def _init(
 
         break_at_subclass()
     if (
-        isinstance(self, (UnpatchedAutocast, UnmanagedAutocast))
+        isinstance(self, (UnpatchedAutocast, _UnmanagedAutocast))
         or not PATCH_TORCH.is_made()  # called by a wrapper that another library left on the class
         or not _has_backend(device_type)
     ):
@@ -233,8 +237,8 @@ def _is_autocast_available(device_type: str) -> bool:
 
 FUNCTIONS: dict[Any, Any] = {
     _torch_functions["autocast_decorator"]: autocast_decorator,
-    _torch_functions["custom_bwd"]: _by_device(custom_function.custom_bwd),
-    _torch_functions["custom_fwd"]: _by_device(custom_function.custom_fwd),
+    _torch_functions["custom_bwd"]: _by_device(custom_bwd),
+    _torch_functions["custom_fwd"]: _by_device(custom_fwd),
     _torch_functions["is_autocast_available"]: _is_autocast_available,
 }
 """The replacement of each of torch's functions."""

@@ -4,7 +4,7 @@ import platform
 
 import pytest
 
-from polycast.common import cpu_info
+from polycast_plugins.cli import cpu_info
 
 
 @pytest.fixture
