@@ -88,7 +88,7 @@ asan: $(VENV)/polycast.stamp
 
 tsan: $(VENV)/polycast.stamp
 	CXX="$(CXX) -fsanitize=thread -fno-omit-frame-pointer -fno-inline" \
-		TSAN_OPTIONS="suppressions=$(CURDIR)/tests/engine/races_of_torch.txt" $(call preloading,tsan) \
+		TSAN_OPTIONS="suppressions=$(CURDIR)/tests/core/engine/races_of_torch.txt" $(call preloading,tsan) \
 		POLYCAST_ENGINE=native setarch -R $(VENV)/bin/python tests/core/engine/stress.py $(RACE_STEPS) 0 0
 
 # BENCH takes options: make bench BENCH="--quick --json figures.json". --save writes the figures to docs/figures and updates
