@@ -184,7 +184,7 @@ def test_layers_call_upwards_only_through_callbacks():
     # Not equal: what earlier tests have computed is not computed again.
     assert {caller for caller, _ in upwards - from_cpp} <= CALLS_UP
     assert "common.events" in {caller for caller, _ in upwards}
-    assert {called for caller, called in from_cpp if caller not in CALLS_UP} <= {"observe.call_sites"}
+    assert {called for caller, called in from_cpp if caller not in CALLS_UP} <= {"observe.observer_library"}
 
 
 def test_folders_say_what_they_are_for():
@@ -229,13 +229,13 @@ MAY_NAME_A_DEVICE = {
     "distributed/__init__.py": "the device of a process group without an accelerator",
     "engine/overlap.py": "a mask is in host memory",
     "engine/reference/store.py": "host memory may be shared by processes",
-    "observe/rerun.py": "the generator of the host's random numbers",
     "precision/evidence.py": "the processor of the machine",
+    "observe/step_log.py": "the generator of the host's random numbers",
     "precision/runs.py": "torch's default device is thread-local",
     "fastest/operands.py": "the numbers are drawn on the host",
     "fastest/profile_command.py": "the default of a command",
     "fastest/stopwatch.py": "the load of the host's processors",
-    "region/recording_scaler.py": "the default of torch.amp.GradScaler; values in host memory are read without waiting",
+    "observe/grad_scaler.py": "the default of torch.amp.GradScaler; values in host memory are read without waiting",
     "region/unfused.py": "ops that torch fuses on the CPU only",
     "torch_internals/dispatcher.py": "the fallback for torch's list of devices",
 }

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from polycast_plugins.fastest.device_profile import DeviceProfile as DeviceProfile
     from polycast_plugins.fastest.fastest_recipe import Fastest as Fastest
     from polycast_plugins.fastest.profile import profile as profile
-    from polycast_plugins.observe.observation import Observation as Observation
-    from polycast_plugins.observe.observe import observe as observe
+    from polycast_plugins.observe.grad_scaler import grad_scaler as grad_scaler
+    from polycast_plugins.observe.observer import observe as observe
     from polycast_plugins.observe.run_history import RunHistory as RunHistory
     from polycast_plugins.observe.run_log import RunLog as RunLog
     from polycast_plugins.out_dtype.operator import out_dtype as out_dtype
@@ -57,7 +57,6 @@ if TYPE_CHECKING:
     from .region.custom_function import custom_bwd as custom_bwd
     from .region.custom_function import custom_fwd as custom_fwd
     from .region.explanation import Explanation as Explanation
-    from .region.grad_scaler import grad_scaler as grad_scaler
     from .region.module_rules import ModuleRules as ModuleRules
     from .region.module_rules import apply_policy as apply_policy
     from .region.module_rules import remove_policy as remove_policy
@@ -107,7 +106,6 @@ _LAZY_NAMES = {
     "custom_bwd": "region.custom_function",
     "custom_fwd": "region.custom_function",
     "get_autocast_dtype": "region.thread_state",
-    "grad_scaler": "region.grad_scaler",
     "install": "engine.installation",
     "is_autocast_available": "registry.registry",
     "is_autocast_cache_enabled": "region.thread_state",

@@ -4,6 +4,7 @@ import torch
 from torch import nn
 
 import polycast
+from polycast_plugins.observe import Observation
 
 
 class Block(nn.Module):
@@ -37,7 +38,7 @@ class TinyGPT(nn.Module):
         return self.head(self.blocks(self.tokens(x) + self.places.weight[: x.shape[1]]))
 
 
-def run() -> polycast.Observation:
+def run() -> Observation:
     """Observe a training step of two micro-batches."""
     torch.manual_seed(0)
     model, words = TinyGPT(), torch.randint(256, (2, 4, 32))

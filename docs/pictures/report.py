@@ -3,8 +3,8 @@
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-import polycast
-from polycast_plugins.observe.units import size
+from polycast_plugins.observe import Observation
+from polycast_plugins.observe.text import size
 
 from .svg import Picture
 
@@ -32,7 +32,7 @@ def _lines(words: str, length: int) -> Iterator[str]:
 
 def draw() -> Picture:
     """Draw the run's numbers, its findings, and the tree of its modules."""
-    seen = polycast.Observation.load(FILE)
+    seen = Observation.load(FILE)
     assert seen.fast_share is not None
     shown = [module for module in seen.modules if module.module.count(".") < 3][:_ROWS]
     kinds = {finding.kind: finding for finding in reversed(seen.findings)}

@@ -9,6 +9,7 @@ from selenium import webdriver
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import polycast
+from polycast_plugins.observe import Observation
 
 DOCS = Path(__file__).parent.parent
 _WIDTH = 1160
@@ -28,7 +29,7 @@ document.querySelectorAll("#ops .note, footer").forEach((each) => each.remove())
 """
 
 
-def run() -> polycast.Observation:
+def run() -> Observation:
     """Observe three training steps of a GPT-2 in two micro-batches each."""
     torch.manual_seed(0)
     config = GPT2Config(n_layer=12, n_embd=64, n_head=4, vocab_size=256, n_positions=64)

@@ -7,4 +7,5 @@ plugin = Plugin(
         "patch_torch": "polycast_plugins.dropin.patch:patch_torch",
     },
     commands={"run": "polycast_plugins.dropin.run_command:app"},
+    needs=["observe"],
 )

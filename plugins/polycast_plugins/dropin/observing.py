@@ -10,9 +10,8 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from polycast_plugins.observe.headline import headline
-from polycast_plugins.observe.observation import Observation
-from polycast_plugins.observe.observe import observe, observe_program
+from polycast import observe
+from polycast_plugins.observe import Observation, observe_program
 
 
 @dataclass(frozen=True)
@@ -84,7 +83,7 @@ class ObservedProcess:
             except OSError as error:
                 lines.append(f"polycast: the report cannot be written: {error}")
             else:
-                lines += [] if self._output.quiet else [f"polycast: report in {path}: {headline(self._seen)}"]
+                lines += [] if self._output.quiet else [f"polycast: report in {path}: {self._seen.headline}"]
         if lines and sys.stderr is not None:
             print("\n".join(lines), file=sys.stderr, flush=True)
 

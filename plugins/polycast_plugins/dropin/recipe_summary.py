@@ -6,9 +6,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 
 from polycast.plugin import events
-from polycast_plugins.observe.matmuls import matmul_lines
-from polycast_plugins.observe.observation import Observation
-from polycast_plugins.observe.observe import observe_program
+from polycast_plugins.observe import Observation, matmul_lines, observe_program
 
 SECONDS = 10.0
 """Seconds for which a program is observed: observing slows it."""

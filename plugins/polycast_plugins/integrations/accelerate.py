@@ -6,10 +6,9 @@ from typing import Any
 from accelerate import Accelerator  # type: ignore[import-untyped]
 from torch import nn
 
-from polycast import WeightCache
+from polycast import RunLog, WeightCache
 from polycast.plugin import RecipeLike
 from polycast.policy.value import PolicyLike
-from polycast_plugins.observe.run_log import RunLog
 
 from .settings import RegionSettings, run_in_regions
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 from torch import nn
 
-from polycast_plugins.observe.observation import Observation
-from polycast_plugins.observe.observe import observe
+from polycast import observe
+from polycast_plugins.observe import Observation
 
 
 class StepObserver:

@@ -9,8 +9,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from polycast_plugins.observe.run_log import RunLog
-from polycast_plugins.observe.step_log import StepLog
+from polycast import RunLog
+from polycast_plugins.observe import StepLog
 
 _recorders: "WeakKeyDictionary[RunLog, StepRecorder]" = WeakKeyDictionary()
 """The recorder of the latest run of each log."""

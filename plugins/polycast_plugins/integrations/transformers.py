@@ -11,10 +11,9 @@ from torch.utils.hooks import RemovableHandle
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
-from polycast import WeightCache
+from polycast import RunLog, WeightCache
 from polycast.plugin import RecipeLike
 from polycast.policy.value import PolicyLike
-from polycast_plugins.observe.run_log import RunLog
 
 from .settings import RegionSettings, run_in_regions
 from .step_observer import StepObserver

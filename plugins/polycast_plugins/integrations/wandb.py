@@ -4,7 +4,7 @@ import importlib
 from collections.abc import Mapping
 from typing import Any
 
-from polycast_plugins.observe.scalars import BatchWriter
+from polycast_plugins.observe import BatchWriter
 
 _STEP = "polycast/step"
 

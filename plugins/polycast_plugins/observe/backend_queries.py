@@ -1,4 +1,4 @@
-"""Ask the backends about the devices of an observation; errors of plugins are ignored."""
+"""Ask backends and profiles about the devices of an observation; errors of plugins are ignored."""
 
 from collections.abc import Iterable, Mapping
 
@@ -8,6 +8,9 @@ from polycast.plugin import Backend, check_availability, find_slow_reason
 from polycast.region.resolve import why_disabled
 from polycast.registry.checks import ask_slow_reason
 from polycast.registry.registry import registry
+from polycast_plugins.fastest.profile import find_ignoring_errors
+
+from .recorder import MatmulRow
 
 
 def find_backend(device: str) -> Backend | None:
@@ -40,3 +43,28 @@ def slow_reasons(devices: Mapping[str, Iterable[str]]) -> dict[str, str]:
             if reason is not None and find_slow_reason(backend, dtype) is not None:  # a plugin may know better
                 found[f"{device} {name}"] = reason
     return found
+
+
+class DeviceProfiles:
+    """The profiles of the devices of a run.
+
+    Args:
+        devices: the device types of its regions.
+    """
+
+    def __init__(self, devices: Iterable[str]) -> None:
+        self._found = {device: find_ignoring_errors(device) for device in devices}
+
+    def seconds(self, matmuls: MatmulRow, device: str | None) -> dict[str, float]:
+        """Return the seconds of matmuls in each way that the profile of their device has; empty without a profile.
+
+        For None, as in a backward pass, the profile is that of the only device of the run.
+        """
+        if device is None and len(self._found) == 1:
+            (device,) = self._found
+        profile = None if device is None else self._found.get(device)
+        if profile is None:
+            return {}
+        size = max(1, round(matmuls.flops / (2 * matmuls.rows * matmuls.calls)))
+        times = {way: profile.seconds(matmuls.kind, matmuls.rows, way, size) for way in profile.ways(matmuls.kind)}
+        return {way: matmuls.calls * seconds for way, seconds in times.items() if seconds is not None}

@@ -15,16 +15,13 @@ from polycast.region.explain_op import deciding_rule
 from polycast.region.explanation import NO_RULE, OTHERS_KERNEL
 from polycast.torch_internals.dispatcher import has_kernel_for_dispatch_key
 
-from .backend_queries import find_backend, slow_reasons, why_not_enabled
-from .estimates import DeviceProfiles
-from .facts import Facts, Run, total_of
-from .matmul_records import Matmul, MatmulRows
-from .matmuls import FUSED
-from .numerics_rows import numerics_of
-from .recorder import CHAIN_KINDS, NO_MODULE, CountRow, Reading, phase_of
-from .records import Cast, Chain, Compiled, Counts, Decision, Flow, LowBit, Module, NonFinite, Op, Region
-from .step_reading import first_nonfinite
-from .sums import combine, with_main_decision
+from .backend_queries import DeviceProfiles, find_backend, slow_reasons, why_not_enabled
+from .facts import Facts, Run, combine, total_of, with_main_decision
+from .recipe_counts import FUSED, Matmul, MatmulRows
+from .recorder import CHAIN_KINDS, NO_MODULE, CountRow, NumericsRow, Reading, phase_of
+from .records import Cast, Chain, Compiled, Counts, Decision, LowBit, Module, NonFinite, NumericsRecord, Op, Region
+from .remedies import Flow
+from .steps import first_nonfinite
 
 AUTOCAST_IS_OFF = "autocast is off"
 _CAST_SUMS = {
@@ -79,7 +76,7 @@ class _Counting:
             low_bit=low_bit,
             matmuls=self._matmuls(DeviceProfiles(devices)),
             nonfinite=self._nonfinite(),
-            numerics=numerics_of(self._reading),
+            numerics=_numerics_of(self._reading),
         )
 
     def _casts(self, row: CountRow) -> list[Cast]:
@@ -314,3 +311,26 @@ def _by_name(dtypes: Iterable[tuple[torch.dtype, int]]) -> dict[str, int]:
 def _letters(name: str) -> str:
     base = name.removeprefix("aten::").partition(".")[0].rstrip("0123456789").removesuffix("Backward")
     return base.replace("_", "").lower()
+
+
+def _numerics_of(reading: Reading) -> tuple[NumericsRecord, ...]:
+    """Return the records, in the order of modules and ops, forward before backward."""
+    ordered = sorted(reading.numerics, key=lambda row: (row.backward, row.module, row.op, row.of))
+    return combine(_numerics_record(row, reading.name_of(row.module)) for row in ordered)
+
+
+def _numerics_record(row: NumericsRow, module: str | None) -> NumericsRecord:
+    return NumericsRecord(
+        module=module,
+        op=row.op,
+        role=phase_of(row.backward),
+        dtype=dtype_name(row.dtype),
+        count=row.count,
+        amax=row.amax,
+        underflowed=row.underflowed,
+        overflowed=row.overflowed,
+        of=row.of,
+        source="" if row.source is None else dtype_name(row.source),
+        zeroed=row.zeroed,
+        nonfinite=row.nonfinite,
+    )

@@ -1,19 +1,16 @@
 """Findings: what costs time or accuracy in a run, where, how much, and what to do about it."""
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 
 from polycast.engine.recipes.plan import RECORDS
 
-from .facts import Facts
-from .numerics_findings import overflow, underflow
-from .policy_remedies import may_have, nonfinite_remedy, policy_text
+from .dtype_findings import overflow, slow_dtypes, underflow
+from .facts import Facts, add
 from .records import Chain, Finding, Region
-from .remedies import FAST, RemedyTrial, name_of
-from .slow_dtype_findings import slow_dtypes
-from .sums import add
-from .units import module_text, times_text
-from .units import size as _bytes
+from .remedies import FAST, RemedyTrial, may_have, name_of, nonfinite_remedy, policy_text
+from .text import module_text, times_text
+from .text import size as _bytes
 
 _Finder = Callable[[Facts], Iterator[Finding]]
 
@@ -21,14 +18,6 @@ _Finder = Callable[[Facts], Iterator[Finding]]
 def findings_of(facts: Facts) -> tuple[Finding, ...]:
     """Return the findings of a run, in the order of the finders below."""
     return tuple(finding for finder in _FINDERS for finding in finder(facts))
-
-
-def grouped(findings: Iterable[Finding]) -> list[tuple[Finding, ...]]:
-    """Return findings grouped by kind and remedy, the costliest of each group first."""
-    groups: dict[tuple[str, str], list[Finding]] = {}
-    for finding in findings:
-        groups.setdefault((finding.kind, finding.remedy), []).append(finding)
-    return [tuple(sorted(group, key=lambda finding: -finding.bytes)) for group in groups.values()]
 
 
 def _nonfinite(facts: Facts) -> Iterator[Finding]:

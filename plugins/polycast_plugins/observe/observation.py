@@ -11,15 +11,12 @@ from rich.console import Group
 
 from polycast.common.schema import check_schema
 
-from . import table as text_table
-from .data_frames import TABLES, frame_of
+from . import text as text_table
+from .conversions import TABLES, Writer, check_writer, frame_of, from_json, scalars_of, to_json, write_scalars
 from .facts import LISTS, Facts, Run, combined
 from .findings import findings_of
-from .matmul_records import Matmul
-from .numerics_records import NumericsRecord
-from .records import Cast, Compiled, Counts, Finding, LowBit, Module, NonFinite, Op, Region
-from .scalars import Writer, check_writer, scalars_of, write_scalars
-from .serialization import from_json, to_json
+from .recipe_counts import Matmul
+from .records import Cast, Compiled, Counts, Finding, LowBit, Module, NonFinite, NumericsRecord, Op, Region
 from .trace import ProfileLike, Trace, write_trace
 
 SCHEMA = 1
@@ -135,6 +132,11 @@ class Observation:
         return findings_of(self.facts)
 
     @property
+    def headline(self) -> str:
+        """The share of ops in a fast dtype, the casts, and the kinds of findings, in a line."""
+        return text_table.headline(self.facts, self.findings)
+
+    @property
     def total(self) -> Counts:
         """The counts of all ops."""
         return self.facts.total
@@ -208,8 +210,9 @@ class Observation:
             TypeError: `before` is not an observation.
         """
         if before is not None and not isinstance(before, Observation):
-            raise TypeError(f"before must be a polycast.Observation or None, got {type(before).__name__}")
-        from .report import html, page  # imported here for Jinja2, which only reports need
+            raise TypeError(f"before must be an Observation or None, got {type(before).__name__}")
+        from . import report as html  # imported here for Jinja2, which only reports need
+        from .report import page  # imported here for Jinja2, which only reports need
 
         shown = page.page_of(self.facts, None if before is None else before.facts)
         # Names of files and modules may contain surrogates, which UTF-8 cannot encode.

@@ -146,6 +146,52 @@ class Cast:
 
 
 @dataclass(frozen=True)
+class NumericsRecord:
+    """Values that an op computed or that were cast for it, in one module, pass and dtype.
+
+    Attributes:
+        module: the module that called the op, in the backward pass the one whose gradients it computed; None: none of
+            the model's.
+        op: the name in the dispatcher.
+        role: ``"forward"`` or ``"backward"``.
+        dtype: the dtype of the values, of a cast after it.
+        count: the number of values.
+        amax: the largest magnitude of the finite ones, of a cast before it.
+        underflowed: how many became zero or subnormal in `dtype`: of a cast, those that were not so before.
+        overflowed: how many became inf or nan: of a cast, those that were finite before; of a result, those of ops
+            whose inputs were finite.
+        of: ``"weight"`` or ``"activation"``, as for :class:`Cast`, or ``"result"`` of
+            the op.
+        source: the dtype before a cast; empty for results.
+        zeroed: how many of `underflowed` became zero.
+        nonfinite: how many are inf or nan, whatever they were before.
+    """
+
+    module: str | None
+    op: str
+    role: str
+    dtype: str
+    count: int = 0
+    amax: float = 0.0
+    underflowed: int = 0
+    overflowed: int = 0
+    of: str = "result"
+    source: str = ""
+    zeroed: int = 0
+    nonfinite: int = 0
+
+    @property
+    def underflow_share(self) -> float:
+        """The share of the values that underflowed, from 0 to 1."""
+        return self.underflowed / self.count if self.count else 0.0
+
+    @property
+    def overflow_share(self) -> float:
+        """The share of the values that overflowed, from 0 to 1."""
+        return self.overflowed / self.count if self.count else 0.0
+
+
+@dataclass(frozen=True)
 class Region:
     """Regions that one line of the program entered.
 
@@ -226,41 +272,6 @@ class Chain:
     count: int = 0
     bytes: int = 0
     consumers: Mapping[str, int] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Flow:
-    """Tensors that one op passed to another, in the forward pass and in regions.
-
-    ``remedies.py`` tries remedies on these.
-
-    Attributes:
-        op, module: the op that received the tensors, and its module; None: none of the model's.
-        device, policy: the :class:`Decision` for the op.
-        source, source_module: the op that made the tensors; empty: unknown, such as an input or a weight.
-        dtype: the dtype of the tensors.
-        cast: the dtype that they were cast to; empty: none.
-        is_first: whether they were the op's first tensors.
-        asked_from: the dtype that the source computed in, if the program itself asked for `dtype`, as ``x.float()``
-            does; else empty.
-        count, bytes: the tensors, and their size.
-        casts, cast_bytes: the casts of the tensors, and the bytes that these wrote.
-    """
-
-    op: str
-    module: str | None
-    device: str
-    policy: str | None
-    source: str
-    source_module: str | None
-    dtype: str
-    cast: str = ""
-    is_first: bool = False
-    asked_from: str = ""
-    count: int = 0
-    bytes: int = 0
-    casts: int = 0
-    cast_bytes: int = 0
 
 
 @dataclass(frozen=True)

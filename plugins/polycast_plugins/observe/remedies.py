@@ -1,17 +1,10 @@
-"""Estimate the casts of a run with a remedy applied, from the flows between ops.
+"""Remedies that give an op a policy."""
 
-A policy often moves casts instead of saving them: with ``layer_norm`` in bfloat16 its input is cast instead of its
-output. So a finding suggests a policy only if fewer bytes would be cast.
-
-Dtypes are followed from op to op: an op with a casting policy returns the policy's dtype, any other op the dtype of its
-inputs. Whatever is not known to change is assumed not to. So a useful remedy may be missed, but no useless one is
-suggested.
-"""
-
+import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from .records import Flow
+from polycast import Policy
 
 FAST = "lower_precision_fp"
 _RETURN_FLOAT32 = ("fp32", "fp32_set_opt_dtype", "fp32_append_dtype")
@@ -21,6 +14,39 @@ _MAX_UPSTREAM = 1000
 
 _Node = tuple[str, str | None]
 """An op in a module."""
+
+
+@dataclass(frozen=True)
+class Flow:
+    """Tensors that one op passed to another, in the forward pass and in regions.
+
+    Attributes:
+        op, module: the op that received the tensors, and its module; None: none of the model's.
+        device, policy: the :class:`Decision` for the op.
+        source, source_module: the op that made the tensors; empty: unknown, such as an input or a weight.
+        dtype: the dtype of the tensors.
+        cast: the dtype that they were cast to; empty: none.
+        is_first: whether they were the op's first tensors.
+        asked_from: the dtype that the source computed in, if the program itself asked for `dtype`, as ``x.float()``
+            does; else empty.
+        count, bytes: the tensors, and their size.
+        casts, cast_bytes: the casts of the tensors, and the bytes that these wrote.
+    """
+
+    op: str
+    module: str | None
+    device: str
+    policy: str | None
+    source: str
+    source_module: str | None
+    dtype: str
+    cast: str = ""
+    is_first: bool = False
+    asked_from: str = ""
+    count: int = 0
+    bytes: int = 0
+    casts: int = 0
+    cast_bytes: int = 0
 
 
 def name_of(op: str) -> str:
@@ -158,3 +184,37 @@ def _is_converted(flow: Flow) -> bool:
 
 def _kind(dtype: str) -> str:
     return "float32" if dtype == "float32" else "fast"
+
+
+FLOAT32_RANGE = ("bfloat16", "float32", "float64", "complex64", "complex128")
+"""The dtypes with at least the range of float32."""
+
+
+def nonfinite_remedy(op: str, dtype: str, phase: str) -> str:
+    """Return what to do about an op that turns finite inputs into inf or nan."""
+    if dtype in FLOAT32_RANGE:
+        also = ", which has the range of float32" if dtype == "bfloat16" else ""
+        return (
+            f"It was computed in {dtype}{also}: a wider dtype does not help. Check its inputs, such as a zero in "
+            "a divisor or a logarithm, and avoid them with clamp() or an epsilon."
+        )
+    name = name_of(op)
+    keep = f"Keep the op in float32, with {policy_text(name, 'fp32')}, use" if may_have(name, "fp32") else "Use"
+    in_forward = f"{keep} bfloat16."
+    in_backward = "Scale the loss (polycast.grad_scaler), or use bfloat16."
+    return f"{dtype} has less range than float32. {in_backward if phase == 'backward' else in_forward}"
+
+
+@functools.cache
+def may_have(name: str, policy: str) -> bool:
+    """Return whether an op may have a policy."""
+    try:
+        Policy({name: policy})
+    except ValueError:  # it writes to its inputs, or this torch lacks the op
+        return False
+    return True
+
+
+def policy_text(name: str, policy: str) -> str:
+    """Return a policy for an op, as a program writes it."""
+    return f'policy={{"{name}": "{policy}"}}'

@@ -12,8 +12,7 @@ from polycast.common.plain_text import as_text, under_the_head
 from polycast.plugin import Recipe, RecipeLike, dtype_name
 from polycast.policy.plain_data import plain_fields
 from polycast.policy.value import PolicyLike
-from polycast_plugins.observe.recipe_counts import recipe_lines
-from polycast_plugins.observe.records import LowBit
+from polycast_plugins.observe import LowBit, recipe_lines
 
 from .values import Error
 

@@ -12,6 +12,7 @@ transformers = pytest.importorskip("transformers", reason="transformers is in th
 pytest.importorskip("accelerate", reason="the Trainer needs accelerate")
 
 from polycast_plugins.integrations.transformers import PolycastCallback  # noqa: E402
+from polycast_plugins.observe.grad_scaler import recording  # noqa: E402
 
 
 class Regression(torch.nn.Module):
@@ -283,7 +284,7 @@ def test_the_scaler_of_the_accelerator_is_recorded(layers):
     callback.on_train_begin(
         transformers.TrainingArguments(use_cpu=True), state, None, layers, accelerate_optimizer(scaler)
     )
-    assert polycast.region.recording_scaler.recording(scaler) is scaler
+    assert recording(scaler) is scaler
     assert scaler.has_names
     callback.on_train_end(None, state, None)
 

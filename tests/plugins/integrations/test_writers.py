@@ -8,7 +8,7 @@ import pytest
 import polycast
 from polycast_plugins.integrations.mlflow import MlflowWriter
 from polycast_plugins.integrations.wandb import WandbWriter
-from polycast_plugins.observe.step_record import StepRecord
+from polycast_plugins.observe import StepRecord
 
 HISTORY = polycast.RunHistory([StepRecord(3, loss=0.5, scale=8.0), StepRecord(4, loss=0.25)])
 

@@ -10,12 +10,11 @@ import torch
 
 import polycast
 from polycast.engine import installation
-from polycast.region.scaler_history import Origin, SkippedStep
 from polycast_plugins.fastest import slow_dtypes
-from polycast_plugins.observe import estimates
+from polycast_plugins.observe import Observation, backend_queries
 from polycast_plugins.observe.facts import Facts, Run, total_of
 from polycast_plugins.observe.records import Chain, Counts, Decision, Module, Op
-from polycast_plugins.observe.step_record import StepRecord
+from polycast_plugins.observe.step_records import Origin, SkippedStep, StepRecord
 
 
 @pytest.fixture(name="engine", params=["native"])  # the id of the parameter selects tests for sanitizers
@@ -30,7 +29,7 @@ def _engine(request, monkeypatch):
 @pytest.fixture(autouse=True)
 def no_profile(monkeypatch):
     """Observe without the profile of this machine, on which findings depend."""
-    for module in (estimates, slow_dtypes):
+    for module in (backend_queries, slow_dtypes):
         monkeypatch.setattr(module, "find_ignoring_errors", lambda device_type: None)
 
 
@@ -121,7 +120,7 @@ def seen_of_thousands():
     together = tuple(op for part in PARTS for op in ops[part])
     names = {(op.op, op.phase): op for op in together}
     run = Run(seconds=9.0, engine="native", model="Large", devices={"cpu": ["bfloat16"]}, timing=True, stacks=True)
-    return polycast.Observation(Facts(run=run, ops=tuple(names.values()), modules=(*outer, *modules), chains=chains))
+    return Observation(Facts(run=run, ops=tuple(names.values()), modules=(*outer, *modules), chains=chains))
 
 
 _ORIGIN = Origin("aten::linear", "forward", "layers.3.up", "inf", "float16", tuple(["train.py:31 step"] * 9))
@@ -152,10 +151,10 @@ def _steps(rate, big):
 def pages(tmp_path_factory):
     """Return the folder of reports of a run and of two, and of pages of a training run and of two."""
     folder = tmp_path_factory.mktemp("reports")
-    seen = polycast.Observation.load(Path(__file__).with_name("sample.json"))
+    seen = Observation.load(Path(__file__).with_name("sample.json"))
     ops = tuple(replace(op, calls=op.calls + 3) if op.op == "aten::gelu" else op for op in seen.ops)
     seen.to_html(folder / "one.html")
-    polycast.Observation(replace(seen.facts, ops=ops)).to_html(folder / "two.html", before=seen)
+    Observation(replace(seen.facts, ops=ops)).to_html(folder / "two.html", before=seen)
     before, after = (polycast.RunHistory(_steps(rate, big)) for rate, big in ((0.02, True), (0.05, False)))
     before.to_html(folder / "training.html")
     after.to_html(folder / "trainings.html", before=before)

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import polycast
+from polycast_plugins.observe import Observation
 
 
 def test_repeated_casts_of_weights_are_found(engine, findings, in_region):
@@ -249,7 +250,7 @@ def test_without_flows_no_policy_is_suggested(engine):
     net, x = nn.Sequential(*NETS["norm before"]()), torch.randn(4, 16, 8)
     said = a_run(net, x).to_dict()
     del said["flows"]  # which older versions did not write
-    seen = polycast.Observation.from_dict(said)
+    seen = Observation.from_dict(said)
     assert "unlisted_float32_op" in {found.kind for found in seen.findings}
     assert offered(seen) == set()
     assert not any(found.remedy.startswith("Leave it") for found in seen.findings)

@@ -11,8 +11,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import polycast
-from polycast import Observation
-from polycast_plugins.observe.matmuls import matmul_lines, recipe_share
+from polycast_plugins.observe import Observation
+from polycast_plugins.observe.recipe_counts import matmul_lines, recipe_share
 
 RECIPE = polycast.Int8(min_size=1)
 

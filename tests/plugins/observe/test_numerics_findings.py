@@ -4,9 +4,10 @@ import pytest
 import torch
 
 import polycast
+from polycast_plugins.observe import Observation
 from polycast_plugins.observe.facts import Facts
-from polycast_plugins.observe.numerics_records import NumericsRecord
-from polycast_plugins.observe.report.html import render
+from polycast_plugins.observe.records import NumericsRecord
+from polycast_plugins.observe.report import render
 from polycast_plugins.observe.report.page import page_of
 
 SCALE = "Scale the loss (polycast.grad_scaler) or use bfloat16."
@@ -14,7 +15,7 @@ NARROW = "Use bfloat16, or keep the module in float32 (polycast.apply_policy)."
 
 
 def _seen(*records):
-    return polycast.Observation(Facts(numerics=records))
+    return Observation(Facts(numerics=records))
 
 
 def _record(module="3", role="backward", dtype="float16", **counts):

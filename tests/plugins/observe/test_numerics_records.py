@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from polycast import Observation
+from polycast_plugins.observe import Observation
 from polycast_plugins.observe.facts import Facts
-from polycast_plugins.observe.numerics_records import NumericsRecord
+from polycast_plugins.observe.records import NumericsRecord
 
 RECORD = NumericsRecord(
     "0", "aten::linear", "forward", "float16", 8, 3.0e38, 3, 1, of="weight", source="float32", zeroed=2, nonfinite=1

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import polycast
-from polycast import Observation
+from polycast_plugins.observe import Observation
 from polycast_plugins.observe.facts import Facts, Run
 from polycast_plugins.observe.records import Chain, LowBit, Op, Region
 

@@ -7,7 +7,7 @@ import torch
 import torch._dynamo.testing
 from torch import nn
 
-from polycast_plugins.observe.observe import observe_program
+from polycast_plugins.observe.observer import observe_program
 
 X = torch.ones(1, 4)
 

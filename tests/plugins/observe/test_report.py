@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import polycast
+from polycast_plugins.observe import Observation
 from polycast_plugins.observe.facts import Facts, Run
-from polycast_plugins.observe.headline import headline
 from polycast_plugins.observe.records import Counts, Module, Op
-from polycast_plugins.observe.report.html import render
+from polycast_plugins.observe.report import render
 from polycast_plugins.observe.report.page import page_of
 
 HOSTILE = '<script>alert("x")</script><img src=x onerror=alert(1)>\'"&{{ 7 * 7 }}'
@@ -22,7 +22,7 @@ VOID = {"meta", "link", "input", "br", "img"}
 
 @pytest.fixture(scope="module")
 def sample():
-    return polycast.Observation.load(Path(__file__).with_name("sample.json"))
+    return Observation.load(Path(__file__).with_name("sample.json"))
 
 
 class Reader(HTMLParser):
@@ -63,7 +63,7 @@ def page(seen, before=None):
 def changed(seen, **fields):
     """Return the observation with the linear of the forward pass changed."""
     ops = tuple(replace(op, **fields) if (op.op, op.phase) == ("aten::linear", "forward") else op for op in seen.ops)
-    return polycast.Observation(replace(seen.facts, ops=ops))
+    return Observation(replace(seen.facts, ops=ops))
 
 
 def test_run_is_summarized_in_five_lines(sample):
@@ -118,7 +118,7 @@ def test_bars_are_shares_of_the_enclosing_module(sample):
 def test_modules_nested_deeper_than_the_python_stack_are_rendered():
     names = [".".join(["m"] * depth) for depth in range(1500)]
     modules = tuple(Module(module=name, kind="Deep", entries=1, calls=1, total=Counts(calls=1)) for name in names)
-    read = page(polycast.Observation(Facts(modules=modules)))
+    read = page(Observation(Facts(modules=modules)))
     assert [module[0] for module in read.data["modules"]] == list(range(1500))
 
 
@@ -160,7 +160,7 @@ def test_times_are_not_compared(sample):
 
 
 def test_findings_of_one_run_are_marked(sample):
-    after = polycast.Observation(replace(sample.facts, nonfinite=None))
+    after = Observation(replace(sample.facts, nonfinite=None))
     states = {each.kind: each.state for each in page_of(after.facts, before=sample.facts).found}
     assert states["nonfinite"] == "gone"
     assert states["weights_cast_again"] == ""
@@ -169,7 +169,7 @@ def test_findings_of_one_run_are_marked(sample):
 
 
 def test_missing_op_of_a_run_is_none(sample):
-    after = polycast.Observation(replace(sample.facts, ops=(*sample.ops, Op(op="acme::new", calls=3))))
+    after = Observation(replace(sample.facts, ops=(*sample.ops, Op(op="acme::new", calls=3))))
     assert "acme::new forward before: none after: 3 " in page(after, before=sample).text
 
 
@@ -186,7 +186,7 @@ def test_names_are_escaped(sample, name):
         chains=tuple(replace(chain, ops=tuple(name for _ in chain.ops), module=name) for chain in sample.facts.chains),
         nonfinite=replace(sample.nonfinite, op=name, module=name, stack=(name,)),
     )
-    read = page(polycast.Observation(facts))
+    read = page(Observation(facts))
     assert [tag for tag, _ in read.elements if tag == "img"] == []
     kinds = [attributes.get("type") for tag, attributes in read.elements if tag == "script"]
     assert kinds == ["application/json", None]  # data, which does not run, and the page's own
@@ -209,7 +209,7 @@ def test_the_page_loads_nothing(sample):
 
 
 def test_empty_observation_has_a_page():
-    text = page(polycast.Observation(Facts(run=Run()))).text
+    text = page(Observation(Facts(run=Run()))).text
     assert "Nothing that costs time or accuracy was found." in text
     assert "No op ran." in text
     assert "no op had floating-point tensors" in text
@@ -268,7 +268,7 @@ def test_to_html_refuses_missing_folder(sample, tmp_path):
 
 
 def test_to_html_compares_with_observations_only(sample, tmp_path):
-    with pytest.raises(TypeError, match=r"^before must be a polycast.Observation or None, got dict$"):
+    with pytest.raises(TypeError, match=r"^before must be an Observation or None, got dict$"):
         sample.to_html(tmp_path / "report.html", before={})
     assert list(tmp_path.iterdir()) == []
 
@@ -277,11 +277,11 @@ def test_headline_of_a_run(sample):
     assert re.fullmatch(
         r"67% of the floating-point ops( and \d+% of their time)? in bfloat16; 18 casts of 319\.5 KB; "
         r"findings: nonfinite, slow dtype, .+",
-        headline(sample),
+        sample.headline,
     )
 
 
 def test_headline_of_a_run_without_a_region():
     with polycast.observe() as seen:
         torch.ones(1).exp()
-    assert headline(seen).endswith(" calls of ops, no region was enabled; 0 casts of 0 bytes; no findings")
+    assert seen.headline.endswith(" calls of ops, no region was enabled; 0 casts of 0 bytes; no findings")

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import polycast
-from polycast.region.scaler_history import Origin, SkippedStep
+from polycast_plugins.observe import Observation
 from polycast_plugins.observe.facts import Facts
-from polycast_plugins.observe.numerics_records import NumericsRecord
-from polycast_plugins.observe.step_record import StepRecord
+from polycast_plugins.observe.records import NumericsRecord
+from polycast_plugins.observe.step_records import Origin, SkippedStep, StepRecord
 
 ORIGIN = Origin("aten::linear", "forward", "up", "inf", "float16", ("train.py:3 step",))
 
@@ -35,7 +35,7 @@ def seen():
         NumericsRecord("", "aten::mm", "forward", "float16", count=90, underflowed=9, overflowed=1),
         NumericsRecord("", "aten::mm", "backward", "float16", count=10, underflowed=5),
     ]
-    return polycast.Observation(Facts(numerics=tuple(records)))
+    return Observation(Facts(numerics=tuple(records)))
 
 
 def test_steps_are_written_as_scalars():

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import polycast
-from polycast_plugins.observe.scalars import share_of
-from polycast_plugins.observe.step_record import StepRecord
+from polycast_plugins.observe.conversions import share_of
+from polycast_plugins.observe.step_records import StepRecord
 
 pytestmark = pytest.mark.usefixtures("engine")
 
@@ -224,7 +224,7 @@ def test_a_resumed_file_goes_on(path):
 
 
 def test_nothing_is_observed_in_steps_outside_of_the_schedule(monkeypatch):
-    from polycast_plugins.observe import observe as observing
+    from polycast_plugins.observe import observer as observing
 
     monkeypatch.setattr(observing, "load_observer", lambda: pytest.fail("it was loaded"))
     training, log = Training(), polycast.RunLog()

@@ -5,10 +5,8 @@ import re
 import pytest
 
 import polycast
-from polycast.region.scaler_history import Origin, SkippedStep
-from polycast_plugins.observe.report.charts import charts_of, text_of
-from polycast_plugins.observe.report.run_page import run_page_of
-from polycast_plugins.observe.step_record import StepRecord
+from polycast_plugins.observe.report.run_page import charts_of, run_page_of, text_of
+from polycast_plugins.observe.step_records import Origin, SkippedStep, StepRecord
 
 NAN = float("nan")
 

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 import polycast
-from polycast.region import recording_scaler
-from polycast.region.scaler_history import Origin, ScalerHistory, SkippedStep
-from polycast_plugins.observe.step_record import StepRecord
+from polycast_plugins.observe import grad_scaler
+from polycast_plugins.observe.step_records import Origin, ScalerHistory, SkippedStep, StepRecord
 
 pytestmark = pytest.mark.usefixtures("engine")
 
@@ -83,7 +82,7 @@ def test_a_rerun_that_fails_does_not_stop_the_run():
 
 
 def test_a_fused_optimizer_on_a_device_names_its_parameters_in_a_log(monkeypatch):
-    monkeypatch.setattr(recording_scaler, "_is_asynchronous", lambda tensor: True)
+    monkeypatch.setattr(grad_scaler, "_is_asynchronous", lambda tensor: True)
     layer = torch.nn.Linear(2, 1)
     optimizer, scaler = torch.optim.SGD(layer.parameters(), lr=0.1, fused=True), scaler_of()
     log = polycast.RunLog(model=layer)

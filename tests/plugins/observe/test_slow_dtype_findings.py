@@ -12,9 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import polycast
 from polycast.plugin import events
 from polycast_plugins.fastest.measurement import Measurement
-from polycast_plugins.observe import estimates
+from polycast_plugins.observe import Observation, backend_queries
 from polycast_plugins.observe.facts import Facts, Run
-from polycast_plugins.observe.matmul_records import Matmul, MatmulRows
+from polycast_plugins.observe.recipe_counts import Matmul, MatmulRows
 
 X, WEIGHT = torch.randn(128, 64), torch.randn(64, 64)
 OPS = ("linear", "matmul", "bmm")
@@ -40,7 +40,7 @@ def profiled(monkeypatch):
             if op != "bmm" or way in ("float32", "bfloat16")
         )
         profile = polycast.DeviceProfile("cpu", "a cpu", 4, {}, {}, measured, 1e10)
-        monkeypatch.setattr(estimates, "find_ignoring_errors", lambda device_type: profile)
+        monkeypatch.setattr(backend_queries, "find_ignoring_errors", lambda device_type: profile)
 
     return profiled
 
@@ -167,7 +167,7 @@ def observed(**seconds):
         Matmul("aten::linear", "forward", None, "cpu", dtype=dtype, calls=1, seconds=each, flops=1e6, rows=rows)
         for dtype, each in seconds.items()
     )
-    return polycast.Observation(Facts(Run(devices={"cpu": ["bfloat16"]}, timing=True), matmuls=matmuls))
+    return Observation(Facts(Run(devices={"cpu": ["bfloat16"]}, timing=True), matmuls=matmuls))
 
 
 def test_times_of_a_run_with_both_dtypes_are_compared():
@@ -264,7 +264,7 @@ def test_estimates_are_saved(engine, profiled, tmp_path):
     with polycast.observe() as seen, polycast.autocast("cpu"):
         linear()
     seen.save(tmp_path / "seen.json")
-    loaded = polycast.Observation.load(tmp_path / "seen.json")
+    loaded = Observation.load(tmp_path / "seen.json")
     assert loaded == seen
     assert [found.kind for found in loaded.findings] == ["slow_dtype"]
     twice = seen + loaded

@@ -8,6 +8,7 @@ from torch import nn
 from torch.profiler import ProfilerAction, schedule
 
 import polycast
+from polycast_plugins.observe import Observation, observer
 
 
 def _relu():
@@ -58,10 +59,9 @@ def test_numerics_and_modules_follow_the_schedule(engine):
 
 
 def test_time_is_that_of_the_observed_steps(engine, monkeypatch):
-    from polycast_plugins.observe import observe
 
     clock = iter(range(100))
-    monkeypatch.setattr(observe.time, "perf_counter", lambda: float(next(clock)))
+    monkeypatch.setattr(observer.time, "perf_counter", lambda: float(next(clock)))
     seen = _observed(2, 3)
     assert seen.run.seconds == 2.0
 
@@ -127,7 +127,7 @@ def test_run_without_an_observed_step_warns(engine, steps, remedy):
 
 def test_step_after_the_block_is_refused(engine):
     seen = _observed(None, 1)
-    for ended in (seen, polycast.Observation.from_dict(seen.to_dict())):
+    for ended in (seen, Observation.from_dict(seen.to_dict())):
         with pytest.raises(RuntimeError, match="this observation has ended: call step\\(\\) inside the block"):
             ended.step()
 

@@ -11,7 +11,7 @@ from torch._dynamo.callback import CompilationCallbackHandler
 
 import polycast
 from polycast.plugin import events
-from polycast_plugins.observe import call_sites
+from polycast_plugins.observe import observer_library
 from polycast_plugins.observe.observer_library import load_observer
 from polycast_plugins.observe.recorder import read
 
@@ -262,7 +262,7 @@ def test_observers_may_start_and_stop_while_a_stack_is_taken(engine, monkeypatch
         return "/"
 
     with polycast.observe(stacks=True) as outer, polycast.observe(stacks=True) as inner:
-        monkeypatch.setattr(call_sites.os, "getcwd", observe_others)
+        monkeypatch.setattr(observer_library.os, "getcwd", observe_others)
         X.relu()
     assert calls(outer) == calls(inner) == 1
     assert calls(outer, "aten::tanh") == calls(inner, "aten::tanh") == 3
@@ -274,7 +274,7 @@ def test_error_of_signal_handler_while_a_stack_is_taken_is_raised(engine, monkey
         raise KeyboardInterrupt
 
     with polycast.observe(stacks=True) as seen:
-        monkeypatch.setattr(call_sites.os, "getcwd", interrupted)
+        monkeypatch.setattr(observer_library.os, "getcwd", interrupted)
         with pytest.raises(KeyboardInterrupt):
             list(map(torch.relu, [X]))
     assert calls(seen) == 1

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import polycast
-from polycast_plugins.observe import observe as observing
+from polycast_plugins.observe import observer as observing
 from polycast_plugins.observe.trace import Trace
 
 pytestmark = pytest.mark.usefixtures("engine")

@@ -1,1 +1,233 @@
-"""HTML pages of observations and training runs."""
+"""HTML pages of observations and training runs, each with its own style and script. They load nothing else."""
+
+import base64
+import functools
+import hashlib
+import json
+from collections.abc import Hashable, Mapping, Sequence
+from importlib import resources
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import jinja2
+
+from polycast.common.versions import versions
+
+from ..recipe_counts import matmul_lines
+from ..records import Module, Op
+from ..text import duration, in_order, pattern, percent, ruled, size
+from .page import PHASES, ModuleRow, OpRow, Page
+from .run_page import RunPage
+
+_T = TypeVar("_T", bound=Hashable)
+_NOTHING = -1
+"""Stands for a number that the run lacks."""
+
+
+class Data(NamedTuple):
+    """The input of a page's script.
+
+    Attributes:
+        json: JSON-safe. ``words``: texts. ``patterns``: the CSS class of each dtype, by the number of its text.
+            ``ops``: rows of ops, each ``[op, phase, policy, rule, of]``, where `of` has for each run
+            ``[calls, dtypes, casts, bytes]``. ``modules``, in tree order: ``[depth, name, kind, changed, open, ops,
+            of]``, with the name relative to the enclosing module; `of` has for each run ``[dtypes, time, casts, share,
+            bytes, share]``, with shares in per cent. ``lines``: lines of stacks. ``stacks``: lists of numbers of lines.
+            dtypes are ``[dtype, count, dtype, count, ...]``.
+        stacks: the numbers of the stacks, by stack.
+    """
+
+    json: dict[str, Any]
+    stacks: Mapping[tuple[str, ...], int]
+
+
+class _Numbers(Generic[_T]):
+    """Gives each distinct value a number."""
+
+    def __init__(self) -> None:
+        self.known: dict[_T, int] = {}
+
+    def __call__(self, value: _T) -> int:
+        return self.known.setdefault(value, len(self.known))
+
+    def __iter__(self) -> Any:
+        return iter(self.known)
+
+
+def data_of(page: Page) -> Data:
+    """Return the modules and stacks of a page as data."""
+    return _Builder(page).data()
+
+
+class _Builder:
+    def __init__(self, page: Page) -> None:
+        self._page = page
+        self._words: _Numbers[str] = _Numbers()
+        self._ops: _Numbers[tuple[Any, ...]] = _Numbers()
+        self._patterns: dict[int, str] = {}
+
+    def data(self) -> Data:
+        lines: _Numbers[str] = _Numbers()
+        stacks: dict[tuple[str, ...], int] = {}
+        numbered = []
+        for row in self._page.ops:
+            for op in row.of:
+                if op is not None and op.stack and op.stack not in stacks:
+                    stacks[op.stack] = len(stacks)
+                    numbered.append([lines(line) for line in op.stack])
+        modules = self._modules()
+        json = {
+            "timed": self._page.timed,
+            "modules": modules,
+            "ops": list(self._ops),
+            "words": list(self._words),
+            "patterns": self._patterns,
+            "lines": list(lines),
+            "stacks": numbered,
+        }
+        return Data(json, stacks)
+
+    def _modules(self) -> list[list[Any]]:
+        found = []
+        around: list[str] = []  # the names of the enclosing modules, by depth
+        for row in self._page.modules:
+            del around[row.depth :]
+            outer = f"{around[-1]}." if around and around[-1] else ""
+            around.append(row.name)
+            found.append(
+                [
+                    row.depth,
+                    self._words(row.name[len(outer) :]),
+                    self._words(row.kind),
+                    int(row.changed),
+                    int(row.is_open),
+                    [self._ops(self._op(op)) for op in row.ops],
+                    [self._module(row, run, module) for run, module in enumerate(row.of)],
+                ]
+            )
+        return found
+
+    def _module(self, row: ModuleRow, run: int, module: Module | None) -> Any:
+        if module is None:
+            return _NOTHING
+        total = module.total
+        time = self._words(duration(sum(total.seconds.values()))) if self._page.timed else _NOTHING
+        return [
+            self._dtypes(total.compute_dtypes),
+            time,
+            self._words(f"{total.casts:,}"),
+            round(100 * row.casts[run], 1),
+            self._words(_bytes(total.cast_bytes)),
+            round(100 * row.bytes[run], 1),
+        ]
+
+    def _op(self, row: OpRow) -> tuple[Any, ...]:
+        known = next(op for op in reversed(row.of) if op is not None)
+        of = tuple(self._counts(op) for op in row.of)
+        policy, rule = self._words(known.policy or "no policy"), self._words(ruled(known))
+        return (self._words(row.op.removeprefix("aten::")), self._words(row.phase), policy, rule, of)
+
+    def _counts(self, op: Op | None) -> Any:
+        if op is None:
+            return _NOTHING
+        dtypes = tuple(self._dtypes(op.compute_dtypes))
+        return (self._words(f"{op.calls:,}"), dtypes, self._words(f"{op.casts:,}"), self._words(_bytes(op.cast_bytes)))
+
+    def _dtypes(self, counts: Mapping[str, int]) -> list[int]:
+        found = []
+        for dtype, count in in_order(counts):
+            number = self._words(dtype)
+            self._patterns[number] = pattern(dtype)
+            found += [number, count]
+        return found
+
+
+def _bytes(count: int) -> str:
+    return size(count) if count else "0"
+
+
+_NAMES = ("before", "after")
+_MAX_MODULES = 200
+"""The number of modules shown without script."""
+_MAX_PLACES = 50
+_MAX_ROWS = 100
+
+
+def render(page: Page) -> str:
+    """Return the HTML of a report."""
+    data = data_of(page)
+    scripts = ("page.js", "page_modules.js", "page_ops.js")
+    return _render("page.html", ["page.css"], scripts, data.json, page=page, stacks=data.stacks)
+
+
+def render_run(page: RunPage) -> str:
+    """Return the HTML of the page of a training run."""
+    version = versions().get("polycast", "")
+    return _render(
+        "page_run.html", ["page.css", "page_run.css"], ["page_run.js"], page.data, page=page, version=version
+    )
+
+
+def _render(template: str, styles: Sequence[str], scripts: Sequence[str], data: object, **context: object) -> str:
+    style, script = (_dense("".join(map(_part, names))) for names in (styles, ["base.js", *scripts]))
+    text = (
+        _environment()
+        .get_template(template)
+        .render(
+            style=style,
+            script=script,
+            policy=_content_policy(script),
+            # A script element ends at the first "</script", so the data must not contain "<".
+            data=json.dumps(data, separators=(",", ":")).replace("<", "\\u003c"),
+            **context,
+        )
+    )
+    return _dense(text) + "\n"
+
+
+def _dense(text: str) -> str:
+    """Return a text without empty lines, of which templates make many."""
+    return "\n".join(line for line in text.split("\n") if line and not line.isspace())
+
+
+@functools.cache
+def _environment() -> jinja2.Environment:
+    """Return an environment that escapes names of modules, ops and files, which the program chooses."""
+    made = jinja2.Environment(
+        loader=jinja2.FunctionLoader(_part),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    made.filters.update(
+        size=size,
+        count="{:,}".format,
+        percent="{:.0%}".format,
+        share=percent,
+        magnitude="{:.3g}".format,
+        duration=duration,
+        pattern=pattern,
+        in_order=in_order,
+        each=lambda of, name: [None if record is None else getattr(record, name) for record in of],
+        alike=lambda values: all(value == values[0] for value in values),
+        ruled=ruled,
+        matmul_lines=matmul_lines,
+        kind_title=lambda kind: kind.replace("_", " ").capitalize(),
+        short=lambda op: op.removeprefix("aten::"),
+    )
+    made.globals.update(
+        phases=PHASES, names=_NAMES, most_modules=_MAX_MODULES, most_places=_MAX_PLACES, most_rows=_MAX_ROWS
+    )
+    return made
+
+
+@functools.cache
+def _part(name: str) -> str:
+    """Return the text of a file of this folder."""
+    return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
+
+
+def _content_policy(script: str) -> str:
+    """Return a Content-Security-Policy that allows the page its own script and styles, and nothing else."""
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    return f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'sha256-{digest}'"

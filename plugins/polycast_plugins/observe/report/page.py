@@ -7,11 +7,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
-from ..facts import Facts, total_of
+from ..facts import Facts, identity_of, total_of
 from ..findings import findings_of
-from ..numerics_records import NumericsRecord
-from ..records import Cast, Compiled, Counts, Finding, Module, Op, Region
-from ..sums import identity_of
+from ..records import Cast, Compiled, Counts, Finding, Module, NumericsRecord, Op, Region
 
 PHASES = ("forward", "backward")
 _MAX_CASTS = 25

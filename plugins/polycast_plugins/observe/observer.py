@@ -13,19 +13,17 @@ from torch import nn
 
 from polycast.common.versions import versions
 from polycast.plugin import Event, events
-from polycast.region.recording_scaler import listeners as scaler_listeners
 
 from . import module_calls
-from .compilations import compiling
 from .counting import facts_of
 from .facts import Facts, Run
-from .known_modules import KnownModules
+from .grad_scaler import listeners as scaler_listeners
+from .module_calls import KnownModules, compiling
 from .observation import Observation
 from .observer_library import load_backend_of_accelerator, load_observer
 from .recipe_counts import RecipeCounts
 from .recorder import NONFINITE, Reading, read
-from .step_origin import StepOrigins
-from .steps import Schedule, Steps
+from .steps import Schedule, StepOrigins, Steps
 from .trace import MAX_EVENTS, trace_of
 
 _THREADS = ("this", "all")

@@ -1,4 +1,4 @@
-"""`RecordingGradScaler`: a torch.amp.GradScaler that records its scale, the steps that it skips, and why."""
+"""A gradient scaler that scales only if the fast dtype needs it."""
 
 import weakref
 from collections.abc import Iterator, Mapping
@@ -8,8 +8,12 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from ..common.events import Event
-from .scaler_history import MAX_NAMES, HistoryRecorder, Origin, ScalerHistory, SkippedStep
+from polycast import get_autocast_dtype
+from polycast.errors import AutocastDisabledWarning, warn_user
+from polycast.plugin import Event, check_availability, get_backend
+from polycast.region.resolve import why_disabled
+
+from .step_records import MAX_NAMES, HistoryRecorder, Origin, ScalerHistory, SkippedStep
 
 _MAX_PENDING = 100
 _HISTORY = "history"
@@ -239,3 +243,61 @@ def _values(gradient: torch.Tensor) -> torch.Tensor:
     """Return the values of a gradient that are on this process."""
     local = gradient.to_local() if hasattr(gradient, "to_local") else gradient
     return local.coalesce().values() if local.is_sparse else local
+
+
+_FLOAT32_SMALLEST = torch.finfo(torch.float32).smallest_normal
+
+
+def grad_scaler(
+    device_type: str,
+    dtype: torch.dtype | None = None,
+    *,
+    enabled: bool = True,
+    model: nn.Module | None = None,
+    **options: Any,
+) -> RecordingGradScaler:
+    """Return a torch.amp.GradScaler that is enabled if the dtype of ``autocast(device_type, dtype)`` needs it.
+
+    Small gradients underflow in a dtype with a smaller exponent range than float32, such as float16, unless the loss is
+    scaled. For other dtypes (bfloat16, float32) the scaler does nothing, so one training loop serves every dtype.
+
+    The scaler's ``history`` has the scale and the skipped steps, with the parameters whose gradients were not finite.
+
+    Args:
+        device_type: the device to train on.
+        dtype: the fast dtype. None: that of ``autocast(device_type)``.
+        enabled: False for a scaler that is off with every dtype.
+        model: the model that names the parameters in the history, held weakly. None: they have the names of an
+            optimizer made from ``model.named_parameters()``, or their position.
+        options: other arguments of torch.amp.GradScaler, such as ``init_scale`` and ``growth_interval``.
+
+    Raises:
+        TypeError: `dtype` is not a torch.dtype, `enabled` not a bool, `model` not a module, or an option does not
+            exist.
+        ValueError: `dtype` is not floating point.
+        ValueError, RuntimeError: as :func:`polycast.plugin.get_backend`.
+
+    Warns:
+        AutocastDisabledWarning: the region would run disabled, so the scaler is disabled, too.
+
+    Example:
+        >>> import torch, polycast
+        >>> polycast.grad_scaler("cpu", torch.float16).is_enabled(), polycast.grad_scaler("cpu").is_enabled()
+        (True, False)
+    """
+    backend = get_backend(device_type)
+    if dtype is None:
+        dtype = get_autocast_dtype(backend.device_type)
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"dtype must be a torch.dtype or None, got {dtype!r}")
+    if not dtype.is_floating_point:
+        raise ValueError(f"the fast dtype must be floating point, got {dtype}")
+    if not isinstance(enabled, bool):
+        raise TypeError(f"enabled must be a bool, got {enabled!r}")
+    if model is not None and not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module or None, got {model!r:.100}")
+    needed = enabled and torch.finfo(dtype).smallest_normal > _FLOAT32_SMALLEST
+    if needed and (refusal := why_disabled(backend, dtype, check_availability(backend))) is not None:
+        warn_user(refusal, AutocastDisabledWarning)
+        needed = False
+    return RecordingGradScaler(backend.device_type, enabled=needed, model=model, **options)

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import polycast
-from polycast.region import recording_scaler
-from polycast.region.recording_scaler import listeners, recording
-from polycast.region.scaler_history import MAX_SKIPPED, HistoryRecorder, Origin, ScalerHistory, SkippedStep
+from polycast_plugins.observe import grad_scaler
+from polycast_plugins.observe.grad_scaler import listeners, recording
+from polycast_plugins.observe.step_records import MAX_SKIPPED, HistoryRecorder, Origin, ScalerHistory, SkippedStep
 
 
 def layers():
@@ -138,13 +138,13 @@ def test_a_step_that_is_not_skipped_reads_no_gradient(scaler, model, optimizer, 
     def examine(*arguments):
         raise AssertionError
 
-    monkeypatch.setattr(recording_scaler, "_nonfinite_gradients", examine)
+    monkeypatch.setattr(grad_scaler, "_nonfinite_gradients", examine)
     take(scaler, model, optimizer, 0.0, 0.0)
     assert scaler.history.steps == 2
 
 
 def test_steps_of_a_fused_optimizer_on_a_device_are_read_together(scaler, model, monkeypatch):
-    monkeypatch.setattr(recording_scaler, "_is_asynchronous", lambda tensor: True)
+    monkeypatch.setattr(grad_scaler, "_is_asynchronous", lambda tensor: True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
     take(scaler, model, optimizer, 0.0, INF, 0.0)
     assert scaler._recorder.steps == 0

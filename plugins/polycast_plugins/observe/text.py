@@ -1,7 +1,8 @@
-"""Print an observation as a table of bounded length, for terminals and notebooks."""
+"""Write an observation as text: sizes, shares and times, and a table of bounded length."""
 
 import io
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
@@ -10,11 +11,68 @@ from rich.text import Text
 from polycast.common import plain_text
 
 from .facts import Facts
-from .findings import grouped
-from .matmuls import matmul_lines
-from .recipe_counts import recipe_lines
-from .records import Finding, Op
-from .units import size
+from .recipe_counts import matmul_lines
+from .records import Decision, Finding, LowBit, Op
+
+MUCH_UNDERFLOW = 0.1
+"""The smallest share of underflow that is a finding."""
+
+
+def size(count: float) -> str:
+    """Format a number of bytes, as in ``1.5 KB``."""
+    for unit in ("bytes", "KB", "MB"):
+        if abs(count) < 1000:
+            return f"{count:,.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} GB"
+
+
+def percent(share: float) -> str:
+    """Format a share, as in ``41%``; only 0 is written as 0%, and only 1 as 100%."""
+    if 0.995 <= share < 1:
+        return "over 99%"
+    return f"{100 * share:.0f}%" if share >= 0.1 or not share else f"{100 * share:.2g}%"
+
+
+def module_text(name: str | None) -> str:
+    """Return the name of a module, as text."""
+    if name is None:
+        return "outside of the model's modules"
+    return name or "the model"
+
+
+def times_text(count: int) -> str:
+    """Format a number of times, as in ``3 times``."""
+    return "once" if count == 1 else f"{count:,} times"
+
+
+_PATTERNS = {"bfloat16": "d0", "float16": "d1", "float32": "d2", "float64": "d3"}
+_OTHER = "d4"
+_RULES = {"none": "no rule"}
+
+
+def duration(seconds: float) -> str:
+    """Format seconds, as in ``1.5 ms``."""
+    for unit, factor in (("s", 1.0), ("ms", 1e3), ("µs", 1e6)):
+        if abs(seconds) * factor >= 1:
+            return f"{seconds * factor:.3g} {unit}" if seconds * factor < 1000 else f"{seconds:,.0f} s"
+    return f"{seconds * 1e6:.2g} µs" if seconds else "0 s"
+
+
+def pattern(dtype: str) -> str:
+    """Return the CSS class of a dtype."""
+    return _PATTERNS.get(dtype, _OTHER)
+
+
+def in_order(counts: Mapping[str, int]) -> list[tuple[str, int]]:
+    """Return counts by dtype in the order of the bars."""
+    return sorted(counts.items(), key=lambda each: pattern(each[0]))
+
+
+def ruled(decided: Op | Decision) -> str:
+    """Format the rule that decided."""
+    return " ".join(filter(None, (_RULES.get(decided.rule, decided.rule), decided.rule_name)))
+
 
 _MAX_OPS = 20
 _MAX_FINDINGS = 8
@@ -112,3 +170,40 @@ def as_html(shown: Group) -> str:
     )
     console.print(shown)
     return console.export_html(inline_styles=True, code_format="<pre>{code}</pre>")
+
+
+def recipe_lines(records: Iterable[LowBit]) -> Iterable[str]:
+    """Yield a line of text for each record."""
+    for record in records:
+        op = record.op.removeprefix("aten::")
+        if record.declined:
+            yield f"{record.recipe} on {record.device}: {op} declined {times_text(record.calls)}: {record.declined}"
+        else:
+            by = "" if record.package in ("", "polycast") else f" by {record.package}"
+            yield f"{record.recipe} on {record.device}: {op} computed {times_text(record.calls)}{by}"
+
+
+def grouped(findings: Iterable[Finding]) -> list[tuple[Finding, ...]]:
+    """Return findings grouped by kind and remedy, the costliest of each group first."""
+    groups: dict[tuple[str, str], list[Finding]] = {}
+    for finding in findings:
+        groups.setdefault((finding.kind, finding.remedy), []).append(finding)
+    return [tuple(sorted(group, key=lambda finding: -finding.bytes)) for group in groups.values()]
+
+
+def headline(facts: Facts, findings: Iterable[Finding]) -> str:
+    """Return the share of ops in a fast dtype, the casts, and the kinds of findings, in a line."""
+    return "; ".join(_headline_parts(facts, findings))
+
+
+def _headline_parts(facts: Facts, findings: Iterable[Finding]) -> Iterator[str]:
+    fast = " and ".join(dict.fromkeys(dtype for dtypes in facts.run.devices.values() for dtype in dtypes))
+    if facts.fast_share is None or not fast:
+        yield f"{facts.total.calls:,} calls of ops, no region was enabled" if facts.ops else "no op ran"
+    else:
+        of_time = "" if facts.fast_time_share is None else f" and {facts.fast_time_share:.0%} of their time"
+        yield f"{facts.fast_share:.0%} of the floating-point ops{of_time} in {fast}"
+    yield f"{facts.total.casts:,} casts of {size(facts.total.cast_bytes)}"
+    found = Counter(finding.kind.replace("_", " ") for finding in findings)
+    each = (f"{kind} ({count} places)" if count > 1 else kind for kind, count in found.items())
+    yield f"findings: {', '.join(each)}" if found else "no findings"
