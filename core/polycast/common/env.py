@@ -50,11 +50,6 @@ def engine() -> str:
     return text.lower()
 
 
-def profile() -> str | None:
-    """Return the path of the profile to use (``POLYCAST_PROFILE``)."""
-    return os.environ.get("POLYCAST_PROFILE") or None
-
-
 def _items(variable: str, expected: str) -> list[str]:
     text = os.environ.get(variable, "")
     if not text.strip():

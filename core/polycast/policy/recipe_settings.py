@@ -13,17 +13,8 @@ from .names import known_overloads, read_op
 
 MATMULS = ("addmm", "linear", "matmul", "mm")
 """The ops of recipes of lower precision, by default."""
-PRODUCTS = (
-    *("addmm", "baddbmm", "bmm", "conv1d", "conv2d", "conv3d", "linear", "matmul", "mm"),
-    *("scaled_dot_product_attention", "_addmm_activation", "_native_multi_head_attention", "mkldnn_rnn_layer"),
-    "_transformer_encoder_layer_fwd",
-)
-"""The matmuls, convolutions and layers of `Fastest`, by default."""
-POINTWISE = ("gelu", "mish", "sigmoid", "silu", "tanh")
-"""The elementwise ops of `Fastest`, by default: kernels of backends compute them, with the same results."""
-FASTEST_OPS = tuple(sorted((*PRODUCTS, *POINTWISE)))
-"""The ops of `Fastest`, by default."""
-POINTWISE_OPS = frozenset(f"aten::{name}" for name in POINTWISE)
+POINTWISE_OPS = frozenset(f"aten::{name}" for name in ("gelu", "mish", "sigmoid", "silu", "tanh"))
+"""Elementwise ops without a policy that kernels of backends may compute for a recipe, with the same results."""
 COMPOSED_OPS = {
     "aten::_transformer_encoder_layer_fwd": (
         *("aten::_native_multi_head_attention", "aten::_addmm_activation", "aten::addmm", "aten::layer_norm"),
@@ -91,7 +82,7 @@ def read_ops(ops: Iterable[str]) -> tuple[str, ...]:
     if isinstance(ops, str) or not isinstance(ops, Iterable):
         raise TypeError(f"ops must be names of ops, such as ('linear', 'mm'), got {ops!r}")
     given = tuple(ops)
-    return given if given in (MATMULS, FASTEST_OPS, ()) else _known_ops(given)
+    return given if given in (MATMULS, ()) else _known_ops(given)
 
 
 def text_of(name: str, value: Any) -> str:

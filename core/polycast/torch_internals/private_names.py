@@ -1,7 +1,6 @@
 """Private names of torch outside the dispatcher: tracing and modes, autograd, compilers, ``out_dtype``."""
 
 import contextlib
-import functools
 import sys
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -158,24 +157,6 @@ storage_use_count: Callable[[int], int] = torch_name(
 
 
 # ---- Compilers.
-
-_ONEDNN_CHECKS = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
-
-
-@functools.cache
-def onednn_supports(dtype: torch.dtype) -> bool:
-    """Return whether oneDNN has kernels for a fast dtype on this processor; true if this torch does not say."""
-    ask = getattr(torch.ops.mkldnn, _ONEDNN_CHECKS.get(dtype, ""), None)
-    return ask is None or bool(ask())
-
-
-def size_hint(size: Any) -> int:
-    """Return a size; of a symbolic one, the example that the compiler was given, without a guard on it, or 0."""
-    if isinstance(size, int):
-        return size
-    hint = getattr(getattr(size, "node", None), "hint", None)
-    return hint if isinstance(hint, int) else 0
-
 
 _TracingContext: Any = torch_name(
     "torch._guards.TracingContext",

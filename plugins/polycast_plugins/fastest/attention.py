@@ -11,12 +11,12 @@ from polycast.engine.casts.weights import caching_is_safe
 from polycast.engine.recipes.actions import Action, ActionKind
 from polycast.engine.recipes.in_dtype import in_dtype
 from polycast.engine.recipes.plan import FLOATS, is_special
-from polycast.policy.schemas import existing_op, find_op
-from polycast.torch_internals.dispatcher import disable_autocast, dispatch_key_for_device, has_kernel_for_dispatch_key
-from polycast.torch_internals.private_names import size_hint
+from polycast.plugin import disable_autocast, find_op
+from polycast.torch_internals.dispatcher import dispatch_key_for_device, has_kernel_for_dispatch_key
 
 from .choose_way import dtype_of
 from .recorded_ways import RecordedOperands, Ways
+from .workloads import size_hint
 
 _FUSED, _FUSED_BACKWARD = (f"aten::_scaled_dot_product_flash_attention_for_cpu{part}" for part in ("", "_backward"))
 """The ops that torch computes most attentions by, on the CPU."""
@@ -152,7 +152,8 @@ def _enabled_kernels() -> list[SDPBackend]:
 
 
 def _call(name: str, *args: Any, **named: Any) -> Any:
-    return existing_op(name)(*args, **named)  # see _is_fused()
+    op: Any = find_op(name)  # see _is_fused()
+    return op(*args, **named)
 
 
 class AttentionSettings(NamedTuple):

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from polycast.torch_internals.dispatcher import disable_autocast
+from polycast.plugin import disable_autocast
 
 from .choose_way import Way, dtype_of
 from .recorded_ways import Ways

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from polycast.policy.schemas import existing_op, find_op
+from polycast.plugin import find_op
 from polycast.torch_internals.dispatcher import dispatch_key_for_device, has_kernel_for_dispatch_key
 
 from .operands import Operands
@@ -201,7 +201,8 @@ def _attention_backward(rows: int, heads: int) -> Case:
     Autograd is not used: it would call the saved tensors hooks of the program that measures.
     """
     forward = _attention(rows, heads, rows)
-    forward_op, backward_op = existing_op(_ATTENTION), existing_op(f"{_ATTENTION}_backward")
+    forward_op: Any = find_op(_ATTENTION)
+    backward_op: Any = find_op(f"{_ATTENTION}_backward")
 
     def arguments(way: MeasuredWay, operands: Operands) -> tuple[Any, ...]:
         inputs = forward.arguments(way, operands)
@@ -238,7 +239,8 @@ def _encoder_layer(rows: int, features: int) -> Case:
     norms = ((features,),) * 4
     shapes = (*attention, *norms, (hidden, features), (hidden,), (features, hidden), (features,))
     size = 12 * features**2
-    return Case("encoder_layer", rows, size, rows * size, existing_op(_LAYER), arguments)
+    layer: Any = find_op(_LAYER)
+    return Case("encoder_layer", rows, size, rows * size, layer, arguments)
 
 
 def _cast(elements: int) -> Case:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from polycast.policy.dtypes import dtype_name
+from polycast.plugin import dtype_name
 
 from .cases import CONVOLUTIONS
 from .cost import seconds_of, seconds_to_cast, seconds_to_cast_weight

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from typing_extensions import Self
 
+import polycast
 from polycast.common.interrupts import raise_if_callers
-from polycast.common.versions import package_versions
-from polycast.registry.backend import Backend
+from polycast.plugin import Backend
 from polycast.registry.checks import PLUGIN_ERRORS
 from polycast.registry.registry import registry
 from polycast.torch_internals.callers_state import call_outside
@@ -39,7 +39,7 @@ class Conditions:
             details = {"error": f"device_details() raised {type(error).__name__}: {error}"}
         device = details.pop("name", device_type)
         version = registry.version(backend) or f"{type(backend).__module__}.{type(backend).__qualname__}"
-        versions = {**package_versions(), "backend": version}
+        versions = {"polycast": polycast.__version__, "torch": str(torch.__version__), "backend": version}
         return cls(device_type, device, torch.get_num_threads(), versions, details)
 
     @property

@@ -8,10 +8,9 @@ Converting an argument takes a time that grows with its elements.
 import functools
 import math
 
-from polycast.policy.dtypes import FLOAT32
-
 from .cases import ATTENTION_BACKWARD
 from .device_profile import DeviceProfile, curves_of
+from .measurement import FLOAT32
 
 CAST = "cast"
 _CALL_FROM_PYTHON = 0.5, 2e-6

@@ -14,10 +14,9 @@ from typing_extensions import Self
 
 from polycast.common.cached_property import cached_property
 from polycast.common.plain_text import as_text
-from polycast.policy.dtypes import FLOAT32
 
 from . import measurement_table
-from .measurement import PREEMPTED, Measurement, Omission, is_positive, is_valid
+from .measurement import FLOAT32, PREEMPTED, Measurement, Omission, is_positive, is_valid
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -1,5 +1,6 @@
 """`FastestPlan`: the recipe `Fastest` on a device, which computes each call in the way that is the fastest."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -13,16 +14,13 @@ from polycast.engine.casts.weights import caching_is_safe, covers, is_dense, is_
 from polycast.engine.inference import in_function
 from polycast.engine.kernels import runs_in_fast_dtype_only
 from polycast.engine.recipes.actions import AS_IT_IS, CACHED_CAST, FALL_BACK, FLOAT32, Action, Results
-from polycast.engine.recipes.in_dtype import cast_results, results_of
-from polycast.engine.recipes.kernel_plan import KernelPlan
+from polycast.engine.recipes.in_dtype import results_of
 from polycast.engine.recipes.plan import FLOATS, NO_KERNEL, SMALL, SUBCLASS, Computed, Performed, is_special
-from polycast.plugin import events
-from polycast.policy.dtypes import dtype_name
+from polycast.plugin import Backend, KernelPlan, LowBitKernel, dtype_name, events
 from polycast.policy.recipe_settings import COMPOSED_OPS, POINTWISE_OPS, resolve
 from polycast.policy.registered import policies_for
-from polycast.registry.backend import Backend, LowBitKernel
 from polycast.torch_internals.callers_state import call_outside
-from polycast.torch_internals.private_names import is_intercepted, onednn_supports, size_hint
+from polycast.torch_internals.private_names import is_intercepted
 
 from .attention import RecordedAttention
 from .choose_way import NO_FAST_KERNEL, Conversions, Way, choose, is_unsupported, name_of
@@ -30,7 +28,7 @@ from .device_profile import DeviceProfile
 from .fastest_recipe import Fastest
 from .recorded import NO_GRADIENTS, Recorded, recorded_call
 from .recorded_ways import Ways, choose_recorded
-from .workloads import Workload, weight_position, workload_of
+from .workloads import Workload, size_hint, weight_position, workload_of
 
 NO_PROFILE = "its profile is not loaded in this process"
 UNKNOWN_SIZES = "the profile does not cover it: a vector, no elements, or complex factors"
@@ -240,7 +238,7 @@ class FastestPlan(KernelPlan):
             result = found.recorded.compute(ways, dtype, lambda weight: _cached_cast(weight, dtype, cache))
             return result, found.recorded.native_action(ways, dtype)
         if found.way is Way.FLOAT32:
-            return cast_results(results_of(op, args, torch.float32), dtype), FLOAT32
+            return _cast_results(results_of(op, args, torch.float32), dtype), FLOAT32
         if found.is_by_kernel:
             planned = self.first(op, args)
             assert not isinstance(planned, str)  # it was the reason for the way
@@ -251,7 +249,7 @@ class FastestPlan(KernelPlan):
             elif action is not None:
                 action = action._replace(prepack_id=AS_IT_IS)
             result = kernel.run((weight,), *args)
-            return cast_results(result, dtype), action
+            return _cast_results(result, dtype), action
         return None, FALL_BACK
 
 
@@ -275,6 +273,16 @@ class PlannedCall(NamedTuple):
         return self.way in (Way.KERNEL, Way.FLOAT32_KERNEL)
 
 
+_ONEDNN_CHECKS = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
+
+
+@functools.cache
+def onednn_supports(dtype: torch.dtype) -> bool:
+    """Return whether oneDNN has kernels for a fast dtype on this processor; true if this torch does not say."""
+    ask = getattr(torch.ops.mkldnn, _ONEDNN_CHECKS.get(dtype, ""), None)
+    return ask is None or bool(ask())
+
+
 def _has_recurrent_kernel(dtype: torch.dtype, records: bool) -> bool:
     """Return whether torch has the kernel of a recurrent layer for a fast dtype, which in float16 has no backward."""
     return call_outside(onednn_supports, dtype) and not (records and dtype is torch.float16)
@@ -295,6 +303,13 @@ def _is_mask(position: int, arg: Any) -> bool:
 
 def _is_recorded(args: Sequence[Any]) -> bool:
     return torch.is_grad_enabled() and any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args)
+
+
+def _cast_results(results: Results, dtype: torch.dtype) -> Results:
+    """Return what an op returned, with floating-point numbers in a dtype."""
+    if isinstance(results, torch.Tensor):
+        return results.to(dtype)
+    return tuple(each if each is None or not each.is_floating_point() else each.to(dtype) for each in results)
 
 
 def _cached_cast(weight: torch.Tensor, dtype: torch.dtype, cache: CastCache | None) -> torch.Tensor:

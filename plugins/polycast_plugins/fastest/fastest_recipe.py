@@ -5,11 +5,17 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from polycast.policy.recipe_base import Recipe
-from polycast.policy.recipe_settings import FASTEST_OPS
+from polycast.plugin import Recipe
 
 from .device_profile import DeviceProfile
 from .profile import find, profile
+
+_OPS = (
+    *("_addmm_activation", "_native_multi_head_attention", "_transformer_encoder_layer_fwd", "addmm", "baddbmm", "bmm"),
+    *("conv1d", "conv2d", "conv3d", "gelu", "linear", "matmul", "mish", "mkldnn_rnn_layer", "mm"),
+    *("scaled_dot_product_attention", "sigmoid", "silu", "tanh"),
+)
+"""The default of `ops`, sorted."""
 
 
 class Fastest(Recipe):
@@ -54,7 +60,7 @@ class Fastest(Recipe):
     avoids_slow_dtypes = ""
     plan_class = "polycast_plugins.fastest.fastest_plan:FastestPlan"
     profile: Any = None
-    ops: Sequence[str] = FASTEST_OPS
+    ops: Sequence[str] = _OPS
     min_size: int = 0
 
     def check(self) -> None:

@@ -7,8 +7,7 @@ from datetime import datetime, timezone
 import torch
 
 from polycast.common.interrupts import raise_if_callers
-from polycast.plugin import events
-from polycast.registry.backend import Backend
+from polycast.plugin import Backend, events
 from polycast.torch_internals.callers_state import call_outside
 
 from .conditions import Conditions

@@ -6,7 +6,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from polycast.registry.backend import LowBitKernel
+from polycast.plugin import LowBitKernel
 
 from .cases import Case, WeightedOp
 from .operands import SMALL, Operands

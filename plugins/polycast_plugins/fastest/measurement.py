@@ -3,6 +3,8 @@
 import math
 from dataclasses import dataclass
 
+FLOAT32 = "float32"
+"""The name of the way that others are compared with."""
 PREEMPTED = "other processes took the processor"
 """The reason of an omission of cases that were preempted each time that they were measured."""
 

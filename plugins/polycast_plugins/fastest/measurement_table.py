@@ -5,9 +5,8 @@ from typing import TYPE_CHECKING
 
 from polycast.common.html_table import html_lines, html_table
 from polycast.common.plain_text import under_the_head
-from polycast.policy.dtypes import FLOAT32
 
-from .measurement import Measurement, Omission
+from .measurement import FLOAT32, Measurement, Omission
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -16,11 +16,10 @@ from typing import NamedTuple
 import torch
 
 from polycast.common.interrupts import is_interrupt
-from polycast.policy.dtypes import FLOAT32
 
 from .cases import OPS, Case, cases
 from .measured_calls import Unsupported, check, prepare
-from .measurement import PREEMPTED, Measurement, Omission
+from .measurement import FLOAT32, PREEMPTED, Measurement, Omission
 from .operands import Operands
 from .stopwatch import Stopwatch, disagree, load_of_others
 from .ways import MeasuredWay

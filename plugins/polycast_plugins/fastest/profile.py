@@ -7,17 +7,14 @@ from dataclasses import dataclass
 
 import torch
 
-from polycast.common import env
-from polycast.common.announce import announce
-from polycast.common.atfork import hold_during_fork
 from polycast.errors import warn_user
+from polycast.plugin import Backend, get_backend, hold_during_fork
 from polycast.plugin import refresh as refresh_backend
-from polycast.registry.backend import Backend
-from polycast.registry.registry import registry
 
 from . import profile_file
 from .conditions import Conditions
 from .device_profile import BUSY, DeviceProfile
+from .profile_file import announce
 
 
 @dataclass(frozen=True)
@@ -78,7 +75,7 @@ def profile(device_type: str, *, refresh: bool = False) -> DeviceProfile:
         return found
     with _lock:
         found = None if refresh else find(device_type)  # another thread may have measured it
-        return _measured(registry.find(device_type), refresh) if found is None else found
+        return _measured(get_backend(device_type), refresh) if found is None else found
 
 
 def find(device_type: str) -> DeviceProfile | None:
@@ -107,7 +104,7 @@ def find_ignoring_errors(device_type: str) -> DeviceProfile | None:
 
 def look_up(device_type: str) -> Lookup:
     """Return the profile of a device, or why the one on disk is not used; measure nothing. Raises as `find`."""
-    backend = registry.find(device_type)
+    backend = get_backend(device_type)
     key = backend.device_type, torch.get_num_threads()
     known = _found.get(key)
     if known is None:
@@ -148,7 +145,7 @@ def _kept(backend: Backend, conditions: Conditions) -> Lookup:
 
 def _named_by_user(device_type: str) -> DeviceProfile | None:
     """Return the profile that POLYCAST_PROFILE names, if it is of this device type."""
-    path = env.profile()
+    path = os.environ.get("POLYCAST_PROFILE") or None
     if path is None:
         return None
     try:

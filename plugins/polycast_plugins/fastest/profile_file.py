@@ -2,11 +2,11 @@
 
 import contextlib
 import os
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from polycast.common.announce import announce
 from polycast.toolchain.cache_folder import cache_directory, check_folders, make_folders, others_can_write
 from polycast.toolchain.cpp_library import BuildError
 
@@ -21,6 +21,13 @@ FOLDER = "profiles"
 
 class ProfileFileError(Exception):
     """A file of the cache is not used, or cannot be written. The text says why."""
+
+
+def announce(text: str) -> None:
+    """Print a line on stderr, if it is open."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # a daemon's stderr may be closed, or None
+        sys.stderr.write(f"polycast: {text}\n")
+        sys.stderr.flush()
 
 
 def read(conditions: Conditions) -> DeviceProfile | None:

@@ -7,7 +7,6 @@ import torch
 
 from polycast.engine.recipes.actions import Action, ActionKind
 from polycast.engine.recipes.in_dtype import in_dtype
-from polycast.torch_internals.private_names import size_hint
 
 from .attention import RecordedAttention
 from .autograd_functions import Computation, Convolution, ConvolutionSettings, Gradients, RecordedProduct
@@ -15,7 +14,7 @@ from .cases import ATTENTION
 from .choose_way import Way
 from .convolution_axes import by_axis, kernel_spans
 from .recorded_ways import RecordedOperands, Ways
-from .workloads import weight_position
+from .workloads import size_hint, weight_position
 
 NO_GRADIENTS = "autograd records it, and its gradients are computed in the fast dtype only"
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from polycast.policy.dtypes import dtype_name
+from polycast.plugin import dtype_name
 
 from .cases import ATTENTION, ATTENTION_BACKWARD, CONVOLUTIONS
 from .choose_way import MARGIN, NO_FAST_KERNEL, Way, bucket, is_unsupported, name_of, seconds_by_way

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from polycast.policy.dtypes import dtype_name
+from polycast.plugin import dtype_name
 
 from .choose_way import Way, bucket, seconds_by_way
 from .cost import seconds_to_cast

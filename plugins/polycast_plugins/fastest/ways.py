@@ -6,11 +6,18 @@ from dataclasses import dataclass
 import torch
 
 from polycast.common.interrupts import raise_if_callers
-from polycast.plugin import check_recipe, recipe_kernels
-from polycast.policy.dtypes import dtype_name
-from polycast.policy.recipe import Recipe, all_recipes
-from polycast.registry.backend import Backend, LowBitKernel
-from polycast.registry.checks import PLUGIN_ERRORS, check_availability, check_dtype
+from polycast.plugin import (
+    Backend,
+    LowBitKernel,
+    Recipe,
+    check_availability,
+    check_dtype,
+    check_recipe,
+    dtype_name,
+    recipe_kernels,
+)
+from polycast.policy.recipe import all_recipes
+from polycast.registry.checks import PLUGIN_ERRORS
 
 from .measurement import Omission
 

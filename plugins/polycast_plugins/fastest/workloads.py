@@ -9,8 +9,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from polycast.torch_internals.private_names import size_hint
-
 from .cases import ATTENTION
 from .convolution_axes import by_axis, kernel_spans
 
@@ -68,6 +66,14 @@ _WEIGHT_POSITIONS = {
     "aten::_native_multi_head_attention": 5,
     "aten::_transformer_encoder_layer_fwd": 3,
 }
+
+
+def size_hint(size: Any) -> int:
+    """Return a size; of a symbolic one, the example that the compiler was given, without a guard on it, or 0."""
+    if isinstance(size, int):
+        return size
+    hint = getattr(getattr(size, "node", None), "hint", None)
+    return hint if isinstance(hint, int) else 0
 
 
 def _sizes(tensor: torch.Tensor) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ from torch import nn
 
 import polycast
 from polycast import Fastest, autocast
-from polycast.torch_internals.private_names import onednn_supports
+from polycast_plugins.fastest.fastest_plan import onednn_supports
 
 pytestmark = pytest.mark.usefixtures("engine", "no_grad")
 CASES = 250

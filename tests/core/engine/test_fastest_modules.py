@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from polycast import Fastest, autocast
-from polycast.torch_internals.private_names import onednn_supports
 from polycast_plugins.fastest import fastest_plan
+from polycast_plugins.fastest.fastest_plan import onednn_supports
 from polycast_plugins.fastest.measurement import Omission
 
 pytestmark = pytest.mark.usefixtures("engine")

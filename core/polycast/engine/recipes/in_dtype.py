@@ -31,13 +31,6 @@ def results_of(op: str, args: Sequence[Any], dtype: torch.dtype) -> Results:
     return results
 
 
-def cast_results(results: Results, dtype: torch.dtype) -> Results:
-    """Return what an op returned, with floating-point numbers in a dtype."""
-    if isinstance(results, torch.Tensor):
-        return results.to(dtype)
-    return tuple(each if each is None or not each.is_floating_point() else each.to(dtype) for each in results)
-
-
 def should_make_contiguous(op: str, args: Sequence[Any]) -> bool:
     """Return whether the first argument should be made contiguous: otherwise torch may copy the matrix for each batch.
 
