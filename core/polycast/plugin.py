@@ -6,13 +6,15 @@
 - Its op table: :class:`CastPolicy`, :func:`policy_table`, :data:`STANDARD_POLICIES`, :data:`STANDARD_REMEDIES`.
 - A recipe, and kernels for recipes: :class:`Recipe`, :class:`Plan`, :class:`KernelPlan`, :class:`LowBitKernel`,
   :class:`LowBitMatmul`, :func:`recipe_kernels`, :func:`float32_products`, :func:`load_ops`.
+- C++ that works on the native engine: :class:`NativeLibrary`; the engine: :func:`choose_engine`.
 - What a distribution adds besides devices: :class:`Plugin`, and :func:`lazy_names` for its package; what the installed
   ones add: :func:`manifests` (:class:`InstalledPlugin`), :func:`find_in_manifests`.
 - A change to torch: :class:`Feature`, :class:`Change`, :class:`Patch`; a private name of torch: :func:`torch_name`.
 - Questions: :func:`check_availability`, :func:`check_dtype`, :func:`check_recipe` and :func:`find_slow_reason` of a
-  backend; :func:`find_op`; :func:`dtype_name` and :func:`read_dtype`; :func:`read_recipe` and its argument
-  :data:`RecipeLike`; :func:`choose_engine`.
-- Around code: :func:`disable_autocast`, :func:`hold_during_fork`. What happens in it: :class:`events`, :class:`Event`.
+  backend; :func:`decide` and :func:`why_disabled` of a region; :func:`find_op`; :func:`dtype_name` and
+  :func:`read_dtype`; :func:`read_recipe` and its argument :data:`RecipeLike`.
+- Around code: :func:`disable_autocast`, :func:`disable_dynamo`, :func:`hold_during_fork`. What happens in it:
+  :class:`events`, :class:`Event`.
 
 Users of regions import from ``polycast``, and errors from ``polycast.errors``.
 """
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
     from .common.events import Event as Event
     from .common.events import events as events
     from .engine.choice import choose_engine as choose_engine
+    from .engine.disable_dynamo import disable_dynamo as disable_dynamo
+    from .engine.native_library import NativeLibrary as NativeLibrary
     from .engine.recipes.kernel_plan import KernelPlan as KernelPlan
     from .engine.recipes.plan import Plan as Plan
     from .engine.register_backend import refresh as refresh
@@ -45,6 +49,8 @@ if TYPE_CHECKING:
     from .policy.schemas import find_op as find_op
     from .policy.standard import STANDARD_POLICIES as STANDARD_POLICIES
     from .policy.standard import STANDARD_REMEDIES as STANDARD_REMEDIES
+    from .region.explain_op import decide as decide
+    from .region.resolve import why_disabled as why_disabled
     from .registry.backend import Availability as Availability
     from .registry.backend import Backend as Backend
     from .registry.backend import Extension as Extension
@@ -78,6 +84,7 @@ _PLACES = {
     "KernelPlan": "engine.recipes.kernel_plan",
     "LowBitKernel": "registry.backend",
     "LowBitMatmul": "registry.low_bit_matmul",
+    "NativeLibrary": "engine.native_library",
     "Patch": "torch_internals.patcher",
     "Plan": "engine.recipes.plan",
     "Plugin": "policy.manifests",
@@ -89,7 +96,9 @@ _PLACES = {
     "check_dtype": "registry.checks",
     "check_recipe": "registry.recipe_kernels",
     "choose_engine": "engine.choice",
+    "decide": "region.explain_op",
     "disable_autocast": "torch_internals.dispatcher",
+    "disable_dynamo": "engine.disable_dynamo",
     "dtype_name": "policy.dtypes",
     "events": "common.events",
     "find_in_manifests": "policy.manifests",
@@ -111,6 +120,7 @@ _PLACES = {
     "register_backend": "engine.register_backend",
     "torch_name": "torch_internals.lookup",
     "unregister_backend": "engine.register_backend",
+    "why_disabled": "region.resolve",
 }
 """The module of each name. Names are imported when they are first used."""
 

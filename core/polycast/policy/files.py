@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from ..common.replaced_file import replaced_file
-from ..common.schema import check_schema
 from .names import hint
 
 SCHEMA = 1
@@ -70,7 +69,13 @@ def of_text(text: str) -> dict[str, Any]:
         raise ValueError(f"it is not TOML: {error}") from error
     except RecursionError:
         raise ValueError("its values are nested too deeply to be a policy") from None
-    check_schema(table.pop("schema", None), SCHEMA, f"a policy file begins with `schema = {SCHEMA}`")
+    schema = table.pop("schema", None)
+    if isinstance(schema, bool) or not isinstance(schema, int) or schema < 1:
+        raise ValueError(f"a policy file begins with `schema = {SCHEMA}`, got {schema!r}")
+    if schema > SCHEMA:
+        raise ValueError(
+            f"it has schema {schema}, and this polycast reads schemas up to {SCHEMA}: install a newer polycast"
+        )
     check_keys(table, ("name", *TABLES), "")
     check_tables(table)
     return table

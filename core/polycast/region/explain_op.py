@@ -9,6 +9,7 @@ import torch
 
 from ..engine import state
 from ..engine.kernels import autocast_key, installed, refusal
+from ..engine.override import Override
 from ..engine.recipes.compute import plan_of
 from ..engine.reference.rules import OpCall, apply_rule, is_eligible
 from ..engine.state import Settings
@@ -91,7 +92,7 @@ def explain_in(
 
 
 def _without_arguments(op: str, region: Settings, backend: Backend) -> Explanation:
-    policy, rule, rule_name = deciding_rule(op, region, backend)
+    policy, rule, rule_name = _deciding_rule(op, region.device_type, region.override, backend)
     found = Explanation(op, region.device_type, region.enabled, region.dtype, policy, rule, rule_name, calls=op)
     override = region.override
     if override is None or override.recipe is None or op not in override.recipe_ops:
@@ -103,11 +104,35 @@ def _without_arguments(op: str, region: Settings, backend: Backend) -> Explanati
     return replace(found, recipe=override.recipe.short, declined=declined)
 
 
-def deciding_rule(op: str, region: Settings, backend: Backend) -> _Rule:
+def decide(op: str, device_type: str, override: Override | None = None) -> _Rule:
+    """Return the policy of an op in a region that is enabled, the rule that decides it, and the name of that rule.
+
+    Args:
+        op: an overload, by its name in the dispatcher.
+        device_type: the device of the region.
+        override: the policies of the region, as the native engine knows them; None: it has none.
+
+    Returns:
+        The policy, or None if the op runs unchanged; the rule, as in :class:`polycast.Explanation`; its name, or "".
+    """
+    try:
+        backend = registry.find(device_type)
+    except RuntimeError:  # there is none, or it is broken: the region is torch's
+        backend = None
+    if backend is None or device_type not in installed:
+        return None, _rule_of_others(op, device_type), ""
+    return _deciding_rule(op, device_type, override, backend)
+
+
+def _rule_of_others(op: str, device_type: str) -> str:
+    return OTHERS_KERNEL if has_kernel_for_dispatch_key(op, autocast_key(device_type)) else NO_RULE
+
+
+def _deciding_rule(op: str, device_type: str, override: Override | None, backend: Backend) -> _Rule:
     """Return the policy of an op, the rule that decides it, and the name of that: the innermost rule for the op."""
-    if region.override is not None and (origin := region.override.origin_of(op)) is not None:
-        return region.override.policies[op], *origin
-    for scope, rule in ((region.device_type, f"register_op for {region.device_type}"), (None, "register_op")):
+    if override is not None and (origin := override.origin_of(op)) is not None:
+        return override.policies[op], *origin
+    for scope, rule in ((device_type, f"register_op for {device_type}"), (None, "register_op")):
         for registration in registrations:
             if registration.device_type == scope and op in registration.ops:
                 return registration.policy, rule, ""
@@ -115,11 +140,9 @@ def deciding_rule(op: str, region: Settings, backend: Backend) -> _Rule:
         return backend.policies[op], "backend's table", ""
     if (added := registry.added_policies(backend).get(op)) is not None:
         return added.policy, "extension", added.distribution
-    kernels = installed.get(region.device_type)
-    has_kernel = has_kernel_for_dispatch_key(op, autocast_key(region.device_type))
-    if has_kernel and (kernels is None or op not in kernels.ops):
-        return None, OTHERS_KERNEL, ""
-    return None, NO_RULE, ""
+    kernels = installed.get(device_type)
+    is_own = kernels is not None and op in kernels.ops
+    return None, NO_RULE if is_own else _rule_of_others(op, device_type), ""
 
 
 def _overload_for(name: OpName, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:

@@ -9,7 +9,7 @@ from ..engine.state import Settings
 from ..errors import AutocastDisabledWarning, warn_user
 from ..policy.recipe import RecipeLike
 from ..policy.value import PolicyLike
-from ..registry.backend import Availability, Backend
+from ..registry.backend import Backend
 from ..registry.checks import check_availability, check_dtype
 from ..registry.registry import registry
 from .policies import override_of
@@ -48,12 +48,10 @@ def resolve(
         raise TypeError(f"dtype must be a torch.dtype or None, got {dtype!r}")
     is_on = bool(enabled)
     if is_on:
-        answer = check_availability(backend)
-        if not answer.available or dtype is not default:
-            refusal = why_disabled(backend, dtype, answer)
-            if refusal is not None:
-                warn_user(refusal, AutocastDisabledWarning)
-                is_on = is_lasting = False
+        refusal = why_disabled(backend, dtype)
+        if refusal is not None:
+            warn_user(refusal, AutocastDisabledWarning)
+            is_on = is_lasting = False
     if cache_enabled is not None and not isinstance(cache_enabled, bool):
         raise TypeError(f"cache_enabled must be a bool or None, got {cache_enabled!r}")
     if cache is not None:
@@ -80,8 +78,9 @@ def _find_backend(device_type: object) -> Backend:
     return registry.find(device_type)
 
 
-def why_disabled(backend: Backend, dtype: torch.dtype, answer: Availability) -> str | None:
-    """Return why a region cannot run enabled, given its backend's answer for the device; None if it can."""
+def why_disabled(backend: Backend, dtype: torch.dtype) -> str | None:
+    """Return why a region of a backend with a fast dtype runs disabled, as warnings say it; None if it does not."""
+    answer = check_availability(backend)
     if not answer.available:
         return f"{backend.device_type} is not available: {answer.reason}. Disabling autocast."
     if dtype is not backend.default_dtype:

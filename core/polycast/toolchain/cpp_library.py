@@ -34,7 +34,7 @@ class CppLibrary:
     package: str
     name: str
     description: str
-    retry_hint: str
+    retry_hint: str = "`polycast build` tries again"
     folders: tuple[str, ...] = (".",)
     sources_hint: str = _OWN_SOURCES_HINT
     uses_excerpts: bool = True

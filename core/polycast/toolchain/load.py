@@ -34,6 +34,18 @@ def try_build(library: CppLibrary) -> Exception | None:
     return None
 
 
+def load(library: CppLibrary, open_: Callable[[Path], _Loaded]) -> tuple[_Loaded, str]:
+    """Return a library as `open_` loads it, and its origin: a prebuilt one if one fits, else one that is built here.
+
+    Raises:
+        BuildError: it cannot be built, or does not load.
+
+    Warns:
+        UserWarning: other users can write to the cache, so the library was built for this process alone.
+    """
+    return load_prebuilt(library, open_) or load_built(cache_directory(), library, open_)
+
+
 def load_prebuilt(library: CppLibrary, open_: Callable[[Path], _Loaded]) -> tuple[_Loaded, str] | None:
     """Return a prebuilt library as `open_` loads it, and its origin; None if none fits.
 

@@ -11,7 +11,7 @@ from ..registry.backend import Availability
 from .build import find_build
 from .cache_folder import cache_directory
 from .cpp_library import BuildError, CppLibrary
-from .load import describe_built, describe_prebuilt, load_built, load_prebuilt, try_build
+from .load import describe_built, describe_prebuilt, load, try_build
 from .prebuilt import find_prebuilt
 
 _lock = threading.RLock()
@@ -60,7 +60,7 @@ def _load(package: str, failure: Exception | None) -> Availability:
     try:
         if failure is not None:
             raise failure
-        loaded = load_prebuilt(library, _register) or load_built(cache_directory(), library, _register)
+        loaded = load(library, _register)
     except (BuildError, OSError) as error:
         raise_if_callers(error)
         return Availability(False, f"the C++ of {package} cannot be loaded: {error}")

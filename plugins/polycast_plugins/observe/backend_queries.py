@@ -4,10 +4,7 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-from polycast.plugin import Backend, check_availability, find_slow_reason
-from polycast.region.resolve import why_disabled
-from polycast.registry.checks import ask_slow_reason
-from polycast.registry.registry import registry
+from polycast.plugin import Backend, disable_autocast, find_slow_reason, get_backend, why_disabled
 from polycast_plugins.fastest.profile import find_ignoring_errors
 
 from .recorder import MatmulRow
@@ -16,7 +13,7 @@ from .recorder import MatmulRow
 def find_backend(device: str) -> Backend | None:
     """Return the backend of a device; None if it has none, or a broken one. Then torch's own autocast may have run."""
     try:
-        return registry.find(device)
+        return get_backend(device)
     except RuntimeError:
         return None
 
@@ -26,7 +23,7 @@ def why_not_enabled(device: str, dtype: torch.dtype) -> str:
     backend = find_backend(device)
     if backend is None:
         return ""
-    refusal = why_disabled(backend, dtype, check_availability(backend)) or ""
+    refusal = why_disabled(backend, dtype) or ""
     return refusal.replace("Disabling autocast.", "").replace("\n", "").strip().rstrip(".")
 
 
@@ -39,10 +36,18 @@ def slow_reasons(devices: Mapping[str, Iterable[str]]) -> dict[str, str]:
             continue
         for name in names:
             dtype = getattr(torch, name)
-            reason = ask_slow_reason(backend, dtype)
-            if reason is not None and find_slow_reason(backend, dtype) is not None:  # a plugin may know better
+            reason = _slow_reason(backend, dtype)
+            if reason and find_slow_reason(backend, dtype) is not None:  # a plugin may know better
                 found[f"{device} {name}"] = reason
     return found
+
+
+def _slow_reason(backend: Backend, dtype: torch.dtype) -> str | None:
+    try:
+        with disable_autocast():
+            return backend.slow_reason(dtype)
+    except (Exception, SystemExit):  # some libraries exit if they find no device
+        return None
 
 
 class DeviceProfiles:

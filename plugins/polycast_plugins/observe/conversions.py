@@ -10,12 +10,10 @@ from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias, TypeVar, get_args, get_origin, get_type_hints, runtime_checkable
 
-from polycast.common.strict_json import jsonable
-
 from .facts import LISTS, Facts
 from .findings import findings_of
 from .records import NumericsRecord
-from .step_records import NUMBERS, StepRecord
+from .step_records import NUMBERS, StepRecord, jsonable
 
 _R = TypeVar("_R")
 _MAX_NUMBER = 2**63

@@ -7,15 +7,9 @@ from dataclasses import replace
 import torch
 
 from polycast import CastPolicy
-from polycast.engine.kernels import autocast_key, installed
-from polycast.engine.override import Override
-from polycast.engine.state import Settings
-from polycast.plugin import dtype_name
-from polycast.region.explain_op import deciding_rule
-from polycast.region.explanation import NO_RULE, OTHERS_KERNEL
-from polycast.torch_internals.dispatcher import has_kernel_for_dispatch_key
+from polycast.plugin import decide, dtype_name
 
-from .backend_queries import DeviceProfiles, find_backend, slow_reasons, why_not_enabled
+from .backend_queries import DeviceProfiles, slow_reasons, why_not_enabled
 from .facts import Facts, Run, combine, total_of, with_main_decision
 from .recipe_counts import FUSED, Matmul, MatmulRows
 from .recorder import CHAIN_KINDS, NO_MODULE, CountRow, NumericsRow, Reading, phase_of
@@ -44,7 +38,7 @@ def facts_of(reading: Reading, run: Run, low_bit: tuple[LowBit, ...]) -> Facts:
 class _Counting:
     def __init__(self, reading: Reading) -> None:
         self._reading = reading
-        self._overrides: Mapping[int, Override] = reading.overrides
+        self._overrides = reading.overrides
         self._decisions: dict[tuple[object, ...], tuple[str | None, str, str]] = {}
 
     def facts(self, run: Run, low_bit: tuple[LowBit, ...]) -> Facts:
@@ -259,14 +253,8 @@ class _Counting:
             return None, AUTOCAST_IS_OFF, ""
         key = op, device, override
         if key not in self._decisions:
-            backend = find_backend(device)
-            if backend is None or device not in installed:
-                others = has_kernel_for_dispatch_key(op, autocast_key(device))
-                self._decisions[key] = None, OTHERS_KERNEL if others else NO_RULE, ""
-            else:
-                settings = Settings(device, True, dtype, override=self._overrides.get(override))
-                policy, rule, rule_name = deciding_rule(op, settings, backend)
-                self._decisions[key] = None if policy is None else policy.value, rule, rule_name
+            policy, rule, rule_name = decide(op, device, self._overrides.get(override))
+            self._decisions[key] = None if policy is None else policy.value, rule, rule_name
         return self._decisions[key]
 
 

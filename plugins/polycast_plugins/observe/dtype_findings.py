@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from polycast import Fastest
-from polycast.policy.dtypes import FLOAT32
 
 from .facts import Facts, add
 from .recipe_counts import Matmul, MatmulRows, is_by_recipe
@@ -100,6 +99,7 @@ _CASTS = ("to", "_to_copy", "copy_")
 """Ops that cast because the program asks for it."""
 
 
+_FLOAT32 = "float32"
 _INFERENCE_ONLY = ("int8", "float8")
 _SLOWER = 1.05
 """The smallest ratio of times that counts."""
@@ -167,7 +167,7 @@ def _timed(slow: Iterable[Matmul], everything: Iterable[Matmul]) -> _Times | Non
     """Return the times if the run computed the same ops on as many rows in both dtypes, and was timed."""
     rates: dict[object, tuple[float, float]] = {}
     for each in everything:
-        if each.dtype == FLOAT32 and each.seconds > 0 and each.flops > 0:
+        if each.dtype == _FLOAT32 and each.seconds > 0 and each.flops > 0:
             seconds, flops = rates.get(_alike(each), (0.0, 0.0))
             rates[_alike(each)] = seconds + each.seconds, flops + each.flops
     fast = float32 = 0.0
@@ -185,14 +185,14 @@ def _alike(matmul: Matmul) -> object:
 def _estimated(slow: Iterable[Matmul], dtype: str) -> _Times | None:
     fast = float32 = 0.0
     for each in _known(slow, dtype):
-        fast, float32 = fast + each.estimates[dtype], float32 + each.estimates[FLOAT32]
+        fast, float32 = fast + each.estimates[dtype], float32 + each.estimates[_FLOAT32]
     return _Times(fast, float32, "by its profile") if float32 > 0 else None
 
 
 def _known(slow: Iterable[Matmul], dtype: str) -> Iterator[MatmulRows]:
     for matmul in slow:
         for each in matmul.rows:
-            if {dtype, FLOAT32} <= {*each.estimates}:
+            if {dtype, _FLOAT32} <= {*each.estimates}:
                 yield each
 
 
@@ -221,7 +221,7 @@ def _rows_text(slow: Iterable[Matmul], dtype: str) -> str:
 def _remedy(slow: list[Matmul], dtype: str) -> str:
     known = list(_known(slow, dtype))
     trains = any(each.phase == "backward" for each in slow)
-    float32, fast = (sum(each.estimates[way] for each in known) for way in (FLOAT32, dtype))
+    float32, fast = (sum(each.estimates[way] for each in known) for way in (_FLOAT32, dtype))
     faster = []
     declined = {each.recipe for each in slow}
     for recipe in (Fastest.kind, *(() if trains else _INFERENCE_ONLY)):
@@ -239,5 +239,5 @@ def _remedy(slow: list[Matmul], dtype: str) -> str:
 def _seconds_by(recipe: str, estimates: Mapping[str, float], dtype: str) -> float:
     """Return the estimated seconds by a recipe, which leaves what it does not compute in the fast dtype."""
     if recipe == Fastest.kind:
-        return min(estimates[way] for way in (FLOAT32, dtype, f"{dtype} kernel") if way in estimates)
+        return min(estimates[way] for way in (_FLOAT32, dtype, f"{dtype} kernel") if way in estimates)
     return estimates.get(recipe, estimates[dtype])

@@ -4,8 +4,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
-from polycast.common.cached_property import cached_property
-
 from .recipe_counts import Matmul, MatmulRows, recipe_share
 from .records import (
     Cast,
@@ -160,11 +158,11 @@ class Facts:
     matmuls: tuple[Matmul, ...] = ()
     numerics: tuple[NumericsRecord, ...] = ()
     nonfinite: NonFinite | None = None
+    total: Counts = field(init=False, compare=False, repr=False)
+    """The counts of all ops."""
 
-    @cached_property
-    def total(self) -> Counts:
-        """The counts of all ops."""
-        return total_of(self.ops)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "total", total_of(self.ops))
 
     @property
     def fast_share(self) -> float | None:

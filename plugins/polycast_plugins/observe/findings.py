@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable, Iterator
 
-from polycast.engine.recipes.plan import RECORDS
+from polycast.plugin import Plan
 
 from .dtype_findings import overflow, slow_dtypes, underflow
 from .facts import Facts, add
@@ -63,13 +63,13 @@ def _weights_cast_again(facts: Facts) -> Iterator[Finding]:
 
 def _recipe_in_training(facts: Facts) -> Iterator[Finding]:
     for recipe in dict.fromkeys(record.recipe for record in facts.low_bit):
-        refused = [each for each in facts.low_bit if each.recipe == recipe and each.declined == RECORDS]
+        refused = [each for each in facts.low_bit if each.recipe == recipe and each.declined == Plan.RECORDS]
         count = sum(each.calls for each in refused)
         if count > 0:
             yield Finding(
                 "recipe_in_training",
                 refused[0].device,
-                f"ops of the recipe {recipe} ran in the fast dtype {times_text(count)}, because {RECORDS}.",
+                f"ops of the recipe {recipe} ran in the fast dtype {times_text(count)}, because {Plan.RECORDS}.",
                 "Run inference under torch.no_grad() or torch.inference_mode().",
                 ops=tuple(dict.fromkeys(each.op for each in refused)),
                 count=count,

@@ -10,8 +10,7 @@ from torch import nn
 
 from polycast import get_autocast_dtype
 from polycast.errors import AutocastDisabledWarning, warn_user
-from polycast.plugin import Event, check_availability, get_backend
-from polycast.region.resolve import why_disabled
+from polycast.plugin import Event, get_backend, why_disabled
 
 from .step_records import MAX_NAMES, HistoryRecorder, Origin, ScalerHistory, SkippedStep
 
@@ -297,7 +296,7 @@ def grad_scaler(
     if model is not None and not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module or None, got {model!r:.100}")
     needed = enabled and torch.finfo(dtype).smallest_normal > _FLOAT32_SMALLEST
-    if needed and (refusal := why_disabled(backend, dtype, check_availability(backend))) is not None:
+    if needed and (refusal := why_disabled(backend, dtype)) is not None:
         warn_user(refusal, AutocastDisabledWarning)
         needed = False
     return RecordingGradScaler(backend.device_type, enabled=needed, model=model, **options)

@@ -9,8 +9,6 @@ from typing import Any, TypeAlias
 
 from rich.console import Group
 
-from polycast.common.schema import check_schema
-
 from . import text as text_table
 from .conversions import TABLES, Writer, check_writer, frame_of, from_json, scalars_of, to_json, write_scalars
 from .facts import LISTS, Facts, Run, combined
@@ -180,7 +178,12 @@ class Observation:
             ValueError: these are not the values of an observation, or have a newer schema.
         """
         schema = values.get("schema") if isinstance(values, dict) else None
-        check_schema(schema, SCHEMA, f'an observation has "schema": {SCHEMA}')
+        if isinstance(schema, bool) or not isinstance(schema, int) or schema < 1:
+            raise ValueError(f'an observation has "schema": {SCHEMA}, got {schema!r}')
+        if schema > SCHEMA:
+            raise ValueError(
+                f"it has schema {schema}, and this polycast reads schemas up to {SCHEMA}: install a newer polycast"
+            )
         try:
             lists = {name: tuple(from_json(kind, each) for each in _list(values, name)) for name, kind in LISTS.items()}
             nonfinite = None if values["nonfinite"] is None else from_json(NonFinite, values["nonfinite"])

@@ -1,6 +1,7 @@
 """`observe`: record which ops run, in which dtype, why, and at what cost."""
 
 import functools
+import platform
 import threading
 import time
 import weakref
@@ -9,9 +10,10 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Literal, TypeVar
 
+import torch
 from torch import nn
 
-from polycast.common.versions import versions
+from polycast import __version__
 from polycast.plugin import Event, events
 
 from . import module_calls
@@ -255,7 +257,7 @@ class _Observing:
             steps=self.steps.ended,
             observed_steps=self.steps.observed,
             engine="native",
-            versions=dict(versions()),
+            versions={"polycast": __version__, "torch": str(torch.__version__), "python": platform.python_version()},
         )
 
     def raise_nonfinite(self) -> None:

@@ -6,10 +6,13 @@ All are values with JSON-safe fields. Times are in seconds, sizes in bytes; dtyp
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from polycast.common.plain_text import in_ascii
-
 Dtypes = Mapping[str, int]
 """Counts by dtype."""
+
+
+def in_ascii(text: str) -> str:
+    """Escape the characters of a text that are not ASCII, as ``ascii()`` does."""
+    return text.encode("ascii", "backslashreplace").decode("ascii")
 
 
 @dataclass(frozen=True)

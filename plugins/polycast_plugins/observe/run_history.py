@@ -7,9 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from polycast.common.plain_text import in_ascii
-
 from .conversions import Writer, check_writer, frame_of_steps, scalars_of_step, write_scalars
+from .records import in_ascii
 from .remedies import FLOAT32_RANGE
 from .step_records import SkippedStep, StepRecord, line_of, records_of, without_lost_steps
 from .text import MUCH_UNDERFLOW

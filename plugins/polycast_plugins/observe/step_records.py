@@ -7,8 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-from polycast.common.plain_text import in_ascii
-from polycast.common.strict_json import jsonable
+from .records import in_ascii
 
 MAX_SKIPPED = 1000
 """The number of skipped steps that a history keeps: the latest."""
@@ -154,6 +153,11 @@ def skip_from_dict(values: Mapping[str, Any]) -> SkippedStep:
 def _known(kind: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of a dataclass's fields, without those that a later version wrote."""
     return {each.name: values[each.name] for each in fields(kind) if each.name in values}
+
+
+def jsonable(value: Any) -> Any:
+    """Return inf and nan, which JSON lacks, as text that ``float()`` reads, and other values as they are."""
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class HistoryRecorder:

@@ -4,15 +4,14 @@ import io
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+from rich.box import Box
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from polycast.common import plain_text
-
 from .facts import Facts
 from .recipe_counts import matmul_lines
-from .records import Decision, Finding, LowBit, Op
+from .records import Decision, Finding, LowBit, Op, in_ascii
 
 MUCH_UNDERFLOW = 0.1
 """The smallest share of underflow that is a finding."""
@@ -82,6 +81,7 @@ _LONGEST_NAME = 60
 _LONGEST_LINE = 400
 _LONGEST_TEXT = 8000
 _WIDTH = 120
+_LINE_BELOW_THE_HEAD = Box("    \n    \n -- \n    \n    \n    \n    \n    \n", ascii=True)
 _SHORT = {"backend's table": "table", "autocast is off": "off"}
 
 
@@ -115,7 +115,7 @@ def _run_lines(facts: Facts) -> Iterable[str]:
 
 
 def _ops(facts: Facts) -> Table:
-    table = Table(box=plain_text.under_the_head(), show_edge=False, padding=0)
+    table = Table(box=_LINE_BELOW_THE_HEAD, show_edge=False, padding=0)
     for column in ("op", "pass", "calls", "policy", "by", "inputs", "outputs", "casts", "bytes"):
         number = column in ("calls", "casts", "bytes")
         table.add_column(column, justify="right" if number else "left", no_wrap=number, overflow="fold")
@@ -155,9 +155,16 @@ def _cut(text: str, longest: int) -> str:
     return text if len(text) <= longest else f"{text[: longest - 3]}..."
 
 
+class _Ascii(io.StringIO):
+    encoding = "ascii"  # rich draws tables in ASCII then
+
+
 def as_text(shown: Group) -> str:
     """Return the text, cut off at a maximum length."""
-    text = plain_text.as_text(shown, _WIDTH)
+    console = Console(file=_Ascii(), width=_WIDTH, color_system=None, markup=False, highlight=False, emoji=False)
+    with console.capture() as captured:
+        console.print(shown)
+    text = in_ascii("\n".join(line.rstrip() for line in captured.get().rstrip().splitlines()))
     if len(text) <= _LONGEST_TEXT:
         return text
     return f"{text[:_LONGEST_TEXT].rpartition(chr(10))[0]}\n... and more: see seen.ops and seen.findings"

@@ -17,9 +17,8 @@ import torch
 from polycast import NoRecipe, Policy, apply_policy, autocast
 from polycast.common.random_state import RandomState
 from polycast.errors import warn_user
-from polycast.plugin import Recipe, RecipeLike, check_availability, check_recipe, get_backend, read_recipe
+from polycast.plugin import Recipe, RecipeLike, check_recipe, get_backend, read_recipe, why_disabled
 from polycast.policy.value import PolicyLike
-from polycast.region.resolve import why_disabled
 
 from .calls import Calls, ModelCall, calls_of, device_of, run_eagerly, tensors_of
 from .comparison import Comparison, Reference
@@ -174,7 +173,7 @@ def enabled_region(
     """
     backend = get_backend(device_type)
     region = autocast(device_type, dtype, enabled=False, policy=policy)
-    refusal = why_disabled(backend, region.fast_dtype, check_availability(backend))
+    refusal = why_disabled(backend, region.fast_dtype)
     if refusal is not None:
         raise RuntimeError(refusal.replace("Disabling autocast.", "An enabled region is needed.", 1))
     if recipe is not None:

@@ -234,3 +234,19 @@ def test_a_recipe_gets_lists_as_the_op_does(monkeypatch):
     with polycast.autocast("cpu", recipe=polycast.Int8(ops=("conv2d",))):
         explain("conv2d", IMAGE, FILTERS, device_type="cpu", stride=1, dilation=2)
     assert list(asked[0])[3:] == [[1, 1], [0, 0], [2, 2], 1]
+
+
+@pytest.mark.parametrize(
+    ("op", "decided"),
+    [
+        ("aten::mm", (polycast.CastPolicy.LOWER_PRECISION_FP, "backend's table", "")),
+        ("aten::relu", (None, "none", "")),
+    ],
+)
+def test_decide_returns_the_policy_and_its_rule(op, decided):
+    with polycast.autocast("cpu"):
+        assert polycast.plugin.decide(op, "cpu") == decided
+
+
+def test_a_region_that_can_be_enabled_is_not_refused():
+    assert polycast.plugin.why_disabled(polycast.plugin.get_backend("cpu"), torch.bfloat16) is None

@@ -186,8 +186,8 @@ def test_a_program_that_cannot_be_observed_is_refused_before_it_runs(run, tmp_pa
     done = run("print('it ran')", option, POLYCAST_ENGINE="reference")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
-        "polycast: polycast.observe needs the native engine, and this process runs on the reference engine, which "
-        "cannot be observed: POLYCAST_ENGINE=reference. Unset it.\n"
+        "polycast: polycast.observe needs the native engine, and this process runs on the reference engine: "
+        "POLYCAST_ENGINE=reference. Unset it.\n"
     )
 
 

@@ -8,9 +8,7 @@ from ...toolchain.cpp_library import CppLibrary
 from ...toolchain.load import import_extension, load_built, load_prebuilt
 from .engine import NativeEngine
 
-ENGINE = CppLibrary(
-    str(__package__), "polycast_native", "the native engine", "`polycast build` tries again", (".", "common")
-)
+ENGINE = CppLibrary(str(__package__), "polycast_native", "the native engine", folders=(".", "common"))
 
 
 def load() -> NativeEngine:

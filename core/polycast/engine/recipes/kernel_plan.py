@@ -31,7 +31,7 @@ from .actions import FALL_BACK, Action, ActionKind
 from .equalized import checked_prepack, describe
 from .in_dtype import in_dtype
 from .operators import traced
-from .plan import FLOATS, NO_KERNEL, RECORDS, SMALL, SUBCLASS, Computed, Performed, Plan, is_special
+from .plan import FLOATS, NO_KERNEL, SMALL, SUBCLASS, Computed, Performed, Plan, is_special
 from .prepacked_format import PrepackedFormat, format_of
 from .prepacking import prepacked
 
@@ -204,7 +204,7 @@ class KernelPlan(Plan):
                 if arg.layout is not torch.strided or arg.is_nested:
                     return "a tensor is not strided"
                 if records and arg.requires_grad:
-                    return RECORDS
+                    return self.RECORDS
         return None
 
     @override

@@ -14,7 +14,6 @@ from ..casts.cast_cache import CastCache
 from .actions import Action, Results
 
 NO_KERNEL = "the backend has no kernel for it"
-RECORDS = "autograd records it, and quantized kernels have no backward"
 SMALL = "the weight is smaller than the recipe's min_size"
 SUBCLASS = "a tensor is of a subclass that sees each op itself, or has no memory"
 
@@ -46,7 +45,10 @@ class Plan(ABC):
 
     Attributes:
         kernels: the kernels for the recipe by op: of each, the one that is asked first.
+        RECORDS: why a kernel computes no call that autograd records.
     """
+
+    RECORDS = "autograd records it, and quantized kernels have no backward"
 
     def __init__(self, backend: Backend, recipe: Recipe) -> None:
         self.backend = backend

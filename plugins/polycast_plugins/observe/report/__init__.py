@@ -10,7 +10,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import jinja2
 
-from polycast.common.versions import versions
+from polycast import __version__
 
 from ..recipe_counts import matmul_lines
 from ..records import Module, Op
@@ -161,9 +161,8 @@ def render(page: Page) -> str:
 
 def render_run(page: RunPage) -> str:
     """Return the HTML of the page of a training run."""
-    version = versions().get("polycast", "")
     return _render(
-        "page_run.html", ["page.css", "page_run.css"], ["page_run.js"], page.data, page=page, version=version
+        "page_run.html", ["page.css", "page_run.css"], ["page_run.js"], page.data, page=page, version=__version__
     )
 
 
