@@ -12,7 +12,6 @@ import polycast
 from polycast import Policy
 from polycast.compilers import casts_in_graphs
 
-pytestmark = pytest.mark.usefixtures("engine")
 BACKENDS = ["eager", "aot_eager", "inductor"]
 
 

@@ -13,7 +13,6 @@ from torch.utils.checkpoint import checkpoint
 import polycast
 from polycast import Policy
 
-pytestmark = pytest.mark.usefixtures("engine")
 RULES = {"blocks.0": "fp32", "blocks.0.inner": "float16", "blocks.1": {"linear": "fp32"}, "head": "fp32"}
 
 

@@ -12,7 +12,6 @@ import polycast
 from polycast import Policy
 
 pytestmark = [
-    pytest.mark.usefixtures("engine"),
     pytest.mark.filterwarnings("ignore:bf16 and fp16 are mixed in the scheduler node"),
 ]
 BACKENDS = pytest.mark.parametrize("backend", ["aot_eager", "inductor"])

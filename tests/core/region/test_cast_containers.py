@@ -11,7 +11,6 @@ from torch.fx.immutable_collections import immutable_dict, immutable_list
 
 import polycast
 
-pytestmark = pytest.mark.usefixtures("engine")
 Pair = namedtuple("Pair", "one two")
 
 
