@@ -10,11 +10,12 @@
 - What a distribution adds besides devices: :class:`Plugin`, and :func:`lazy_names` for its package; what the installed
   ones add: :func:`manifests` (:class:`InstalledPlugin`), :func:`find_in_manifests`.
 - A change to torch: :class:`Feature`, :class:`Change`, :class:`Patch`; a private name of torch: :func:`torch_name`.
-- Questions: :func:`check_availability`, :func:`check_dtype`, :func:`check_recipe` and :func:`find_slow_reason` of a
-  backend; :func:`decide` and :func:`why_disabled` of a region; :func:`find_op`; :func:`dtype_name` and
-  :func:`read_dtype`; :func:`read_recipe` and its argument :data:`RecipeLike`.
-- Around code: :func:`disable_autocast`, :func:`disable_dynamo`, :func:`hold_during_fork`. What happens in it:
-  :class:`events`, :class:`Event`.
+- Questions: :func:`check_availability`, :func:`check_dtype`, :func:`check_recipe`, :func:`find_slow_reason` and
+  :func:`drift_of` of a backend; :func:`decide` and :func:`why_disabled` of a region; :func:`find_op`;
+  :func:`dtype_name` and :func:`read_dtype`; :func:`all_recipes` and :func:`read_recipe`. The types of arguments:
+  :data:`RecipeLike`, :data:`PolicyLike`.
+- Around code: :func:`disable_autocast`, :func:`disable_dynamo`, :func:`hold_during_fork`; :class:`InstanceForward` of a
+  module. What happens in it: :class:`events`, :class:`Event`.
 
 Users of regions import from ``polycast``, and errors from ``polycast.errors``.
 """
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from .common.events import events as events
     from .engine.choice import choose_engine as choose_engine
     from .engine.disable_dynamo import disable_dynamo as disable_dynamo
+    from .engine.drift import drift_of as drift_of
     from .engine.native_library import NativeLibrary as NativeLibrary
     from .engine.recipes.kernel_plan import KernelPlan as KernelPlan
     from .engine.recipes.plan import Plan as Plan
@@ -44,12 +46,15 @@ if TYPE_CHECKING:
     from .policy.manifests import manifests as manifests
     from .policy.names import read_dtype as read_dtype
     from .policy.recipe import RecipeLike as RecipeLike
+    from .policy.recipe import all_recipes as all_recipes
     from .policy.recipe import read_recipe as read_recipe
     from .policy.recipe_base import Recipe as Recipe
     from .policy.schemas import find_op as find_op
     from .policy.standard import STANDARD_POLICIES as STANDARD_POLICIES
     from .policy.standard import STANDARD_REMEDIES as STANDARD_REMEDIES
+    from .policy.value import PolicyLike as PolicyLike
     from .region.explain_op import decide as decide
+    from .region.instance_forward import InstanceForward as InstanceForward
     from .region.resolve import why_disabled as why_disabled
     from .registry.backend import Availability as Availability
     from .registry.backend import Backend as Backend
@@ -81,6 +86,7 @@ _PLACES = {
     "Extension": "registry.backend",
     "Feature": "torch_internals.patcher",
     "InstalledPlugin": "policy.manifests",
+    "InstanceForward": "region.instance_forward",
     "KernelPlan": "engine.recipes.kernel_plan",
     "LowBitKernel": "registry.backend",
     "LowBitMatmul": "registry.low_bit_matmul",
@@ -88,10 +94,12 @@ _PLACES = {
     "Patch": "torch_internals.patcher",
     "Plan": "engine.recipes.plan",
     "Plugin": "policy.manifests",
+    "PolicyLike": "policy.value",
     "Recipe": "policy.recipe_base",
     "RecipeLike": "policy.recipe",
     "STANDARD_POLICIES": "policy.standard",
     "STANDARD_REMEDIES": "policy.standard",
+    "all_recipes": "policy.recipe",
     "check_availability": "registry.checks",
     "check_dtype": "registry.checks",
     "check_recipe": "registry.recipe_kernels",
@@ -99,6 +107,7 @@ _PLACES = {
     "decide": "region.explain_op",
     "disable_autocast": "torch_internals.dispatcher",
     "disable_dynamo": "engine.disable_dynamo",
+    "drift_of": "engine.drift",
     "dtype_name": "policy.dtypes",
     "events": "common.events",
     "find_in_manifests": "policy.manifests",

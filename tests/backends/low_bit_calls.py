@@ -14,12 +14,12 @@ def int8_product(x, weight, by_row):
         weight: [N, K], one scale for each row.
         by_row: whether each row of `x` has a scale, or `x` has one.
     """
-    return LINEAR_OPS["aten::linear"].within(Int8("row" if by_row else "tensor"), (x, weight, None))
+    return LINEAR_OPS["aten::linear"].within(Int8("row" if by_row else "tensor"), (x, weight, None), random=False)
 
 
 def float8_product(x, weight, by_row):
     """Return the same for float8 (e4m3), with scales by row of both arguments, or one of each."""
-    return LINEAR_OPS["aten::linear"].within(Float8("row" if by_row else "tensor"), (x, weight, None))
+    return LINEAR_OPS["aten::linear"].within(Float8("row" if by_row else "tensor"), (x, weight, None), random=False)
 
 
 def run_kernel(kernel, *args, dtype=torch.float32):

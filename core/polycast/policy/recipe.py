@@ -4,6 +4,8 @@ import functools
 from collections.abc import Sequence
 from typing import Any, Literal, TypeAlias
 
+import torch
+
 from ..errors import warn_user
 from . import manifests
 from .names import hint
@@ -46,6 +48,10 @@ class Int8(Recipe):
         """See :class:`polycast.plugin.Recipe`."""
         _check_equalization(self.equalization)
 
+    def rounding_errors(self, x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """See :class:`polycast.plugin.Recipe`."""
+        return _int8_errors(x, by_row=self.scales == "row"), _int8_errors(weight, by_row=True)
+
 
 class Int4(Recipe):
     """Matmuls of weights in 4 bits and activations in 8 bits, for inference.
@@ -82,6 +88,12 @@ class Int4(Recipe):
         """See :class:`polycast.plugin.Recipe`."""
         _check_equalization(self.equalization)
 
+    def rounding_errors(self, x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """See :class:`polycast.plugin.Recipe`."""
+        padded = torch.nn.functional.pad(weight, (0, -weight.shape[1] % self.group_size))
+        groups = _largest(padded.reshape(-1, self.group_size), by_row=True).reshape(padded.shape)
+        return _int8_errors(x, by_row=True), groups[:, : weight.shape[1]] / 16  # half of one of 16 levels
+
 
 class Float8(Recipe):
     """Matmuls of 8-bit floats (e4m3), for inference. Experimental.
@@ -99,6 +111,11 @@ class Float8(Recipe):
     scales: Literal["row", "tensor"] = "row"
     ops: Sequence[str] = MATMULS
     min_size: int = 2**22
+
+    def rounding_errors(self, x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """See :class:`polycast.plugin.Recipe`."""
+        by_row = self.scales == "row"
+        return _float8_errors(x, by_row), _float8_errors(weight, by_row)
 
 
 class NoRecipe(Recipe):
@@ -158,7 +175,7 @@ def all_kinds() -> dict[str, type[Recipe]]:
 
 
 def all_recipes() -> list[Recipe]:
-    """Return a recipe of each kind except "none", with the default settings."""
+    """Return a recipe of each kind that is known, those of plugins included, except "none"; with its defaults."""
     return [restored(kind, {}) for name, kind in all_kinds().items() if name != NoRecipe.kind]
 
 
@@ -173,3 +190,25 @@ def _check_equalization(value: object) -> None:
         raise TypeError(
             f"equalization must be an Equalization, as polycast.equalize returns it, or None, got {value!r}{remedy}"
         )
+
+
+def _largest(values: torch.Tensor, by_row: bool) -> torch.Tensor:
+    """Return the largest magnitude of each row, or of all, in the shape of the values."""
+    magnitudes = values.abs()
+    if not by_row:
+        magnitudes = magnitudes.flatten()[None]
+    # Scales, and their inverses, are normal numbers.
+    return magnitudes.amax(1, keepdim=True).clamp(min=2.0**-110).expand(magnitudes.shape).reshape(values.shape)
+
+
+def _int8_errors(values: torch.Tensor, by_row: bool) -> torch.Tensor:
+    """Return half of one of 255 levels, and a thousandth more for the rounding of scales."""
+    return _largest(values, by_row) / 127 / 2 * 1.001
+
+
+def _float8_errors(values: torch.Tensor, by_row: bool) -> torch.Tensor:
+    """Return half of the last of 4 bits, where the largest value is 448 and the smallest are multiples of 2**-9.
+
+    A hundredth more is for the rounding of scales and sums.
+    """
+    return torch.maximum(values.abs() / 16, _largest(values, by_row) / 448 / 2**10) * 1.01

@@ -8,6 +8,7 @@ from dataclasses import MISSING, dataclass, fields
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, TypeVar, get_args, get_origin, get_type_hints
 
+import torch
 from typing_extensions import Self, dataclass_transform
 
 from ..common import generation
@@ -111,6 +112,19 @@ class Recipe:
 
     def check(self) -> None:
         """Raise TypeError or ValueError if the settings cannot be used. A subclass may override it."""
+
+    def rounding_errors(self, x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Return how far the recipe may round activations and a weight. The conformance suite tests kernels by it.
+
+        Args:
+            x: float64 [M, K]; what may have a scale of its own is a row.
+            weight: float64 [N, K], a row for each output feature.
+
+        Returns:
+            For each element of `x`, and of `weight`, the largest error. None, unless a subclass overrides it: the
+            values that kernels compute are not tested.
+        """
+        return None
 
     def resolved(self, device_type: str, measure: bool) -> "Recipe":
         """Return the recipe with what it takes from this machine. A subclass may override it; others return themselves.

@@ -7,9 +7,10 @@ another name, where a copy finds its own.
 
 import inspect
 from collections.abc import Callable
-from typing import Any, ClassVar, NoReturn, TypeVar
+from typing import Any, ClassVar, NoReturn
 
 from torch import nn
+from typing_extensions import Self
 
 FORWARD = "forward"
 _BOUND = "_polycast_bound"
@@ -19,10 +20,10 @@ _REPLICATE = "_replicate_for_data_parallel"
 
 
 class InstanceForward:
-    """The ``forward`` of one module.
+    """Serves as the ``forward`` of one module, and is copied and pickled with it. A subclass defines ``__call__``.
 
     Attributes:
-        kept_as: the other name under which the module keeps it.
+        kept_as: the attribute of the module that holds it too, one for each subclass.
         module: the module.
         inner: the forward that the instance had before; None if it had none, and its class's is called.
     """
@@ -36,6 +37,17 @@ class InstanceForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run forward."""
         raise NotImplementedError
+
+    @classmethod
+    def of(cls, module: nn.Module) -> Self | None:
+        """Return a module's forward of this class, even if it was wrapped since; None if it has none."""
+        forward = vars(module).get(FORWARD)
+        while forward is not None:
+            if isinstance(forward, cls):
+                own = vars(module).get(cls.kept_as)
+                return own if own is not None and own.module is module else None
+            forward = getattr(forward, "__wrapped__", None) or getattr(forward, _BOUND, None)
+        return None
 
     def put(self) -> None:
         """Install this object as the forward of the module."""
@@ -57,7 +69,7 @@ class InstanceForward:
             del attributes[_REPLICATE]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), _IS_PUT: forward_of(self.module, type(self)) is self}
+        return {**vars(self), _IS_PUT: type(self).of(self.module) is self}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         is_put = state.pop(_IS_PUT)
@@ -107,20 +119,6 @@ class InstanceForward:
     @property
     def __name__(self) -> str:
         return FORWARD
-
-
-_ForwardT = TypeVar("_ForwardT", bound=InstanceForward)
-
-
-def forward_of(module: nn.Module, kind: type[_ForwardT]) -> _ForwardT | None:
-    """Return a module's forward of a given class, even if it was wrapped since; None if it has none."""
-    forward = vars(module).get(FORWARD)
-    while forward is not None:
-        if isinstance(forward, kind):
-            own = vars(module).get(kind.kept_as)
-            return own if own is not None and own.module is module else None
-        forward = getattr(forward, "__wrapped__", None) or getattr(forward, _BOUND, None)
-    return None
 
 
 def _refuse_replicas() -> NoReturn:

@@ -20,7 +20,7 @@ from ..policy.recipe import Recipe
 from ..policy.value import Policy, PolicyLike
 from ..torch_internals import changes
 from .instance_forward import FORWARD
-from .ruled_forward import ANY_DEVICE, Rule, RuledForward, RuleSetId, ruled_forward_of
+from .ruled_forward import ANY_DEVICE, Rule, RuledForward, RuleSetId
 
 
 class ModuleRules:
@@ -64,7 +64,7 @@ class ModuleRules:
         return f"<rules of polycast.apply_policy for {len(self.rules)} modules>"
 
     def _put(self, name: str, module: nn.Module, rules: Mapping[str, Rule]) -> None:
-        forward = ruled_forward_of(module)
+        forward = RuledForward.of(module)
         if forward is None:
             forward = RuledForward(module)
             forward.put()
@@ -73,7 +73,7 @@ class ModuleRules:
         self.rules[name] = _as_text(rules)
 
 
-def apply_policy(model: nn.Module, policy: PolicyLike) -> ModuleRules:
+def apply_policy(model: nn.Module, policy: PolicyLike, *, owner: str | None = None) -> ModuleRules:
     """Put a model under the rules of a policy, until they are removed.
 
     In an enabled region, a module computes as its rule says, and so do the modules inside it that have no rule of their
@@ -105,6 +105,8 @@ def apply_policy(model: nn.Module, policy: PolicyLike) -> ModuleRules:
         model: the model. Each module under a rule gets a ``forward`` in its ``__dict__``, which is copied and pickled
             with it. A ``copy.copy`` of a module calls the original's.
         policy: a :class:`Policy`, a mapping of ops, or the path of a policy file.
+        owner: a name for who applies the rules, such as a package. They replace those that the owner has applied to the
+            model, or to the model that it is a copy of.
 
     Returns:
         The rules, with ``remove()``; a context manager that removes them.
@@ -141,6 +143,9 @@ def apply_policy(model: nn.Module, policy: PolicyLike) -> ModuleRules:
     except BaseException:  # a module may refuse to have its forward set
         handle.remove()
         raise
+    if owner is not None:
+        remove_policy(model, owner=owner)
+        handle.rule_set.owner = owner
     return handle
 
 
@@ -173,32 +178,27 @@ def rules_of(model: nn.Module) -> dict[str, str]:
     return {name: _as_text(rules) for name, rules in forwards.items() if rules}
 
 
-def remove_policy(model: nn.Module) -> None:
-    """Remove all rules from a model's modules.
+def remove_policy(model: nn.Module, *, owner: str | None = None) -> None:
+    """Remove all rules from a model's modules, or those of an owner.
 
     Use it for copied and loaded models; :meth:`ModuleRules.remove` removes the rules of one call of
     :func:`apply_policy`, and does nothing afterwards. Copies of the model keep their rules.
 
     Args:
         model: a model, under rules or not.
+        owner: as for :func:`apply_policy`; None: remove all rules.
 
     Raises:
         TypeError: `model` is not a module.
     """
     for forward in _ruled_forwards(model).values():
-        forward.drop_all()
-
-
-def remove_rules_of_runs(model: nn.Module) -> None:
-    """Remove the rules that training runs have applied to a model, or to the model that it is a copy of."""
-    for forward in _ruled_forwards(model).values():
-        forward.drop_of_runs()
+        forward.drop_all(owner)
 
 
 def _ruled_forwards(model: nn.Module) -> dict[str, RuledForward]:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    forwards = {name: ruled_forward_of(module) for name, module in model.named_modules()}
+    forwards = {name: RuledForward.of(module) for name, module in model.named_modules()}
     return {name: forward for name, forward in forwards.items() if forward is not None}
 
 

@@ -17,7 +17,7 @@ from ..torch_internals.dispatcher import autocast_supported_devices
 from . import switched_off
 from .autocast import autocast
 from .cast_arguments import CastArguments
-from .instance_forward import InstanceForward, forward_of
+from .instance_forward import InstanceForward
 from .policies import override_of_ops
 from .recipes import usable_recipe
 
@@ -45,8 +45,8 @@ _ActiveRules = tuple[tuple[str, Rule], ...]
 class RuleSetId:
     """Identifies the rules that one call of apply_policy adds. In a copied model they have another id."""
 
-    of_run = False
-    """Whether a training run applies them, in place of those of an earlier run."""
+    owner: str | None = None
+    """Who applies them, in place of those applied before; None: nobody in particular."""
 
 
 class RuledForward(InstanceForward):
@@ -94,15 +94,9 @@ class RuledForward(InstanceForward):
         self._suspended.discard(rule_set)
         self._update()
 
-    def drop_of_runs(self) -> None:
-        """Remove the rules of training runs."""
-        for rule_set, _ in list(self._entries):
-            if rule_set.of_run:
-                self.drop(rule_set)
-
-    def drop_all(self) -> None:
-        """Remove all rules, and restore the module's forward."""
-        self._keep([])
+    def drop_all(self, owner: str | None = None) -> None:
+        """Remove all rules, or those of an owner. Without any left, restore the module's forward."""
+        self._keep([entry for entry in self._entries if owner not in (None, entry[0].owner)])
 
     def _keep(self, entries: list[tuple[RuleSetId, Mapping[str, Rule]]]) -> None:
         self._entries = entries
@@ -221,8 +215,3 @@ class _ModuleRegion(autocast):
 def _known_devices() -> tuple[str, ...]:
     """Return the devices that this process's torch knows."""
     return tuple(autocast_supported_devices())
-
-
-def ruled_forward_of(module: nn.Module) -> RuledForward | None:
-    """Return the forward with a module's rules, even if it was wrapped since; None if it has none."""
-    return forward_of(module, RuledForward)

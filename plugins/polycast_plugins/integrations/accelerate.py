@@ -7,8 +7,7 @@ from accelerate import Accelerator  # type: ignore[import-untyped]
 from torch import nn
 
 from polycast import RunLog, WeightCache
-from polycast.plugin import RecipeLike
-from polycast.policy.value import PolicyLike
+from polycast.plugin import PolicyLike, RecipeLike
 
 from .settings import RegionSettings, run_in_regions
 

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from polycast import RunLog, WeightCache
-from polycast.plugin import RecipeLike
-from polycast.policy.value import PolicyLike
+from polycast.plugin import PolicyLike, RecipeLike
 
 from .settings import RegionSettings
 from .step_observer import StepObserver
@@ -99,7 +98,7 @@ class Observe(Callback):
         steps: the number of steps.
 
     Attributes:
-        observation: the :class:`~polycast_plugins.observe.Observation`; None before the first step.
+        observation: the :class:`polycast.Observation`; None before the first step.
 
     Raises:
         TypeError: `first` or `steps` is not an int.

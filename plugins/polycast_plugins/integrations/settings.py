@@ -1,6 +1,6 @@
 """The settings of regions in a training run: applied to its model, and saved in its checkpoints."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import chain
 from typing import Any
 
@@ -8,14 +8,14 @@ import torch
 from torch import nn
 from typing_extensions import Self
 
-from polycast import Policy, WeightCache, apply_policy, autocast
+from polycast import Policy, WeightCache, apply_policy, autocast, remove_policy
 from polycast.errors import warn_user
-from polycast.plugin import RecipeLike, read_recipe
-from polycast.policy.recipe import Recipe
-from polycast.policy.value import PolicyLike
-from polycast.region.instance_forward import InstanceForward, forward_of
-from polycast.region.module_rules import remove_rules_of_runs
-from polycast.torch_internals.dispatcher import is_any_autocast_enabled
+from polycast.plugin import InstanceForward, PolicyLike, Recipe, RecipeLike, read_recipe, torch_name
+
+_OWNER = "polycast_plugins.integrations"
+_is_any_autocast_enabled: Callable[[], bool] = torch_name(
+    "torch._C._is_any_autocast_enabled", lambda: True, "models in regions of an integration are slower without autocast"
+)
 
 
 class RegionSettings:
@@ -50,12 +50,10 @@ class RegionSettings:
 
     def apply_rules(self, model: nn.Module) -> None:
         """Apply the policy's module rules to a model, in place of those of an earlier run or another checkpoint."""
-        rules = None
         if self.policy is not None and self.policy.has_module_rules:
-            rules = apply_policy(model, self.policy.only_modules())  # if it raises, the earlier ones stay
-        remove_rules_of_runs(model)
-        if rules is not None:
-            rules.rule_set.of_run = True
+            apply_policy(model, self.policy.only_modules(), owner=_OWNER)
+        else:
+            remove_policy(model, owner=_OWNER)
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the cache, which cannot be pickled."""
@@ -106,7 +104,7 @@ def run_in_regions(model: nn.Module, settings: RegionSettings, dtype: torch.dtyp
         dtype: the dtype of regions around a forward that opens its own. None: open a region inside the enclosing one,
             if autocast is on, with its dtype.
     """
-    forward, before = forward_of(model, _ForwardInRegion), dict(vars(model))
+    forward, before = _ForwardInRegion.of(model), dict(vars(model))
     if forward is None:
         _ForwardInRegion(model, settings, dtype).put()
     try:
@@ -148,6 +146,6 @@ class _ForwardInRegion(InstanceForward):
         devices = (each.device.type for each in self.module.parameters() if not each.is_meta)
         if self._dtype is not None:
             return next(devices, default)
-        if not is_any_autocast_enabled():
+        if not _is_any_autocast_enabled():
             return None
         return next((each for each in chain(devices, (default,)) if torch.is_autocast_enabled(each)), None)

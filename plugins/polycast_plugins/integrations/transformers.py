@@ -12,8 +12,7 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
 from polycast import RunLog, WeightCache
-from polycast.plugin import RecipeLike
-from polycast.policy.value import PolicyLike
+from polycast.plugin import PolicyLike, RecipeLike
 
 from .settings import RegionSettings, run_in_regions
 from .step_observer import StepObserver

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch.overrides import has_torch_function
 
-from polycast.engine.casts.weights import caching_is_safe
 from polycast.errors import BackendNotFoundError, InvalidBackendError
 from polycast.plugin import check_availability, disable_autocast, get_backend, torch_name
 
@@ -29,6 +28,13 @@ _TORCH_SUPPORTS: frozenset[OpOverload] = frozenset(
 _function_modes: Callable[[], list[Any]] = torch_name(
     "torch.overrides._get_current_function_mode_stack", lambda: [], "polycast.out_dtype does not see function modes"
 )
+_KERNELS_UNUSED = "polycast.out_dtype takes no kernel of a backend's"
+_dispatch_mode_count: Callable[[], int] = torch_name("torch._C._len_torch_dispatch_stack", lambda: 1, _KERNELS_UNUSED)
+_are_functorch_transforms_active: Callable[[], bool] = torch_name(
+    "torch._C._are_functorch_transforms_active", lambda: True, _KERNELS_UNUSED
+)
+_is_traced: Callable[[], bool] = torch.jit.is_tracing  # type: ignore[attr-defined]
+_unpack_dual: Callable[[torch.Tensor], Any] = torch.autograd.forward_ad.unpack_dual
 _is_functional_tensor: Callable[[torch.Tensor], bool] = torch_name(
     "torch._is_functional_tensor", lambda tensor: False, "polycast.out_dtype cannot be functionalized"
 )
@@ -84,9 +90,11 @@ def out_dtype(op: OpOverload, dtype: torch.dtype, *args: Any) -> torch.Tensor:
         raise TypeError(f"dtype must be a torch.dtype, such as torch.int32; got {dtype!r}")
     if not isinstance(op, OpOverload):
         return _by_torch(op, dtype, args)  # raises
-    if torch.compiler.is_compiling() or not _all_plain(args) or not caching_is_safe():
+    if torch.compiler.is_compiling() or not _all_plain(args):
         return _as_ops(op, dtype, args)
     tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
+    if _are_intercepted(tensors):
+        return _as_ops(op, dtype, args)
     _check(op, args, tensors)
     kernel = _kernel(op, dtype, tensors)
     if kernel is None or len(args) not in _positions(op):
@@ -168,6 +176,13 @@ def _overridden(args: Sequence[Any]) -> bool:
     return any(type(mode) is not _DeviceContext for mode in modes) or any(
         hasattr(arg, "__torch_function__") for arg in others
     )
+
+
+def _are_intercepted(tensors: Sequence[torch.Tensor]) -> bool:
+    """Return whether a dispatch mode, a tracer or a transform sees the ops on tensors."""
+    if _dispatch_mode_count() or _are_functorch_transforms_active() or _is_traced():
+        return True
+    return any(_unpack_dual(tensor).tangent is not None for tensor in tensors)
 
 
 def _check(op: OpOverload, args: Sequence[Any], tensors: Sequence[torch.Tensor]) -> None:

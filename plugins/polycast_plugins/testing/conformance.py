@@ -2,8 +2,7 @@
 
 import pytest
 
-from polycast.engine.installation import torch_ops
-from polycast.plugin import find_op
+from polycast.plugin import drift_of, find_op
 
 from . import expected
 from .casts import CastChecks
@@ -13,8 +12,9 @@ from .function_checks import FunctionChecks
 from .imports import ImportChecks
 from .kernel_checks import KernelChecks, kernel_names
 from .kernel_options import KernelOptionChecks
+from .low_bit import offered_recipes, recipes
 from .op_checks import OpChecks
-from .recipe_checks import RECIPES, RecipeChecks
+from .recipe_checks import RecipeChecks
 from .regions import RegionChecks
 from .subject import require
 
@@ -53,8 +53,9 @@ class BackendConformance(
     def test_expected_failures(self) -> None:
         """Each line of the file of expected failures names a test, an op, a kernel or a recipe."""
         backend = self.get_backend()
+        drift = drift_of(backend)
         tested = {name for name in dir(self) if name.startswith("test_")}
-        tested |= {*kernel_names(backend), *RECIPES, *backend.policies, *torch_ops(self.backend)}
+        tested |= {*kernel_names(backend), *recipes(), *backend.policies, *drift.only_in_torch, *drift.excluded_ops}
         stale = [
             name for name in expected.read(self.expected_failures) if name not in tested and not _is_missing_op(name)
         ]
@@ -71,7 +72,7 @@ class BackendConformance(
         if "kernel" in metafunc.fixturenames:
             metafunc.parametrize("kernel", sorted(kernel_names(self.get_backend())) or [None])
         if "recipe" in metafunc.fixturenames:
-            metafunc.parametrize("recipe", RECIPES)
+            metafunc.parametrize("recipe", offered_recipes(self.get_backend()) or [None])
 
 
 def _is_missing_op(name: str) -> bool:

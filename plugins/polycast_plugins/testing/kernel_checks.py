@@ -8,7 +8,6 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from polycast.plugin import Backend, dtype_name
-from polycast.registry.backend import KernelKey
 
 from .samples import Sample, split
 from .subject import Device, Subject, describe, require
@@ -36,8 +35,8 @@ def _name(op: torch._ops.OpOverload) -> str:
     return name
 
 
-def kernel_names(backend: Backend) -> dict[str, KernelKey]:
-    """Return a backend's kernels by the names that test ids and files of expected failures have."""
+def kernel_names(backend: Backend) -> dict[str, tuple[torch._ops.OpOverload, torch.dtype, torch.dtype]]:
+    """Return the keys of a backend's kernels, by the names that test ids and files of expected failures have."""
     return {
         f"{_name(op)}:{dtype_name(taken)}:{dtype_name(given)}": (op, taken, given)
         for op, taken, given in backend.kernels

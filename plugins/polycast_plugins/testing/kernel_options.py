@@ -1,17 +1,14 @@
 """Checks of what kernels may offer: products of equalized weights, and kernels of the fast dtype."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from polycast import Fastest
-from polycast.plugin import LowBitKernel
-from polycast.policy.recipe_settings import POINTWISE_OPS
-from polycast.policy.schemas import existing_op, flatten_arguments, unflatten_arguments
+from polycast.plugin import LowBitKernel, all_recipes, find_op, recipe_kernels
 
-from .low_bit import LINEAR_OPS, LinearOp, assert_within, run_prepacked
+from .low_bit import LINEAR_OPS, LinearOp, assert_within, call_op, run_prepacked
 from .recipe_checks import arguments_of, kernel_calls
 from .subject import Device, Subject, require
 
@@ -19,7 +16,7 @@ from .subject import Device, Subject, require
 class KernelOptionChecks(Subject):
     """Kernels with `equalizes` or `uses_cast`. Those of other backends are skipped."""
 
-    def test_recipe_equalization(self, device: Device, recipe: str) -> None:
+    def test_recipe_equalization(self, device: Device, recipe: str | None) -> None:
         """A kernel that takes factors multiplies the weight by them, and divides the activations by them."""
         device.skip_if_fake("there are no values")
         checked = False
@@ -52,7 +49,7 @@ class KernelOptionChecks(Subject):
         device.skip_if_fake("there are no values")
         torch.default_generator.manual_seed(0)
         taken = False
-        for op, kernel in _kernels_by_cast(device).items():
+        for op, kernel in _kernels_by_cast(device):
             product = LINEAR_OPS.get(op)
             if product is None:
                 continue
@@ -67,8 +64,8 @@ class KernelOptionChecks(Subject):
         device.skip_if_fake("there are no values")
         torch.default_generator.manual_seed(0)
         taken = False
-        for op, kernel in _kernels_by_cast(device).items():
-            for dtype in device.fast_dtypes() if op in POINTWISE_OPS else ():
+        for op, kernel in _kernels_by_cast(device):
+            for dtype in device.fast_dtypes() if _takes_one_tensor(op) else ():
                 taken = _check_pointwise_kernel(device, op, kernel, dtype) or taken
         if not taken:
             pytest.skip("the backend has no kernels of pointwise ops that take the suite's arguments")
@@ -77,13 +74,13 @@ class KernelOptionChecks(Subject):
 def _check_pointwise_kernel(device: Device, op: str, kernel: LowBitKernel, dtype: torch.dtype) -> bool:
     """Check a call of a kernel; return whether the kernel takes it."""
     x = device.put((4 * torch.randn(64, 512)).to(dtype)).requires_grad_()
-    overload = existing_op(op)
-    args = flatten_arguments(overload, (x,), {})
+    overload = find_op(op)
+    assert overload is not None  # it takes one tensor
+    args = [x, *(argument.default_value for argument in overload._schema.arguments[1:])]
     if kernel.unsupported_reason(*args) is not None:
         return False
     found = run_prepacked(kernel, (x,), *args, dtype=dtype, records=True)
-    positional, named = unflatten_arguments(overload, args)
-    expected = overload(*positional, **named)
+    expected = call_op(op, args)
     where = f"{op} by the kernel of {dtype} on {device.type}"
     require(torch.equal(found, expected), f"{where}: the result is not that of torch")
     gradients = [torch.autograd.grad(each.float().square().sum(), x)[0] for each in (found, expected)]
@@ -94,11 +91,15 @@ def _check_pointwise_kernel(device: Device, op: str, kernel: LowBitKernel, dtype
     return True
 
 
-def _kernels_by_cast(device: Device) -> Mapping[str, LowBitKernel]:
-    backend, recipe = device.backend, Fastest()
-    if not backend.recipe_availability(recipe):
-        return {}
-    return {op: kernel for op, kernel in backend.low_bit_kernels(recipe).items() if kernel.uses_cast}
+def _kernels_by_cast(device: Device) -> Iterator[tuple[str, LowBitKernel]]:
+    for recipe in all_recipes():
+        for op, kernels in recipe_kernels(device.backend, recipe).items():
+            yield from ((op, kernel) for kernel in kernels if kernel.uses_cast)
+
+
+def _takes_one_tensor(op: str) -> bool:
+    overload = find_op(op)
+    return overload is not None and sum("Tensor" in str(each.type) for each in overload._schema.arguments) == 1
 
 
 def _check_fast_kernel(

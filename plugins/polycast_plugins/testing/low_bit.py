@@ -1,18 +1,38 @@
-"""The reference for low-bit kernels: the float64 product, and a bound of the quantization error."""
+"""The recipes to test, and the reference for their kernels: the float64 product, and a bound of the rounding error."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 
-from polycast import Float8, Int4, Int8
-from polycast.plugin import LowBitKernel
-from polycast.policy.recipe import Recipe
-from polycast.policy.schemas import existing_op, unflatten_arguments
+from polycast.plugin import Backend, LowBitKernel, Recipe, all_recipes, check_recipe, find_op
 
-_SMALLEST = 2.0**-110
-"""Scales are at least those of a value of this size, so that they and their inverses are normal."""
+
+def recipes() -> dict[str, Recipe]:
+    """Return the recipes that need kernels, by the names that test ids and files of expected failures have.
+
+    They are those of all known kinds, and of each word that their names may have, as in ``"int8:tensor"``.
+    """
+    found = {}
+    for recipe in all_recipes():
+        words = [{name: word} for name, words in recipe.named_settings().items() for word in words]
+        for each in [recipe, *(recipe.with_options(**word) for word in words)] if recipe.needs_kernels else ():
+            found[each.short] = for_any_size(each)
+    return found
+
+
+def for_any_size(recipe: Recipe, **options: Any) -> Recipe:
+    """Return a recipe with other options, for weights of any size."""
+    if "min_size" in recipe.settings:
+        options["min_size"] = 0
+    return recipe.with_options(**options)
+
+
+def offered_recipes(backend: Backend) -> list[str]:
+    """Return the names of the recipes that a device supports now."""
+    return [name for name, recipe in recipes().items() if check_recipe(backend, recipe)]
 
 
 @dataclass(frozen=True)
@@ -36,39 +56,30 @@ class LinearOp:
     rows: bool = True
 
     def __call__(self, args: Sequence[Any]) -> torch.Tensor:
-        """Call the op."""
-        op = existing_op(self.op)
-        positional, named = unflatten_arguments(op, args)
+        """Call the op with all arguments, in the order of its schema."""
         with torch.no_grad():
-            result: torch.Tensor = op(*positional, **named)
-        return result
+            return call_op(self.op, args)
 
-    def within(self, recipe: Recipe, args: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    def within(self, recipe: Recipe, args: Sequence[Any], *, random: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the op's result in float64, and the error bound of a recipe.
 
-        Values x' = x + dx and w' = w + dw give x'w' - xw = dx w + x dw + dx dw. The op of the magnitudes bounds it.
-        In 4 bits that would allow anything. There the bound is a multiple of the standard deviation, for random values.
+        Values x' = x + dx and w' = w + dw give x'w' - xw = dx w + x dw + dx dw. The op of the magnitudes bounds it, and
+        allows almost anything in 4 bits. For random values the bound is a multiple of the standard deviation.
+
+        Raises:
+            Skipped: the recipe does not say how far it rounds.
         """
         exact = [arg.double() if isinstance(arg, torch.Tensor) else arg for arg in args]
         x, weight = exact[self.activations], exact[self.weight]
-        if isinstance(recipe, Int4):
-            dx, dw = _int8_error(x, [-1]), self._int4_error(weight, recipe.group_size)
-            return self(exact), _INT4_DEVIATIONS * self._sum_of_products(exact, dx, dw, power=2).sqrt()
-        error = _ERRORS[recipe.kind]
-        other_than_features = [dim for dim in range(weight.dim()) if dim != self.features]
-        by_row = recipe.settings["scales"] == "row"
-        by_feature = by_row or recipe.kind == Int8.kind
-        dx = error(x, [-1] if by_row and self.rows else None)
-        dw = error(weight, other_than_features if by_feature else None)
-        return self(exact), self._sum_of_products(exact, dx, dw, power=1)
-
-    def _int4_error(self, weight: torch.Tensor, group_size: int) -> torch.Tensor:
-        """Return half of the distance of 16 levels, by group of a weight."""
-        rows = weight.movedim(self.features, 0)
-        padded = torch.nn.functional.pad(rows, (0, -rows.shape[1] % group_size))
-        groups = padded.reshape(rows.shape[0], -1, group_size)
-        largest = _largest(groups, [2]).expand(groups.shape).flatten(1)[:, : rows.shape[1]]
-        return (largest / 16).movedim(0, self.features)
+        features_first = weight.movedim(self.features, 0)
+        rows = x.flatten(0, -2) if self.rows and x.dim() > 1 else x.reshape(1, -1)
+        errors = recipe.rounding_errors(rows, features_first.flatten(1))
+        if errors is None:
+            pytest.skip(f"{type(recipe).__name__} does not say how far it rounds: define rounding_errors()")
+        dx, dw = errors[0].reshape(x.shape), errors[1].reshape(features_first.shape).movedim(0, self.features)
+        if not random:
+            return self(exact), self._sum_of_products(exact, dx, dw, power=1)
+        return self(exact), _DEVIATIONS * self._sum_of_products(exact, dx, dw, power=2).sqrt()
 
     def _sum_of_products(self, exact: Sequence[Any], dx: torch.Tensor, dw: torch.Tensor, power: int) -> torch.Tensor:
         """Return the op of the powers of ``dx w``, ``x dw`` and ``dx dw``, added up."""
@@ -100,34 +111,18 @@ LINEAR_OPS = {
 """The ops with a reference, by name."""
 
 
-def _largest(values: torch.Tensor, dims: list[int] | None) -> torch.Tensor:
-    if values.numel() == 0:
-        return torch.full((), _SMALLEST, dtype=values.dtype)
-    magnitudes = values.abs()
-    return (magnitudes.amax() if dims is None else magnitudes.amax(dims, keepdim=True)).clamp(min=_SMALLEST)
+_DEVIATIONS = 4.0
+"""The bound of a sum of random errors, in halves of levels, which are 1.7 standard deviations of rounding."""
 
 
-def _int8_error(values: torch.Tensor, dims: list[int] | None) -> torch.Tensor:
-    """Return half of one of 255 levels, and a thousandth more for the rounding of scales."""
-    return (_largest(values, dims) / 127 / 2 * 1.001).expand(values.shape).contiguous()
-
-
-def _float8_error(values: torch.Tensor, dims: list[int] | None) -> torch.Tensor:
-    """Return half of the last of 4 bits, where the largest value is 448 and the smallest are multiples of 2**-9.
-
-    A hundredth more is for the rounding of scales and sums.
-    """
-    scale = _largest(values, dims) / 448
-    return torch.maximum(values.abs() / 16, (scale / 2**10).expand(values.shape)) * 1.01
-
-
-_INT4_DEVIATIONS = 4.0
-"""The error bound of 4 bits in halves of levels, which are 1.7 standard deviations of rounding."""
-
-_ERRORS: dict[str, Callable[[torch.Tensor, list[int] | None], torch.Tensor]] = {
-    Int8.kind: _int8_error,
-    Float8.kind: _float8_error,
-}
+def call_op(name: str, args: Sequence[Any]) -> torch.Tensor:
+    """Call an op with all arguments, in the order of its schema."""
+    op = find_op(name)
+    assert op is not None, name
+    pairs = list(zip(op._schema.arguments, args, strict=True))
+    named = {argument.name: value for argument, value in pairs if argument.kwarg_only}
+    result: torch.Tensor = op(*(value for argument, value in pairs if not argument.kwarg_only), **named)
+    return result
 
 
 def assert_within(actual: torch.Tensor, expected: torch.Tensor, error: torch.Tensor) -> None:

@@ -6,7 +6,6 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from polycast import CastPolicy
-from polycast.policy.schemas import optional_dtype, overload_with_dtype
 
 
 def eligible(value: object, device_type: str) -> bool:
@@ -43,16 +42,13 @@ def call_as(
         dtypes = {leaf.dtype for leaf in tree_leaves(arguments) if eligible(leaf, device_type)}
         args, kwargs = cast(arguments, device_type, torch.float32) if len(dtypes) > 1 else arguments
     elif policy is CastPolicy.FP32_SET_OPT_DTYPE and eligible(first, device_type):
-        position = optional_dtype(op)
-        assert position is not None  # the table was validated
+        position = next(at for at, each in enumerate(schema) if str(each.real_type) == "Optional[ScalarType]")
         if len(args) <= position and kwargs.get(schema[position].name) is None:
             kwargs = {**kwargs, schema[position].name: torch.float32}
     elif policy is CastPolicy.FP32_APPEND_DTYPE:
-        overload = overload_with_dtype(op)
-        assert overload is not None  # the table was validated
         assert first is not None
         named = dict(zip((argument.name for argument in schema), args, strict=False)) | kwargs
         defaults = {argument.name: argument.default_value for argument in schema if argument.name not in named}
         dtype = torch.float32 if eligible(first, device_type) else first.dtype
-        return overload(**named, **defaults, dtype=dtype)
+        return op.overloadpacket(**named, **defaults, dtype=dtype)
     return op(*args, **kwargs)

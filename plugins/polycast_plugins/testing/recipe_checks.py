@@ -9,22 +9,15 @@ from typing import Any
 import pytest
 import torch
 from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_map_only
 
-from polycast import CastPolicy, Float8, Int4, Int8, WeightCache, autocast
-from polycast.engine.recipes.operators import operator_of
-from polycast.plugin import LowBitKernel, events, find_op
-from polycast.policy.recipe import Recipe
+from polycast import CastPolicy, WeightCache, autocast
+from polycast.plugin import Backend, LowBitKernel, Recipe, check_recipe, events, find_op, recipe_kernels
 
 from .contract import answer_of
-from .low_bit import LINEAR_OPS, LinearOp, assert_within, run_prepacked
+from .low_bit import LINEAR_OPS, LinearOp, assert_within, for_any_size, recipes, run_prepacked
 from .subject import Device, Subject, require
-
-RECIPES: Mapping[str, Recipe] = {
-    recipe.short: recipe.with_options(min_size=0)
-    for recipe in (Int8(), Int8("tensor"), Int4(), Float8(), Float8("tensor"))
-}
-"""The recipes, by the names that test ids and files of expected failures have."""
 
 _SIZES = [(5, 64, 48), (1, 128, 32), (16, 32, 16), (3, 33, 17)]
 """(m, k, n), some of them odd."""
@@ -48,25 +41,27 @@ def arguments_of(op: str, m: int, k: int, n: int) -> list[list[Any]]:
 
 
 class RecipeChecks(Subject):
-    """Low-bit kernels. Recipes that the device lacks are skipped, with the reason."""
+    """Kernels for the recipes that the device supports, of whatever kind."""
 
-    def test_recipe(self, recipe: str) -> None:
-        """The backend says whether the device has a recipe, and for which ops it has kernels."""
-        backend, wanted = self.get_backend(), RECIPES[recipe]
-        call = f"{self.backend}: recipe_availability({wanted!r})"
-        answer = answer_of(call, lambda: backend.recipe_availability(wanted))
-        require(answer or answer.reason.strip(), f"{call} says no and gives no reason. Give one.")
-        if not answer:
-            pytest.skip(f"{self.backend} has no {recipe}: {answer.reason}")
+    def test_availability_of_recipes(self) -> None:
+        """The backend says of each known kind of recipe whether the device supports it and, if not, why."""
+        backend = self.get_backend()
+        for wanted in recipes().values():
+            call = f"{self.backend}: recipe_availability({wanted!r})"
+            answer = answer_of(call, lambda wanted=wanted: backend.recipe_availability(wanted))  # type: ignore[misc]
+            require(answer or answer.reason.strip(), f"{call} says no and gives no reason. Give one.")
+
+    def test_recipe(self, recipe: str | None) -> None:
+        """The backend has kernels for a recipe, of ops that autocast casts to the fast dtype."""
+        backend = self.get_backend()
+        wanted = _supported(backend, recipe)
         call = f"{self.backend}: low_bit_kernels({wanted!r})"
-        kernels = backend.low_bit_kernels(wanted)
+        kernels = recipe_kernels(backend, wanted)
         require(
-            isinstance(kernels, Mapping)
-            and kernels
-            and all(isinstance(each, LowBitKernel) for each in kernels.values()),
+            kernels and all(isinstance(kernel, LowBitKernel) for _, kernel in _pairs(kernels)),
             f"{call} must map names of ops to instances of polycast.plugin.LowBitKernel, at least one; got {kernels!r}",
         )
-        for name, kernel in kernels.items():
+        for name, kernel in _pairs(kernels):
             require(
                 backend.policies.get(name) is CastPolicy.LOWER_PRECISION_FP,
                 f"{call} has a kernel for {name}, which is not LOWER_PRECISION_FP in the backend's table, so it never "
@@ -80,7 +75,7 @@ class RecipeChecks(Subject):
                 "tensor. Set the attribute `weight` to its position.",
             )
 
-    def test_recipe_product(self, device: Device, recipe: str) -> None:
+    def test_recipe_product(self, device: Device, recipe: str | None) -> None:
         """A kernel returns the op's float64 result in the fast dtype, within the error of the recipe."""
         device.skip_if_fake("there are no values")
         for call in kernel_calls(device, recipe):
@@ -92,7 +87,7 @@ class RecipeChecks(Subject):
                     with call.context(f"with inputs of {dtype}"):
                         assert_within(device.values(result), expected, error)
 
-    def test_recipe_unsupported_reason(self, device: Device, recipe: str) -> None:
+    def test_recipe_unsupported_reason(self, device: Device, recipe: str | None) -> None:
         """A kernel gives a reason against sizes that do not fit, and answers for fake tensors as for real ones."""
         for call in kernel_calls(device, recipe, unsupported_too=True):
             args = tree_map_only(torch.Tensor, device.put, call.args)
@@ -115,23 +110,21 @@ class RecipeChecks(Subject):
                     "It may use dtypes, sizes and strides, but no values.",
                 )
 
-    def test_recipe_in_compiled_code(self, device: Device, recipe: str) -> None:
+    def test_recipe_in_compiled_code(self, device: Device, recipe: str | None) -> None:
         """The operator in compiled code has the shape, strides and dtype of the kernel's result."""
         device.skip_if_fake("the kernel has to run")
-        dtype = device.backend.default_dtype
         for call in kernel_calls(device, recipe):
             args = call.on(device)
-            operator = operator_of(call.product.op)
-            more = (call.recipe.text, 0, dtype)
+            with torch.no_grad(), _region(device, call.recipe, None):
+                graph = make_fx(lambda *args, call=call: call.product(args), tracing_mode="fake")(*args)
+            promised = list(graph.graph.nodes)[-2].meta["val"]  # the last is the output
             with torch.no_grad(), _outcomes() as outcomes:
-                result = operator(*args, *more)
+                result = graph(*args)
             require(outcomes == [None], f"{call} did not run in compiled code: {outcomes[0] if outcomes else ''}")
-            with torch.no_grad(), FakeTensorMode() as mode:
-                promised = operator(*tree_map_only(torch.Tensor, mode.from_tensor, args), *more)
             expected, found = _layout(promised), _layout(result)
             require(expected == found, f"{call} returned {found}, and compiled code expects {expected}, as of the op.")
 
-    def test_recipe_inf_and_nan(self, device: Device, recipe: str) -> None:
+    def test_recipe_inf_and_nan(self, device: Device, recipe: str | None) -> None:
         """inf and nan in activations propagate as in the op, and the other outputs are right."""
         device.skip_if_fake("there are no values")
         dtype = device.backend.default_dtype
@@ -151,7 +144,7 @@ class RecipeChecks(Subject):
                     assert result[expected.isnan()].isnan().all(), "a nan was lost"
                     assert_within(result[finite], expected[finite], error.expand_as(expected)[finite])
 
-    def test_recipe_empty_batch(self, device: Device, recipe: str) -> None:
+    def test_recipe_empty_batch(self, device: Device, recipe: str | None) -> None:
         """An empty batch gives an empty result."""
         device.skip_if_fake("the kernel has to run")
         for call in kernel_calls(device, recipe):
@@ -167,7 +160,7 @@ class RecipeChecks(Subject):
             found = call.run(device, args, device.backend.default_dtype).shape
             require(found == shape, f"{call}, with no rows, returned the shape {tuple(found)}, expected {tuple(shape)}")
 
-    def test_recipe_packing(self, device: Device, recipe: str) -> None:
+    def test_recipe_packing(self, device: Device, recipe: str | None) -> None:
         """A kernel reads the prepacked weight only, which has memory of its own."""
         device.skip_if_fake("there are no values")
         dtype = device.backend.default_dtype
@@ -188,7 +181,7 @@ class RecipeChecks(Subject):
                 torch.equal(first, second), f"{call}: run() read the weight, or returned another result the second time"
             )
 
-    def test_recipe_in_a_region(self, device: Device, recipe: str) -> None:
+    def test_recipe_in_a_region(self, device: Device, recipe: str | None) -> None:
         """A region prepacks a weight once, and again after it has changed."""
         device.skip_if_fake("fake tensors are not prepacked")
         for call in kernel_calls(device, recipe):
@@ -278,20 +271,34 @@ class KernelCall:
             raise AssertionError(f"{self}, {how}: {error}") from None
 
 
-def kernel_calls(device: Device, name: str, unsupported_too: bool = False) -> Iterator[KernelCall]:
-    """Yield calls of each kernel of a recipe; skip the check if there are none."""
-    recipe, backend = RECIPES[name], device.backend
-    answer = backend.recipe_availability(recipe)
+def _supported(backend: Backend, name: str | None) -> Recipe:
+    """Return the recipe with a name; skip the check if the device does not support it."""
+    if name is None:
+        pytest.skip(f"{backend.device_type} supports no recipe")
+    recipe = recipes()[name]
+    answer = check_recipe(backend, recipe)
     if not answer:
-        pytest.skip(f"{device.type} has no {name}: {answer.reason}")
+        pytest.skip(f"{backend.device_type} has no {name}: {answer.reason}")
+    return recipe
+
+
+def _pairs(kernels: Mapping[str, Sequence[LowBitKernel]]) -> Iterator[tuple[str, LowBitKernel]]:
+    """Yield each kernel with its op: those of the backend, and of extensions."""
+    return ((op, kernel) for op, of_op in kernels.items() for kernel in of_op)
+
+
+def kernel_calls(device: Device, name: str | None, unsupported_too: bool = False) -> Iterator[KernelCall]:
+    """Yield calls of each kernel of a recipe; skip the check if there are none."""
+    backend = device.backend
+    recipe = _supported(backend, name)
     torch.default_generator.manual_seed(0)
     taken: list[str] = []
-    kernels = backend.low_bit_kernels(recipe)
-    for op, kernel in kernels.items():
+    kernels = recipe_kernels(backend, recipe)
+    for op, kernel in _pairs(kernels):
         product = LINEAR_OPS.get(op)
         if product is None:
             continue
-        with_op = recipe.with_options(ops=(op,), min_size=0)
+        with_op = for_any_size(recipe, ops=(op,))
         for sizes in _SIZES:
             for args in arguments_of(op, *sizes):
                 call = KernelCall(device.type, kernel, product, with_op, args)
@@ -302,7 +309,7 @@ def kernel_calls(device: Device, name: str, unsupported_too: bool = False) -> It
         pytest.skip(f"no kernel for {name} takes the suite's arguments: {', '.join(kernels) or 'there is none'}")
 
 
-def _region(device: Device, recipe: Recipe, cache: WeightCache) -> autocast:
+def _region(device: Device, recipe: Recipe, cache: WeightCache | None) -> autocast:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that a recipe is experimental
         return device.region(recipe=recipe, cache=cache)

@@ -1,6 +1,6 @@
 """The backend and the device under test."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,12 +12,14 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 from polycast import autocast, autocast_nesting, install
-from polycast.engine.kernels import autocast_key
-from polycast.plugin import Availability, Backend, check_availability, dtype_name, get_backend
-from polycast.torch_internals.private_names import has_dispatch_key
+from polycast.plugin import Availability, Backend, check_availability, dtype_name, get_backend, torch_name
 
 from . import expected
 from .samples import Sample
+
+_dispatch_keys: Callable[[torch.Tensor], object] = torch_name(
+    "torch._C._dispatch_keys", lambda tensor: "", "the conformance suite checks no absent devices on fake tensors"
+)
 
 
 class Subject:
@@ -98,7 +100,7 @@ def _autocast_sees_fakes(device_type: str) -> bool:
         tensor = torch.empty(1, device=device_type)
     except RuntimeError:
         return False
-    return bool(has_dispatch_key(tensor, autocast_key(device_type)))
+    return "Autocast" in str(_dispatch_keys(tensor))
 
 
 @contextmanager

@@ -329,3 +329,19 @@ def test_a_path_and_a_mapping_of_ops_are_policies_too(tmp_path):
         assert run(model) == PLAIN | {"head": "float32"}
     with polycast.apply_policy(model, {"linear": "fp32"}):
         assert run(model) == dict.fromkeys(PLAIN, "float32")
+
+
+def test_rules_of_an_owner_replace_its_earlier_ones_and_leave_those_of_others():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    polycast.apply_policy(model, Policy(modules={"0": "fp32"}))
+    polycast.apply_policy(model, Policy(modules={"1": "fp32"}), owner="acme")
+    copied = copy.deepcopy(model)
+    with pytest.raises(ValueError, match="matches no module"):
+        polycast.apply_policy(copied, Policy(modules={"2": "off"}), owner="acme")
+    assert polycast.rules_of(copied) == {"0": "0 = 'fp32'", "1": "1 = 'fp32'"}
+    polycast.apply_policy(copied, Policy(modules={"1": "off"}), owner="acme")
+    polycast.remove_policy(copied, owner="others")
+    assert polycast.rules_of(copied) == {"0": "0 = 'fp32'", "1": "1 = 'off'"}
+    polycast.remove_policy(copied, owner="acme")
+    assert polycast.rules_of(copied) == {"0": "0 = 'fp32'"}
+    assert polycast.rules_of(model) == {"0": "0 = 'fp32'", "1": "1 = 'fp32'"}

@@ -6,7 +6,6 @@ import pytest
 
 import polycast
 from polycast_plugins.testing import BackendConformance
-from polycast_plugins.testing.recipe_checks import RECIPES
 
 BUILT_INS = sorted(importlib.metadata.distribution("polycast").entry_points.select(group="polycast.backends").names)
 OF_REGIONS = {"test_recipe_in_a_region", "test_recipe_in_compiled_code"}
@@ -24,7 +23,7 @@ def differing_ops(backend):
 
 
 class BuiltIn(BackendConformance):
-    """The suite, with --full in full: else once where engines do not differ, and no skips for want of a recipe."""
+    """The suite, with --full in full: else once where engines do not differ."""
 
     def pytest_generate_tests(self, metafunc):
         if metafunc.config.getoption("full"):
@@ -32,13 +31,10 @@ class BuiltIn(BackendConformance):
             return
         names, name = metafunc.fixturenames, metafunc.function.__name__
         backend = self.get_backend()
-        if not {"op", "recipe"} & {*names}:
+        if "op" not in names:
             super().pytest_generate_tests(metafunc)
         if "op" in names:
             metafunc.parametrize("op", differing_ops(backend) if self.fake else sorted(backend.policies))
-        if "recipe" in names:
-            offered = [recipe for recipe in RECIPES if backend.recipe_availability(RECIPES[recipe])]
-            metafunc.parametrize("recipe", RECIPES if name == "test_recipe" else offered)
         if "device" not in names or ({"kernel", "recipe"} & {*names} and name not in OF_REGIONS):
             metafunc.definition.add_marker(pytest.mark.parametrize("engine", ["native"], indirect=True))
 

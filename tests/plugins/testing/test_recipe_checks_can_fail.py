@@ -2,15 +2,18 @@
 
 import inspect
 import re
+from collections.abc import Sequence
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 import polycast
+from polycast.policy import recipe as policy_recipe
+from polycast.policy import recipe_base
 from polycast_backends.cpu import CpuBackend
 from polycast_plugins.testing import BackendConformance, recipe_checks
-from polycast_plugins.testing.low_bit import LINEAR_OPS
+from polycast_plugins.testing.low_bit import LINEAR_OPS, recipes
 
 
 def quantized(values, dim):
@@ -146,8 +149,9 @@ def check(name, kernel, recipe="int8", op="aten::linear", **answers):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("polycast_plugins.testing.recipe_checks._SIZES", [(5, 32, 16)])
         try:
-            if "device" not in inspect.signature(method).parameters:
-                return method(recipe)
+            parameters = inspect.signature(method).parameters
+            if "device" not in parameters:
+                return method(*[recipe] * ("recipe" in parameters))
             with suite.opened() as device:
                 return method(device, recipe)
         finally:
@@ -253,7 +257,7 @@ def test_one_scale_for_all_rows_is_not_what_a_scale_for_each_row_gives(monkeypat
 
 def test_a_recipe_that_is_refused_without_a_reason():
     with pytest.raises(AssertionError, match="says no and gives no reason. Give one"):
-        check("test_recipe", Linear(), availability=polycast.plugin.Availability(False))
+        check("test_availability_of_recipes", Linear(), availability=polycast.plugin.Availability(False))
 
 
 def test_a_recipe_that_is_available_and_has_no_kernels():
@@ -277,6 +281,41 @@ def test_kernels_whose_arguments_are_not_known_are_reported_as_not_called():
         check("test_recipe_product", Linear(), op="aten::bmm")
 
 
+@pytest.fixture
+def forget_kinds(monkeypatch):
+    """Forget the kinds of recipes that a test defines."""
+    monkeypatch.setattr(recipe_base, "kinds", {**recipe_base.kinds})
+    monkeypatch.setattr(policy_recipe, "kinds", recipe_base.kinds)
+
+
+@pytest.mark.parametrize("says", ["its errors", "none", "nothing"])
+def test_kernels_of_another_packages_kind_are_tested_against_its_rounding_errors(says, forget_kinds):
+    class Coarse(polycast.plugin.Recipe):
+        kind = "coarse"
+        ops: Sequence[str] = ("linear",)
+
+        def rounding_errors(self, x, weight):
+            size = {"its errors": 1 / 254 * 1.001, "none": 0.0}.get(says)
+            return (
+                None
+                if size is None
+                else (x.abs().amax(1, keepdim=True) * size + 0 * x, weight.abs().amax() * size + 0 * weight)
+            )
+
+    def run():
+        check("test_recipe_product", Linear(), recipe="coarse", availability=polycast.plugin.Availability(True))
+
+    assert "coarse" in recipes()
+    if says == "its errors":
+        run()
+    elif says == "none":
+        with pytest.raises(AssertionError, match="aten::linear by coarse on cpu.* times the bound of the recipe"):
+            run()
+    else:
+        with pytest.raises(pytest.skip.Exception, match=r"Coarse does not say how far it rounds: define rounding_err"):
+            run()
+
+
 def rounded_to_e4m3(values):
     scale = values.abs().amax() / 448
     return (values / scale).to(torch.float8_e4m3fn).to(values.dtype) * scale
@@ -286,7 +325,7 @@ def rounded_to_e4m3(values):
 def test_numbers_of_e4m3_are_within_the_error_of_their_recipe(op):
     product = LINEAR_OPS[op]
     for args in recipe_checks.arguments_of(op, 5, 64, 16):
-        expected, error = product.within(recipe_checks.RECIPES["float8:tensor"], args)
+        expected, error = product.within(recipes()["float8:tensor"], args, random=False)
         given = [arg.double() if isinstance(arg, torch.Tensor) else arg for arg in args]
         for position in (product.activations, product.weight):
             given[position] = rounded_to_e4m3(given[position])
