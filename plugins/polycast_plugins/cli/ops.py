@@ -9,9 +9,8 @@ import typer
 from rich.console import Console
 
 from polycast import CastPolicy, Explanation
-from polycast.engine.drift import Drift, drift_of
 from polycast.engine.state import Settings
-from polycast.plugin import Backend, get_backend, read_recipe
+from polycast.plugin import Backend, drift_of, get_backend, read_recipe
 from polycast.policy.names import read_policy
 from polycast.region.explain_op import explain_in
 from polycast.region.policies import override_of
@@ -113,7 +112,7 @@ def _show_drift(backend: Backend, as_json: bool) -> None:
         return
     out = console()
     if found:
-        _print_differences(backend, found, out)
+        _print_differences(backend, out)
     else:
         count = len(backend.policies)
         line = f"{backend.device_type}: no drift. The table and torch {torch.__version__} have the same {count} ops."
@@ -122,7 +121,8 @@ def _show_drift(backend: Backend, as_json: bool) -> None:
         print_line(out, f"{backend.device_type}: {name} runs torch's own kernel on purpose: {reason}")
 
 
-def _print_differences(backend: Backend, found: Drift, out: Console) -> None:
+def _print_differences(backend: Backend, out: Console) -> None:
+    found = drift_of(backend)
     rows = table("op", "policy", "difference")
     for name in found.only_in_torch:
         rows.add_row(name, "-", "only in torch: torch's own kernel runs")

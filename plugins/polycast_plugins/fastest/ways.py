@@ -10,13 +10,13 @@ from polycast.plugin import (
     Backend,
     LowBitKernel,
     Recipe,
+    all_recipes,
     check_availability,
     check_dtype,
     check_recipe,
     dtype_name,
     recipe_kernels,
 )
-from polycast.policy.recipe import all_recipes
 from polycast.registry.checks import PLUGIN_ERRORS
 
 from .measurement import Omission
