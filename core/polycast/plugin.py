@@ -14,6 +14,7 @@
   :func:`drift_of` of a backend; :func:`decide` and :func:`why_disabled` of a region; :func:`find_op`;
   :func:`dtype_name` and :func:`read_dtype`; :func:`all_recipes` and :func:`read_recipe`. The types of arguments:
   :data:`RecipeLike`, :data:`PolicyLike`.
+- The region of another library: :class:`Region`.
 - Around code: :func:`disable_autocast`, :func:`disable_dynamo`, :func:`hold_during_fork`; :class:`InstanceForward` of a
   module. What happens in it: :class:`events`, :class:`Event`.
 
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
     from .policy.value import PolicyLike as PolicyLike
     from .region.explain_op import decide as decide
     from .region.instance_forward import InstanceForward as InstanceForward
+    from .region.region import Region as Region
     from .region.resolve import why_disabled as why_disabled
     from .registry.backend import Availability as Availability
     from .registry.backend import Backend as Backend
@@ -97,6 +99,7 @@ _PLACES = {
     "PolicyLike": "policy.value",
     "Recipe": "policy.recipe_base",
     "RecipeLike": "policy.recipe",
+    "Region": "region.region",
     "STANDARD_POLICIES": "policy.standard",
     "STANDARD_REMEDIES": "policy.standard",
     "all_recipes": "policy.recipe",

@@ -15,9 +15,9 @@ def regions(monkeypatch):
     seen = []
 
     class Recorder:
-        def apply(self, settings):
-            seen.append((settings.device_type, settings.dtype if settings.enabled else None))
-            return settings
+        def apply(self, region, device_type, dtype, enabled, cache_enabled):
+            seen.append((device_type, dtype if enabled else None))
+            return region
 
     monkeypatch.setattr(PatchedRegion, "overrides", Recorder())
     return seen

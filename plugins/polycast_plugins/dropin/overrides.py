@@ -7,11 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from polycast import Policy, WeightCache, autocast_nesting
-from polycast.engine.state import Settings
-from polycast.plugin import dtype_name, get_backend
-from polycast.region.policies import override_of
-from polycast.region.recipes import usable_recipe
+from polycast import Policy, WeightCache, autocast, autocast_nesting
+from polycast.plugin import dtype_name
 
 if TYPE_CHECKING:
     from .recipe_summary import RecipeSummary
@@ -45,29 +42,40 @@ class RunOverrides:
         self._with_grad = itertools.count()
         self._override = functools.lru_cache(self._override_uncached)  # a program has few, and enters them often
 
-    def apply(self, settings: Settings) -> Settings:
-        """Count a region that is about to be entered, and return its settings."""
-        key = settings.device_type, settings.dtype if settings.enabled else None
+    def apply(
+        self, region: autocast, device_type: str, dtype: torch.dtype, enabled: bool, cache_enabled: bool | None
+    ) -> autocast:
+        """Count a region that is about to be entered, with these settings, and return the one to enter."""
+        key = device_type, dtype if enabled else None
         next(self._regions.setdefault(key, itertools.count()))  # threads and forks need no lock for this
         if self.cache is None and self._policy is None and self.recipe is None:
-            return settings
+            return region
         if self._summary is not None:
             self._summary.end_if_late()
-        is_outermost = not autocast_nesting(settings.device_type)
+        is_outermost = not autocast_nesting(device_type)
         caches = self.cache is not None and not torch.is_grad_enabled()
-        if not caches and settings.enabled:
+        if not caches and enabled:
             next(self._with_grad)
-        return self._override(settings, is_outermost, caches)
+        return self._override(device_type, dtype, enabled, True if caches else cache_enabled, is_outermost, caches)
 
-    def _override_uncached(self, settings: Settings, is_outermost: bool, caches: bool) -> Settings:
-        override = None
-        if is_outermost:
-            backend = get_backend(settings.device_type)
-            usable = None if self.recipe is None else usable_recipe(self.recipe, backend, settings.enabled)
-            override = override_of(self._policy, settings.device_type, usable)
-        if caches:
-            settings = settings._replace(cache=self.cache, cache_enabled=True)
-        return settings._replace(override=override)
+    def _override_uncached(
+        self,
+        device_type: str,
+        dtype: torch.dtype,
+        enabled: bool,
+        cache_enabled: bool | None,
+        is_outermost: bool,
+        caches: bool,
+    ) -> autocast:
+        return autocast(
+            device_type,
+            dtype,
+            enabled,
+            cache_enabled,
+            cache=self.cache if caches else None,
+            policy=self._policy if is_outermost else None,
+            recipe=self.recipe if is_outermost else None,
+        )
 
     @property
     def dtypes(self) -> list[tuple[str, torch.dtype]]:

@@ -14,20 +14,11 @@ from typing import Any, ClassVar, TypeVar, cast
 import torch
 from torch.amp import autocast_mode
 from torch.compiler import is_dynamo_compiling
-from typing_extensions import Self
 
 from polycast import autocast, custom_bwd, custom_fwd, is_autocast_available
-from polycast.compilers.export import record_entry
 from polycast.compilers.torch_autocast import UnpatchedAutocast
-from polycast.engine import state
-from polycast.engine.disable_dynamo import disable_dynamo
-from polycast.engine.state import Settings
 from polycast.errors import BackendNotFoundError
-from polycast.plugin import Change, Feature, Patch, get_backend, hold_during_fork, torch_name
-from polycast.region.autocast import own_attributes
-from polycast.region.decorate import decorate, in_block
-from polycast.region.entry import enter
-from polycast.region.suspend import Suspendable
+from polycast.plugin import Change, Feature, Patch, Region, disable_dynamo, get_backend, hold_during_fork, torch_name
 
 from .overrides import RunOverrides
 
@@ -48,7 +39,7 @@ _torch_functions = {
 }
 
 
-class PatchedRegion(autocast):
+class PatchedRegion(Region):
     """A region that was made by one of torch's names."""
 
     overrides: ClassVar[RunOverrides | None] = None
@@ -66,25 +57,24 @@ class PatchedRegion(autocast):
             torch.is_autocast_cache_enabled() if settings.cache_enabled is None else settings.cache_enabled
         )
 
-    def _with_overrides(self) -> Settings:
-        return self._settings if self.overrides is None else self.overrides.apply(self._settings)
-
-    @disable_dynamo
-    def __enter__(self) -> Self:
-        if enter(self, self._with_overrides()):
-            record_entry(self._settings._replace(cache_enabled=self._cache_enabled))
-        return self
-
-    def _suspendable(self) -> Suspendable:
-        return Suspendable(self._with_overrides())
+    def entered(self) -> autocast:
+        """Return the region with the overrides of ``polycast run``."""
+        settings = self._settings
+        given = settings.device_type, settings.dtype, settings.enabled, settings.cache_enabled
+        return self if self.overrides is None else self.overrides.apply(self, *given)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Through torch's class, so that unpickling gives torch's region where torch is not patched.
         arguments = self.device, self.fast_dtype, self._enabled, self._settings.cache_enabled
-        return TorchAutocast, arguments, own_attributes(self, "_enabled", "_cache_enabled")
+        own = {name: value for name, value in vars(self).items() if name not in _NOT_OWN}
+        return TorchAutocast, arguments, own or None
 
 
-def _region_of(instance: object) -> autocast | None:
+_NOT_OWN = {"_settings", "_enabled", "_cache_enabled"}
+"""The attributes of a region that the program has not set."""
+
+
+def _region_of(instance: object) -> Any:
     """Return the polycast region of an instance of torch's class; None if the instance is torch's own region."""
     region: autocast | None = instance if isinstance(instance, autocast) else getattr(instance, _REGION, None)
     return region
@@ -161,13 +151,12 @@ def _exit(self: Any, *exc_info: Any) -> Any:
         return _torch_methods["__exit__"](self, *exc_info)
     if region is self:
         return region.__exit__(*exc_info)
-    recorded = state.machine.leave(region)
-    if recorded is None and hasattr(self, "prev"):  # entered while torch was not patched
-        return _torch_methods["__exit__"](self, *exc_info)
-    if recorded is not None:
+    if region.leave():
         _count_open(-1)
-    if recorded is not False:
-        region._complete_exit(recorded)
+    elif hasattr(self, "prev"):  # entered while torch was not patched
+        return _torch_methods["__exit__"](self, *exc_info)
+    else:
+        region.__exit__(*exc_info)  # raises
     return None
 
 
@@ -203,12 +192,8 @@ def autocast_decorator(autocast_instance: Any, func: _F) -> _F:
         return decorated
     if region is autocast_instance:
         return autocast.__call__(region, func)
-
-    def suspendable() -> Suspendable:
-        _follow(autocast_instance, region)
-        return region._suspendable()
-
-    return decorate(func, in_block(autocast_instance), suspendable)
+    steps: _F = region.decorate(func, autocast_instance, lambda: _follow(autocast_instance, region))
+    return steps
 
 
 def _by_device(ours: Callable[..., Any]) -> Callable[..., Any]:
