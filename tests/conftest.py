@@ -68,7 +68,7 @@ def _own_profiles(tmp_path_factory):
 def _no_profile(monkeypatch):
     """Hide the profile that an earlier test has measured, except from "fastest"; POLYCAST_PROFILE names one."""
     find = slower.find
-    for module, name in ((slower, "find"), (tuner, "find_ignoring_errors")):
+    for module, name in ((slower, "find"), (tuner, "find_profile")):
         monkeypatch.setattr(module, name, lambda device: find(device) if os.environ.get("POLYCAST_PROFILE") else None)
     yield
     profile.forget()  # reads the variable again

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from polycast_plugins.dropin.patch import patch_torch as patch_torch
     from polycast_plugins.fastest.device_profile import DeviceProfile as DeviceProfile
     from polycast_plugins.fastest.fastest_recipe import Fastest as Fastest
+    from polycast_plugins.fastest.profile import find_profile as find_profile
     from polycast_plugins.fastest.profile import profile as profile
     from polycast_plugins.observe.grad_scaler import grad_scaler as grad_scaler
     from polycast_plugins.observe.observer import observe as observe

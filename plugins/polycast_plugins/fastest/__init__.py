@@ -6,6 +6,7 @@ plugin = Plugin(
     names={
         "DeviceProfile": "polycast_plugins.fastest.device_profile:DeviceProfile",
         "Fastest": "polycast_plugins.fastest.fastest_recipe:Fastest",
+        "find_profile": "polycast_plugins.fastest.profile:find_profile",
         "profile": "polycast_plugins.fastest.profile:profile",
     },
     recipes={"fastest": "polycast_plugins.fastest.fastest_recipe:Fastest"},

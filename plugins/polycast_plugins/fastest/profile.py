@@ -91,10 +91,11 @@ def find(device_type: str) -> DeviceProfile | None:
     return look_up(device_type).profile
 
 
-def find_ignoring_errors(device_type: str) -> DeviceProfile | None:
-    """Return the profile of a device as `find` does, but None where `find` raises.
+def find_profile(device_type: str) -> DeviceProfile | None:
+    """Return what is fast on a device, if :func:`profile` has measured it; else, or if it cannot be read, None.
 
-    What is wrong matters to those who ask for the profile, not to those who use it if there is one.
+    Args:
+        device_type: the device type, such as ``"cpu"``.
     """
     try:
         return find(device_type)

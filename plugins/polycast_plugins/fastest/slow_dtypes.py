@@ -5,7 +5,7 @@ import torch
 from polycast.plugin import dtype_name
 
 from .device_profile import DeviceProfile
-from .profile import find_ignoring_errors
+from .profile import find_profile
 
 _ROWS = (128, 1024)
 """Fewer rows are limited by memory, which any dtype of 16 bits needs less of."""
@@ -23,7 +23,7 @@ def slow_reason(device_type: str, dtype: torch.dtype, reason: str | None) -> str
         dtype: the fast dtype.
         reason: why it is slow, as far as known without a profile; or None.
     """
-    profile = find_ignoring_errors(device_type)
+    profile = find_profile(device_type)
     if profile is None:
         return reason and f"{reason} (`polycast profile {device_type}` measures how much)"
     way = dtype_name(dtype)

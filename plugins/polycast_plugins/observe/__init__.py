@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from .records import Region as Region
     from .remedies import Flow as Flow
     from .run_history import RunFinding as RunFinding
+    from .step_log import RandomState as RandomState
     from .step_log import StepLog as StepLog
     from .step_records import Origin as Origin
     from .step_records import ScalerHistory as ScalerHistory
@@ -73,6 +74,7 @@ _PLACES = {
     "Op": "records",
     "Origin": "step_records",
     "recipe_lines": "text",
+    "RandomState": "step_log",
     "RecipeCounts": "recipe_counts",
     "RecordingGradScaler": "grad_scaler",
     "Region": "records",

@@ -1,11 +1,12 @@
 """Ask backends and profiles about the devices of an observation; errors of plugins are ignored."""
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 
+import polycast
 from polycast.plugin import Backend, disable_autocast, find_slow_reason, get_backend, why_disabled
-from polycast_plugins.fastest.profile import find_ignoring_errors
 
 from .recorder import MatmulRow
 
@@ -50,6 +51,11 @@ def _slow_reason(backend: Backend, dtype: torch.dtype) -> str | None:
         return None
 
 
+def _profile_of(device: str) -> Any:
+    find_profile = getattr(polycast, "find_profile", None)  # of the plugin fastest, without which there are no profiles
+    return None if find_profile is None else find_profile(device)
+
+
 class DeviceProfiles:
     """The profiles of the devices of a run.
 
@@ -58,7 +64,7 @@ class DeviceProfiles:
     """
 
     def __init__(self, devices: Iterable[str]) -> None:
-        self._found = {device: find_ignoring_errors(device) for device in devices}
+        self._found = {device: _profile_of(device) for device in devices}
 
     def seconds(self, matmuls: MatmulRow, device: str | None) -> dict[str, float]:
         """Return the seconds of matmuls in each way that the profile of their device has; empty without a profile.

@@ -5,8 +5,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
-from polycast import Fastest
-
 from .facts import Facts, add
 from .recipe_counts import Matmul, MatmulRows, is_by_recipe
 from .records import Finding, NumericsRecord
@@ -100,6 +98,8 @@ _CASTS = ("to", "_to_copy", "copy_")
 
 
 _FLOAT32 = "float32"
+_FASTEST = "fastest"
+"""The kind of the recipe that computes in the faster one of two dtypes."""
 _INFERENCE_ONLY = ("int8", "float8")
 _SLOWER = 1.05
 """The smallest ratio of times that counts."""
@@ -151,7 +151,7 @@ _UNMEASURED = (
 def _way(matmul: Matmul) -> str:
     """Return the way in which a matmul was computed, as profiles name it."""
     kind, _, way = (matmul.recipe if is_by_recipe(matmul) else "").partition(":")
-    return way if kind == Fastest.kind else kind or matmul.dtype
+    return way if kind == _FASTEST else kind or matmul.dtype
 
 
 @dataclass(frozen=True)
@@ -224,20 +224,20 @@ def _remedy(slow: list[Matmul], dtype: str) -> str:
     float32, fast = (sum(each.estimates[way] for each in known) for way in (_FLOAT32, dtype))
     faster = []
     declined = {each.recipe for each in slow}
-    for recipe in (Fastest.kind, *(() if trains else _INFERENCE_ONLY)):
+    for recipe in (_FASTEST, *(() if trains else _INFERENCE_ONLY)):
         if recipe in declined:
             continue
         seconds = sum(_seconds_by(recipe, each.estimates, dtype) for each in known)
         if seconds * _SLOWER < fast:
-            note = "" if recipe == Fastest.kind else ", for inference"
+            note = "" if recipe == _FASTEST else ", for inference"
             faster.append(f'recipe="{recipe}" (about {seconds / float32:.2g} of float32\'s time{note})')
     if not faster:
-        return "Compute them in float32." if Fastest.kind in declined else 'recipe="fastest" or float32 avoids that.'
+        return "Compute them in float32." if _FASTEST in declined else 'recipe="fastest" or float32 avoids that.'
     return f"{' or '.join(faster)} avoid{'s' * (len(faster) == 1)} that."
 
 
 def _seconds_by(recipe: str, estimates: Mapping[str, float], dtype: str) -> float:
     """Return the estimated seconds by a recipe, which leaves what it does not compute in the fast dtype."""
-    if recipe == Fastest.kind:
+    if recipe == _FASTEST:
         return min(estimates[way] for way in (_FLOAT32, dtype, f"{dtype} kernel") if way in estimates)
     return estimates.get(recipe, estimates[dtype])

@@ -9,12 +9,12 @@ import torch
 
 from polycast import Equalization
 from polycast.common.plain_text import first_of
-from polycast.common.random_state import RandomState
 from polycast.engine.casts.weights import parameter_of
 from polycast.engine.recipes.equalized import activations_of, matrix_of, product_arguments
 from polycast.plugin import LowBitKernel, Recipe, RecipeLike, events, read_recipe
 from polycast.policy.equalization import EqualizedWeight, fingerprint_of
 from polycast.policy.weight_views import TRANSPOSED, WHOLE, parameters_by_name, view_of
+from polycast_plugins.observe import RandomState
 
 from .calls import ModelCall, run_eagerly, tensors_of
 from .compare import enabled_region

@@ -21,8 +21,8 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from polycast import Snapshot
-from polycast.common.random_state import RandomState
 from polycast.plugin import hold_during_fork
+from polycast_plugins.observe import RandomState
 
 from .values import cloned, version_of
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from polycast import Policy, apply_policy, autocast
-from polycast.common.random_state import RandomState
 from polycast.errors import warn_user
 from polycast.plugin import Recipe, dtype_name
+from polycast_plugins.observe import RandomState
 
 from .calls import Calls, ModelCall, may_come_from_policy, run_eagerly, short_text, tensors_of
 from .gradients import ParameterGradients

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from polycast.common.random_state import RandomState
+from polycast_plugins.observe import RandomState
 
 from .calls import Calls, ModelCall, in_this_thread, run_eagerly, tensors_of, watched_modules
 from .isolation import ModelState, find_writes, isolated

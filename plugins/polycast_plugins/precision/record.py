@@ -6,8 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from polycast.common.random_state import RandomState
-from polycast_plugins.observe import RecipeCounts
+from polycast_plugins.observe import RandomState, RecipeCounts
 
 from .calls import CallKey, ModelCall, tensors_of
 from .comparison import GradientErrors, ModuleErrors

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from polycast.common.random_state import RandomState
 from polycast.region.cast_arguments import CastArguments
+from polycast_plugins.observe import RandomState
 
 from .calls import CallKey, OpenCall, may_come_from_policy
 from .gradients import GradientCall, Gradients, SavedCall, floating

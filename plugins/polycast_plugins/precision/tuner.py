@@ -8,13 +8,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from polycast import DeviceProfile, autocast
-from polycast.common.random_state import RandomState
+from polycast import DeviceProfile, autocast, find_profile
 from polycast.errors import warn_user
 from polycast.policy.schemas import flatten_arguments
 from polycast_plugins.fastest.choose_way import Way, name_of, seconds_by_way
-from polycast_plugins.fastest.profile import find_ignoring_errors
 from polycast_plugins.fastest.workloads import Workload, workload_of
+from polycast_plugins.observe import RandomState
 
 from .calls import Calls, DispatchMode, in_this_thread, may_come_from_policy, tensors_of, text_of, watched
 from .candidates import Blocks, ModuleCandidates, OpCandidates, candidates_in, chosen_ops, ops_seen
@@ -35,7 +34,7 @@ def modules_faster_in_float32(model: nn.Module, call: Callable[[], object], regi
 
     A module counts without the modules in it. Nothing is measured.
     """
-    profile = find_ignoring_errors(region.device)
+    profile = find_profile(region.device)
     if profile is None:
         return None
     clock = _ProfileClock(profile, region.fast_dtype)

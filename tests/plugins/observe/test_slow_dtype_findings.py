@@ -40,7 +40,7 @@ def profiled(monkeypatch):
             if op != "bmm" or way in ("float32", "bfloat16")
         )
         profile = polycast.DeviceProfile("cpu", "a cpu", 4, {}, {}, measured, 1e10)
-        monkeypatch.setattr(backend_queries, "find_ignoring_errors", lambda device_type: profile)
+        monkeypatch.setattr(backend_queries, "_profile_of", lambda device_type: profile)
 
     return profiled
 
