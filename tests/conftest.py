@@ -20,6 +20,7 @@ from torch._subclasses import FakeTensorMode
 
 import polycast
 from polycast.engine import installation
+from polycast.engine.recipes import compute
 from polycast.plugin import events
 from polycast.registry.registry import registry
 from polycast.toolchain import load
@@ -329,3 +330,16 @@ def profile_of():
         return polycast.DeviceProfile("cpu", "a processor", 2, {}, {}, tuple(measurements), 1e13)
 
     return profile_of
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """Return a list of the ops for which Python was asked to compute a call by a recipe."""
+    asked, perform = [], compute.perform
+
+    def note(op, *args):
+        asked.append(op.removeprefix("aten::"))
+        return perform(op, *args)
+
+    monkeypatch.setattr(compute, "perform", note)
+    return asked

@@ -8,7 +8,6 @@ import torch
 
 import polycast
 from polycast.engine.installation import forget_choice
-from polycast.engine.recipes import compute
 from polycast.torch_internals.builtin_functions import const_data_ptr
 
 from .saved_layers import run
@@ -93,19 +92,6 @@ def int8_operators(int8_kernels):
 def either_kernels(request, int8_kernels):
     """Return int8 kernels, which compute in run() or by operators."""
     return request.getfixturevalue("int8_operators") if request.param else int8_kernels
-
-
-@pytest.fixture
-def asked(monkeypatch):
-    """Return a list of the ops for which Python was asked to compute a call by a recipe."""
-    asked, perform = [], compute.perform
-
-    def note(op, *args):
-        asked.append(op.removeprefix("aten::"))
-        return perform(op, *args)
-
-    monkeypatch.setattr(compute, "perform", note)
-    return asked
 
 
 @pytest.fixture
