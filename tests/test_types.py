@@ -18,13 +18,14 @@ import torch
 
 import polycast
 from polycast import Int8, Policy, WeightCache, autocast
+from polycast_plugins.precision import ModelExplanation
 
 version: str = polycast.__version__
 region: polycast.autocast = autocast("cpu", cache=WeightCache(), policy=Policy({"softmax": "fp32"}), recipe=Int8())
 with region:
     found: polycast.DeviceProfile = polycast.profile("cpu")
 op: polycast.Explanation = polycast.explain("linear", device_type="cpu")
-model: polycast.ModelExplanation = polycast.explain(torch.nn.Linear(1, 1), torch.ones(1, 1), device_type="cpu")
+model: ModelExplanation = polycast.explain(torch.nn.Linear(1, 1), torch.ones(1, 1), device_type="cpu")
 y: torch.Tensor = polycast.out_dtype(torch.ops.aten.mm.default, torch.float32, torch.ones(1), torch.ones(1))
 """
 WRONG = """

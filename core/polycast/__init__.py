@@ -27,14 +27,9 @@ if TYPE_CHECKING:
     from polycast_plugins.observe.run_log import RunLog as RunLog
     from polycast_plugins.out_dtype.operator import out_dtype as out_dtype
     from polycast_plugins.precision.compare import compare as compare
-    from polycast_plugins.precision.comparison import Comparison as Comparison
     from polycast_plugins.precision.comparison import Reference as Reference
     from polycast_plugins.precision.equalize import equalize as equalize
-    from polycast_plugins.precision.evidence import Evidence as Evidence
-    from polycast_plugins.precision.evidence import Tuned as Tuned
     from polycast_plugins.precision.explain import explain as explain
-    from polycast_plugins.precision.model_explanation import ModelExplanation as ModelExplanation
-    from polycast_plugins.precision.model_explanation import ModuleExplanation as ModuleExplanation
     from polycast_plugins.precision.tune import tune as tune
 
     from .common.versions import __version__ as __version__

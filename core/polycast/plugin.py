@@ -11,9 +11,9 @@
   ones add: :func:`manifests` (:class:`InstalledPlugin`), :func:`find_in_manifests`.
 - A change to torch: :class:`Feature`, :class:`Change`, :class:`Patch`; a private name of torch: :func:`torch_name`.
 - Questions: :func:`check_availability`, :func:`check_dtype`, :func:`check_recipe`, :func:`find_slow_reason` and
-  :func:`drift_of` of a backend; :func:`decide` and :func:`why_disabled` of a region; :func:`find_op`;
-  :func:`dtype_name` and :func:`read_dtype`; :func:`all_recipes` and :func:`read_recipe`. The types of arguments:
-  :data:`RecipeLike`, :data:`PolicyLike`.
+  :func:`drift_of` of a backend; :func:`decide`, :func:`explain_op` and :func:`why_disabled` of a region;
+  :func:`find_op`; :func:`dtype_name` and :func:`read_dtype`; :func:`all_recipes` and :func:`read_recipe`. The types of
+  arguments: :data:`RecipeLike`, :data:`PolicyLike`. The base of what tools return: :class:`Result`.
 - The region of another library: :class:`Region`.
 - Around code: :func:`disable_autocast`, :func:`disable_dynamo`, :func:`hold_during_fork`; :class:`InstanceForward` of a
   module. What happens in it: :class:`events`, :class:`Event`.
@@ -50,11 +50,13 @@ if TYPE_CHECKING:
     from .policy.recipe import all_recipes as all_recipes
     from .policy.recipe import read_recipe as read_recipe
     from .policy.recipe_base import Recipe as Recipe
+    from .policy.result import Result as Result
     from .policy.schemas import find_op as find_op
     from .policy.standard import STANDARD_POLICIES as STANDARD_POLICIES
     from .policy.standard import STANDARD_REMEDIES as STANDARD_REMEDIES
     from .policy.value import PolicyLike as PolicyLike
     from .region.explain_op import decide as decide
+    from .region.explain_op import explain_op as explain_op
     from .region.instance_forward import InstanceForward as InstanceForward
     from .region.region import Region as Region
     from .region.resolve import why_disabled as why_disabled
@@ -100,6 +102,7 @@ _PLACES = {
     "Recipe": "policy.recipe_base",
     "RecipeLike": "policy.recipe",
     "Region": "region.region",
+    "Result": "policy.result",
     "STANDARD_POLICIES": "policy.standard",
     "STANDARD_REMEDIES": "policy.standard",
     "all_recipes": "policy.recipe",
@@ -113,6 +116,7 @@ _PLACES = {
     "drift_of": "engine.drift",
     "dtype_name": "policy.dtypes",
     "events": "common.events",
+    "explain_op": "region.explain_op",
     "find_in_manifests": "policy.manifests",
     "find_op": "policy.schemas",
     "find_slow_reason": "registry.checks",

@@ -10,12 +10,7 @@ _OWN = {
     "observe": ("Observation", "RunHistory", "RunLog", "observe"),
     "out_dtype": ("out_dtype",),
     "precision": (
-        "Comparison",
-        "Evidence",
-        "ModelExplanation",
-        "ModuleExplanation",
         "Reference",
-        "Tuned",
         "compare",
         "equalize",
         "explain",

@@ -2,7 +2,7 @@
 
 import difflib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, NoReturn, TypeAlias
 
@@ -115,26 +115,33 @@ class Policy:
             reason = str(error).removeprefix("policy: ")
             raise ValueError(f"policy file {os.fspath(path)!r}: {reason}") from error
 
-    def save(self, path: files.PolicyPath) -> None:
-        """Write a policy file, atomically. Loading and saving it again gives the same text.
+    def save(self, path: files.PolicyPath, comments: Iterable[str] = ()) -> None:
+        """Write a policy file, atomically. Loading and saving it again gives the same text, but for comments.
+
+        Args:
+            path: the file.
+            comments: lines at its head.
 
         Raises:
             OSError: it cannot be written.
             ValueError: a recipe has an equalization that is in no file.
         """
-        files.write(path, self.text(path))
+        files.write(path, self.text(path, comments))
 
-    def text(self, path: files.PolicyPath | None = None) -> str:
+    def text(self, path: files.PolicyPath | None = None, comments: Iterable[str] = ()) -> str:
         """Return the text of the policy file that :meth:`save` writes.
 
         Args:
             path: the file; the paths of equalizations are relative to its folder. None: they are absolute.
+            comments: lines at its head.
 
         Raises:
             ValueError: a recipe has an equalization that is in no file.
         """
         table = self._table()
-        return files.to_text(table if path is None else files.with_relative_paths(table, path))
+        text = files.to_text(table if path is None else files.with_relative_paths(table, path))
+        head = "".join(f"# {line}\n" for line in comments)
+        return f"{head}\n{text}" if head else text
 
     @classmethod
     def of_text(cls, text: str) -> "Policy":

@@ -39,14 +39,17 @@ class CastArguments:
 
     Args:
         device_type, dtype: eligible tensors on this device are cast to this dtype.
+        of: cast only tensors of this dtype.
         in_place: replace the items of mutable containers, as module rules do. If False, the call gets copies of them,
             as from torch's ``custom_fwd``, and generators in place of iterators of any class.
     """
 
-    __slots__ = ("_casts", "_containers", "_device_type", "_dtype", "_in_place", "_rebuilt")
+    __slots__ = ("_casts", "_containers", "_device_type", "_dtype", "_in_place", "_of", "_rebuilt")
 
-    def __init__(self, device_type: str, dtype: torch.dtype, in_place: bool = True) -> None:
-        self._device_type, self._dtype, self._in_place = device_type, dtype, in_place
+    def __init__(
+        self, device_type: str, dtype: torch.dtype, in_place: bool = True, of: torch.dtype | None = None
+    ) -> None:
+        self._device_type, self._dtype, self._in_place, self._of = device_type, dtype, in_place, of
         self._casts = ByIdentity()
         self._containers: ByIdentity | None = None
         self._rebuilt: list[tuple[Any, Any]] = []
@@ -106,6 +109,8 @@ class CastArguments:
 
     def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.dtype is self._dtype or not is_eligible(tensor, self._device_type):
+            return tensor
+        if self._of is not None and tensor.dtype is not self._of:
             return tensor
         known: _Cast | None = self._casts.get(tensor)
         if known is not None:

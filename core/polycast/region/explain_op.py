@@ -1,8 +1,9 @@
 """``explain_op``: what autocast does to an op in this thread's region, and which rule decides it."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import zip_longest
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import torch
@@ -39,12 +40,27 @@ _Rule: TypeAlias = tuple[CastPolicy | None, str, str]
 def explain_op(
     op: Op,
     device_type: str,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    policy: PolicyLike | None,
-    recipe: RecipeLike | None,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] = MappingProxyType({}),
+    policy: PolicyLike | None = None,
+    recipe: RecipeLike | None = None,
 ) -> Explanation:
-    """Explain what autocast does to an op in this thread's region for a device; see :func:`polycast.explain`."""
+    """Return what autocast does to an op in this thread's region for a device, and which rule decides it.
+
+    Nothing is computed. :func:`polycast.explain` is for users.
+
+    Args:
+        op: the op, itself or by a name as in a :class:`polycast.Policy`.
+        device_type: the device whose autocast decides.
+        args, kwargs: arguments of the op, to tell the dtype of each tensor; they may be fake, and a tensor on ``meta``
+            counts as on the device. Without any, only the rule is told, for each overload of the name.
+        policy, recipe: those of a region inside this thread's.
+
+    Raises:
+        TypeError: the op does not take the arguments, or is of another type.
+        ValueError: torch has no such op; or the policy or the recipe is invalid.
+        ValueError, RuntimeError: as :func:`get_backend`.
+    """
     backend = registry.find(device_type)
     device_type = backend.device_type
     override, cache = state.machine.innermost(device_type)
@@ -56,7 +72,7 @@ def explain_op(
         override=override if own is None else own.over(override),
         cache=cache,
     )
-    return explain_in(here, backend, op, args, kwargs)
+    return explain_in(here, backend, op, args, dict(kwargs))
 
 
 def explain_in(

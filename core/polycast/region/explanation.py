@@ -2,14 +2,13 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from ..common.html_table import html_lines, html_table
 from ..policy.cast_policy import CastPolicy
 from ..policy.dtypes import dtype_name
-from ..policy.plain_data import plain_fields
+from ..policy.result import Result
 
 NO_RULE = "none"
 OTHERS_KERNEL = "a kernel that is not polycast's"
@@ -51,7 +50,7 @@ class Argument:
 
 
 @dataclass(frozen=True)
-class Explanation:
+class Explanation(Result):
     """The effect of autocast on an op, and the rule that decides it; ``str()`` formats it.
 
     Attributes:
@@ -97,10 +96,6 @@ class Explanation:
     package: str = ""
     others: "tuple[Explanation, ...]" = ()
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the explanation as texts, bools, None, lists and dicts."""
-        return plain_fields(self)
-
     @property
     def _heading(self) -> str:
         region = f"a region of {dtype_name(self.dtype)}" if self.enabled else "autocast is off"
@@ -113,6 +108,10 @@ class Explanation:
         if self.arguments is not None:
             lines += [f"  {line}" for line in self._outcome()]
         return "\n".join(lines)
+
+    def lines(self) -> list[str]:
+        """Return the text as lines."""
+        return str(self).splitlines()
 
     def _repr_html_(self) -> str:
         rows = [(each.op, *each._parts()) for each in (self, *self.others)]

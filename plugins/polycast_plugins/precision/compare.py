@@ -16,8 +16,7 @@ import torch
 
 from polycast import NoRecipe, Policy, apply_policy, autocast
 from polycast.errors import warn_user
-from polycast.plugin import Recipe, RecipeLike, check_recipe, get_backend, read_recipe, why_disabled
-from polycast.policy.value import PolicyLike
+from polycast.plugin import PolicyLike, Recipe, RecipeLike, check_recipe, get_backend, read_recipe, why_disabled
 from polycast_plugins.observe import RandomState
 
 from .calls import Calls, ModelCall, calls_of, device_of, run_eagerly, tensors_of

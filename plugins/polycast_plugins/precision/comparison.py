@@ -1,23 +1,16 @@
 """``Reference``, what ``compare`` compares with, and ``Comparison``, its result."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from polycast.common.html_table import html_lines, html_table
-from polycast.common.plain_text import as_text, under_the_head
-from polycast.plugin import Recipe, RecipeLike, dtype_name
-from polycast.policy.plain_data import plain_fields
-from polycast.policy.value import PolicyLike
+from polycast.plugin import PolicyLike, Recipe, RecipeLike, Result, dtype_name
 from polycast_plugins.observe import LowBit, recipe_lines
 
 from .values import Error
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
 
 SCHEMA = 1
 """The schema of :meth:`Comparison.to_dict`."""
@@ -84,7 +77,7 @@ class Reference:
 
 
 @dataclass(frozen=True)
-class ModuleErrors:
+class ModuleErrors(Result):
     """The errors of a module, over all its calls.
 
     Attributes:
@@ -110,13 +103,9 @@ class ModuleErrors:
     total: Error | None
     makes_nonfinite: bool
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the errors as plain data."""
-        return plain_fields(self)
-
 
 @dataclass(frozen=True)
-class GradientErrors:
+class GradientErrors(Result):
     """The errors of the gradients of a module's inputs, over all its calls, or of a parameter.
 
     The gradient of an input is what the backward of the module adds to it, without that of other users of the input.
@@ -151,13 +140,9 @@ class GradientErrors:
         """The name of the parameter, or of the module."""
         return ".".join(filter(None, (self.module, self.parameter))) if self.parameter else self.module
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the errors as plain data."""
-        return plain_fields(self)
-
 
 @dataclass(frozen=True)
-class Comparison:
+class Comparison(Result):
     """A model against a reference. ``print`` shows the modules that add most to the error.
 
     Attributes:
@@ -198,25 +183,14 @@ class Comparison:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the comparison as plain data for JSON: inf and nan are texts."""
-        return {"schema": SCHEMA, "torch": torch.__version__, **plain_fields(self)}
+        return {"schema": SCHEMA, "torch": torch.__version__, **super().to_dict()}
 
-    def __rich__(self) -> "RenderableType":
-        from rich.console import Group
-        from rich.text import Text
-
-        tables = [_table(columns, rows) for columns, rows in self._tables()]
-        parts = [part for table in tables for part in (table, Text())]
-        return Group(*parts, Text("\n".join(self._sentences())))
-
-    def _repr_html_(self) -> str:
-        tables = [html_table(columns, rows) for columns, rows in self._tables()]
-        return "\n".join([*tables, html_lines(self._sentences())])
-
-    def _tables(self) -> Iterator[tuple[Sequence[str], Iterable[Sequence[str]]]]:
-        yield _MODULES, self._module_rows()
+    def tables(self) -> Iterator[tuple[Sequence[str], list[list[str]]]]:
+        """Yield the tables of modules, of gradients, and of outputs."""
+        yield _MODULES, [*self._module_rows()]
         if self.gradients:
-            yield _GRADIENTS, self._gradient_rows()
-        yield _OUTPUTS, self._output_rows()
+            yield _GRADIENTS, [*self._gradient_rows()]
+        yield _OUTPUTS, [[name, *_measures(error)] for name, error in self.outputs.items()]
 
     def _shown(self) -> list[ModuleErrors]:
         return [module for module in self.modules if module.own.relative or module.inherited][:_SHOWN]
@@ -234,11 +208,8 @@ class Comparison:
     def _shown_gradients(self) -> list[GradientErrors]:
         return [each for each in self.gradients if each.adds or each.inherited or each.own is None][:_SHOWN]
 
-    def _output_rows(self) -> Iterator[list[str]]:
-        for name, error in self.outputs.items():
-            yield [name, *_measures(error)]
-
-    def _sentences(self) -> list[str]:
+    def lines(self) -> list[str]:
+        """Return what was compared, and what is not in the tables."""
         sentences = [f"{self.reference} against {self.tested}: relative errors."]
         if not self.is_complete:
             sentences.insert(0, "INTERRUPTED: what was found until then.")
@@ -264,11 +235,6 @@ class Comparison:
             )
         return sentences
 
-    def __str__(self) -> str:
-        from rich.console import Console
-
-        return as_text(self.__rich__(), max(160, Console().width))
-
 
 _MEASURES = ("total", "max", "cosine", "inf", "nan")
 _MODULES = ("module", "class", "calls", "adds", "own", "inherited", *_MEASURES)
@@ -285,15 +251,3 @@ def _measures(error: Error | None) -> list[str]:
 
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.2e}" if value else "0"
-
-
-def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> "RenderableType":
-    from rich.table import Table
-
-    new = Table(box=under_the_head(), show_edge=False)
-    for column in columns:
-        is_text = column in ("module", "class", "output", "gradient in", "of")
-        new.add_column(column, justify="left" if is_text else "right", overflow="fold", no_wrap=not is_text)
-    for row in rows:
-        new.add_row(*row)
-    return new

@@ -1,5 +1,6 @@
 """The result of ``tune``: a policy, and the evidence for it."""
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -8,12 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from polycast import Policy
-from polycast.common.html_table import html_lines
-from polycast.common.plain_text import in_ascii
-from polycast.plugin import Recipe, choose_engine, dtype_name, get_backend
-from polycast.policy import files
-from polycast.policy.files import PolicyPath
-from polycast.policy.plain_data import plain_fields
+from polycast.plugin import Recipe, Result, choose_engine, dtype_name, get_backend
 
 from .minimal_set import Members, Trial
 from .timing import Timings
@@ -50,7 +46,7 @@ class Holdout:
 
 
 @dataclass(frozen=True)
-class Evidence:
+class Evidence(Result):
     """The search that found a policy.
 
     Attributes:
@@ -116,7 +112,7 @@ class Evidence:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the evidence as plain data for JSON: inf and nan are texts."""
-        return {"schema": SCHEMA, **plain_fields(self)}
+        return {"schema": SCHEMA, **super().to_dict()}
 
     def name(self) -> str:
         """Return a name for the policy, with the inputs and the machine of the measurement."""
@@ -126,9 +122,6 @@ class Evidence:
 
     def _numbers(self, between: str) -> str:
         return dtype_name(self.dtype) + ("" if self.recipe is None else between + self.recipe.short)
-
-    def __str__(self) -> str:
-        return in_ascii("\n".join(self.lines()))
 
     def lines(self) -> list[str]:
         """Return the evidence as lines of text."""
@@ -171,24 +164,26 @@ class Tuned(NamedTuple):
         """Whether the policy keeps the tolerance."""
         return self.evidence.met
 
-    def text(self, path: PolicyPath | None = None) -> str:
+    def text(self, path: str | os.PathLike[str] | None = None) -> str:
         """Return the text of a policy file, with the evidence as comments at its head; see :meth:`Policy.text`."""
-        comments = [f"# {line}\n" for line in ("Found by polycast.tune:", *self.evidence.lines())]
-        return "".join(comments) + "\n" + self.policy.text(path)
+        return self.policy.text(path, comments=self._comments())
 
-    def save(self, path: PolicyPath) -> None:
+    def save(self, path: str | os.PathLike[str]) -> None:
         """Write a policy file for :meth:`Policy.load`, with the evidence as comments at its head.
 
         Raises:
             OSError: the file cannot be written.
         """
-        files.write(path, self.text(path))
+        self.policy.save(path, comments=self._comments())
+
+    def _comments(self) -> list[str]:
+        return ["Found by polycast.tune:", *self.evidence.lines()]
 
     def __str__(self) -> str:
-        return in_ascii(f"{self.policy!r}\n{self.evidence}")
+        return f"{self.policy!a}\n{self.evidence}"
 
     def _repr_html_(self) -> str:
-        return "\n".join([self.policy._repr_html_(), html_lines(self.evidence.lines())])
+        return f"{self.policy._repr_html_()}\n{self.evidence._repr_html_()}"
 
 
 def machine(device_type: str) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from itertools import chain
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import nn
@@ -14,14 +14,16 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from polycast import Explanation, Policy, apply_policy, rules_of
-from polycast.plugin import Recipe, RecipeLike, dtype_name, events, get_backend
-from polycast.policy.value import PolicyLike
-from polycast.region.explain_op import Op, explain_op
+from polycast.plugin import PolicyLike, Recipe, RecipeLike, dtype_name, events, explain_op, get_backend
 
 from .calls import DispatchMode, ModelCall, device_of, in_this_thread, watched
 from .compare import enabled_region, wanted_recipe
 from .model_explanation import ModelExplanation, ModuleExplanation
 from .values import tensors_in
+
+if TYPE_CHECKING:
+    from torch._library.custom_ops import CustomOpDef
+    from torch._ops import OpOverload, OpOverloadPacket
 
 _MOVES = ("aten::_to_copy", "aten::copy_", "aten::clone", "aten::detach", "aten::empty_like")
 """Ops that compute nothing."""
@@ -30,7 +32,7 @@ _PLAIN = torch.Tensor, nn.Parameter
 
 @overload
 def explain(
-    subject: Op,
+    subject: "str | OpOverload | OpOverloadPacket | CustomOpDef",
     /,
     *args: Any,
     device_type: str,

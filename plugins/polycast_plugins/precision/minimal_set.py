@@ -10,7 +10,7 @@ from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
-from polycast.policy.plain_data import plain_data
+from polycast.plugin import Result
 
 Members: TypeAlias = tuple[str, ...]
 
@@ -184,7 +184,7 @@ def _minimize_in_fast_dtype(found: MinimalChoice, is_enough: Callable[[Choice], 
 
 
 @dataclass(frozen=True)
-class Trial:
+class Trial(Result):
     """One evaluation.
 
     Attributes:
@@ -208,7 +208,7 @@ class Trial:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the trial as plain data."""
-        plain = plain_data(vars(self))
+        plain = super().to_dict()
         return {key: value for key, value in plain.items() if value or key in ("members", "distance")}
 
 

@@ -2,24 +2,18 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from polycast.common.html_table import html_lines, html_table
-from polycast.common.plain_text import as_text, under_the_head
-from polycast.plugin import Recipe, dtype_name
-from polycast.policy.plain_data import plain_fields
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
+from polycast.plugin import Recipe, Result, dtype_name
 
 SCHEMA = 1
 """The schema of :meth:`ModelExplanation.to_dict`."""
 
 
 @dataclass(frozen=True)
-class ModuleExplanation:
+class ModuleExplanation(Result):
     """The dtypes of a module that runs ops itself, or has a rule.
 
     Attributes:
@@ -44,13 +38,9 @@ class ModuleExplanation:
     output: tuple[torch.dtype, ...]
     declined: Mapping[str, str]
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the explanation as plain data."""
-        return plain_fields(self)
-
 
 @dataclass(frozen=True)
-class ModelExplanation:
+class ModelExplanation(Result):
     """The effect of autocast on the modules of a model. ``print`` and notebooks show a table.
 
     Attributes:
@@ -66,32 +56,21 @@ class ModelExplanation:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the explanation as plain data for JSON."""
-        return {"schema": SCHEMA, "torch": torch.__version__, **plain_fields(self)}
+        return {"schema": SCHEMA, "torch": torch.__version__, **super().to_dict()}
 
-    def __rich__(self) -> "RenderableType":
-        from rich.console import Group
-        from rich.table import Table
-        from rich.text import Text
-
-        table = Table(*self._columns(), box=under_the_head())
-        for row in self._rows():
-            table.add_row(*map(Text, row))
-        return Group(table, Text(), Text("\n".join(self._sentences())))
-
-    def _repr_html_(self) -> str:
-        return "\n".join([html_table(self._columns(), self._rows()), html_lines(self._sentences())])
-
-    def _columns(self) -> tuple[str, ...]:
+    def tables(self) -> Iterator[tuple[tuple[str, ...], list[tuple[str, ...]]]]:
+        """Yield the table of modules."""
         has_rules = any(each.rule for each in self.modules)
-        return ("module", "class", "weights", "computes in", "returns", *(["rule"] if has_rules else []))
+        columns = ("module", "class", "weights", "computes in", "returns", *(["rule"] if has_rules else []))
+        yield columns, [row[: len(columns)] for row in self._rows()]
 
     def _rows(self) -> Iterator[tuple[str, ...]]:
         for each in self.modules:
             compute = ", ".join(each.compute) or "-"
-            cells = (each.name or "(model)", each.kind, _names(each.weights), compute, _names(each.output), each.rule)
-            yield cells[: len(self._columns())]
+            yield each.name or "(model)", each.kind, _names(each.weights), compute, _names(each.output), each.rule
 
-    def _sentences(self) -> list[str]:
+    def lines(self) -> list[str]:
+        """Return the region, and what its recipe declines."""
         recipe = "" if self.recipe is None else f" and {self.recipe.short}"
         reasons: dict[str, list[str]] = {}
         for each in self.modules:
@@ -99,11 +78,6 @@ class ModelExplanation:
                 reasons.setdefault(f"{op.removeprefix('aten::')}: {reason}", []).append(each.name or "(model)")
         declined = [f"Declined in {_some(names)}: {what}" for what, names in reasons.items()]
         return [f"In a region of {dtype_name(self.dtype)}{recipe} on {self.device_type}.", *declined]
-
-    def __str__(self) -> str:
-        from rich.console import Console
-
-        return as_text(self.__rich__(), max(160, Console().width))
 
 
 def _names(dtypes: tuple[torch.dtype, ...]) -> str:

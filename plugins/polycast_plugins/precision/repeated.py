@@ -267,20 +267,8 @@ def _casts(sides: Sides, module: torch.nn.Module) -> CastArguments | None:
         return None
     if not reference.is_enabled:
         return CastArguments(device, torch.float32)
-    return None if reference.region.fast_dtype is fast else _FastCasts(device, fast, reference.region.fast_dtype)
-
-
-class _FastCasts(CastArguments):
-    """Casts tensors of one fast dtype to another."""
-
-    __slots__ = ("_of",)
-
-    def __init__(self, device_type: str, of: torch.dtype, dtype: torch.dtype) -> None:
-        super().__init__(device_type, dtype)
-        self._of = of
-
-    def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
-        return super()._cast(tensor) if tensor.dtype is self._of else tensor
+    other = reference.region.fast_dtype
+    return None if other is fast else CastArguments(device, other, of=fast)
 
 
 @contextmanager

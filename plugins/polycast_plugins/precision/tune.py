@@ -60,7 +60,7 @@ def tune(
     without a search; what is left to find is what must be in float32.
 
     With a loss, each evaluation is a forward in the region and a backward outside it. The metric receives an
-    :class:`~polycast_plugins.precision.measured.Outcome` of each run, with the output, the loss and the gradients of
+    :class:`~polycast_plugins.precision.Outcome` of each run, with the output, the loss and the gradients of
     the parameters. The gradients that parameters have are restored.
 
     The model is restored, as by :func:`compare`. All evaluations use the same random numbers. If the model raises an

@@ -12,8 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch.overrides import TorchFunctionMode
 
-from polycast.plugin import torch_name
-from polycast.policy.plain_data import plain_fields
+from polycast.plugin import Result, torch_name
 
 _T = TypeVar("_T")
 _TRANSFORMED = "polycast.compare does not see writes to arguments of modules under functorch transforms"
@@ -192,7 +191,7 @@ class Contents:
 
 
 @dataclass(frozen=True)
-class Error:
+class Error(Result):
     """The error of tensors against a reference.
 
     Attributes:
@@ -210,10 +209,6 @@ class Error:
     inf: int
     nan: int
     made: int
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the error as plain data."""
-        return plain_fields(self)
 
 
 class Sums:

@@ -163,6 +163,7 @@ def test_an_explanation_converts_to_json():
             "way": "",
             "reason": "",
             "others": [],
+            "package": "",
         }
 
 

@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 
 import polycast
 from polycast import Equalization, Int4, Int8, Policy
+from polycast_plugins.precision import Tuned
 
 AVAILABLE = polycast.plugin.get_backend("cpu").recipe_availability(Int8())
 pytestmark = pytest.mark.skipif(not AVAILABLE, reason=f"no int8 here: {AVAILABLE.reason}")
@@ -126,7 +127,7 @@ def test_paths_in_a_file_begin_at_its_folder_also_if_a_link_leads_to_it(path, po
 
 
 def test_what_tune_found_is_saved_with_relative_paths(path, policy):
-    found = polycast.Tuned(policy, SimpleNamespace(lines=lambda: ["a line"]))
+    found = Tuned(policy, SimpleNamespace(lines=lambda: ["a line"]))
     found.save(path)
     assert path.read_text().endswith(TEXT)
     assert policy.text() in found.text()

@@ -1,0 +1,97 @@
+"""`Result`: the base of values that print as text and tables, and convert to plain data."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+
+from ..common.html_table import html_lines, html_table
+from ..common.plain_text import as_text, in_ascii, under_the_head
+from .cast_policy import CastPolicy
+from .dtypes import dtype_name
+from .recipe import Recipe
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.table import Table
+
+Rows: TypeAlias = Sequence[Sequence[str]]
+
+
+class Result:
+    """The base of a result, a dataclass: ``print`` and notebooks show its tables and lines.
+
+    Subclasses say what these are; without tables and lines, a result shows its ``repr``.
+    """
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as plain data for JSON: dtypes, policies and recipes by name, inf and nan as texts."""
+        return {name: plain_data(value) for name, value in vars(self).items()}
+
+    def tables(self) -> Iterable[tuple[Sequence[str], Rows]]:
+        """Return the names of the columns and the rows of each table. Columns of numbers are shown on the right."""
+        return ()
+
+    def lines(self) -> Sequence[str]:
+        """Return the lines of text below the tables."""
+        return [repr(self)]
+
+    def __rich__(self) -> "RenderableType":
+        from rich.console import Group
+        from rich.text import Text
+
+        shown = [part for table in self.tables() for part in (_rich_table(*table), Text())]
+        return Group(*shown, Text("\n".join(self.lines())))
+
+    def _repr_html_(self) -> str:
+        return "\n".join([*(html_table(*table) for table in self.tables()), html_lines(self.lines())])
+
+    def __str__(self) -> str:
+        from rich.console import Console
+
+        width = max(160, Console().width)
+        tables = [as_text(_rich_table(*table), width) for table in self.tables()]
+        return "\n\n".join([*tables, in_ascii("\n".join(self.lines()))])
+
+
+def _rich_table(columns: Sequence[str], rows: Rows) -> "Table":
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=under_the_head(), show_edge=False)
+    for number, column in enumerate(columns):
+        is_text = number == 0 or not all(_is_number(row[number]) for row in rows)
+        table.add_column(column, justify="left" if is_text else "right", overflow="fold", no_wrap=not is_text)
+    for row in rows:
+        table.add_row(*map(Text, row))
+    return table
+
+
+def _is_number(cell: str) -> bool:
+    try:
+        return cell == "-" or float(cell) is not None
+    except ValueError:
+        return False
+
+
+def plain_data(value: Any) -> Any:
+    """Return a value for JSON."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, torch.dtype):
+        return dtype_name(value)
+    if isinstance(value, CastPolicy):
+        return value.value
+    if isinstance(value, Recipe):
+        return value.short
+    if isinstance(value, Mapping):
+        return {key: plain_data(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain_data(item) for item in value]
+    if hasattr(value, "to_dict"):
+        return value.to_dict()
+    if is_dataclass(value):
+        return {field.name: plain_data(getattr(value, field.name)) for field in fields(value)}
+    return value
