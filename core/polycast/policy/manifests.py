@@ -43,6 +43,7 @@ class Plugin:
         slow_reasons: functions that know better than backends whether a fast dtype is slow on a device: given the
             device type, the dtype, and the reason so far, the backend's at first, each returns the reason, as the end
             of a sentence, or None: the dtype is not slow.
+        libraries: its C++, each a :class:`NativeLibrary`, which ``polycast build`` compiles.
         needs: the plugins that it imports, by the names of their entry points; the modules of commands, which only
             the command line imports, may import ``polycast_plugins.cli`` anyway.
 
@@ -57,6 +58,7 @@ class Plugin:
     devices: Mapping[str, str] = field(default_factory=dict)
     vetoes: Sequence[str] = ()
     slow_reasons: Sequence[str] = ()
+    libraries: Sequence[str] = ()
     needs: Sequence[str] = ()
 
     def __post_init__(self) -> None:
@@ -65,7 +67,8 @@ class Plugin:
             if not isinstance(table, Mapping) or not _are_texts([*table, *table.values()]):
                 raise TypeError(f"{attribute} must map names to 'module:attribute', got {table!r}")
         functions = "'module:function'"
-        for attribute, each in (("vetoes", functions), ("slow_reasons", functions), ("needs", "names of plugins")):
+        kinds = {"vetoes": functions, "slow_reasons": functions, "libraries": "'module:attribute'"}
+        for attribute, each in {**kinds, "needs": "names of plugins"}.items():
             values = getattr(self, attribute)
             if isinstance(values, str) or not isinstance(values, Sequence) or not _are_texts(values):
                 raise TypeError(f"{attribute} must be a sequence of {each}, got {values!r}")

@@ -1,21 +1,26 @@
-"""The C++ libraries of this machine: the native engine, its observer, and the ops of backends."""
+"""The C++ libraries of this machine: the native engine, those of plugins, and the ops of backends."""
 
 from collections.abc import Mapping
 
 from polycast import backends
 from polycast.engine.native.engine_library import ENGINE
-from polycast.plugin import get_backend, get_extensions
+from polycast.plugin import get_backend, get_extensions, manifests
 from polycast.toolchain.cpp_library import CppLibrary
 from polycast.toolchain.load_ops import origin
-from polycast_plugins.observe.observer_library import OBSERVER
 
-OWN = (ENGINE, OBSERVER)
-"""The libraries of polycast itself."""
+
+def common_libraries() -> list[CppLibrary]:
+    """Return the libraries that are the same for all devices: the native engine and those of plugins.
+
+    Raises:
+        RuntimeError: one of a plugin cannot be imported.
+    """
+    return [ENGINE, *(each.resolve(path) for each in manifests() for path in each.plugin.libraries)]
 
 
 def libraries() -> list[CppLibrary]:
-    """Return all libraries for this machine; raises as :func:`packages_of_ops` does."""
-    return [*OWN, *map(CppLibrary.of_ops, packages_of_ops())]
+    """Return all libraries for this machine; raises as :func:`packages_of_ops` and `common_libraries` do."""
+    return [*common_libraries(), *map(CppLibrary.of_ops, packages_of_ops())]
 
 
 def packages_of_ops(state: str = "ready") -> Mapping[str, str]:

@@ -49,7 +49,8 @@ plugin = Plugin(
         "RunLog": "polycast_plugins.observe.run_log:RunLog",
         "grad_scaler": "polycast_plugins.observe.grad_scaler:grad_scaler",
         "observe": "polycast_plugins.observe.observer:observe",
-    }
+    },
+    libraries=["polycast_plugins.observe.observer_library:OBSERVER"],
 )
 
 _PLACES = {

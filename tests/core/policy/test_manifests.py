@@ -126,12 +126,13 @@ def test_a_distribution_without_metadata_hides_no_plugin(monkeypatch, tmp_path):
         {"vetoes": "a:b"},
         {"vetoes": (1,)},
         {"slow_reasons": "a"},
+        {"libraries": "a"},
         {"needs": "b"},
     ],
 )
 def test_a_manifest_of_other_types_is_refused(given):
     with pytest.raises(
-        TypeError, match=r"(recipes|commands) must map names|(vetoes|slow_reasons|needs) must be a sequence"
+        TypeError, match=r"(recipes|commands) must map names|(vetoes|slow_reasons|libraries|needs) must be a sequence"
     ):
         polycast.plugin.Plugin(**given)
 

@@ -12,7 +12,7 @@ from polycast.toolchain import header_excerpts
 from polycast.toolchain.build import get_or_build
 from polycast.toolchain.compiler import FLAGS, compile_library, find_compiler, first_error
 from polycast.toolchain.cpp_library import BuildError, CppLibrary
-from polycast_plugins.cli.compiled import OWN
+from polycast_plugins.cli.compiled import common_libraries
 
 CCACHE = """#!/bin/sh
 echo "$@" >> {calls}
@@ -103,7 +103,7 @@ def test_each_compiler_accepts_the_flags(command, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "wanted", [*OWN, CppLibrary.of_ops("polycast_backends.cpu.native")], ids=lambda library: library.name
+    "wanted", [*common_libraries(), CppLibrary.of_ops("polycast_backends.cpu.native")], ids=lambda library: library.name
 )
 def test_clang_compiles_what_gcc_does(wanted, monkeypatch, tmp_path):
     monkeypatch.setenv("CXX", "clang++ -fsyntax-only")

@@ -16,10 +16,11 @@ from polycast.toolchain.cache_folder import cache_directory
 from polycast.toolchain.cpp_library import BuildError, CppLibrary
 from polycast.toolchain.prebuilt import no_compiler
 from polycast_plugins.cli import app
-from polycast_plugins.cli.compiled import OWN
+from polycast_plugins.cli.compiled import common_libraries
 
 WRITES = "open(sys.argv[sys.argv.index('-o') + 1], 'w').write('a library')"
 OPS = CppLibrary.of_ops("polycast_backends.cpu.native")
+OWN = common_libraries()
 ALL = [*OWN, OPS]
 
 
