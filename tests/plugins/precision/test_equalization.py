@@ -88,10 +88,6 @@ def test_a_later_checkpoint_of_the_model_loads_it(e, tmp_path):
     assert torch.equal(loaded.factors(later[0].weight), e.weights[0].factors)
 
 
-def with_key(state, key, value):
-    return {**state, key: value}
-
-
 @pytest.mark.parametrize(
     ("other", "message"),
     [
