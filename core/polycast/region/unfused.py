@@ -11,7 +11,7 @@ import torch
 
 from ..engine import state
 from ..engine.inference import in_function
-from ..engine.recipes.plan import is_special
+from ..engine.recipes.plan import Plan
 from ..policy.recipe import Recipe
 from ..torch_internals.patcher import Patch
 from ..torch_internals.private_names import is_intercepted, skip_frames
@@ -39,7 +39,7 @@ def _computes(op: str, weights: Sequence[torch.Tensor], inputs: Sequence[torch.T
         return False
     tensors = (*weights, *inputs)
     dtypes = torch.float32, torch.get_autocast_dtype(_HOST)
-    if any(is_special(each) or each.device.type != _HOST or each.dtype not in dtypes for each in tensors):
+    if any(Plan.is_special(each) or each.device.type != _HOST or each.dtype not in dtypes for each in tensors):
         return False
     if torch.is_grad_enabled() and any(each.requires_grad for each in tensors):
         return False

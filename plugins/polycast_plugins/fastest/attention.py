@@ -10,8 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from polycast.engine.casts.weights import caching_is_safe
 from polycast.engine.recipes.actions import Action, ActionKind
 from polycast.engine.recipes.in_dtype import in_dtype
-from polycast.engine.recipes.plan import FLOATS, is_special
-from polycast.plugin import disable_autocast, find_op
+from polycast.plugin import Plan, disable_autocast, find_op
 from polycast.torch_internals.dispatcher import dispatch_key_for_device, has_kernel_for_dispatch_key
 
 from .choose_way import dtype_of
@@ -110,9 +109,11 @@ def _dtypes(ways: Ways, dtype: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
 def _is_fused(args: Sequence[Any], dtype: torch.dtype) -> bool:
     """Return whether the operands have the fast dtype, and torch would compute the attention by its fused kernel."""
     query, key, value, mask, dropout, is_causal, scale, has_groups = args
-    if not caching_is_safe() or dropout or any(each.dtype is not dtype or is_special(each) for each in args[:3]):
+    if not caching_is_safe() or dropout or any(each.dtype is not dtype or Plan.is_special(each) for each in args[:3]):
         return False
-    if mask is not None and (mask.requires_grad or is_special(mask) or mask.dtype not in (torch.bool, *FLOATS)):
+    if mask is not None and (
+        mask.requires_grad or Plan.is_special(mask) or mask.dtype not in (torch.bool, *Plan.FLOATS)
+    ):
         return False  # torch computes it by other ops, or raises
     choose = find_op("aten::_fused_sdp_choice")
     backend = dispatch_key_for_device(query.device.type)

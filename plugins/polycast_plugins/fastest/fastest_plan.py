@@ -15,7 +15,7 @@ from polycast.engine.inference import in_function
 from polycast.engine.kernels import runs_in_fast_dtype_only
 from polycast.engine.recipes.actions import AS_IT_IS, CACHED_CAST, FALL_BACK, FLOAT32, Action, Results
 from polycast.engine.recipes.in_dtype import results_of
-from polycast.engine.recipes.plan import FLOATS, NO_KERNEL, SMALL, SUBCLASS, Computed, Performed, is_special
+from polycast.engine.recipes.plan import Computed, Performed
 from polycast.plugin import Backend, KernelPlan, LowBitKernel, dtype_name, events
 from polycast.policy.recipe_settings import COMPOSED_OPS, POINTWISE_OPS, resolve
 from polycast.policy.registered import policies_for
@@ -46,7 +46,7 @@ _MASK = 18
 """The position of a composed op's mask, after the weights. It has the dtype of the input."""
 _RECURRENT = "aten::mkldnn_rnn_layer"
 """oneDNN has no kernel for it on some processors where its other kernels of the fast dtype run."""
-_UNKEPT = (INTERCEPTED, SUBCLASS, NO_PROFILE)
+_UNKEPT = (INTERCEPTED, KernelPlan.SUBCLASS, NO_PROFILE)
 """Reasons that may not hold for the next call with the same metadata."""
 
 
@@ -81,7 +81,7 @@ class FastestPlan(KernelPlan):
         if op in COMPOSED_OPS and not runs_in_fast_dtype_only(op, self.backend):
             return OTHER_OPS
         if op in POINTWISE_OPS:
-            return None if op in self.kernels else NO_KERNEL
+            return None if op in self.kernels else self.NO_KERNEL
         return None if self.profile is not None else NO_PROFILE
 
     @override
@@ -138,8 +138,8 @@ class FastestPlan(KernelPlan):
             if reason is not None:
                 return reason
             if caching_is_safe():  # while tracing, tensors are of subclasses, too
-                if any(isinstance(arg, torch.Tensor) and is_special(arg) and not arg.is_meta for arg in args):
-                    return SUBCLASS
+                if any(isinstance(arg, torch.Tensor) and self.is_special(arg) and not arg.is_meta for arg in args):
+                    return self.SUBCLASS
             elif len(others) < len(args):
                 return TRACED_MASK
         runs_in_function = in_function()
@@ -152,7 +152,7 @@ class FastestPlan(KernelPlan):
         if workload is None:
             return UNKNOWN_SIZES
         if workload.size < self.recipe.min_size:
-            return SMALL
+            return self.SMALL
         if op in COMPOSED_OPS and (reason := self._why_not_as_one(op, workload, args)) is not None:
             return reason
         position = weight_position(op)
@@ -175,7 +175,7 @@ class FastestPlan(KernelPlan):
     def _why_not_pointwise(self, op: str, args: Sequence[Any], dtype: torch.dtype, checked: bool) -> str | None:
         """Return why torch's kernel computes a pointwise op; None if one of the recipe's does."""
         if op not in self.planned:
-            return NO_KERNEL
+            return self.NO_KERNEL
         if not caching_is_safe():
             return COMPILED
         if not checked and (reason := self._unsupported_tensor(args, False)) is not None:
@@ -183,8 +183,8 @@ class FastestPlan(KernelPlan):
         x = args[0]
         if x.dtype is not dtype:
             return OTHER_DTYPE
-        if not checked and is_special(x):
-            return SUBCLASS
+        if not checked and self.is_special(x):
+            return self.SUBCLASS
         found = self.first(op, args)
         return found if isinstance(found, str) else None
 
@@ -193,7 +193,7 @@ class FastestPlan(KernelPlan):
         if workload.rows < _ROWS_OF_COMPOSED:
             return FEW_ROWS
         weights = args[1:_MASK]
-        if any(isinstance(arg, torch.Tensor) and arg.dtype in FLOATS - {torch.float32} for arg in weights):
+        if any(isinstance(arg, torch.Tensor) and arg.dtype in self.FLOATS - {torch.float32} for arg in weights):
             return NARROW_WEIGHT
         if any(name.startswith("aten::") for name in policies_for(self.device_type)):
             return REGISTERED
@@ -212,7 +212,7 @@ class FastestPlan(KernelPlan):
         """Return the elements to convert."""
         narrow, wide, weight = [], [], []
         for arg in args:
-            if isinstance(arg, torch.Tensor) and arg.dtype in FLOATS:
+            if isinstance(arg, torch.Tensor) and arg.dtype in self.FLOATS:
                 elements = size_hint(arg.numel())
                 if arg.dtype is not torch.float32:
                     narrow.append(elements)

@@ -2,6 +2,8 @@
 
 import dataclasses
 import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -163,3 +165,15 @@ def test_a_profile_on_disk_that_is_ignored_is_reported_once(asks, case, measured
     region()
     polycast.profile("cpu", refresh=True)
     assert capsys.readouterr().err == MEASURING
+
+
+@pytest.mark.slow
+def test_a_plain_region_imports_nothing_of_the_plugin():
+    program = """
+import sys, torch, polycast
+with polycast.autocast("cpu"):
+    torch.mm(torch.ones(2, 2), torch.ones(2, 2))
+print([name for name in sys.modules if name.startswith("polycast_plugins.fastest")])
+"""
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert ran.stdout == "[]\n"

@@ -8,7 +8,7 @@ import torch
 
 from ...policy.schemas import existing_op, unflatten_arguments
 from .actions import Results
-from .plan import FLOATS
+from .plan import Plan
 
 _overload = functools.cache(existing_op)
 
@@ -25,7 +25,7 @@ def results_of(op: str, args: Sequence[Any], dtype: torch.dtype) -> Results:
     overload = _overload(op)
     if dtype is torch.float32 and should_make_contiguous(op, args):
         args = (args[0].to(dtype, memory_format=torch.contiguous_format).contiguous(), *args[1:])
-    converted = [arg.to(dtype) if isinstance(arg, torch.Tensor) and arg.dtype in FLOATS else arg for arg in args]
+    converted = [arg.to(dtype) if isinstance(arg, torch.Tensor) and arg.dtype in Plan.FLOATS else arg for arg in args]
     positional, named = unflatten_arguments(overload, converted)
     results: Results = overload(*positional, **named)
     return results

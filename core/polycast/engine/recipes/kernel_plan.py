@@ -31,7 +31,7 @@ from .actions import FALL_BACK, Action, ActionKind
 from .equalized import checked_prepack, describe
 from .in_dtype import in_dtype
 from .operators import traced
-from .plan import FLOATS, NO_KERNEL, SMALL, SUBCLASS, Computed, Performed, Plan, is_special
+from .plan import Computed, Performed, Plan
 from .prepacked_format import PrepackedFormat, format_of
 from .prepacking import prepacked
 
@@ -118,7 +118,7 @@ class KernelPlan(Plan):
         self._may_capture = overrides_is_capturing(backend) or (
             accelerator is not None and accelerator.type == backend.device_type
         )
-        self.unavailable_reason = NO_KERNEL
+        self.unavailable_reason = self.NO_KERNEL
         self.planned: Mapping[str, Sequence[PlannedKernel]] = {}
         answer = check_recipe(backend, recipe)
         if answer.available:
@@ -176,7 +176,7 @@ class KernelPlan(Plan):
         if not isinstance(weight, torch.Tensor):
             return "its weight is no tensor"
         if weight.numel() < self._min_size:
-            return SMALL
+            return self.SMALL
         found = self.first(op, args)
         if isinstance(found, str) or not with_vetoes:
             return found
@@ -199,7 +199,7 @@ class KernelPlan(Plan):
             if isinstance(arg, torch.Tensor):
                 if arg.device.type != self.device_type and not arg.is_meta:
                     return f"a tensor is on {arg.device.type}"
-                if arg.dtype not in FLOATS:
+                if arg.dtype not in self.FLOATS:
                     return f"a tensor is {dtype_name(arg.dtype)}"
                 if arg.layout is not torch.strided or arg.is_nested:
                     return "a tensor is not strided"
@@ -278,8 +278,12 @@ class KernelPlan(Plan):
         if self._may_capture and self.backend.is_capturing():
             return NOT_CACHED, None
         # Traced tensors are of subclasses too, but caching is not safe then.
-        if not checked and any(isinstance(arg, torch.Tensor) and is_special(arg) for arg in args) and caching_is_safe():
-            return SUBCLASS, None
+        if (
+            not checked
+            and any(isinstance(arg, torch.Tensor) and self.is_special(arg) for arg in args)
+            and caching_is_safe()
+        ):
+            return self.SUBCLASS, None
         where = process_cache.cache if cache is None else cache
         prepared = prepacked(where, weight, found.prepack_id, found.prepack)
         if prepared is None:

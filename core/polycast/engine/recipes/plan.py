@@ -13,11 +13,6 @@ from ...torch_internals.private_names import has_python_key, tracing_context
 from ..casts.cast_cache import CastCache
 from .actions import Action, Results
 
-NO_KERNEL = "the backend has no kernel for it"
-SMALL = "the weight is smaller than the recipe's min_size"
-SUBCLASS = "a tensor is of a subclass that sees each op itself, or has no memory"
-
-FLOATS = frozenset((torch.float32, torch.bfloat16, torch.float16))
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 Performed: TypeAlias = tuple[Results | None, Action | None]
@@ -45,10 +40,15 @@ class Plan(ABC):
 
     Attributes:
         kernels: the kernels for the recipe by op: of each, the one that is asked first.
-        RECORDS: why a kernel computes no call that autograd records.
+        FLOATS: the dtypes that recipes convert.
+        NO_KERNEL, RECORDS, SMALL, SUBCLASS: reasons why a call falls back.
     """
 
+    FLOATS = frozenset((torch.float32, torch.bfloat16, torch.float16))
+    NO_KERNEL = "the backend has no kernel for it"
     RECORDS = "autograd records it, and quantized kernels have no backward"
+    SMALL = "the weight is smaller than the recipe's min_size"
+    SUBCLASS = "a tensor is of a subclass that sees each op itself, or has no memory"
 
     def __init__(self, backend: Backend, recipe: Recipe) -> None:
         self.backend = backend
@@ -108,9 +108,9 @@ class Plan(ABC):
     def explain(self, op: str, args: Sequence[Any], cache: CastCache | None, dtype: torch.dtype) -> Computed:
         """Return how a call that does not fall back is computed, given arguments that may be fake."""
 
-
-def is_special(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is of a subclass that sees each op itself, or has no memory."""
-    if type(tensor) in _PLAIN:
-        return tensor.is_meta
-    return tensor.is_meta or has_python_key(tensor)
+    @staticmethod
+    def is_special(tensor: torch.Tensor) -> bool:
+        """Return whether a tensor is of a subclass that sees each op itself, or has no memory."""
+        if type(tensor) in _PLAIN:
+            return tensor.is_meta
+        return tensor.is_meta or has_python_key(tensor)
