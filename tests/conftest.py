@@ -24,10 +24,9 @@ from polycast.engine.recipes import compute
 from polycast.plugin import events
 from polycast.registry.registry import registry
 from polycast.toolchain import load
-from polycast_plugins.fastest import cases, profile, profile_file, slower
+from polycast_plugins.fastest import cases, profile, profile_file, profiled_ops, slower
 from polycast_plugins.fastest.measurement import Measurement
 from polycast_plugins.observe.recipe_counts import RecipeCounts
-from polycast_plugins.precision import tuner
 
 from .collecting import pytest_addoption, pytest_collection_modifyitems  # noqa: F401  # hooks
 
@@ -69,7 +68,7 @@ def _own_profiles(tmp_path_factory):
 def _no_profile(monkeypatch):
     """Hide the profile that an earlier test has measured, except from "fastest"; POLYCAST_PROFILE names one."""
     find = slower.find
-    for module, name in ((slower, "find"), (tuner, "find_profile")):
+    for module, name in ((slower, "find"), (profiled_ops, "find_profile")):
         monkeypatch.setattr(module, name, lambda device: find(device) if os.environ.get("POLYCAST_PROFILE") else None)
     yield
     profile.forget()  # reads the variable again

@@ -8,11 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from polycast import DeviceProfile, autocast, find_profile
+from polycast import autocast
 from polycast.errors import warn_user
-from polycast.policy.schemas import flatten_arguments
-from polycast_plugins.fastest.choose_way import Way, name_of, seconds_by_way
-from polycast_plugins.fastest.workloads import Workload, workload_of
+from polycast_plugins.fastest import OpSeconds, op_seconds
 from polycast_plugins.observe import RandomState
 
 from .calls import Calls, DispatchMode, in_this_thread, may_come_from_policy, tensors_of, text_of, watched
@@ -34,24 +32,23 @@ def modules_faster_in_float32(model: nn.Module, call: Callable[[], object], regi
 
     A module counts without the modules in it. Nothing is measured.
     """
-    profile = find_profile(region.device)
-    if profile is None:
+    seconds_of = op_seconds(region.device, region.fast_dtype)
+    if seconds_of is None:
         return None
-    clock = _ProfileClock(profile, region.fast_dtype)
+    clock = _ProfileClock(seconds_of, region.fast_dtype)
     with watched(model, in_this_thread(clock)), region, clock:
         call()
-    return [module for module, seconds in clock.seconds.items() if seconds[Way.FLOAT32] < _MARGIN * seconds[Way.FAST]]
+    return [module for module, (fast, float32) in clock.seconds.items() if float32 < _MARGIN * fast]
 
 
 class _ProfileClock(DispatchMode):  # type: ignore[misc]
     """A watcher that adds up the seconds that a profile has for the matmuls of each module, in two ways."""
 
-    def __init__(self, profile: DeviceProfile, dtype: torch.dtype) -> None:
+    def __init__(self, seconds_of: OpSeconds, dtype: torch.dtype) -> None:
         super().__init__()
-        self._profile, self._dtype = profile, dtype
-        self._ways = {way: name_of(way, dtype) for way in (Way.FAST, Way.FLOAT32)}
+        self._seconds_of, self._dtype = seconds_of, dtype
         self._open: list[nn.Module] = []
-        self.seconds: dict[nn.Module, dict[Way, float]] = {}
+        self.seconds: dict[nn.Module, tuple[float, float]] = {}
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._open.append(module)
@@ -63,20 +60,11 @@ class _ProfileClock(DispatchMode):  # type: ignore[misc]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if self._open and isinstance(result, torch.Tensor) and result.dtype is self._dtype:
-            workload = _workload_of(func.name(), flatten_arguments(func, args, kwargs or {}))
-            found = {} if workload is None else seconds_by_way(self._profile, workload, self._ways)
-            if len(found) == len(self._ways):
-                of_module = self.seconds.setdefault(self._open[-1], dict.fromkeys(self._ways, 0.0))
-                for way, seconds in found.items():
-                    of_module[way] += seconds
+            found = self._seconds_of(func, args, kwargs or {})
+            if found is not None:
+                fast, float32 = self.seconds.get(self._open[-1], (0.0, 0.0))
+                self.seconds[self._open[-1]] = fast + found[0], float32 + found[1]
         return result
-
-
-def _workload_of(op: str, args: list[Any]) -> Workload | None:
-    if op != "aten::convolution":
-        return workload_of(op, args)
-    is_transposed = args[6]
-    return None if is_transposed else workload_of("aten::conv2d", [*args[:6], args[8]])
 
 
 class _Found(NamedTuple):
