@@ -62,7 +62,9 @@ def _figures(family: Family, quick: bool) -> Iterable[Result | Scores]:
     recipes = _recipes(family)
     few, many = family.sizes
     backend = polycast.plugin.get_backend("cpu")
-    reason = next((found.reason for each in recipes.values() if not (found := backend.recipe_availability(each))), "")
+    reason = next(
+        (found.reason for each in recipes.values() if not (found := polycast.plugin.check_recipe(backend, each))), ""
+    )
     if reason:
         yield from (Scores(family.what(many), metric, "", skipped=reason) for metric in (SHARE, ERROR))
         for size in (few, many):

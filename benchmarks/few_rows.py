@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from polycast_backends.cpu.few_rows import few_rows_availability, few_rows_kernels
+from polycast_plugins.quantize.cpu.few_rows import few_rows_availability, few_rows_kernels
 
 from .timing import Race, Ratio, Several, Side, Skipped
 

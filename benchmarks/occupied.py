@@ -162,7 +162,9 @@ def _is_available(way: Way) -> bool:
     if recipe is None:
         return True
     try:
-        return bool(polycast.plugin.get_backend("cpu").recipe_availability(getattr(polycast, recipe.capitalize())()))
+        return bool(
+            polycast.plugin.check_recipe(polycast.plugin.get_backend("cpu"), getattr(polycast, recipe.capitalize())())
+        )
     except AttributeError:
         return False
 

@@ -218,6 +218,18 @@ class HandMade(polycast.plugin.Backend):
         return polycast.plugin.Availability(True)
 
 
+@pytest.fixture(autouse=True)
+def _no_extensions_of_backends_by_hand(monkeypatch):
+    """Leave out the extensions of a device while a test has a backend of its own for it."""
+    register = registry.register
+
+    def register_alone(backend):
+        register(backend)
+        monkeypatch.delitem(registry._extensions, backend.device_type, raising=False)
+
+    monkeypatch.setattr(registry, "register", register_alone)
+
+
 @pytest.fixture
 def hand_made():
     """Return a function that registers a backend for a device and returns it."""

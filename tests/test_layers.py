@@ -25,7 +25,7 @@ LAYERS = [
     {"distributed", "out_dtype", "precision"},
     {"observe"},
     {"region"},
-    {"fastest"},
+    {"fastest", "quantize"},
     {"compilers"},
     {"engine"},
     {"toolchain"},
@@ -226,6 +226,8 @@ def test_no_file_has_more_than_350_lines():
 
 HOST_AND_ACCELERATORS = {"cpu", "cuda", "xpu", "mps", "mtia", "maia", "hpu", "ipu", "xla"}
 MAY_NAME_A_DEVICE = {
+    "quantize/cpu/__init__.py": "the device that it extends",
+    "quantize/cuda/__init__.py": "the device that it extends",
     "distributed/__init__.py": "the device of a process group without an accelerator",
     "engine/overlap.py": "a mask is in host memory",
     "engine/reference/store.py": "host memory may be shared by processes",

@@ -1,4 +1,4 @@
-"""The arithmetic of the CPU's int4 kernels in plain torch, as `polycast_backends.cpu.int4` describes it."""
+"""The arithmetic of the CPU's int4 kernels in plain torch, as `polycast_plugins.quantize.cpu.int4` describes it."""
 
 import torch
 

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-import polycast_backends.cpu.native
+import polycast_plugins.quantize.cpu.native
 
 pytestmark = [pytest.mark.slow, pytest.mark.parametrize("program", ["multiply", "int4"])]
 
 PROGRAMS = Path(__file__).parent / "sets"
-SOURCES = Path(polycast_backends.cpu.native.__path__[0])
+SOURCES = Path(polycast_plugins.quantize.cpu.native.__path__[0])
 INCLUDE = Path(torch.__file__).parent / "include"
 FLAGS = ("-std=c++20", "-O2", "-ffp-contract=off", f"-isystem{INCLUDE}", f"-I{PROGRAMS}")
 

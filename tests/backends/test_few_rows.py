@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 import polycast
-from polycast_backends.cpu.few_rows import FewRowsMatmul, few_rows_availability
+from polycast_plugins.quantize.cpu.few_rows import FewRowsMatmul, few_rows_availability
 from polycast_plugins.testing.low_bit import run_prepacked
 
 AVAILABLE = few_rows_availability()
@@ -286,7 +286,7 @@ def test_without_terms_the_product_is_the_bias(simd, in_order, subtests):
 WITHOUT_MEMORY = """
 import ctypes, pathlib, resource
 import torch
-from polycast_backends.cpu.few_rows import few_rows_availability
+from polycast_plugins.quantize.cpu.few_rows import few_rows_availability
 
 assert few_rows_availability()
 torch.set_num_threads(2)

@@ -7,9 +7,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import polycast
-from polycast_backends.cuda import float8
-from polycast_backends.cuda.float8 import Float8Matmul, float8_availability, float8_on
-from polycast_backends.cuda.float8_cast import cast_with_aten
+from polycast_plugins.quantize.cuda import float8
+from polycast_plugins.quantize.cuda.float8 import Float8Matmul, float8_availability, float8_on
+from polycast_plugins.quantize.cuda.float8_cast import cast_with_aten
 from polycast_plugins.testing.low_bit import assert_within
 
 from .low_bit_calls import float8_product, run_kernel
@@ -117,7 +117,7 @@ CALLS = {
 @pytest.mark.parametrize(("given", "wanted"), list(itertools.product(FLOATS, FLOATS)), ids=str)
 def test_on_fake_tensors_of_cuda_dtypes_and_shapes_are_right(monkeypatch, by_row, op, given, wanted):
     monkeypatch.setattr(torch, "get_autocast_dtype", lambda device_type: wanted)
-    monkeypatch.setattr("polycast_backends.cuda.float8_cast._fused", lambda: None)
+    monkeypatch.setattr("polycast_plugins.quantize.cuda.float8_cast._fused", lambda: None)
     kernel, call = CALLS[op]
     with FakeTensorMode():
         x, weight, bias = (torch.empty(s, dtype=given, device="cuda") for s in ((2, 5, 64), (48, 64), (48,)))
@@ -186,5 +186,5 @@ def test_torch_without_a_gpu_and_with_another_product_is_told(monkeypatch):
 
 def test_cuda_has_no_int8():
     backend = polycast.plugin.get_backend("cuda")
-    answer = backend.recipe_availability(polycast.Int8())
+    answer = polycast.plugin.check_recipe(backend, polycast.Int8())
     assert answer == polycast.plugin.Availability(False, "there are no kernels for int8 on cuda")

@@ -8,12 +8,12 @@ import torch
 import torch.nn.functional as F
 
 import polycast
-from polycast_backends.cpu.int4 import Int4Matmul
+from polycast_plugins.quantize.cpu.int4 import Int4Matmul
 from polycast_plugins.testing.low_bit import run_prepacked
 
 from . import int4_reference as reference
 
-AVAILABLE = polycast.plugin.get_backend("cpu").recipe_availability(polycast.Int4())
+AVAILABLE = polycast.plugin.check_recipe(polycast.plugin.get_backend("cpu"), polycast.Int4())
 pytestmark = pytest.mark.skipif(not AVAILABLE, reason=f"no int4 here: {AVAILABLE.reason}")
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -302,11 +302,10 @@ def test_a_group_size_must_be_a_multiple_of_16(group_size):
         torch.ops.polycast_cpu.int4_pack(WEIGHT, None, group_size)
 
 
-def test_the_backend_has_kernels_for_the_recipe():
+def test_there_are_kernels_for_the_recipe():
     recipe = polycast.Int4(64)
     backend = polycast.plugin.get_backend("cpu")
-    assert backend.recipe_availability(recipe)
-    kernels = backend.low_bit_kernels(recipe)
+    kernels = {op: first for op, (first, *_) in polycast.plugin.recipe_kernels(backend, recipe).items()}
     assert set(kernels) == {"aten::linear", "aten::matmul", "aten::mm", "aten::addmm"}
     assert kernels["aten::linear"].constants[0] == 64
 

@@ -6,14 +6,15 @@ import pytest
 import torch
 
 import polycast
-import polycast_backends.cpu.int8
+import polycast_plugins.quantize.cpu.int8
+from polycast_plugins.quantize.cpu import CpuKernels
 
 
 @pytest.fixture(autouse=True)
 def ask_anew():
-    polycast_backends.cpu.int8.int8_availability.cache_clear()
+    polycast_plugins.quantize.cpu.int8.int8_availability.cache_clear()
     yield
-    polycast_backends.cpu.int8.int8_availability.cache_clear()
+    polycast_plugins.quantize.cpu.int8.int8_availability.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -28,45 +29,45 @@ def ask_anew():
 def test_a_processor_without_the_instructions_has_no_kernels(monkeypatch, machine, capability, lacks, recipe):
     monkeypatch.setattr(platform, "machine", lambda: machine)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
-    backend = polycast.plugin.get_backend("cpu")
+    extension = CpuKernels()
     reason = f"this CPU has no {lacks}: int8 would be slower than float32"
-    assert backend.recipe_availability(recipe) == polycast.plugin.Availability(False, reason)
-    assert backend.low_bit_kernels(recipe) == {}
+    assert extension.recipe_availability(recipe) == polycast.plugin.Availability(False, reason)
+    assert extension.low_bit_kernels(recipe) == {}
 
 
 def test_where_the_ops_cannot_be_built_the_reason_is_passed_on(monkeypatch):
     none = polycast.plugin.Availability(False, "no C++ compiler is found")
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
-    monkeypatch.setattr(polycast_backends.cpu.int8, "load_ops", lambda package: none)
-    assert polycast.plugin.get_backend("cpu").recipe_availability(polycast.Int8()) == none
+    monkeypatch.setattr(polycast_plugins.quantize.cpu.int8, "load_ops", lambda package: none)
+    assert polycast.plugin.check_recipe(polycast.plugin.get_backend("cpu"), polycast.Int8()) == none
 
 
 def test_the_cpu_has_no_float8():
-    answer = polycast.plugin.get_backend("cpu").recipe_availability(polycast.Float8())
+    answer = polycast.plugin.check_recipe(polycast.plugin.get_backend("cpu"), polycast.Float8())
     assert answer == polycast.plugin.Availability(False, "there are no kernels for float8 on cpu")
 
 
 @pytest.mark.parametrize("scales", ["row", "tensor"])
 def test_each_recipe_has_a_kernel_for_each_op(scales):
     recipe = polycast.Int8(scales=scales)
-    backend = polycast.plugin.get_backend("cpu")
-    if not backend.recipe_availability(recipe):
+    extension = CpuKernels()
+    if not extension.recipe_availability(recipe):
         pytest.skip("no int8 here")
     ops = {"aten::linear", "aten::matmul", "aten::mm", "aten::addmm"}
     ops |= {f"aten::conv{axes}d{overload}" for axes in (1, 2) for overload in ("", ".padding")}
-    assert set(backend.low_bit_kernels(recipe)) == ops
+    assert set(extension.low_bit_kernels(recipe)) == ops
 
 
-@pytest.mark.skipif(not polycast.plugin.get_backend("cpu").ops_in_cpp, reason="the CPU has no ops in C++ here")
+@pytest.mark.skipif(not CpuKernels.ops_in_cpp, reason="the CPU has no ops in C++ here")
 def test_the_ops_that_int8_loads_are_those_that_polycast_build_compiles(monkeypatch):
     asked = []
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
     monkeypatch.setattr(
-        polycast_backends.cpu.int8,
+        polycast_plugins.quantize.cpu.int8,
         "load_ops",
         lambda package: asked.append(package) or polycast.plugin.Availability(False, "no"),
     )
-    polycast_backends.cpu.int8.int8_availability()
-    assert polycast.plugin.get_backend("cpu").ops_in_cpp == tuple(asked)
+    polycast_plugins.quantize.cpu.int8.int8_availability()
+    assert CpuKernels.ops_in_cpp == tuple(asked)

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 import polycast
-from polycast_backends.cpu.int8 import Int8Matmul
+from polycast_plugins.quantize.cpu.int8 import Int8Matmul
 from polycast_plugins.testing.low_bit import assert_within, run_prepacked
 
 from .low_bit_calls import int8_product
 
-AVAILABLE = polycast.plugin.get_backend("cpu").recipe_availability(polycast.Int8())
+AVAILABLE = polycast.plugin.check_recipe(polycast.plugin.get_backend("cpu"), polycast.Int8())
 pytestmark = pytest.mark.skipif(not AVAILABLE, reason=f"no int8 here: {AVAILABLE.reason}")
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 import polycast
-from polycast_backends.cpu.int8 import Int8Matmul
+from polycast_plugins.quantize.cpu.int8 import Int8Matmul
 from polycast_plugins.testing.low_bit import assert_within
 
 from .low_bit_calls import int8_product, run_kernel
 
-AVAILABLE = polycast.plugin.get_backend("cpu").recipe_availability(polycast.Int8())
+AVAILABLE = polycast.plugin.check_recipe(polycast.plugin.get_backend("cpu"), polycast.Int8())
 pytestmark = pytest.mark.skipif(not AVAILABLE, reason=f"no int8 here: {AVAILABLE.reason}")
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -163,7 +163,7 @@ def test_the_number_of_threads_makes_no_difference(isa, threads):
 COUNT = """
 import os, torch, polycast
 torch.set_num_threads(3)
-kernel = polycast.plugin.get_backend("cpu").low_bit_kernels(polycast.Int8())["aten::linear"]
+kernel = polycast.plugin.recipe_kernels(polycast.plugin.get_backend("cpu"), polycast.Int8())["aten::linear"][0]
 x, weight = torch.randn(512, 1024), torch.randn(1024, 1024)
 torch.mm(x, weight), torch.relu(torch.randn(10**6))
 before = len(os.listdir("/proc/self/task"))

@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from polycast_backends.cpu.few_rows import few_rows_availability
-from polycast_backends.cpu.lookup import lookup_kernels
+from polycast_plugins.quantize.cpu.few_rows import few_rows_availability
+from polycast_plugins.quantize.cpu.table_lookup import lookup_kernels
 
 AVAILABLE = few_rows_availability()
 pytestmark = pytest.mark.skipif(not AVAILABLE, reason=f"no kernels here: {AVAILABLE.reason}")
@@ -189,7 +189,7 @@ def test_an_operator_leaves_other_tensors_to_torch(function):
 
 FLUSHED = """
 import torch
-from polycast_backends.cpu.few_rows import few_rows_availability
+from polycast_plugins.quantize.cpu.few_rows import few_rows_availability
 assert few_rows_availability()
 x = torch.tensor([1e-39, -3e-39, 1.0]).bfloat16()
 expected = torch.sigmoid(x), torch.nn.functional.silu(x)

@@ -1,4 +1,4 @@
-"""Find the kind of processor and the fast dtypes it supports natively; others are converted to float32 and back."""
+"""Find the fast dtypes that the processor supports natively; others are converted to float32 and back."""
 
 import platform
 from typing import Any
@@ -10,16 +10,6 @@ _INSTRUCTIONS = {
     torch.float16: ("avx512_fp16", "amx_fp16", "avx10_2"),
 }
 """The x86 instructions of which any one is enough. torch reports no others."""
-
-
-def is_x86() -> bool:
-    """Return whether this is a 64-bit x86 processor."""
-    return platform.machine().lower() in ("x86_64", "amd64")
-
-
-def is_arm() -> bool:
-    """Return whether this is a 64-bit Arm processor."""
-    return platform.machine().lower() in ("aarch64", "arm64")
 
 
 def missing_instructions(dtype: torch.dtype) -> str | None:
@@ -42,6 +32,6 @@ def has_bfloat16_lstm() -> bool:
 
 def capabilities() -> dict[str, object]:
     """Return the instruction sets and other properties of an x86 processor, by torch's names; empty for others."""
-    if not is_x86() or not hasattr(torch.cpu, "get_capabilities"):
+    if platform.machine().lower() not in ("x86_64", "amd64") or not hasattr(torch.cpu, "get_capabilities"):
         return {}
     return dict(torch.cpu.get_capabilities())

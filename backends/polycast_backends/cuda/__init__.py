@@ -5,8 +5,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from typing_extensions import override
 
-from polycast import Float8
-from polycast.plugin import STANDARD_REMEDIES, Availability, Backend, LowBitKernel, Recipe, hookimpl
+from polycast.plugin import STANDARD_REMEDIES, Availability, Backend, hookimpl
 
 from .out_dtype_kernels import KERNELS
 from .policies import EXCLUDED_OPS, POLICIES
@@ -47,22 +46,6 @@ class CudaBackend(Backend):
     @override
     def device_details(self) -> Mapping[str, str]:
         return {**super().device_details(), **kernel_settings()}
-
-    @override
-    def recipe_availability(self, recipe: Recipe) -> Availability:
-        if not isinstance(recipe, Float8):
-            return super().recipe_availability(recipe)
-        from .float8 import float8_availability  # few programs use recipes
-
-        return float8_availability(recipe.scales)
-
-    @override
-    def low_bit_kernels(self, recipe: Recipe) -> Mapping[str, LowBitKernel]:
-        if not isinstance(recipe, Float8):
-            return {}
-        from .float8 import float8_kernels
-
-        return float8_kernels(recipe.scales)
 
     if not hasattr(torch.Stream, "is_capturing"):  # before torch 2.12
 

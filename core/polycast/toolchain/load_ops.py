@@ -32,7 +32,7 @@ def load_ops(package: str) -> Availability:
     returned, for the backend to pass on.
 
     Args:
-        package: the name of the package, such as ``"polycast_backends.cpu.native"``.
+        package: the name of the package, such as ``"polycast_plugins.quantize.cpu.native"``.
 
     Returns:
         Whether the ops are loaded and, if not, why.

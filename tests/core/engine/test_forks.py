@@ -112,7 +112,7 @@ def use():
         elif what == "observer":
             polycast.observe().__enter__()
         else:
-            raise RuntimeError(polycast.plugin.load_ops("polycast_backends.cpu.native").reason)
+            raise RuntimeError(polycast.plugin.load_ops("polycast_plugins.quantize.cpu.native").reason)
     except RuntimeError as error:
         refusals.append("the compiler failed with status 1" in str(error))
 
@@ -269,9 +269,9 @@ def test_a_child_casts_weights_that_its_parent_has_cast_on_several_threads(engin
 @pytest.mark.parametrize(
     "module",
     [
-        "polycast_backends.cpu.few_rows",
-        "polycast_backends.cpu.int4",
-        "polycast_backends.cpu.int8",
+        "polycast_plugins.quantize.cpu.few_rows",
+        "polycast_plugins.quantize.cpu.int4",
+        "polycast_plugins.quantize.cpu.int8",
         "polycast_plugins.fastest.measure",
         "polycast.engine.native.engine_library",
     ],

@@ -54,10 +54,10 @@ def test_other_casts_are_where_torch_puts_them(engine, rows):
 
 
 def test_large_prepacked_weights_are_in_huge_pages():
-    answer = polycast.plugin.get_backend("cpu").recipe_availability(polycast.Int8())
+    answer = polycast.plugin.check_recipe(polycast.plugin.get_backend("cpu"), polycast.Int8())
     if not answer:
         pytest.skip(f"no int8 here: {answer.reason}")
-    kernel = polycast.plugin.get_backend("cpu").low_bit_kernels(polycast.Int8())["aten::linear"]
+    kernel = polycast.plugin.recipe_kernels(polycast.plugin.get_backend("cpu"), polycast.Int8())["aten::linear"][0]
     before = advised()
     packed = kernel.prepack(torch.randn(2048, 1500))
     assert packed[0].nbytes > HUGE_PAGE

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import polycast
 from polycast import autocast
 from polycast.plugin import events
-from polycast_backends.cpu.few_rows import few_rows_availability
+from polycast_plugins.quantize.cpu.few_rows import few_rows_availability
 
 AVAILABLE = few_rows_availability()
 pytestmark = [

@@ -9,6 +9,8 @@ import sys
 
 import pytest
 
+VERSION = importlib.metadata.version("polycast")
+
 NPU = """
 torch.utils.rename_privateuse1_backend("npu")
 
@@ -42,7 +44,7 @@ def ready(device_type, distribution, version="1.0", replaces=()):
         "distribution": distribution,
         "version": version,
         "replaces": list(replaces),
-        "extensions": [],
+        "extensions": [f"polycast {VERSION} (polycast_plugins.quantize.cpu)"] if device_type == "cpu" else [],
     }
 
 

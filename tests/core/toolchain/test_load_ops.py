@@ -14,7 +14,7 @@ from polycast.toolchain import load_ops as ops
 from polycast.toolchain.build import get_or_build
 from polycast.toolchain.prebuilt import no_compiler
 
-PACKAGE = "polycast_backends.cpu.native"
+PACKAGE = "polycast_plugins.quantize.cpu.native"
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def test_ops_are_built_once_with_a_message(compiler, home, loaded, capfd):
     assert compiler.calls == 1
     (first, second) = loaded
     assert first == second
-    assert first.name == "polycast_backends_cpu_native.so"
+    assert first.name == "polycast_plugins_quantize_cpu_native.so"
     assert first.is_relative_to(home)
 
 
@@ -153,6 +153,6 @@ def test_with_an_untrusted_cache_ops_are_built_for_this_process(compiler, home, 
 
 
 def test_the_cpus_ops_register_themselves():
-    if not polycast.plugin.get_backend("cpu").recipe_availability(polycast.Int8()):
+    if not polycast.plugin.check_recipe(polycast.plugin.get_backend("cpu"), polycast.Int8()):
         pytest.skip("this CPU or compiler has no int8")
     assert torch.ops.polycast_cpu.best_isa() in torch.ops.polycast_cpu.isas()

@@ -284,7 +284,7 @@ def pure_wheel(tmp_path):
     """A wheel of the package, with the files that the tool reads."""
     wheel = tmp_path / "polycast-0.1.0-py3-none-any.whl"
     with zipfile.ZipFile(wheel, "w") as archive:
-        for package in ("polycast", "polycast_backends.cpu"):
+        for package in ("polycast", "polycast_backends.cpu", "polycast_plugins.quantize"):
             root = Path(importlib.util.find_spec(package).origin).parent
             for path in root.rglob("*"):
                 if path.is_file() and "__pycache__" not in path.parts:

@@ -19,7 +19,7 @@ from polycast_plugins.cli import app
 from polycast_plugins.cli.compiled import common_libraries
 
 WRITES = "open(sys.argv[sys.argv.index('-o') + 1], 'w').write('a library')"
-OPS = CppLibrary.of_ops("polycast_backends.cpu.native")
+OPS = CppLibrary.of_ops("polycast_plugins.quantize.cpu.native")
 OWN = common_libraries()
 ALL = [*OWN, OPS]
 
@@ -134,7 +134,7 @@ def test_ops_of_an_unavailable_device_are_reported_and_not_built(compiler, ops, 
     compiler(WRITES)
     result = run()
     assert result.stdout.splitlines()[len(OWN) :] == [
-        "the ops of polycast_backends.cpu.native: not compiled: ipu cannot be used now"
+        "the ops of polycast_plugins.quantize.cpu.native: not compiled: ipu cannot be used now"
     ]
     assert result.exit_code == 0
 

@@ -140,10 +140,10 @@ def test_the_origin_of_the_native_engine_is_shown(polycast_command, engine):
 
 
 def test_the_origin_of_the_ops_of_backends_is_shown(polycast_command, hand_made):
-    hand_made("cpu", ops_in_cpp=["polycast_backends.cpu.native", "acme_npu.native"])
+    hand_made("cpu", ops_in_cpp=["polycast_plugins.quantize.cpu.native", "acme_npu.native"])
     missing = line_that_begins_with("Ops of acme_npu", polycast_command("devices").stdout)
     assert missing.startswith("Ops of acme_npu.native: none: there is no package acme_npu.native")
-    ours = line_that_begins_with("Ops of polycast_backends.cpu", polycast_command("devices").stdout)
+    ours = line_that_begins_with("Ops of polycast_plugins.quantize", polycast_command("devices").stdout)
     assert re.search(
         r": (compiled here[:,] |came with polycast: |not compiled yet, as `polycast build` does$|none: )", ours
     )
@@ -165,7 +165,7 @@ def test_devices_json_of_a_ready_device(polycast_command):
         "distribution": "polycast",
         "version": importlib.metadata.version("polycast"),
         "replaces": [],
-        "extensions": [],
+        "extensions": [f"polycast {importlib.metadata.version('polycast')} (polycast_plugins.quantize.cpu)"],
         "profile": None,
     }
 

@@ -86,12 +86,12 @@ def test_it_shows_the_origin_of_ops(examine, hand_made, monkeypatch, tmp_path):
     monkeypatch.setenv("CXX", "true")  # a compiler that says nothing of itself, and is not called for more
     monkeypatch.setattr(ops, "_origins", {})
     monkeypatch.setattr(ops, "find_prebuilt", lambda library: None)
-    hand_made("cpu", ops_in_cpp=["polycast_backends.cpu.native"])
+    hand_made("cpu", ops_in_cpp=["polycast_plugins.quantize.cpu.native"])
     _, found = examine()
     assert found["ops"] == [
-        {"package": "polycast_backends.cpu.native", "from": "not compiled yet, as `polycast build` does"}
+        {"package": "polycast_plugins.quantize.cpu.native", "from": "not compiled yet, as `polycast build` does"}
     ]
-    assert "  polycast_backends.cpu.native: not compiled yet" in CliRunner().invoke(app, ["doctor"]).stdout
+    assert "  polycast_plugins.quantize.cpu.native: not compiled yet" in CliRunner().invoke(app, ["doctor"]).stdout
 
 
 def test_it_shows_the_features_of_the_processor(examine):

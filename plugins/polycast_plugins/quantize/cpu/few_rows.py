@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from polycast.plugin import Availability, LowBitKernel, LowBitMatmul, load_ops
 
-from .instructions import is_x86
+from .processors import is_x86
 
 _MAX_ROWS = 8
 """The kernels read the weight once for up to so many rows. For more, torch's are faster."""
@@ -82,7 +82,7 @@ def few_rows_availability() -> Availability:
     """Return whether the C++ ops are available and, if not, why."""
     if not is_x86():
         return Availability(False, f"there are kernels for x86 processors only, not for {platform.machine()}")
-    return load_ops("polycast_backends.cpu.native")
+    return load_ops("polycast_plugins.quantize.cpu.native")
 
 
 def few_rows_kernels() -> Mapping[str, LowBitKernel]:

@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from polycast.plugin import Availability, LowBitKernel, LowBitMatmul, load_ops
 
-from .instructions import is_arm, is_x86
+from .processors import is_arm, is_x86
 
 MAX_TERMS = 65536
 """Longer sums of products of unsigned and signed bytes may overflow 32 bits."""
@@ -40,7 +40,7 @@ def int8_availability() -> Availability:
     too_slow = Availability(False, f"this CPU has no {needed}: int8 would be slower than float32")
     if not (is_x86() or is_arm()) or (is_x86() and torch.backends.cpu.get_cpu_capability() == "DEFAULT"):
         return too_slow  # without compiling
-    loaded = load_ops("polycast_backends.cpu.native")
+    loaded = load_ops("polycast_plugins.quantize.cpu.native")
     return loaded if not loaded or torch.ops.polycast_cpu.best_isa() > 0 else too_slow
 
 

@@ -16,7 +16,7 @@ _FEWEST, _FEWEST_RECORDED = 1024, 16384
 """For fewer elements, torch's kernel takes less time than the call of the operator, or than its autograd node."""
 
 
-class Lookup(LowBitKernel):
+class TableLookup(LowBitKernel):
     """The kernel of a function. Its input takes the place of a weight, since it is in the fast dtype already."""
 
     weight = 0
@@ -41,7 +41,7 @@ class Lookup(LowBitKernel):
 def lookup_kernels() -> Mapping[str, LowBitKernel]:
     """Return the kernels by op. The C++ ops must be available."""
     ops = torch.ops.polycast_cpu
-    return {f"aten::{name}": Lookup(getattr(ops, f"lookup_{name}").default) for name in _FUNCTIONS}
+    return {f"aten::{name}": TableLookup(getattr(ops, f"lookup_{name}").default) for name in _FUNCTIONS}
 
 
 _FUNCTIONS = ("gelu", "mish", "sigmoid", "silu", "tanh")
