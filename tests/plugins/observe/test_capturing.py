@@ -9,7 +9,7 @@ import pytest
 
 pytestmark = pytest.mark.slow
 
-NPY = Path(__file__).parents[2] / "examples" / "polycast-npy" / "src"
+NPY = Path(__file__).parents[3] / "examples/polycast-npy/src"
 BEGIN = """
 import torch, polycast, polycast_npy
 
