@@ -6,4 +6,8 @@ TorchAutocast = torch.amp.autocast_mode.autocast
 
 
 class UnpatchedAutocast(TorchAutocast):
-    """A region of torch's own, even while torch is patched."""
+    """A region of torch's own, even while the methods of torch's class are replaced."""
+
+    __init__ = TorchAutocast.__init__
+    __enter__ = TorchAutocast.__enter__
+    __exit__ = TorchAutocast.__exit__

@@ -16,7 +16,6 @@ from torch.amp import autocast_mode
 from torch.compiler import is_dynamo_compiling
 
 from polycast import autocast, custom_bwd, custom_fwd, is_autocast_available
-from polycast.compilers.torch_autocast import UnpatchedAutocast
 from polycast.errors import BackendNotFoundError
 from polycast.plugin import Change, Feature, Patch, Region, disable_dynamo, get_backend, hold_during_fork, torch_name
 
@@ -107,7 +106,7 @@ def _init(
 
         break_at_subclass()
     if (
-        isinstance(self, (UnpatchedAutocast, _UnmanagedAutocast))
+        isinstance(self, _UnmanagedAutocast)
         or not PATCH_TORCH.is_made()  # called by a wrapper that another library left on the class
         or not _has_backend(device_type)
     ):
