@@ -169,7 +169,7 @@ def test_version_is_that_of_the_distribution():
 
 
 def test_importing_polycast_reads_no_metadata_and_no_variable(seen):
-    assert (seen["reads"], seen["reads in use"]) == (0, 1)
+    assert (seen["reads"], seen["reads in use"]) == (0, 2)  # those of backends, and of extensions
 
 
 @pytest.mark.parametrize("of", ["kernels", "fallbacks", "enabled", "dtypes", "nesting", "objects"])
@@ -179,3 +179,30 @@ def test_importing_polycast_does_not_change_torch(seen, of):
 
 def test_installing_kernels_changes_torch(seen):
     assert seen["used"]["kernels"] != seen["before"]["kernels"]
+
+
+REGION = """
+import sys, torch, polycast
+
+with polycast.autocast("cpu"):
+    torch.mm(torch.ones(2, 2), torch.ones(2, 2))
+OURS = ("polycast", "polycast_backends", "polycast_plugins")
+names = [name for name in sys.modules if name.partition(".")[0] in OURS]
+files = [file for name in names if (file := getattr(sys.modules[name], "__file__", None)) is not None]
+print(len(files), sum(len(open(file, encoding="utf-8").readlines()) for file in files), *sorted(names))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["native", "reference"])
+def test_a_plain_region_imports_what_it_uses(engine):
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", REGION],
+        env={**ENVIRONMENT, "POLYCAST_ENGINE": engine},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    modules, lines, *names = done.stdout.split()
+    assert (int(modules) <= 85, int(lines) <= 8500) == (True, True), (modules, lines, names)
+    assert not [name for name in names if name.startswith("polycast_plugins.")]

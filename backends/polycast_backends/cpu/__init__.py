@@ -10,7 +10,6 @@ from polycast.plugin import Availability, Backend, hookimpl
 from .instructions import missing_instructions
 from .out_dtype_kernels import KERNELS
 from .policies import op_table
-from .processor import kernel_settings, processor_details
 
 _ALWAYS = Availability(True)
 
@@ -37,6 +36,8 @@ class CpuBackend(Backend):
 
     @override
     def device_details(self) -> Mapping[str, str]:
+        from .processor import kernel_settings, processor_details
+
         return {**processor_details(), **kernel_settings()}
 
 

@@ -3,7 +3,7 @@
 import functools
 import threading
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 
@@ -16,7 +16,6 @@ from ..registry.backend import Backend
 from ..torch_internals.dispatcher import excluded_keys
 from ..torch_internals.lookup import warn_of_missing
 from . import state
-from .casts.cast_cache import CastCache, CastStore
 from .kernels import Kernels
 
 
@@ -41,53 +40,30 @@ class Engine(state.StateMachine, Protocol):
         """Undo :meth:`watch_writes`."""
 
 
+_WITHOUT_REGIONS: Mapping[str, object] = {
+    "last": None,
+    "open_regions": 0,
+    "runs_kernel": False,
+    "innermost": (None, None),
+    "nesting": 0,
+    "forget_actions": None,
+    "set_recomputing": None,
+    "clear_own_casts": None,
+    "region_methods": None,
+}
+"""What the state machine returns until an engine is chosen, when no thread is in a region."""
+
+
 class _Unchosen:
-    """The state machine until an engine is chosen: no thread is in a region, and entering one chooses."""
+    """The state machine until an engine is chosen, which others of its methods do."""
 
-    def enter(self, owner: object, settings: state.Settings) -> bool:
-        return choose_engine().enter(owner, settings)
+    dtype = staticmethod(torch.get_autocast_dtype)
+    excluded_keys = staticmethod(excluded_keys)
 
-    def leave(self, owner: object) -> bool | None:
-        return choose_engine().leave(owner)
-
-    def last(self) -> None:
-        return None
-
-    def open_regions(self, device_type: str) -> int:
-        return 0
-
-    def runs_kernel(self, device_type: str) -> bool:
-        return False
-
-    def innermost(self, device_type: str) -> tuple[None, None]:
-        return None, None
-
-    def nesting(self, device_type: str) -> int:
-        return 0
-
-    def dtype(self, device_type: str) -> torch.dtype:
-        return torch.get_autocast_dtype(device_type)
-
-    def excluded_keys(self) -> int:
-        return excluded_keys()
-
-    def prepacked(self, *args: Any) -> Any:
-        return choose_engine().prepacked(*args)
-
-    def store(self, cache: CastCache) -> CastStore:
-        return choose_engine().store(cache)
-
-    def forget_actions(self) -> None:
-        pass
-
-    def set_recomputing(self, backward: int | None) -> None:
-        pass
-
-    def clear_own_casts(self, all_threads: bool) -> None:
-        pass
-
-    def region_methods(self, *_: object) -> None:
-        return None
+    def __getattr__(self, name: str) -> Any:
+        if name not in _WITHOUT_REGIONS:
+            return getattr(choose_engine(), name)
+        return lambda *_: _WITHOUT_REGIONS[name]
 
 
 _engine: Engine | None = None
@@ -96,7 +72,7 @@ _build_failure = ""
 _lock = threading.RLock()
 hold_during_fork(lambda: [_lock])
 
-state.set_state_machine(_Unchosen())
+state.set_state_machine(cast("state.StateMachine", _Unchosen()))
 
 
 def choose_engine() -> Engine:
@@ -139,7 +115,7 @@ def reset_engine() -> None:
     global _engine
     with _lock:
         _engine = None
-        state.set_state_machine(_Unchosen())
+        state.set_state_machine(cast("state.StateMachine", _Unchosen()))
 
 
 @functools.cache

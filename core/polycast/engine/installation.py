@@ -12,11 +12,9 @@ from ..torch_internals import changes
 from ..torch_internals.dispatcher import all_op_names, has_kernel_for_dispatch_key
 from ..torch_internals.patcher import undo_all
 from . import state
-from .casts.cast_cache import caches_alive
+from .casts.cast_cache import caches_alive, process_cache
 from .choice import choose_engine, chosen, reset_engine
 from .kernels import Kernels, autocast_key, installed
-from .recipes.kernel_plan import process_cache
-from .snapshot import guard_on
 from .state import Settings, ready, ready_with_cache
 
 _lock = threading.RLock()
@@ -73,7 +71,7 @@ def uninstall(device_type: str | None = None) -> None:
 
 
 def _undo_changes() -> None:
-    process_cache.drop()
+    process_cache.existing = None
     undo_all()
 
 
@@ -149,6 +147,8 @@ def install_for(settings: Settings) -> None:
 
 def support_overrides(device_type: str) -> None:
     """Make the changes to torch that regions with an override or a cache take."""
+    from .snapshot import guard_on
+
     guard_on(device_type)
     for feature in changes.FOR_OVERRIDES:
         feature.make()

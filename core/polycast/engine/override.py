@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from ..common.cached_property import cached_property
 from ..policy.cast_policy import CastPolicy
-from ..policy.recipe import Recipe
+from ..policy.recipe_base import Recipe
 from ..policy.recipe_settings import COMPOSED_OPS, POINTWISE_OPS
 from .disable_dynamo import disable_dynamo
 

@@ -7,7 +7,6 @@ from typing import Any, Literal, TypeAlias
 import torch
 
 from ..errors import warn_user
-from . import manifests
 from .names import hint
 from .recipe_base import Recipe as Recipe
 from .recipe_base import find_kind, kinds, restored
@@ -166,6 +165,8 @@ def _words(kind: type[Recipe]) -> dict[str, str]:
 
 def all_kinds() -> dict[str, type[Recipe]]:
     """Return the classes of recipes by kind, with those of plugins; warn of those that cannot be used."""
+    from . import manifests
+
     for name in {name for each in manifests.manifests() for name in each.plugin.recipes}:
         try:
             find_kind(name)

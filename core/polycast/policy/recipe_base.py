@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import importlib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
@@ -12,7 +13,6 @@ import torch
 from typing_extensions import Self, dataclass_transform
 
 from ..common import generation
-from . import manifests
 from .names import hint, known_overloads, read_op
 from .recipe_settings import SIMPLE_TYPES, is_object, read_setting, text_of, value_of
 
@@ -264,6 +264,9 @@ def find_kind(name: str) -> type[Recipe] | None:
     Raises:
         RuntimeError: the plugin that has it is broken, or several have it.
     """
+    from . import manifests  # most programs use no recipe
+
+    importlib.import_module(".recipe", __package__)  # defines those that come with polycast
     found = None if name in kinds else manifests.find_in_manifests("recipes", name)  # which imports it
     if found is not None and name not in kinds:
         raise RuntimeError(
@@ -300,6 +303,8 @@ def _check_kind(cls: type[Recipe], kind: object) -> None:
     known = kinds.get(kind)
     taken = None if known is None else f"{known.__module__}.{known.__qualname__}"
     if known is None and not name.startswith("polycast."):  # the class of a plugin may not be imported yet
+        from . import manifests
+
         offers = [each.plugin.recipes[kind] for each in manifests.manifests() if kind in each.plugin.recipes]
         places = [offer.replace(":", ".") for offer in offers]
         taken = name if name in places else next(iter(places), None)

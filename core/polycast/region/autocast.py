@@ -2,27 +2,29 @@
 
 import inspect
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch.compiler import is_dynamo_compiling
 from typing_extensions import Self
 
-from ..compilers.export import record_entry, record_exit
 from ..compilers.torch_autocast import TorchAutocast
 from ..compilers.torchscript import ScriptedAsTorch
 from ..engine import state
 from ..engine.disable_dynamo import disable_dynamo
-from ..engine.persistence.weight_cache import WeightCache
 from ..engine.state import RegionBase, Settings
 from ..policy.names import OpName
-from ..policy.recipe import RecipeLike
-from ..policy.value import PolicyLike
 from ..registry.registry import registry
-from .decorate import decorate, in_block
 from .entry import prepare
 from .resolve import resolve
-from .suspend import Suspendable
+
+if TYPE_CHECKING:
+    from ..engine.persistence.weight_cache import WeightCache
+    from ..policy.recipe import RecipeLike
+    from ..policy.value import PolicyLike
+    from .suspend import Suspendable
+else:
+    PolicyLike = RecipeLike = WeightCache = Any  # for typing.get_type_hints, without the imports
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -136,12 +138,16 @@ class autocast(RegionBase, TorchAutocast):
     def _complete_entry(self, in_function_mode: bool) -> None:
         prepare(self._settings)
         if in_function_mode:
+            from ..compilers.export import record_entry
+
             record_entry(self._settings)
 
     @disable_dynamo
     def _complete_exit(self, in_function_mode: bool | None) -> None:
         if in_function_mode is None:
             raise state.not_entered(self)
+        from ..compilers.export import record_exit
+
         record_exit()
 
     def __call__(self, func: _F) -> _F:
@@ -151,9 +157,13 @@ class autocast(RegionBase, TorchAutocast):
                 f"autocast()(func) requires a callable, but got {type(func).__name__}. To run a block in the region, "
                 f"write: with polycast.autocast({self.device!r}): ..."
             )
+        from .decorate import decorate, in_block
+
         return decorate(func, in_block(self), self._suspendable)
 
-    def _suspendable(self) -> Suspendable:
+    def _suspendable(self) -> "Suspendable":
+        from .suspend import Suspendable
+
         return Suspendable(self._settings)
 
     @property

@@ -1,6 +1,5 @@
 """Enter a region on this thread, with its kernels installed."""
 
-from ..compilers import eager_fallback
 from ..engine import state
 from ..engine.installation import install_for
 from ..engine.state import Settings
@@ -23,4 +22,6 @@ def prepare(settings: Settings) -> None:
     """Install what a region needs that has just been entered."""
     install_for(settings)
     if settings.has_more_than_torch and not changes.overrides_are_guarded():
+        from ..compilers import eager_fallback  # most regions have neither an override nor a cache
+
         eager_fallback.keep()

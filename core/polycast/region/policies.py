@@ -1,19 +1,21 @@
 """The override of a region, from whatever was given as ``policy=`` and ``recipe=``."""
 
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..engine.override import REGIONS_POLICY, Override, make_override
-from ..policy.op_policies import OpPolicies
-from ..policy.recipe import Recipe
-from ..policy.value import Policy, PolicyLike
+from ..policy.recipe_base import Recipe
+
+if TYPE_CHECKING:
+    from ..policy.op_policies import OpPolicies
+    from ..policy.value import Policy, PolicyLike
 
 _MAX_POLICIES = 256
-_policies: dict[tuple[Any, ...], Policy] = {}
+_policies: "dict[tuple[Any, ...], Policy]" = {}
 """By the items of mappings, and the path and status of files, the policies that were last read from them."""
 
 
-def override_of(policy: PolicyLike | None, device_type: str, recipe: Recipe | None = None) -> Override | None:
+def override_of(policy: "PolicyLike | None", device_type: str, recipe: Recipe | None = None) -> Override | None:
     """Return the override of a region for a device; None if there is no policy for its ops and no recipe.
 
     Raises:
@@ -22,6 +24,8 @@ def override_of(policy: PolicyLike | None, device_type: str, recipe: Recipe | No
     """
     if policy is None:
         return None if recipe is None else make_override(device_type, frozenset(), REGIONS_POLICY, "", recipe, None)
+    from ..policy.value import Policy  # most regions have no policy
+
     if not isinstance(policy, Policy):
         policy = _read(policy)
     if policy.has_module_rules:
@@ -33,14 +37,18 @@ def override_of(policy: PolicyLike | None, device_type: str, recipe: Recipe | No
     return override_of_ops(device_type, part.ops, REGIONS_POLICY, part.name, recipe)
 
 
-def override_of_ops(device_type: str, ops: OpPolicies, rule: str, name: str, recipe: Recipe | None) -> Override | None:
+def override_of_ops(
+    device_type: str, ops: "OpPolicies", rule: str, name: str, recipe: Recipe | None
+) -> Override | None:
     """Return the override with these policies, of a kind of rule and its name; None without policies and recipe."""
     items = ops.resolved_items
     return make_override(device_type, items, rule, name, recipe, None) if items or recipe is not None else None
 
 
-def _read(given: Any) -> Policy:
+def _read(given: Any) -> "Policy":
     """Return a policy that is given as a mapping or a path; the same one while it says the same."""
+    from ..policy.value import Policy
+
     is_file = isinstance(given, (str, os.PathLike))
     try:
         if is_file:

@@ -1,20 +1,22 @@
 """Resolve the arguments of a region to its settings."""
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from ..engine import state
 from ..engine.disable_dynamo import disable_dynamo
-from ..engine.persistence.weight_cache import WeightCache
 from ..engine.state import Settings
 from ..errors import AutocastDisabledWarning, warn_user
-from ..policy.recipe import RecipeLike
-from ..policy.value import PolicyLike
 from ..registry.backend import Backend
 from ..registry.checks import check_availability, check_dtype
 from ..registry.registry import registry
-from .policies import override_of
-from .recipes import checked_recipe
 from .slow_dtype import warn_if_slow
+
+if TYPE_CHECKING:
+    from ..engine.persistence.weight_cache import WeightCache
+    from ..policy.recipe import RecipeLike
+    from ..policy.value import PolicyLike
 
 _new_tuple = tuple.__new__
 
@@ -25,9 +27,9 @@ def resolve(
     dtype: torch.dtype | None,
     enabled: bool,
     cache_enabled: bool | None,
-    cache: WeightCache | None,
-    policy: PolicyLike | None,
-    recipe: RecipeLike | None,
+    cache: "WeightCache | None",
+    policy: "PolicyLike | None",
+    recipe: "RecipeLike | None",
 ) -> tuple[Settings, bool]:
     """Return the settings of a region, and whether they can be kept for equal arguments; see `StateMachine`.
 
@@ -61,6 +63,9 @@ def resolve(
             is_lasting = False
         override = None
     else:
+        from .policies import override_of  # most regions have neither
+        from .recipes import checked_recipe
+
         usable = checked_recipe(recipe, backend, is_on, dtype)
         override = override_of(policy, name, usable)
         is_lasting = is_lasting and usable is not None and bool(usable.ops)  # else the next one may warn, too
@@ -94,6 +99,8 @@ def why_disabled(backend: Backend, dtype: torch.dtype) -> str | None:
 
 
 def _check_cache(cache: object, cache_enabled: bool | None) -> None:
+    from ..engine.persistence.weight_cache import WeightCache
+
     if not isinstance(cache, WeightCache):
         raise TypeError(f"cache must be a polycast.WeightCache or None, got {cache!r}")
     if cache_enabled is False:

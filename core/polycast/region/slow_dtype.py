@@ -6,12 +6,9 @@ from ..common.interrupts import raise_if_callers
 from ..engine import state
 from ..errors import SlowDtypeWarning, warn_user
 from ..policy.dtypes import dtype_name
-from ..policy.recipe import all_recipes
 from ..registry.backend import Backend
 from ..registry.checks import PLUGIN_ERRORS, ask_slow_reason, find_slow_reason
-from ..registry.recipe_kernels import check_recipe
 from ..registry.registry import registry
-from ..toolchain.load_ops import is_built
 from ..torch_internals.callers_state import call_outside
 
 found: dict[tuple[str, torch.dtype], None] = {}
@@ -66,6 +63,10 @@ def faster_recipes(backend: Backend) -> dict[str, str]:
 
     The values are what messages add to the names.
     """
+    from ..policy.recipe import all_recipes  # few programs are warned
+    from ..registry.recipe_kernels import check_recipe
+    from ..toolchain.load_ops import is_built
+
     recipes = sorted(
         (each for each in all_recipes() if each.avoids_slow_dtypes is not None), key=lambda each: each.kind
     )

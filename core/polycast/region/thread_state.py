@@ -3,8 +3,8 @@
 import torch
 
 from ..engine import state
+from ..engine.casts.cast_cache import process_cache
 from ..engine.installation import kernels_of
-from ..engine.recipes.kernel_plan import process_cache
 from ..errors import BackendNotFoundError
 from ..registry.checks import check_dtype
 from ..registry.registry import registry
@@ -113,7 +113,9 @@ def clear_autocast_cache(all_threads: bool = False) -> None:
     if not isinstance(all_threads, bool):
         raise TypeError(f"all_threads must be a bool, got {all_threads!r}")
     state.machine.clear_own_casts(all_threads)
-    process_cache.clear()
+    prepacked = process_cache.existing
+    if prepacked is not None:
+        prepacked.clear()
     state.clear_torchs_cache()
 
 

@@ -9,7 +9,7 @@ import torch
 
 from ..errors import InvalidBackendError
 from ..policy.cast_policy import CastPolicy
-from ..policy.recipe import Recipe
+from ..policy.recipe_base import Recipe
 from ..policy.validation import table_problems
 from ..torch_internals.dispatcher import OpOverload
 from .contract_problems import are_texts, device_problems, dtype_problems, kernel_problems, package_problems

@@ -8,8 +8,7 @@ import torch
 from ..common import generation
 from ..common.interrupts import PLUGIN_ERRORS as PLUGIN_ERRORS
 from ..common.interrupts import raise_if_callers
-from ..policy import manifests
-from ..policy.recipe import Recipe
+from ..policy.recipe_base import Recipe
 from ..torch_internals.callers_state import call_outside
 from .backend import Availability, Backend, Extension
 
@@ -48,6 +47,8 @@ def find_slow_reason(backend: Backend, dtype: torch.dtype) -> str | None:
 
     The backend says so (`Backend.slow_reason`), or a plugin that knows better (`Plugin.slow_reasons`).
     """
+    from ..policy import manifests
+
     reason = ask_slow_reason(backend, dtype)
     for plugin in manifests.functions("slow_reasons"):
         reason = plugin.ask(backend.device_type, dtype, reason, default=reason)

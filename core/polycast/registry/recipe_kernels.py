@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from ..policy.recipe import Recipe
+from ..policy.recipe_base import Recipe
 from ..torch_internals.callers_state import call_outside
 from .backend import Availability, Backend, Extension, LowBitKernel, no_kernels
 from .checks import ask_recipe

@@ -20,7 +20,6 @@ from .backend_loader import BackendLoader, BackendStatus
 from .checks import check_availability
 from .discovery import discover, discover_extensions
 from .extensions import AddedPolicy, DeviceExtensions
-from .statuses import BackendStatuses
 
 _ANY_ACCELERATOR = ("gpu", "accelerator")
 """Names of no device in particular."""
@@ -154,8 +153,10 @@ class Registry:
         loader = self.loaders().get(given.device_type)
         return ("", "") if loader is None or loader.loaded is not given else loader.distribution
 
-    def statuses(self) -> BackendStatuses:
+    def statuses(self) -> Mapping[str, BackendStatus]:
         """See :func:`backends`."""
+        from .statuses import BackendStatuses  # few programs print a table
+
         find = {name: partial(self._status, loader) for name, loader in self.loaders().copy().items()}
         will_be_named = any(_torch_device_type(name) is None for name in find)  # by a plugin, when it is imported
         for name in autocast_supported_devices():

@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 import torch
 
 from .cpp_library import BuildError, CppLibrary
-from .header_excerpts import EXCERPTED_HEADERS, write_excerpts
 
 
 class Compiler(NamedTuple):
@@ -113,6 +112,8 @@ def headers_of_torch(compiler: Compiler, library: CppLibrary, sources: Mapping[s
     Raises:
         BuildError: the compiler cannot list them.
     """
+    from .header_excerpts import EXCERPTED_HEADERS
+
     done = _run_in(folder, [*_compile_command(compiler, library, sources, folder), "-M"])
     if done.returncode != 0:
         raise BuildError(f"the compiler lists no headers: {done.stdout}")
@@ -138,6 +139,8 @@ def _compile_command(compiler: Compiler, library: CppLibrary, sources: Mapping[s
     for name, text in sources.items():  # the package may be inside an archive
         (folder / name).write_bytes(text)
     if library.uses_excerpts:
+        from .header_excerpts import write_excerpts
+
         write_excerpts(_TORCH / "include", folder / "excerpts")
     excerpts = ("excerpts",) if library.uses_excerpts else ()
     includes = (*excerpts, str(_TORCH / "include"), sysconfig.get_path("include"))

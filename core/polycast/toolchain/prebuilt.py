@@ -16,11 +16,11 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch.torch_version import TorchVersion
 
-from .archive import Archive, archives_in
 from .cache_folder import check_folders, make_folders, others_can_write
 from .compiler import (
     PLATFORM,
@@ -33,6 +33,9 @@ from .compiler import (
     headers_of_torch,
 )
 from .cpp_library import BuildError, CppLibrary
+
+if TYPE_CHECKING:
+    from .archive import Archive
 
 _FOLDER = Path(__file__).parent / "prebuilt"
 # keep the files small
@@ -47,7 +50,7 @@ _BUILT_FOR = re.compile(r"torch-(\d+\.\d+\.\d+)-")
 class Prebuilt:
     """A library in an archive, built for the running torch."""
 
-    archive: Archive
+    archive: "Archive"
     key: str
     checksum: str
 
@@ -76,6 +79,10 @@ class Prebuilt:
 
 def find_prebuilt(library: CppLibrary) -> Prebuilt | None:
     """Return the prebuilt library that fits, or None."""
+    if not _FOLDER.is_dir():  # as in a source tree
+        return None
+    from .archive import Archive
+
     archive = Archive(_FOLDER, library.name)
     checksums = archive.checksums()
     if not checksums:
@@ -92,7 +99,7 @@ def find_prebuilt(library: CppLibrary) -> Prebuilt | None:
 
 
 @functools.cache
-def _has_the_headers(archive: Archive, key: str) -> bool:
+def _has_the_headers(archive: "Archive", key: str) -> bool:
     """Return whether the headers that a build was compiled from are those of the installed torch."""
     try:
         digest, *headers = archive.headers(key)
@@ -101,7 +108,7 @@ def _has_the_headers(archive: Archive, key: str) -> bool:
     return digest_of_headers(headers) == digest
 
 
-_unloadable: dict[Archive, str] = {}
+_unloadable: "dict[Archive, str]" = {}
 """Why prebuilt libraries do not load on this machine."""
 
 
@@ -124,6 +131,8 @@ def require_compiler() -> Compiler:
 
 def no_compiler() -> BuildError:
     """Return the error that there is no C++ compiler, and no prebuilt library for the running torch."""
+    from .archive import archives_in
+
     keys = {key for archive in archives_in(_FOLDER) for key in archive.checksums()}
     versions = {match[1] for key in keys if (match := _BUILT_FOR.match(key))}
     unloadable = [reason for archive, reason in _unloadable.items() if archive.folder == _FOLDER]

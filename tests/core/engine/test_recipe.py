@@ -11,8 +11,8 @@ from torch import nn
 import polycast
 from polycast import Int8, WeightCache, autocast
 from polycast.engine import state
+from polycast.engine.casts.cast_cache import process_cache
 from polycast.engine.recipes.compute import plan_for, plan_of
-from polycast.engine.recipes.kernel_plan import process_cache
 from polycast.region.policies import override_of
 from polycast.registry.registry import registry
 

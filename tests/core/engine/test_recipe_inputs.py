@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import polycast
 from polycast import Int8, autocast
-from polycast.engine.recipes.kernel_plan import process_cache
+from polycast.engine.casts.cast_cache import process_cache
 
 from .wrapped import Wrapped
 

@@ -11,7 +11,7 @@ from torch.nn.functional import linear
 
 import polycast
 from polycast import Int8, WeightCache, autocast
-from polycast.engine.recipes.kernel_plan import process_cache
+from polycast.engine.casts.cast_cache import process_cache
 
 X = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
 pytestmark = pytest.mark.usefixtures("engine", "no_grad")

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 import polycast
-from polycast.policy import manifests
+from polycast.policy import manifests, recipe
 from polycast.region import slow_dtype
+from polycast.toolchain import load_ops
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +32,7 @@ def know_better(monkeypatch):
         monkeypatch.setattr(manifests, "functions", lambda table: functions)
 
     know_better()
-    monkeypatch.setattr(slow_dtype, "all_recipes", lambda: [polycast.Int8()])
+    monkeypatch.setattr(recipe, "all_recipes", lambda: [polycast.Int8()])
     return know_better
 
 
@@ -75,7 +76,7 @@ def test_nothing_is_compiled_for_the_names(slow, monkeypatch):
 
     slow.ops_in_cpp = ("polycast_plugins.quantize.cpu.native",)
     monkeypatch.setattr(slow, "recipe_availability", recipe_availability, raising=False)
-    monkeypatch.setattr(slow_dtype, "is_built", lambda package: False)
+    monkeypatch.setattr(load_ops, "is_built", lambda package: False)
     (found,) = warned(lambda: polycast.autocast("cpu"))
     assert "Faster: dtype=torch.float16" in str(found.message)
 

@@ -146,3 +146,24 @@ class CastCache:
             "a WeightCache cannot be copied or pickled: it holds casts of the weights of this process. Make a new one "
             "where you need it (copy.deepcopy does)."
         )
+
+
+class _ProcessCache:
+    """The cache of prepacked weights for regions without a :class:`WeightCache`.
+
+    Attributes:
+        existing: the cache; None before its first use, and after kernels were uninstalled.
+    """
+
+    existing: CastCache | None = None
+
+    @property
+    def cache(self) -> CastCache:
+        """The cache, which is made at its first use."""
+        found = self.existing
+        if found is None:
+            found = self.existing = CastCache()
+        return found
+
+
+process_cache = _ProcessCache()

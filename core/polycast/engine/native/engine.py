@@ -17,7 +17,7 @@ from ...policy.recipe_settings import WITHOUT_POLICY
 from ...policy.schemas import overload_with_dtype
 from ...registry.backend import Backend, overrides_is_capturing
 from ...torch_internals.dispatcher import OpOverload
-from ..casts.cast_cache import CastCache, cache_by_identity
+from ..casts.cast_cache import CastCache, cache_by_identity, process_cache
 from ..casts.not_prepacked import NOT_PREPACKED
 from ..casts.traced import cast_of_traced
 from ..casts.unversioned_writes import COLLECTIVES, EXPOSING_OPS, WRITING_OPS, WatchedWrites
@@ -25,9 +25,7 @@ from ..casts.weights import STALE, storages_are_rewritten
 from ..disable_dynamo import disable_dynamo
 from ..kernels import Kernels, autocast_key, refusal
 from ..override import Override
-from ..recipes import compute
 from ..recipes.actions import AS_IT_IS, CACHED_CAST, ActionKind, Results
-from ..recipes.kernel_plan import process_cache
 from ..state import Settings
 
 # The numbers that C++ has for the same names, which bind() checks.
@@ -131,6 +129,8 @@ class NativeEngine:
     def _perform_recipe(
         self, op: int, device_type: str, checked: bool, *args: Any
     ) -> tuple[Results | None, _NativeAction | None]:
+        from ..recipes import compute  # most regions have no recipe
+
         result, action = compute.perform(_names[op], device_type, args, checked)
         if action is None:
             return result, None

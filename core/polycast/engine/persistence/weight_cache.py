@@ -8,8 +8,6 @@ from torch import nn
 from typing_extensions import Self
 
 from ..casts.cast_cache import CastCache
-from .loading import load
-from .saving import save
 
 
 class WeightCache(CastCache):
@@ -61,6 +59,8 @@ class WeightCache(CastCache):
                 weights into tensors that cannot be saved.
             RuntimeError: a weight was written, or the cache cleared, while it was saved.
         """
+        from .saving import save
+
         if model is not None:
             _check_model(model)
         save(self, Path(path), model)
@@ -96,6 +96,8 @@ class WeightCache(CastCache):
                 other weights or by another kernel; or something else holds the memory of a weight, such as a state
                 dict. The message says which.
         """
+        from .loading import load
+
         _check_model(model)
         if verify not in ("all", "sample"):
             raise ValueError(f"verify must be 'all' or 'sample', got {verify!r}")

@@ -18,12 +18,12 @@ from ...common.atfork import hold_during_fork
 from ...common.events import events
 from ...policy import manifests
 from ...policy.dtypes import dtype_name
-from ...policy.recipe import Recipe
+from ...policy.recipe_base import Recipe
 from ...registry.backend import Backend, Extension, LowBitKernel, overrides_is_capturing
 from ...registry.recipe_kernels import Offer, check_recipe, offers
 from ...registry.registry import registry
 from ...torch_internals.private_names import is_intercepted
-from ..casts.cast_cache import CastCache
+from ..casts.cast_cache import CastCache, process_cache
 from ..casts.not_prepacked import INTERCEPTED, NO_WEIGHT, NOT_CACHED
 from ..casts.weights import caching_is_safe, parameter_of
 from ..inference import in_function
@@ -49,38 +49,6 @@ _ids: list[tuple[weakref.ref[Extension], dict[Hashable, int]]] = []
 _unused_ids = itertools.count(1)
 _formats: dict[int, PrepackedFormat] = {}
 """By their id, the format of prepacked weights."""
-
-
-class _ProcessCache:
-    """The cache of prepacked weights for regions without a WeightCache."""
-
-    def __init__(self) -> None:
-        self._cache: CastCache | None = None
-
-    @property
-    def cache(self) -> CastCache:
-        found = self._cache
-        if found is None:
-            found = self._cache = CastCache()
-        return found
-
-    @property
-    def existing(self) -> CastCache | None:
-        """The cache, if it exists."""
-        return self._cache
-
-    def clear(self) -> None:
-        """Empty the cache."""
-        found = self._cache
-        if found is not None:
-            found.clear()
-
-    def drop(self) -> None:
-        """Delete the cache; the next use makes another."""
-        self._cache = None
-
-
-process_cache = _ProcessCache()
 
 
 @dataclass(frozen=True)

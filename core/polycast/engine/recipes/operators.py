@@ -13,7 +13,7 @@ import torch
 from torch.library import Library
 
 from ...common.events import events
-from ...policy.recipe import Recipe
+from ...policy.recipe_base import Recipe
 from ...policy.schemas import existing_op
 from ...registry.backend import Backend
 from ...registry.registry import registry

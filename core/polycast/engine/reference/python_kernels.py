@@ -23,8 +23,6 @@ from ..casts.traced import cast_of_traced
 from ..casts.weights import Source, caching_is_safe, is_weight, only_modes_see_casts, weight_of
 from ..disable_dynamo import disable_dynamo
 from ..kernels import Kernels, refusal
-from ..recipes import compute
-from ..recipes.in_dtype import should_make_contiguous
 from .rules import OpCall, apply_rule, is_eligible
 from .state_machine import PythonStateMachine
 from .store import PythonStore
@@ -98,6 +96,9 @@ class _Kernel:
     def __call__(self, keys: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         policy = self._machine.policy(self._name, self._device_type, self._policy)
         if self._may_have_recipe(policy) and self._machine.has_recipe(self._name, self._device_type):
+            from ..recipes import compute  # most regions have no recipe
+            from ..recipes.in_dtype import should_make_contiguous
+
             with self._machine.without_autocast(self._device_type, self._exclude()):
                 if caching_is_safe() and should_make_contiguous(self._name, flatten_arguments(self._op, args, kwargs)):
                     args = (args[0].contiguous(), *args[1:])
