@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from polycast.plugin import Availability
+from polycast.plugin import Availability, refresh
 from polycast_backends.cpu import CpuBackend
 from polycast_plugins.testing import BackendConformance
 
@@ -22,6 +22,7 @@ class Leaky(CpuBackend):
         self.asked = 0
 
     def availability(self):
+        refresh("cpu")  # so that it is asked again
         self.asked += 1
         if self.asked > 1:
             torch.set_autocast_enabled("cpu", True)
@@ -35,6 +36,7 @@ class Flaky(CpuBackend):
         self.answers = itertools.chain([True], itertools.repeat(False))
 
     def availability(self):
+        refresh("cpu")  # so that it is asked again
         return Availability(next(self.answers), "gone")
 
 
