@@ -66,7 +66,7 @@ class Override:
     def recipe_ops(self) -> frozenset[str]:
         """The ops that the recipe computes, by their names in the dispatcher.
 
-        Composed ops are among them only without policies, which may be for the ops that they call.
+        With policies, composed ops are not among them: a policy may be for an op that a composed op calls.
         """
         if self.recipe is None:
             return frozenset()

@@ -252,8 +252,8 @@ def not_entered(owner: object) -> RuntimeError:
 def current_dtype(device_type: str, default: torch.dtype) -> torch.dtype:
     """Return this thread's fast dtype for a device: the one set in a region or by hand; `default` if none was.
 
-    A thread begins with torch's dtype for the device, which need not be the backend's default. That dtype counts as set
-    where autocast is on, because the kernels obey it there.
+    A thread begins with torch's dtype for the device, which need not be the backend's default. While autocast is on,
+    that dtype is returned even if nobody set it, because the kernels cast to it.
     """
     dtype = machine.dtype(device_type)
     if (

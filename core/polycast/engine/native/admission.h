@@ -70,7 +70,7 @@ struct RegionAdmission {
     sees_all_writes = is_sole_holder && memory_of(weight) == Memory::kTorch;
   }
 
-  // Return whether the cast may be cached for the weight, or for a view of it, and whether it may serve: the same question.
+  // Return whether a cast of the weight, or of a view of it, may be cached and, if it is cached, whether it may be used.
   // (An alias that is made later drops the cast, unless C++ makes it.)
   bool allows(const Tensor& weight, bool for_view) const {
     return (sees_all_writes && count_holders(weight) == (for_view ? 2 : 1)) || (weight.requires_grad() && !for_view);

@@ -9,7 +9,7 @@
 
 namespace {
 
-// The keys between Autocast and a device's own whose kernels only pass on a functional op that needs no autograd.
+// Dispatch keys below Autocast that can be skipped for a functional op which autograd does not record: their kernels only redispatch.
 constexpr c10::DispatchKeySet kSkippableKeys{
     DispatchKey::BackendSelect,
     DispatchKey::ADInplaceOrView,
