@@ -1,5 +1,6 @@
 """The override of a region, from whatever was given as ``policy=`` and ``recipe=``."""
 
+import functools
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,13 @@ _policies: "dict[tuple[Any, ...], Policy]" = {}
 """By the items of mappings, and the path and status of files, the policies that were last read from them."""
 
 
+@functools.cache  # the statement takes longer than the rest of a region
+def _policy_class() -> "type[Policy]":
+    from ..policy.value import Policy  # most regions have no policy
+
+    return Policy
+
+
 def override_of(policy: "PolicyLike | None", device_type: str, recipe: Recipe | None = None) -> Override | None:
     """Return the override of a region for a device; None if there is no policy for its ops and no recipe.
 
@@ -24,9 +32,7 @@ def override_of(policy: "PolicyLike | None", device_type: str, recipe: Recipe | 
     """
     if policy is None:
         return None if recipe is None else make_override(device_type, frozenset(), REGIONS_POLICY, "", recipe, None)
-    from ..policy.value import Policy  # most regions have no policy
-
-    if not isinstance(policy, Policy):
+    if not isinstance(policy, _policy_class()):
         policy = _read(policy)
     if policy.has_module_rules:
         raise ValueError(
@@ -47,8 +53,6 @@ def override_of_ops(
 
 def _read(given: Any) -> "Policy":
     """Return a policy that is given as a mapping or a path; the same one while it says the same."""
-    from ..policy.value import Policy
-
     is_file = isinstance(given, (str, os.PathLike))
     try:
         if is_file:
@@ -60,9 +64,9 @@ def _read(given: Any) -> "Policy":
             key = tuple(given.items())
         found = _policies.get(key)
     except (AttributeError, FileNotFoundError, TypeError):  # not a mapping, no file, or a value without a hash
-        return Policy.of(given)
+        return _policy_class().of(given)
     if found is None:
-        found = Policy.of(given)
+        found = _policy_class().of(given)
         # OpPolicies of other libraries may be defined again, with other overloads.
         if is_file or all(name.startswith("aten::") for name in found.ops.resolved):
             if len(_policies) >= _MAX_POLICIES:

@@ -1,5 +1,7 @@
 """Resolve the arguments of a region to its settings."""
 
+import functools
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 import torch
@@ -63,15 +65,20 @@ def resolve(
             is_lasting = False
         override = None
     else:
-        from .policies import override_of  # most regions have neither
-        from .recipes import checked_recipe
-
-        usable = checked_recipe(recipe, backend, is_on, dtype)
-        override = override_of(policy, name, usable)
+        policies, recipes = _for_overrides()
+        usable = recipes.checked_recipe(recipe, backend, is_on, dtype)
+        override = policies.override_of(policy, name, usable)
         is_lasting = is_lasting and usable is not None and bool(usable.ops)  # else the next one may warn, too
     # A new tuple is cheaper than a call of the class.
     settings = _new_tuple(Settings, (name, is_on, dtype, cache_enabled, override, cache, False))
     return settings, is_lasting
+
+
+@functools.cache  # the statement takes longer than the rest of a region
+def _for_overrides() -> tuple[ModuleType, ModuleType]:
+    from . import policies, recipes  # most regions have neither
+
+    return policies, recipes
 
 
 def _find_backend(device_type: object) -> Backend:
