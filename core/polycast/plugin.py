@@ -14,7 +14,7 @@
   :func:`drift_of` of a backend; :func:`decide`, :func:`explain_op` and :func:`why_disabled` of a region;
   :func:`find_op`; :func:`dtype_name` and :func:`read_dtype`; :func:`all_recipes` and :func:`read_recipe`. The types of
   arguments: :data:`RecipeLike`, :data:`PolicyLike`. The base of what tools return: :class:`Result`.
-- The region of another library: :class:`Region`.
+- The region of another library: :class:`LibraryRegion`.
 - Around code: :func:`disable_autocast`, :func:`disable_dynamo`, :func:`hold_during_fork`; :class:`InstanceForward` of a
   module. What happens in it: :class:`events`, :class:`Event`.
 
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from .region.explain_op import decide as decide
     from .region.explain_op import explain_op as explain_op
     from .region.instance_forward import InstanceForward as InstanceForward
-    from .region.region import Region as Region
+    from .region.library_region import LibraryRegion as LibraryRegion
     from .region.resolve import why_disabled as why_disabled
     from .registry.backend import Availability as Availability
     from .registry.backend import Backend as Backend
@@ -92,6 +92,7 @@ _PLACES = {
     "InstalledPlugin": "policy.manifests",
     "InstanceForward": "region.instance_forward",
     "KernelPlan": "engine.recipes.kernel_plan",
+    "LibraryRegion": "region.library_region",
     "LowBitKernel": "registry.backend",
     "LowBitMatmul": "registry.low_bit_matmul",
     "NativeLibrary": "engine.native_library",
@@ -101,7 +102,6 @@ _PLACES = {
     "PolicyLike": "policy.value",
     "Recipe": "policy.recipe_base",
     "RecipeLike": "policy.recipe",
-    "Region": "region.region",
     "Result": "policy.result",
     "STANDARD_POLICIES": "policy.standard",
     "STANDARD_REMEDIES": "policy.standard",

@@ -23,7 +23,7 @@ def html_lines(lines: Iterable[str]) -> str:
 
 
 def _escape(text: str) -> str:
-    import html  # imported here, as a script may have an html.py beside it
+    import html  # imported here, as a script may have a module of this name beside it
 
     return html.escape(text)
 

@@ -17,7 +17,16 @@ from torch.compiler import is_dynamo_compiling
 
 from polycast import autocast, custom_bwd, custom_fwd, is_autocast_available
 from polycast.errors import BackendNotFoundError
-from polycast.plugin import Change, Feature, Patch, Region, disable_dynamo, get_backend, hold_during_fork, torch_name
+from polycast.plugin import (
+    Change,
+    Feature,
+    LibraryRegion,
+    Patch,
+    disable_dynamo,
+    get_backend,
+    hold_during_fork,
+    torch_name,
+)
 
 from .overrides import RunOverrides
 
@@ -38,7 +47,7 @@ _torch_functions = {
 }
 
 
-class PatchedRegion(Region):
+class PatchedRegion(LibraryRegion):
     """A region that was made by one of torch's names."""
 
     overrides: ClassVar[RunOverrides | None] = None

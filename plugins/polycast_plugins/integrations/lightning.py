@@ -98,7 +98,7 @@ class Observe(Callback):
         steps: the number of steps.
 
     Attributes:
-        observation: the :class:`polycast.Observation`; None before the first step.
+        observation: the :class:`polycast_plugins.observe.Observation`; None before the first step.
 
     Raises:
         TypeError: `first` or `steps` is not an int.

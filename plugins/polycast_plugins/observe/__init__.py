@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from .records import Op as Op
     from .records import Region as Region
     from .remedies import Flow as Flow
-    from .run_history import RunFinding as RunFinding
+    from .run_findings import RunFinding as RunFinding
     from .step_log import RandomState as RandomState
     from .step_log import StepLog as StepLog
     from .step_records import Origin as Origin
@@ -80,7 +80,7 @@ _PLACES = {
     "RecordingGradScaler": "grad_scaler",
     "Region": "records",
     "Run": "facts",
-    "RunFinding": "run_history",
+    "RunFinding": "run_findings",
     "ScalarWriter": "conversions",
     "ScalerHistory": "step_records",
     "SkippedStep": "step_records",

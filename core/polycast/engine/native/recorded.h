@@ -1,4 +1,4 @@
-// Autograd functions for matmuls and convolutions in float32, and for fused attention: engine/fastest/autograd_functions.py and attention.py, in
+// Autograd functions for matmuls and convolutions in float32, and for fused attention: fastest/autograd_functions.py and attention.py, in
 // C++. They save the casts of the operands, so that either may be written before the backward.
 
 #pragma once

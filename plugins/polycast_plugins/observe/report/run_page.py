@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from ..run_history import RunFinding, findings_of_run, skipped_rows
+from ..run_findings import RunFinding, findings_of_run, skipped_rows
 from ..step_records import SkippedStep, StepRecord
 
 WIDTH, HEIGHT = 1000, 100

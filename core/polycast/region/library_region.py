@@ -1,4 +1,4 @@
-"""`Region`: the base class of regions that stand in for those of another library."""
+"""`LibraryRegion`: the base class of regions that stand in for those of another library."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -17,15 +17,15 @@ from .suspend import Suspendable
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
-class Region(autocast):
+class LibraryRegion(autocast):
     """A region that stands in for one of another library, and is asked at each entry what to enter.
 
     torch.export records the region itself, not what it enters.
 
     Example:
         >>> import torch, polycast
-        >>> from polycast.plugin import Region
-        >>> class InFloat16(Region):
+        >>> from polycast.plugin import LibraryRegion
+        >>> class InFloat16(LibraryRegion):
         ...     def entered(self):
         ...         return polycast.autocast(self.device, torch.float16)
         >>> with InFloat16("cpu"):

@@ -1,4 +1,4 @@
-"""`polycast.plugin.Region`: a region that is asked at each entry what to enter."""
+"""`polycast.plugin.LibraryRegion`: a region that is asked at each entry what to enter."""
 
 import contextlib
 
@@ -6,12 +6,12 @@ import pytest
 import torch
 
 import polycast
-from polycast.plugin import Region
+from polycast.plugin import LibraryRegion
 
 pytestmark = pytest.mark.usefixtures("engine")
 
 
-class Rewritten(Region):
+class Rewritten(LibraryRegion):
     """Enters what `now` is."""
 
     now = None
