@@ -74,7 +74,7 @@ stress: $(VENV)/polycast.stamp
 # locks over a fork. So is a test of memory: AddressSanitizer does not return freed memory. setarch turns off address
 # randomization, which ThreadSanitizer does not support.
 SANITIZED ?= tests/core/engine tests/plugins/observe tests/core/region
-SANITIZED_OPS ?= $(wildcard tests/backends/test_int*.py) tests/backends/test_few_rows.py
+SANITIZED_OPS ?= $(wildcard tests/plugins/quantize/test_int*.py) tests/plugins/quantize/test_few_rows.py
 RACE_STEPS ?= 1000
 preloading = XDG_CACHE_HOME="$(abspath $(VENV))/$(1)" \
 	LD_PRELOAD="$$($(CXX) -print-file-name=lib$(1).so) $$($(CXX) -print-file-name=libstdc++.so)"

@@ -8,7 +8,7 @@ from polycast_plugins.quantize.cuda.float8 import Float8Matmul
 from polycast_plugins.quantize.cuda.float8_cast import cast_rows, cast_with_aten
 from polycast_plugins.testing.low_bit import assert_within
 
-from ..backends.low_bit_calls import float8_product, run_kernel
+from ..plugins.quantize.low_bit_calls import float8_product, run_kernel
 
 ROWS = polycast.plugin.check_recipe(polycast.plugin.get_backend("cuda"), polycast.Float8())
 TENSORS = polycast.plugin.check_recipe(polycast.plugin.get_backend("cuda"), polycast.Float8(scales="tensor"))
