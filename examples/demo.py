@@ -170,7 +170,7 @@ def demonstrate(device: str, dtype: torch.dtype) -> list[str]:
         print(f"{layer:18}", *(f"{run.dtypes[layer]:18}" for run in runs.values()))
 
     modes: tuple[str, ...] = TRAINED
-    if polycast.plugin.check_recipe(polycast.plugin.get_backend(device), polycast.Int8()):
+    if polycast.plugin.check(polycast.plugin.get_backend(device), polycast.Int8()):
         modes += (INT8,)
         int8_accuracy = accuracy_of(runs[FLOAT32].network, digits, region(INT8, device, dtype))
     print(f"\nInference, {ROWS} rows through {LAYERS} layers of {FEATURES} x {FEATURES}:", flush=True)

@@ -3,17 +3,17 @@
 - A device: :class:`Backend`, :class:`Availability`, the hook marker :data:`hookimpl`; :func:`get_backend`,
   :func:`register_backend`, :func:`unregister_backend`, :func:`refresh`.
 - What is added to a device of another package: :class:`Extension`, :func:`get_extensions`.
-- Its op table: :class:`CastPolicy`, :func:`policy_table`, :data:`STANDARD_POLICIES`, :data:`STANDARD_REMEDIES`.
+- Its op table: :func:`policy_table`, :data:`STANDARD_POLICIES`, :data:`STANDARD_REMEDIES`.
 - A recipe, and kernels for recipes: :class:`Recipe`, :class:`Plan`, :class:`KernelPlan`, :class:`LowBitKernel`,
   :class:`LowBitMatmul`, :func:`recipe_kernels`, :func:`float32_products`, :func:`load_ops`.
 - C++ that works on the native engine: :class:`NativeLibrary`; the engine: :func:`choose_engine`.
 - What a distribution adds besides devices: :class:`Plugin`, and :func:`lazy_names` for its package; what the installed
-  ones add: :func:`manifests` (:class:`InstalledPlugin`), :func:`find_in_manifests`.
-- A change to torch: :class:`Feature`, :class:`Change`, :class:`Patch`; a private name of torch: :func:`torch_name`.
-- Questions: :func:`check_availability`, :func:`check_dtype`, :func:`check_recipe`, :func:`find_slow_reason` and
-  :func:`drift_of` of a backend; :func:`decide`, :func:`explain_op` and :func:`why_disabled` of a region;
-  :func:`find_op`; :func:`dtype_name` and :func:`read_dtype`; :func:`all_recipes` and :func:`read_recipe`. The types of
-  arguments: :data:`RecipeLike`, :data:`PolicyLike`. The base of what tools return: :class:`Result`.
+  ones add: :func:`manifests`.
+- A change to torch: :class:`Feature`, :class:`Patch`; a private name of torch: :func:`torch_name`.
+- Questions: :func:`check`, :func:`find_slow_reason` and :func:`drift_of` of a backend; :func:`decide`,
+  :func:`explain_op` and :func:`why_disabled` of a region; :func:`find_op`; :func:`dtype_name` and :func:`read_dtype`;
+  :func:`all_recipes` and :func:`read_recipe`. The types of arguments: :data:`RecipeLike`, :data:`PolicyLike`. The base
+  of what tools return: :class:`Result`.
 - The region of another library: :class:`LibraryRegion`.
 - Around code: :func:`disable_autocast`, :func:`disable_dynamo`, :func:`hold_during_fork`; :class:`InstanceForward` of a
   module. What happens in it: :class:`events`, :class:`Event`.
@@ -38,12 +38,9 @@ if TYPE_CHECKING:
     from .engine.register_backend import refresh as refresh
     from .engine.register_backend import register_backend as register_backend
     from .engine.register_backend import unregister_backend as unregister_backend
-    from .policy.cast_policy import CastPolicy as CastPolicy
     from .policy.cast_policy import policy_table as policy_table
     from .policy.dtypes import dtype_name as dtype_name
-    from .policy.manifests import InstalledPlugin as InstalledPlugin
     from .policy.manifests import Plugin as Plugin
-    from .policy.manifests import find_in_manifests as find_in_manifests
     from .policy.manifests import manifests as manifests
     from .policy.names import read_dtype as read_dtype
     from .policy.recipe import RecipeLike as RecipeLike
@@ -64,32 +61,26 @@ if TYPE_CHECKING:
     from .registry.backend import Backend as Backend
     from .registry.backend import Extension as Extension
     from .registry.backend import LowBitKernel as LowBitKernel
-    from .registry.checks import check_availability as check_availability
-    from .registry.checks import check_dtype as check_dtype
     from .registry.checks import find_slow_reason as find_slow_reason
     from .registry.hookspecs import hookimpl as hookimpl
     from .registry.low_bit_matmul import LowBitMatmul as LowBitMatmul
     from .registry.matmul_kernels import float32_products as float32_products
-    from .registry.recipe_kernels import check_recipe as check_recipe
+    from .registry.recipe_kernels import check as check
     from .registry.recipe_kernels import recipe_kernels as recipe_kernels
     from .registry.registry import get_backend as get_backend
     from .registry.registry import get_extensions as get_extensions
     from .toolchain.load_ops import load_ops as load_ops
     from .torch_internals.dispatcher import disable_autocast as disable_autocast
     from .torch_internals.lookup import torch_name as torch_name
-    from .torch_internals.patcher import Change as Change
     from .torch_internals.patcher import Feature as Feature
     from .torch_internals.patcher import Patch as Patch
 
 _PLACES = {
     "Availability": "registry.backend",
     "Backend": "registry.backend",
-    "CastPolicy": "policy.cast_policy",
-    "Change": "torch_internals.patcher",
     "Event": "common.events",
     "Extension": "registry.backend",
     "Feature": "torch_internals.patcher",
-    "InstalledPlugin": "policy.manifests",
     "InstanceForward": "region.instance_forward",
     "KernelPlan": "engine.recipes.kernel_plan",
     "LibraryRegion": "region.library_region",
@@ -106,9 +97,7 @@ _PLACES = {
     "STANDARD_POLICIES": "policy.standard",
     "STANDARD_REMEDIES": "policy.standard",
     "all_recipes": "policy.recipe",
-    "check_availability": "registry.checks",
-    "check_dtype": "registry.checks",
-    "check_recipe": "registry.recipe_kernels",
+    "check": "registry.recipe_kernels",
     "choose_engine": "engine.choice",
     "decide": "region.explain_op",
     "disable_autocast": "torch_internals.dispatcher",
@@ -117,7 +106,6 @@ _PLACES = {
     "dtype_name": "policy.dtypes",
     "events": "common.events",
     "explain_op": "region.explain_op",
-    "find_in_manifests": "policy.manifests",
     "find_op": "policy.schemas",
     "find_slow_reason": "registry.checks",
     "float32_products": "registry.matmul_kernels",

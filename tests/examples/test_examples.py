@@ -120,7 +120,7 @@ def test_a_server_finds_the_casts_of_its_weights_and_casts_them_again_after_an_u
 def test_processes_serve_tokens_from_one_saved_cache(run):
     for module in ("fastapi", "uvicorn", "transformers"):
         pytest.importorskip(module, reason=f"{module} is in the extra 'serve'")
-    if not polycast.plugin.check_recipe(polycast.plugin.get_backend("cpu"), polycast.Int8()):
+    if not polycast.plugin.check(polycast.plugin.get_backend("cpu"), polycast.Int8()):
         pytest.skip("the processor or the compiler offers no int8 here")
     arguments = ("--port", "0", "--processes", "2", "--try", "4")
     printed = run("serve_llama.py", *arguments, warnings="ignore")  # transformers and uvicorn have some of their own

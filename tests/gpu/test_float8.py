@@ -10,8 +10,8 @@ from polycast_plugins.testing.low_bit import assert_within
 
 from ..plugins.quantize.low_bit_calls import float8_product, run_kernel
 
-ROWS = polycast.plugin.check_recipe(polycast.plugin.get_backend("cuda"), polycast.Float8())
-TENSORS = polycast.plugin.check_recipe(polycast.plugin.get_backend("cuda"), polycast.Float8(scales="tensor"))
+ROWS = polycast.plugin.check(polycast.plugin.get_backend("cuda"), polycast.Float8())
+TENSORS = polycast.plugin.check(polycast.plugin.get_backend("cuda"), polycast.Float8(scales="tensor"))
 pytestmark = pytest.mark.skipif(not TENSORS, reason=f"no float8 here: {TENSORS.reason}")
 
 

@@ -10,7 +10,7 @@ import polycast
 
 from .graphs import captured_call
 
-FLOAT8 = polycast.plugin.check_recipe(polycast.plugin.get_backend("cuda"), polycast.Float8())
+FLOAT8 = polycast.plugin.check(polycast.plugin.get_backend("cuda"), polycast.Float8())
 pytestmark = [
     pytest.mark.usefixtures("engine"),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),

@@ -5,7 +5,8 @@ from types import MappingProxyType
 
 import torch
 
-from polycast.plugin import CastPolicy, policy_table
+from polycast import CastPolicy
+from polycast.plugin import policy_table
 
 from .instructions import has_bfloat16_lstm
 

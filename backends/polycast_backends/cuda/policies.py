@@ -2,7 +2,8 @@
 
 import torch
 
-from polycast.plugin import STANDARD_POLICIES, CastPolicy, policy_table
+from polycast import CastPolicy
+from polycast.plugin import STANDARD_POLICIES, policy_table
 
 # New in torch 2.14.
 _IF_TORCH_HAS_IT = ("aten::linalg_matrix_sqrth",) if hasattr(torch.ops.aten, "linalg_matrix_sqrth") else ()

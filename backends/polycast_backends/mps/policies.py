@@ -4,7 +4,8 @@ It differs from that of other accelerators. Reductions such as sum and softmax h
 `dtype` set, and so has conv_transpose3d. Interpolation is not in it, and no op is banned.
 """
 
-from polycast.plugin import CastPolicy, policy_table
+from polycast import CastPolicy
+from polycast.plugin import policy_table
 
 POLICIES = policy_table(
     {

@@ -118,6 +118,25 @@ class InstalledPlugin(NamedTuple):
             raise RuntimeError(f"{path} cannot be imported. {problem}{needs}") from error
 
 
+class Manifests(tuple[InstalledPlugin, ...]):
+    """The installed plugins."""
+
+    def find(self, table: str, name: str) -> Any:
+        """Return the object with a name in a table of a manifest, such as ``recipes``; None if there is none.
+
+        polycast's own plugins take precedence over others.
+
+        Raises:
+            RuntimeError: several plugins have one, or it cannot be imported.
+        """
+        offers = [each for each in self if name in getattr(each.plugin, table)]
+        offers = [each for each in offers if each.is_own] or offers
+        if len(offers) > 1:
+            plugins = ", ".join(f"{each.name} ({each.distribution})" for each in offers)
+            raise RuntimeError(f"Several plugins have {name!r} in {table}: {plugins}. Uninstall all but one.")
+        return next((each.resolve(getattr(each.plugin, table)[name]) for each in offers), None)
+
+
 class PluginFunction(NamedTuple):
     """A function of a plugin, and its ``module:function``."""
 
@@ -136,20 +155,28 @@ class PluginFunction(NamedTuple):
 
 _lock = threading.RLock()
 hold_during_fork(lambda: [_lock])  # a child that is forked during an import could never finish it
-_manifests: list[InstalledPlugin] | None = None
+_manifests: Manifests | None = None
 _is_reading = False
 
 
-def manifests() -> Sequence[InstalledPlugin]:
-    """Return the manifests of the installed plugins, and warn of broken ones; none while they are read."""
+def manifests() -> Manifests:
+    """Return the installed plugins with their manifests, and warn of broken ones; none while they are read.
+
+    Returns:
+        A tuple. Each item has the `name` of an entry point, its `distribution` and the `version` of that, the manifest
+        `plugin`, empty if it is broken, and `problem`: why it is broken, and what to do. Its method ``resolve(path)``
+        imports an object, given as ``module:attribute``. The tuple's ``find(table, name)`` returns the object with a
+        name in a table of a manifest, such as ``recipes``, or None. Both raise RuntimeError if an object cannot be
+        imported, and ``find`` also if several plugins have one.
+    """
     global _manifests, _is_reading
     if _manifests is None:
         with _lock:
             if _is_reading:  # the module of a manifest asks
-                return ()
+                return Manifests()
             _is_reading = True
             try:
-                _manifests = list(_read())
+                _manifests = Manifests(_read())
             finally:
                 _is_reading = False
     return _manifests
@@ -203,19 +230,3 @@ def functions(table: str) -> Sequence[PluginFunction]:
             except RuntimeError as error:
                 warn_user(str(error))
     return found
-
-
-def find_in_manifests(table: str, name: str) -> Any:
-    """Return the object with a name in a table of a plugin's manifest, such as ``recipes``; None if there is none.
-
-    polycast's own plugins take precedence over others.
-
-    Raises:
-        RuntimeError: several plugins have one, or it cannot be imported.
-    """
-    offers = [each for each in manifests() if name in getattr(each.plugin, table)]
-    offers = [each for each in offers if each.is_own] or offers
-    if len(offers) > 1:
-        plugins = ", ".join(f"{each.name} ({each.distribution})" for each in offers)
-        raise RuntimeError(f"Several plugins have {name!r} in {table}: {plugins}. Uninstall all but one.")
-    return next((each.resolve(getattr(each.plugin, table)[name]) for each in offers), None)

@@ -32,7 +32,7 @@ def find(name: str) -> Any:
         AttributeError: no installed plugin has it.
         RuntimeError: several plugins have it, or it cannot be imported.
     """
-    found = manifests.find_in_manifests("names", name)
+    found = manifests.manifests().find("names", name)
     if found is None:
         plugin = next((plugin for plugin, own in _OWN.items() if name in own), None)
         remedy = f": it is of the plugin {plugin!r}, which is not installed. Install polycast again" if plugin else ""

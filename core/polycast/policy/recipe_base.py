@@ -267,7 +267,7 @@ def find_kind(name: str) -> type[Recipe] | None:
     from . import manifests  # most programs use no recipe
 
     importlib.import_module(".recipe", __package__)  # defines those that come with polycast
-    found = None if name in kinds else manifests.find_in_manifests("recipes", name)  # which imports it
+    found = None if name in kinds else manifests.manifests().find("recipes", name)  # which imports it
     if found is not None and name not in kinds:
         raise RuntimeError(
             f"A plugin names {found!r} as the recipe {name!r}, whose kind is another. Repair the plugin."

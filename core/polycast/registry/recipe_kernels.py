@@ -3,10 +3,12 @@
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+import torch
+
 from ..policy.recipe_base import Recipe
 from ..torch_internals.callers_state import call_outside
 from .backend import Availability, Backend, Extension, LowBitKernel, no_kernels
-from .checks import ask_recipe
+from .checks import ask_recipe, check_availability, check_dtype
 from .registry import registry
 
 
@@ -15,6 +17,21 @@ class Offer(NamedTuple):
 
     kernel: LowBitKernel
     by: Extension
+
+
+def check(backend: Backend, wanted: torch.dtype | Recipe | None = None) -> Availability:
+    """Return whether the device of a backend can be used; or whether it supports a fast dtype, or a recipe.
+
+    An affirmative answer is kept; after any other, the backend is asked again. One that raises does not support it. For
+    a recipe, the extensions of the device are asked too, until one of them, or the backend, has kernels.
+
+    Args:
+        backend: the backend.
+        wanted: the dtype or the recipe; None: the device itself.
+    """
+    if isinstance(wanted, Recipe):
+        return check_recipe(backend, wanted)
+    return check_availability(backend) if wanted is None else check_dtype(backend, wanted)
 
 
 def check_recipe(backend: Backend, recipe: Recipe) -> Availability:

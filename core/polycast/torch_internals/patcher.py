@@ -26,14 +26,7 @@ _NOTHING = object()
 
 
 class Change(NamedTuple):
-    """A change to a module of torch.
-
-    Attributes:
-        module: the module, which is changed at its import, and not imported for it.
-        names: what is replaced: attributes of the module and of its classes, as dotted names; ``*`` matches any.
-        function: a function, or its name, ``module:function``, imported when needed. It is called with a
-            :class:`Patch`, checks that the module is the expected one, raises otherwise, and replaces the names.
-    """
+    """A change to a module of torch; see :class:`Feature`."""
 
     module: str
     names: tuple[str, ...]
@@ -47,7 +40,11 @@ class Feature:
     Attributes:
         name: the name in a bug report.
         lost: what users lose if torch cannot be changed, for the warning; if empty, the error is raised instead.
-        changes: the changes, in order.
+        changes: the changes, in order, each a tuple of a module, names and a function. The module is changed at its
+            import, and not imported for it. The names say what is replaced: attributes of the module and of its
+            classes, as dotted names; ``*`` matches any. The function, or its name, ``module:function``, imported when
+            needed, is called with a :class:`Patch`, checks that the module is the expected one, raises otherwise, and
+            replaces the names.
         on_refusal: a function, or its name, ``module:function``, called with the reason instead of warning.
         on_undo: the same, called without arguments when the feature has been undone.
         outlives_uninstall: whether the feature lasts as long as a block or an object of the user, so that
@@ -56,7 +53,7 @@ class Feature:
 
     name: str
     lost: str
-    changes: tuple[Change, ...]
+    changes: "Sequence[tuple[str, tuple[str, ...], str | Callable[[Patch], object]]]"
     on_refusal: "str | Callable[[str], object]" = ""
     on_undo: "str | Callable[[], object]" = ""
     outlives_uninstall: bool = False
@@ -170,7 +167,7 @@ class Patcher(MetaPathFinder):
             patch = self._patches.get(feature)
             if patch is None:
                 patch = Patch()
-                patch.waiting = {change.module: change for change in feature.changes}
+                patch.waiting = {change.module: change for change in map(Change._make, feature.changes)}
                 self._patches[feature] = patch
                 if self not in sys.meta_path:
                     sys.meta_path.insert(0, self)

@@ -11,7 +11,7 @@ from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
 from polycast import __version__
-from polycast.plugin import find_in_manifests, manifests
+from polycast.plugin import manifests
 
 from .terminal import library_errors, plain_warnings, stdout_for_json
 
@@ -64,7 +64,7 @@ class _Commands(Mapping[str, Any]):
     def __getitem__(self, name: str) -> Any:
         with library_errors():
             try:
-                found = find_in_manifests("commands", name)
+                found = manifests().find("commands", name)
             except RuntimeError as error:  # the other commands work
                 found = _unusable(str(error))
         if found is None:

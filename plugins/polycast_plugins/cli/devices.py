@@ -1,16 +1,16 @@
 """``polycast devices``: list the backends."""
 
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.text import Text
 
 from polycast import BackendStatus, Float8, Int4, Int8, backends
 from polycast.errors import BackendBrokenError
-from polycast.plugin import InstalledPlugin, check_recipe, dtype_name, get_backend, manifests
+from polycast.plugin import check, dtype_name, get_backend, manifests
 from polycast.registry.registry import registry
 
 from .compiled import origins
@@ -53,7 +53,7 @@ class ListedDevice:
             return []
         backend = get_backend(self.status.device_type)
         try:
-            answers = {recipe.kind: check_recipe(backend, recipe) for recipe in (Int8(), Int4(), Float8())}
+            answers = {recipe.kind: check(backend, recipe) for recipe in (Int8(), Int4(), Float8())}
         except Warning as error:  # a filter turned it into an error
             return [f"recipe_availability() raised {type(error).__name__}: {error}"]
         return [
@@ -62,13 +62,15 @@ class ListedDevice:
 
     def remarks(self) -> dict[str, str | None]:
         """Return what plugins say about the device, by key; None if they say nothing."""
-        return {key: self._remark(each, path) for each in manifests() for key, path in each.plugin.devices.items()}
+        return {
+            key: self._remark(each.resolve, path) for each in manifests() for key, path in each.plugin.devices.items()
+        }
 
-    def _remark(self, plugin: InstalledPlugin, path: str) -> str | None:
+    def _remark(self, resolve: Callable[[str], Any], path: str) -> str | None:
         if self.status.state != "ready":
             return None
         try:
-            remark: str | None = plugin.resolve(path)(self.status.device_type)
+            remark: str | None = resolve(path)(self.status.device_type)
         except Exception as error:  # a plugin may raise anything
             return f"{path} raised {type(error).__name__}: {error}"
         return remark

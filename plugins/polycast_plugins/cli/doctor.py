@@ -20,7 +20,7 @@ import torch
 import typer
 
 from polycast import WeightCache, __version__, autocast, backends
-from polycast.plugin import Feature, InstalledPlugin, choose_engine, manifests
+from polycast.plugin import Feature, choose_engine, manifests
 
 from .compiled import origins
 from .cpu_info import cpu_info, processor_name
@@ -205,14 +205,16 @@ def _plugins() -> Iterator[dict[str, object]]:
         }
 
 
-def _lines_of(plugin: InstalledPlugin, path: str) -> Iterator[str]:
-    yield from plugin.resolve(path)()
+def _lines_of(resolve: Callable[[str], Any], path: str) -> Iterator[str]:
+    yield from resolve(path)()
 
 
 def _sections() -> Mapping[str, Callable[[], Any]]:
     """Return a function for each section that returns, or yields, JSON values; the last ones import plugins."""
     of_plugins = {
-        title: partial(_lines_of, each, path) for each in manifests() for title, path in each.plugin.doctor.items()
+        title: partial(_lines_of, each.resolve, path)
+        for each in manifests()
+        for title, path in each.plugin.doctor.items()
     }
     return {
         "versions": _versions,

@@ -8,7 +8,7 @@ import torch
 from typing_extensions import Self
 
 from polycast import autocast_nesting
-from polycast.plugin import Change, Feature, Patch, hold_during_fork
+from polycast.plugin import Feature, Patch, hold_during_fork
 
 from . import shim
 
@@ -109,6 +109,6 @@ def _wrap_modules(patch: Patch) -> None:
 WRAP = Feature(
     "polycast run --wrap",
     "",
-    (Change("torch.nn", ("torch.nn.Module.__call__",), _wrap_modules),),
+    (("torch.nn", ("torch.nn.Module.__call__",), _wrap_modules),),
     outlives_uninstall=True,
 )

@@ -10,15 +10,7 @@ import torch
 import typer
 
 from polycast import Policy, backends, observe
-from polycast.plugin import (
-    check_availability,
-    check_dtype,
-    choose_engine,
-    dtype_name,
-    get_backend,
-    read_dtype,
-    read_recipe,
-)
+from polycast.plugin import check, choose_engine, dtype_name, get_backend, read_dtype, read_recipe
 from polycast_plugins.cli import check_output, library_errors
 
 from .observing import ObservedOutput
@@ -133,9 +125,9 @@ def _parse_wrap(text: str) -> tuple[str, torch.dtype | None]:
         raise ValueError(
             f"--wrap {text}: {error}. Expected DEVICE or DEVICE:DTYPE; {device} supports {supported}."
         ) from None
-    answer = check_availability(backend)
+    answer = check(backend)
     if answer.available and dtype is not None:
-        answer = check_dtype(backend, dtype)
+        answer = check(backend, dtype)
     if not answer.available:
         raise ValueError(f"--wrap {text}: {answer.reason}.")
     return backend.device_type, dtype

@@ -18,7 +18,6 @@ from torch.compiler import is_dynamo_compiling
 from polycast import autocast, custom_bwd, custom_fwd, is_autocast_available
 from polycast.errors import BackendNotFoundError
 from polycast.plugin import (
-    Change,
     Feature,
     LibraryRegion,
     Patch,
@@ -255,7 +254,7 @@ PATCH_TORCH = Feature(
     "patch_torch",
     "",
     (
-        Change(
+        (
             "torch.amp.autocast_mode",
             (
                 "torch.amp.autocast_mode.autocast.__init__",
@@ -274,7 +273,7 @@ EXIT = Feature(  # lasts longer, until regions of subclasses that were entered w
     "patched __exit__",
     "",
     (
-        Change(
+        (
             "torch.amp.autocast_mode",
             ("torch.amp.autocast_mode.autocast.__exit__",),
             lambda patch: patch.replace(TorchAutocast, "__exit__", _exit),

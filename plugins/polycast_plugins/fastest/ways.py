@@ -6,17 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from polycast.common.interrupts import raise_if_callers
-from polycast.plugin import (
-    Backend,
-    LowBitKernel,
-    Recipe,
-    all_recipes,
-    check_availability,
-    check_dtype,
-    check_recipe,
-    dtype_name,
-    recipe_kernels,
-)
+from polycast.plugin import Backend, LowBitKernel, Recipe, all_recipes, check, dtype_name, recipe_kernels
 from polycast.registry.checks import PLUGIN_ERRORS
 
 from .measurement import Omission
@@ -43,17 +33,17 @@ def ways_of(backend: Backend) -> tuple[list[MeasuredWay], list[Omission]]:
     """Return the ways that a backend offers, and why others are not available. This may compile C++."""
     ways = [MeasuredWay("float32", torch.float32, backend.default_dtype)]
     omitted = []
-    available = check_availability(backend)
+    available = check(backend)
     if not available:
         raise RuntimeError(f"{backend.device_type} cannot be measured: {available.reason}")
     for dtype in backend.supported_dtypes():
-        answer = check_dtype(backend, dtype)
+        answer = check(backend, dtype)
         if answer:
             ways.append(MeasuredWay(dtype_name(dtype), dtype, dtype))
         else:
             omitted.append(Omission("all ops", dtype_name(dtype), answer.reason))
     for recipe in all_recipes():
-        answer = check_recipe(backend, recipe)
+        answer = check(backend, recipe)
         if not answer:
             omitted.append(Omission("all ops", recipe.kind, answer.reason))
             continue

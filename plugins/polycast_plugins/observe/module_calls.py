@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from polycast.plugin import Change, Event, Feature, Patch
+from polycast.plugin import Event, Feature, Patch
 
 from .observer_library import load_observer
 from .recorder import ModuleName, Observer, Recorder
@@ -40,7 +40,7 @@ _COMPILATIONS = Feature(
     "compilations",
     "polycast.observe also counts ops that the compiler runs.",
     (
-        Change(
+        (
             "torch._dynamo.callback",
             ("torch._dynamo.callback.CompilationCallbackHandler.install_callbacks",),
             _notify_of_compilations,

@@ -13,7 +13,7 @@ import torch
 from torch.overrides import has_torch_function
 
 from polycast.errors import BackendNotFoundError, InvalidBackendError
-from polycast.plugin import check_availability, disable_autocast, get_backend, torch_name
+from polycast.plugin import check, disable_autocast, get_backend, torch_name
 
 if TYPE_CHECKING:
     from torch._ops import OpOverload
@@ -216,7 +216,7 @@ def _kernel(op: OpOverload, dtype: torch.dtype, tensors: Sequence[torch.Tensor])
 @_constant_to_dynamo
 def _usable(device_type: str) -> bool:
     try:
-        return check_availability(get_backend(device_type)).available
+        return check(get_backend(device_type)).available
     except BackendNotFoundError:
         return False
 

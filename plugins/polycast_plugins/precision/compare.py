@@ -16,7 +16,7 @@ import torch
 
 from polycast import NoRecipe, Policy, apply_policy, autocast
 from polycast.errors import warn_user
-from polycast.plugin import PolicyLike, Recipe, RecipeLike, check_recipe, get_backend, read_recipe, why_disabled
+from polycast.plugin import PolicyLike, Recipe, RecipeLike, check, get_backend, read_recipe, why_disabled
 from polycast_plugins.observe import RandomState
 
 from .calls import Calls, ModelCall, calls_of, device_of, run_eagerly, tensors_of
@@ -176,7 +176,7 @@ def enabled_region(
     if refusal is not None:
         raise RuntimeError(refusal.replace("Disabling autocast.", "An enabled region is needed.", 1))
     if recipe is not None:
-        answer = check_recipe(backend, recipe)
+        answer = check(backend, recipe)
         if not answer:
             raise RuntimeError(f"{recipe!r} cannot be used on {region.device}: {answer.reason}")
     return autocast(device_type, region.fast_dtype, policy=policy, recipe=recipe)

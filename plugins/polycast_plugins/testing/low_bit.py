@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from polycast.plugin import Backend, LowBitKernel, Recipe, all_recipes, check_recipe, find_op
+from polycast.plugin import Backend, LowBitKernel, Recipe, all_recipes, check, find_op
 
 
 def recipes() -> dict[str, Recipe]:
@@ -32,7 +32,7 @@ def for_any_size(recipe: Recipe, **options: Any) -> Recipe:
 
 def offered_recipes(backend: Backend) -> list[str]:
     """Return the names of the recipes that a device supports now."""
-    return [name for name, recipe in recipes().items() if check_recipe(backend, recipe)]
+    return [name for name, recipe in recipes().items() if check(backend, recipe)]
 
 
 @dataclass(frozen=True)

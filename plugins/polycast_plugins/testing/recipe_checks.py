@@ -13,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_map_only
 
 from polycast import CastPolicy, WeightCache, autocast
-from polycast.plugin import Backend, LowBitKernel, Recipe, check_recipe, events, find_op, recipe_kernels
+from polycast.plugin import Backend, LowBitKernel, Recipe, check, events, find_op, recipe_kernels
 
 from .contract import answer_of
 from .low_bit import LINEAR_OPS, LinearOp, assert_within, for_any_size, recipes, run_prepacked
@@ -276,7 +276,7 @@ def _supported(backend: Backend, name: str | None) -> Recipe:
     if name is None:
         pytest.skip(f"{backend.device_type} supports no recipe")
     recipe = recipes()[name]
-    answer = check_recipe(backend, recipe)
+    answer = check(backend, recipe)
     if not answer:
         pytest.skip(f"{backend.device_type} has no {name}: {answer.reason}")
     return recipe

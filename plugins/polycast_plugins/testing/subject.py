@@ -12,7 +12,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 from polycast import autocast, autocast_nesting, install
-from polycast.plugin import Availability, Backend, check_availability, dtype_name, get_backend, torch_name
+from polycast.plugin import Availability, Backend, check, dtype_name, get_backend, torch_name
 
 from . import expected
 from .samples import Sample
@@ -59,7 +59,7 @@ class Subject:
     def opened(self) -> Iterator["Device"]:
         """Open the device for a check, with polycast's kernels installed; skip the check if it is absent."""
         backend = self.get_backend()
-        available = check_availability(backend)
+        available = check(backend)
         if not (available or self.fake):
             pytest.skip(
                 f"{backend.device_type} is not available: {available.reason}. Set fake = True (--polycast-fake) to "

@@ -34,7 +34,7 @@ PRODUCTS = [
     lambda weight: torch.nn.functional.linear(X, weight[:2]),
     lambda weight: torch.matmul(X, weight.chunk(2, dim=1)[1]),
 ]
-HAS_INT8 = bool(polycast.plugin.check_recipe(polycast.plugin.get_backend("cpu"), polycast.Int8()))
+HAS_INT8 = bool(polycast.plugin.check(polycast.plugin.get_backend("cpu"), polycast.Int8()))
 FLOAT32 = polycast.DeviceProfile(  # where float32 is the fastest, so that "fastest" records products without Python
     *("cpu", "a processor", 1, {}, {}),
     tuple(

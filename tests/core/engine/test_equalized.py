@@ -19,7 +19,7 @@ from polycast_plugins.fastest import slower
 from polycast_plugins.quantize.cpu.int8 import Int8Matmul
 from polycast_plugins.testing.low_bit import run_prepacked
 
-AVAILABLE = polycast.plugin.check_recipe(polycast.plugin.get_backend("cpu"), polycast.Int8())
+AVAILABLE = polycast.plugin.check(polycast.plugin.get_backend("cpu"), polycast.Int8())
 pytestmark = [
     pytest.mark.skipif(not AVAILABLE, reason=f"no int8 here: {AVAILABLE.reason}"),
     pytest.mark.usefixtures("engine", "no_grad"),

@@ -54,7 +54,7 @@ def test_other_casts_are_where_torch_puts_them(engine, rows):
 
 
 def test_large_prepacked_weights_are_in_huge_pages():
-    answer = polycast.plugin.check_recipe(polycast.plugin.get_backend("cpu"), polycast.Int8())
+    answer = polycast.plugin.check(polycast.plugin.get_backend("cpu"), polycast.Int8())
     if not answer:
         pytest.skip(f"no int8 here: {answer.reason}")
     kernel = polycast.plugin.recipe_kernels(polycast.plugin.get_backend("cpu"), polycast.Int8())["aten::linear"][0]

@@ -9,7 +9,7 @@ import torch
 
 import polycast
 
-AVAILABLE = polycast.plugin.check_recipe(polycast.plugin.get_backend("cpu"), polycast.Int8())
+AVAILABLE = polycast.plugin.check(polycast.plugin.get_backend("cpu"), polycast.Int8())
 TASKS = "/proc/self/task"
 TEAM = 4
 

@@ -89,7 +89,7 @@ def test_recipes_that_pack_alike_share_a_prepacked_weight(products):
 
 
 def test_an_equalization_that_becomes_known_is_used(monkeypatch):
-    if not polycast.plugin.check_recipe(polycast.plugin.get_backend("cpu"), Int8()):
+    if not polycast.plugin.check(polycast.plugin.get_backend("cpu"), Int8()):
         pytest.skip("the CPU has no such kernels")
     monkeypatch.setattr(recipe_settings, "objects", {})
     factors = 2.0 ** torch.arange(64).remainder(5)

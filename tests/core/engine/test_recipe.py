@@ -272,7 +272,7 @@ def test_another_backend_for_the_device_has_its_own_kernels(layer, linear):
 
 
 def _built_in():
-    return bool(polycast.plugin.check_recipe(polycast.plugin.get_backend("cpu"), Int8()))
+    return bool(polycast.plugin.check(polycast.plugin.get_backend("cpu"), Int8()))
 
 
 def test_a_kernel_may_return_another_dtype(layer, linear, monkeypatch):

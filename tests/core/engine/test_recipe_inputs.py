@@ -199,7 +199,7 @@ def test_kernels_that_are_first_asked_for_under_a_mode_have_plain_tensors(layer,
 
 
 def test_a_weight_without_memory_is_refused_as_in_the_fast_dtype(engine):
-    if not polycast.plugin.check_recipe(polycast.plugin.get_backend("cpu"), Int8()).available:
+    if not polycast.plugin.check(polycast.plugin.get_backend("cpu"), Int8()).available:
         pytest.skip("no int8 here")
     weight = nn.Parameter(torch.randn(8, 8), requires_grad=False)
     weight.untyped_storage().resize_(0)

@@ -53,7 +53,7 @@ def test_two_plugins_with_one_kind_are_a_conflict(monkeypatch, tmp_path):
 def test_polycasts_own_recipe_takes_precedence(monkeypatch, tmp_path):
     source = "from polycast.plugin import Plugin\nplugin = Plugin(recipes={'fastest': 'acme_recipes:Mine'})\n"
     offer(monkeypatch, tmp_path, ("acme", source))
-    assert manifests.find_in_manifests("recipes", "fastest") is polycast.Fastest
+    assert manifests.manifests().find("recipes", "fastest") is polycast.Fastest
 
 
 def test_a_kind_of_a_plugin_that_is_not_imported_is_taken(monkeypatch, tmp_path):
@@ -109,7 +109,7 @@ def test_what_interrupts_the_import_of_a_plugin_reaches_the_caller(monkeypatch, 
     with pytest.raises(MemoryError):
         manifests.manifests()
     monkeypatch.setattr(manifests, "_read", lambda: iter(()))
-    assert manifests.manifests() == []
+    assert manifests.manifests() == ()
 
 
 def test_a_distribution_without_metadata_hides_no_plugin(monkeypatch, tmp_path):

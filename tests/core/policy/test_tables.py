@@ -7,7 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polycast.plugin import STANDARD_POLICIES, STANDARD_REMEDIES, CastPolicy, policy_table
+from polycast import CastPolicy
+from polycast.plugin import STANDARD_POLICIES, STANDARD_REMEDIES, policy_table
 from polycast.policy.schemas import find_op, optional_dtype, overload_with_dtype
 from polycast.policy.validation import table_problems
 

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("engine", "no_grad")
 
 @pytest.fixture(params=RECIPES, ids=repr)
 def recipe(request):
-    answer = polycast.plugin.check_recipe(polycast.plugin.get_backend("cpu"), request.param)
+    answer = polycast.plugin.check(polycast.plugin.get_backend("cpu"), request.param)
     if not answer:
         pytest.skip(answer.reason)
     yield request.param
@@ -168,7 +168,7 @@ MADE = {
 
 @pytest.mark.parametrize("made", MADE.values(), ids=MADE)
 def test_it_may_be_made_in_compiled_code(model, x, made):
-    if not polycast.plugin.check_recipe(polycast.plugin.get_backend("cpu"), made()):
+    if not polycast.plugin.check(polycast.plugin.get_backend("cpu"), made()):
         pytest.skip("the CPU has no such kernels")
     torch._dynamo.reset()
 

@@ -7,8 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from polycast import CastPolicy
 from polycast.errors import InvalidBackendError
-from polycast.plugin import Availability, Backend, CastPolicy
+from polycast.plugin import Availability, Backend
 from polycast.registry.backend import validate
 
 MM = torch.ops.aten.mm.default

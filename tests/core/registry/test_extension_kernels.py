@@ -86,7 +86,7 @@ with polycast.autocast("cpu", recipe="nf4"), torch.no_grad():
 def test_a_recipe_that_no_package_has_kernels_for_is_not_supported(run):
     assert run("""
         backend = polycast.plugin.get_backend("xpu")
-        answer = polycast.plugin.check_recipe(backend, polycast.Int8())
+        answer = polycast.plugin.check(backend, polycast.Int8())
     """) == {"available": False, "reason": "there are no kernels for int8 on xpu"}
 
 
@@ -98,7 +98,7 @@ def test_the_reasons_of_several_packages_are_given_if_a_recipe_is_not_supported(
     extension("acme-two", "xpu", amendment=amendment.format("two"))
     answer = run("""
         backend = polycast.plugin.get_backend("xpu")
-        answer = polycast.plugin.check_recipe(backend, polycast.Int8()).reason
+        answer = polycast.plugin.check(backend, polycast.Int8()).reason
     """)
     assert answer == "acme-one: no one here; acme-two: no two here"
 
@@ -190,7 +190,7 @@ with torch.no_grad(), polycast.observe() as seen:
             layer(x)
             answer.append(torch.ops.acme.attend(x.bfloat16()).dtype)
 answer.append(sorted({(each.recipe, each.package) for each in seen.low_bit}))
-answer.append(bool(polycast.plugin.check_recipe(polycast.plugin.get_backend("cpu"), polycast.Int8())))
+answer.append(bool(polycast.plugin.check(polycast.plugin.get_backend("cpu"), polycast.Int8())))
 print(json.dumps(answer, default=str))
 """
     done = subprocess.run(

@@ -153,6 +153,6 @@ def test_with_an_untrusted_cache_ops_are_built_for_this_process(compiler, home, 
 
 
 def test_the_cpus_ops_register_themselves():
-    if not polycast.plugin.check_recipe(polycast.plugin.get_backend("cpu"), polycast.Int8()):
+    if not polycast.plugin.check(polycast.plugin.get_backend("cpu"), polycast.Int8()):
         pytest.skip("this CPU or compiler has no int8")
     assert torch.ops.polycast_cpu.best_isa() in torch.ops.polycast_cpu.isas()

@@ -22,7 +22,7 @@ plugin = Plugin(
 """,
     "softplus": """
 import torch
-from polycast.plugin import Change, Feature
+from polycast.plugin import Feature
 
 calls = []
 
@@ -44,7 +44,7 @@ def polycast_is_on():
 SOFTPLUS = Feature(
     "acme: softplus",
     "Calls of softplus are not counted.",
-    (Change("torch.nn.functional", ("torch.nn.functional.softplus",), _count),),
+    (("torch.nn.functional", ("torch.nn.functional.softplus",), _count),),
 )
 
 

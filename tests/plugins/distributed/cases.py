@@ -258,7 +258,7 @@ def gathered_again():
 @case
 def gathered_again_in_int8():
     return sums_of_gathered(
-        "int8" if polycast.plugin.check_recipe(polycast.plugin.get_backend("cpu"), polycast.Int8()) else "none"
+        "int8" if polycast.plugin.check(polycast.plugin.get_backend("cpu"), polycast.Int8()) else "none"
     )
 
 

@@ -39,7 +39,7 @@ def run(tmp_path, polycast_run):
 
 @pytest.fixture
 def int8():
-    answer = polycast.plugin.check_recipe(polycast.plugin.get_backend("cpu"), polycast.Int8())
+    answer = polycast.plugin.check(polycast.plugin.get_backend("cpu"), polycast.Int8())
     if not answer.available:
         pytest.skip(answer.reason)
 

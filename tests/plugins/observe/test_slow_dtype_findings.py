@@ -86,7 +86,7 @@ def test_rows_of_the_run_decide(engine, profiled, findings, in_region):
 
 
 def test_recipe_that_computed_the_matmuls_avoids_it(engine, profiled, findings, in_region):
-    if not polycast.plugin.check_recipe(polycast.plugin.get_backend("cpu"), polycast.Int8()):
+    if not polycast.plugin.check(polycast.plugin.get_backend("cpu"), polycast.Int8()):
         pytest.skip("this processor has no int8")
     layer = nn.Linear(64, 64)
     profiled(bfloat16={1: 2.0, 128: 2.0}, int8={1: 0.4, 128: 0.4})

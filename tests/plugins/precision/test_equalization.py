@@ -15,7 +15,7 @@ from torch import nn
 import polycast
 from polycast import Equalization, Int8
 
-AVAILABLE = polycast.plugin.check_recipe(polycast.plugin.get_backend("cpu"), polycast.Int8())
+AVAILABLE = polycast.plugin.check(polycast.plugin.get_backend("cpu"), polycast.Int8())
 pytestmark = pytest.mark.skipif(not AVAILABLE, reason=f"no int8 here: {AVAILABLE.reason}")
 
 RECIPE = Int8(min_size=0)

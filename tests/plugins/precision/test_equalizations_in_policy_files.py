@@ -13,7 +13,7 @@ import polycast
 from polycast import Equalization, Int4, Int8, Policy
 from polycast_plugins.precision import Tuned
 
-AVAILABLE = polycast.plugin.check_recipe(polycast.plugin.get_backend("cpu"), Int8())
+AVAILABLE = polycast.plugin.check(polycast.plugin.get_backend("cpu"), Int8())
 pytestmark = pytest.mark.skipif(not AVAILABLE, reason=f"no int8 here: {AVAILABLE.reason}")
 
 TEXT = """schema = 1

@@ -13,7 +13,7 @@ from polycast.plugin import events
 from polycast_plugins.fastest import slower
 from polycast_plugins.precision.equalize import Activations
 
-AVAILABLE = polycast.plugin.check_recipe(polycast.plugin.get_backend("cpu"), polycast.Int8())
+AVAILABLE = polycast.plugin.check(polycast.plugin.get_backend("cpu"), polycast.Int8())
 pytestmark = pytest.mark.skipif(not AVAILABLE, reason=f"no int8 here: {AVAILABLE.reason}")
 
 RECIPE = Int8(min_size=0)

@@ -10,7 +10,7 @@ import torch
 import polycast
 from polycast_plugins.fastest import slower
 
-AVAILABLE = polycast.plugin.check_recipe(polycast.plugin.get_backend("cpu"), polycast.Int8())
+AVAILABLE = polycast.plugin.check(polycast.plugin.get_backend("cpu"), polycast.Int8())
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not AVAILABLE, reason=f"no int8 here: {AVAILABLE.reason}"),

@@ -5,7 +5,7 @@ import torch
 
 import polycast
 
-AVAILABLE = polycast.plugin.check_recipe(polycast.plugin.get_backend("cpu"), polycast.Int8())
+AVAILABLE = polycast.plugin.check(polycast.plugin.get_backend("cpu"), polycast.Int8())
 NAMES = ("plain", "avx2", "avx_vnni", "vnni", "amx", "dotprod", "i8mm")
 ISAS = torch.ops.polycast_cpu.isas() if AVAILABLE else [0]
 

@@ -186,5 +186,5 @@ def test_torch_without_a_gpu_and_with_another_product_is_told(monkeypatch):
 
 def test_cuda_has_no_int8():
     backend = polycast.plugin.get_backend("cuda")
-    answer = polycast.plugin.check_recipe(backend, polycast.Int8())
+    answer = polycast.plugin.check(backend, polycast.Int8())
     assert answer == polycast.plugin.Availability(False, "there are no kernels for int8 on cuda")

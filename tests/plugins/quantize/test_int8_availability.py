@@ -40,11 +40,11 @@ def test_where_the_ops_cannot_be_built_the_reason_is_passed_on(monkeypatch):
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
     monkeypatch.setattr(polycast_plugins.quantize.cpu.int8, "load_ops", lambda package: none)
-    assert polycast.plugin.check_recipe(polycast.plugin.get_backend("cpu"), polycast.Int8()) == none
+    assert polycast.plugin.check(polycast.plugin.get_backend("cpu"), polycast.Int8()) == none
 
 
 def test_the_cpu_has_no_float8():
-    answer = polycast.plugin.check_recipe(polycast.plugin.get_backend("cpu"), polycast.Float8())
+    answer = polycast.plugin.check(polycast.plugin.get_backend("cpu"), polycast.Float8())
     assert answer == polycast.plugin.Availability(False, "there are no kernels for float8 on cpu")
 
 

@@ -11,7 +11,7 @@ from polycast_plugins.testing.low_bit import assert_within, run_prepacked
 
 from .low_bit_calls import int8_product
 
-AVAILABLE = polycast.plugin.check_recipe(polycast.plugin.get_backend("cpu"), polycast.Int8())
+AVAILABLE = polycast.plugin.check(polycast.plugin.get_backend("cpu"), polycast.Int8())
 pytestmark = pytest.mark.skipif(not AVAILABLE, reason=f"no int8 here: {AVAILABLE.reason}")
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)

@@ -6,7 +6,7 @@ import torch
 import polycast
 from polycast_plugins.quantize.cpu.int8 import Conv1d, Conv2d, Int8Matmul
 
-AVAILABLE = polycast.plugin.check_recipe(polycast.plugin.get_backend("cpu"), polycast.Int8())
+AVAILABLE = polycast.plugin.check(polycast.plugin.get_backend("cpu"), polycast.Int8())
 pytestmark = pytest.mark.skipif(not AVAILABLE, reason=f"no int8 here: {AVAILABLE.reason}")
 
 X, WEIGHT, IMAGES, FILTERS = torch.randn(5, 130), torch.randn(70, 130), torch.randn(2, 8, 9, 9), torch.randn(5, 8, 3, 3)

@@ -19,7 +19,7 @@ def run(model, cache, recipe):
 @pytest.fixture(autouse=True)
 def _is_available():
     for recipe in RECIPES:
-        if not polycast.plugin.check_recipe(polycast.plugin.get_backend("cpu"), recipe):
+        if not polycast.plugin.check(polycast.plugin.get_backend("cpu"), recipe):
             pytest.skip(f"{recipe} is not available on this machine")
 
 

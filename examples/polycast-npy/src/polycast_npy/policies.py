@@ -1,6 +1,7 @@
 """The op table of npy: that of torch's accelerators, with changes for NumPy."""
 
-from polycast.plugin import STANDARD_POLICIES, CastPolicy, policy_table
+from polycast import CastPolicy
+from polycast.plugin import STANDARD_POLICIES, policy_table
 
 _OWN = policy_table(
     {
