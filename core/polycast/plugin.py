@@ -12,11 +12,11 @@
 - A change to torch: :class:`Feature`, :class:`Patch`; a private name of torch: :func:`torch_name`.
 - Questions: :func:`check`, :func:`find_slow_reason` and :func:`drift_of` of a backend; :func:`decide`,
   :func:`explain_op` and :func:`why_disabled` of a region; :func:`find_op`; :func:`dtype_name` and :func:`read_dtype`;
-  :func:`all_recipes` and :func:`read_recipe`. The types of arguments: :data:`RecipeLike`, :data:`PolicyLike`. The base
-  of what tools return: :class:`Result`.
+  :func:`all_recipes` and :func:`read_recipe`. The type of ``policy=``: :data:`PolicyLike`. The base of what tools
+  return: :class:`Result`.
 - The region of another library: :class:`LibraryRegion`.
 - Around code: :func:`disable_autocast`, :func:`disable_dynamo`, :func:`hold_during_fork`; :class:`InstanceForward` of a
-  module. What happens in it: :class:`events`, :class:`Event`.
+  module. What happens in it: :class:`events`.
 
 Users of regions import from ``polycast``, and errors from ``polycast.errors``.
 """
@@ -27,7 +27,6 @@ from .common.lazy_names import lazy_names as lazy_names
 
 if TYPE_CHECKING:
     from .common.atfork import hold_during_fork as hold_during_fork
-    from .common.events import Event as Event
     from .common.events import events as events
     from .engine.choice import choose_engine as choose_engine
     from .engine.disable_dynamo import disable_dynamo as disable_dynamo
@@ -43,7 +42,6 @@ if TYPE_CHECKING:
     from .policy.manifests import Plugin as Plugin
     from .policy.manifests import manifests as manifests
     from .policy.names import read_dtype as read_dtype
-    from .policy.recipe import RecipeLike as RecipeLike
     from .policy.recipe import all_recipes as all_recipes
     from .policy.recipe import read_recipe as read_recipe
     from .policy.recipe_base import Recipe as Recipe
@@ -78,7 +76,6 @@ if TYPE_CHECKING:
 _PLACES = {
     "Availability": "registry.backend",
     "Backend": "registry.backend",
-    "Event": "common.events",
     "Extension": "registry.backend",
     "Feature": "torch_internals.patcher",
     "InstanceForward": "region.instance_forward",
@@ -92,7 +89,6 @@ _PLACES = {
     "Plugin": "policy.manifests",
     "PolicyLike": "policy.value",
     "Recipe": "policy.recipe_base",
-    "RecipeLike": "policy.recipe",
     "Result": "policy.result",
     "STANDARD_POLICIES": "policy.standard",
     "STANDARD_REMEDIES": "policy.standard",

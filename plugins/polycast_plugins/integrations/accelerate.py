@@ -7,7 +7,7 @@ from accelerate import Accelerator  # type: ignore[import-untyped]
 from torch import nn
 
 from polycast import RunLog, WeightCache
-from polycast.plugin import PolicyLike, RecipeLike
+from polycast.plugin import PolicyLike, Recipe
 
 from .settings import RegionSettings, run_in_regions
 
@@ -17,7 +17,7 @@ def prepare(
     model: nn.Module,
     *,
     policy: PolicyLike | None = None,
-    recipe: RecipeLike | None = None,
+    recipe: Recipe | str | None = None,
     cache: WeightCache | None = None,
     log: RunLog | None = None,
 ) -> Any:

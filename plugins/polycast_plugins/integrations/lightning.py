@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from polycast import RunLog, WeightCache
-from polycast.plugin import PolicyLike, RecipeLike
+from polycast.plugin import PolicyLike, Recipe
 
 from .settings import RegionSettings
 from .step_observer import StepObserver
@@ -56,7 +56,7 @@ class Precision(MixedPrecision):
         device: str,
         *,
         policy: PolicyLike | None = None,
-        recipe: RecipeLike | None = None,
+        recipe: Recipe | str | None = None,
         cache: WeightCache | None = None,
         scaler: "torch.amp.GradScaler | None" = None,
     ) -> None:

@@ -10,7 +10,7 @@ from typing_extensions import Self
 
 from polycast import Policy, WeightCache, apply_policy, autocast, remove_policy
 from polycast.errors import warn_user
-from polycast.plugin import InstanceForward, PolicyLike, Recipe, RecipeLike, read_recipe, torch_name
+from polycast.plugin import InstanceForward, PolicyLike, Recipe, read_recipe, torch_name
 
 _OWNER = "polycast_plugins.integrations"
 _is_any_autocast_enabled: Callable[[], bool] = torch_name(
@@ -28,7 +28,7 @@ class RegionSettings:
     def __init__(
         self,
         policy: PolicyLike | None = None,
-        recipe: RecipeLike | None = None,
+        recipe: Recipe | str | None = None,
         cache: WeightCache | None = None,
     ) -> None:
         if cache is not None and not isinstance(cache, WeightCache):

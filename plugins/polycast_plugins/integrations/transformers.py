@@ -12,7 +12,7 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
 from polycast import RunLog, WeightCache
-from polycast.plugin import PolicyLike, RecipeLike
+from polycast.plugin import PolicyLike, Recipe
 
 from .settings import RegionSettings, run_in_regions
 from .step_observer import StepObserver
@@ -54,7 +54,7 @@ class PolycastCallback(TrainerCallback, ExportableState):
         self,
         *,
         policy: PolicyLike | None = None,
-        recipe: RecipeLike | None = None,
+        recipe: Recipe | str | None = None,
         cache: WeightCache | None = None,
         report: str | os.PathLike[str] | None = None,
         first: int = 10,

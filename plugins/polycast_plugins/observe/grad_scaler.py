@@ -10,7 +10,7 @@ from torch import nn
 
 from polycast import get_autocast_dtype
 from polycast.errors import AutocastDisabledWarning, warn_user
-from polycast.plugin import Event, get_backend, why_disabled
+from polycast.plugin import events, get_backend, why_disabled
 
 from .step_records import MAX_NAMES, HistoryRecorder, Origin, ScalerHistory, SkippedStep
 
@@ -29,7 +29,7 @@ class ScalerListener(Protocol):
         """Note the end of a step, with its scale if it is known yet."""
 
 
-listeners: Event[ScalerListener] = Event()
+listeners: events.Event[ScalerListener] = events.Event()
 
 
 @dataclass

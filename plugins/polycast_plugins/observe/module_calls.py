@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from polycast.plugin import Event, Feature, Patch
+from polycast.plugin import Feature, Patch, events
 
 from .observer_library import load_observer
 from .recorder import ModuleName, Observer, Recorder
@@ -48,7 +48,7 @@ _COMPILATIONS = Feature(
     ),
     outlives_uninstall=True,
 )
-compiling: Event[Callable[[bool], object]] = Event(_COMPILATIONS.make, _COMPILATIONS.undo)
+compiling: events.Event[Callable[[bool], object]] = events.Event(_COMPILATIONS.make, _COMPILATIONS.undo)
 """True when a compiler begins to run on a thread, on that thread, and False when it ends."""
 
 
@@ -114,9 +114,9 @@ class KnownModules:
         return forget
 
 
-before: Event[Callable[[nn.Module, nn.Module], object]] = Event()
+before: events.Event[Callable[[nn.Module, nn.Module], object]] = events.Event()
 """Called before a module computes, with it and with the outermost module that this thread called."""
-after: Event[Callable[[], object]] = Event()
+after: events.Event[Callable[[], object]] = events.Event()
 """Called after a module has computed; they may raise."""
 
 
@@ -192,5 +192,5 @@ def _unwrap() -> None:
         nn.Module.__call__ = getattr(wrapper, "below", _original_call)  # type: ignore[method-assign]
 
 
-observations: Event[object] = Event(_wrap, _unwrap)
+observations: events.Event[object] = events.Event(_wrap, _unwrap)
 """The observations that need to know the module that computes."""

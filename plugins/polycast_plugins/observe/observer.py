@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from polycast import __version__
-from polycast.plugin import Event, events
+from polycast.plugin import events
 
 from . import module_calls
 from .counting import facts_of
@@ -207,7 +207,7 @@ class _Observing:
     def _resume(self) -> None:
         with ExitStack() as started:  # undone if a signal handler raises in the middle
 
-            def listen(event: Event[_L], listener: _L, thread: int | None = self._thread) -> None:
+            def listen(event: events.Event[_L], listener: _L, thread: int | None = self._thread) -> None:
                 started.callback(event.remove, listener)
                 event.add(listener, thread)
 

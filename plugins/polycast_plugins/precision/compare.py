@@ -16,7 +16,7 @@ import torch
 
 from polycast import NoRecipe, Policy, apply_policy, autocast
 from polycast.errors import warn_user
-from polycast.plugin import PolicyLike, Recipe, RecipeLike, check, get_backend, read_recipe, why_disabled
+from polycast.plugin import PolicyLike, Recipe, check, get_backend, read_recipe, why_disabled
 from polycast_plugins.observe import RandomState
 
 from .calls import Calls, ModelCall, calls_of, device_of, run_eagerly, tensors_of
@@ -38,7 +38,7 @@ def compare(
     device_type: str | None = None,
     dtype: torch.dtype | None = None,
     policy: PolicyLike | None = None,
-    recipe: RecipeLike | None = None,
+    recipe: Recipe | str | None = None,
     reference: Reference | torch.nn.Module | None = None,
     loss: Loss | None = None,
     enabled: bool = True,
@@ -152,7 +152,7 @@ def _profiled(side: Side, call: ModelCall, loss: LossModule | None) -> tuple[Mod
         return profiled(side.model, run, side.names, random)
 
 
-def wanted_recipe(recipe: RecipeLike | None) -> Recipe | None:
+def wanted_recipe(recipe: Recipe | str | None) -> Recipe | None:
     """Return the given recipe, or None for no recipe and for ``"none"``.
 
     Raises:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from polycast.plugin import PolicyLike, Recipe, RecipeLike, Result, dtype_name
+from polycast.plugin import PolicyLike, Recipe, Result, dtype_name
 from polycast_plugins.observe import LowBit, recipe_lines
 
 from .values import Error
@@ -41,7 +41,7 @@ class Reference:
     model: torch.nn.Module | None = None
     dtype: torch.dtype | None = None
     policy: PolicyLike | None = None
-    recipe: RecipeLike | None = None
+    recipe: Recipe | str | None = None
     enabled: bool | None = None
     compiled: bool | None = None
 

@@ -11,7 +11,7 @@ from polycast import Equalization
 from polycast.common.plain_text import first_of
 from polycast.engine.casts.weights import parameter_of
 from polycast.engine.recipes.equalized import activations_of, matrix_of, product_arguments
-from polycast.plugin import LowBitKernel, Recipe, RecipeLike, events, read_recipe
+from polycast.plugin import LowBitKernel, Recipe, events, read_recipe
 from polycast.policy.equalization import EqualizedWeight, fingerprint_of
 from polycast.policy.weight_views import TRANSPOSED, WHOLE, parameters_by_name, view_of
 from polycast_plugins.observe import RandomState
@@ -30,7 +30,7 @@ _ROWS = 64
 """The rows in a sample. With fewer terms than output features, they take a small part of the weight's memory."""
 
 
-def equalize(model: torch.nn.Module, batches: Iterable[Any], recipe: RecipeLike) -> Equalization:
+def equalize(model: torch.nn.Module, batches: Iterable[Any], recipe: Recipe | str) -> Equalization:
     """Run a model over data, and return factors that even out the input channels of its weights for a recipe.
 
     A recipe with a scale for each row of the activations loses accuracy where a few channels are much larger than the
@@ -113,7 +113,7 @@ def _calls(model: torch.nn.Module, batches: object) -> Iterator[ModelCall]:
     return (ModelCall.of(model, tuple(batch) if isinstance(batch, list) else batch) for batch in batches)
 
 
-def _without_equalization(recipe: RecipeLike) -> Recipe:
+def _without_equalization(recipe: Recipe | str) -> Recipe:
     """Return a recipe with the same settings, and no equalization.
 
     Raises:

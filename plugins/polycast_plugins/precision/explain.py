@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from polycast import Explanation, Policy, apply_policy, rules_of
-from polycast.plugin import PolicyLike, Recipe, RecipeLike, dtype_name, events, explain_op, get_backend
+from polycast.plugin import PolicyLike, Recipe, dtype_name, events, explain_op, get_backend
 
 from .calls import DispatchMode, ModelCall, device_of, in_this_thread, watched
 from .compare import enabled_region, wanted_recipe
@@ -37,7 +37,7 @@ def explain(
     *args: Any,
     device_type: str,
     policy: PolicyLike | None = None,
-    recipe: RecipeLike | None = None,
+    recipe: Recipe | str | None = None,
     **kwargs: Any,
 ) -> Explanation: ...
 
@@ -51,7 +51,7 @@ def explain(
     device_type: str | None = None,
     dtype: torch.dtype | None = None,
     policy: PolicyLike | None = None,
-    recipe: RecipeLike | None = None,
+    recipe: Recipe | str | None = None,
 ) -> ModelExplanation: ...
 
 
@@ -61,7 +61,7 @@ def explain(
     *args: Any,
     device_type: str | None = None,
     policy: PolicyLike | None = None,
-    recipe: RecipeLike | None = None,
+    recipe: Recipe | str | None = None,
     **kwargs: Any,
 ) -> Explanation | ModelExplanation:
     """Explain what autocast does to an op, or to the modules of a model. Nothing is computed.
@@ -129,7 +129,7 @@ def _explain_model(
     device_type: str | None,
     dtype: torch.dtype | None,
     policy: PolicyLike | None,
-    recipe: RecipeLike | None,
+    recipe: Recipe | str | None,
 ) -> ModelExplanation:
     from torch._subclasses import FakeTensorMode
 

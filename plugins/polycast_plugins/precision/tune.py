@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import torch
 
-from polycast.plugin import RecipeLike
+from polycast.plugin import Recipe
 
 from .calls import calls_of, device_of
 from .compare import enabled_region, wanted_recipe
@@ -33,7 +33,7 @@ def tune(
     over: Literal["modules", "ops"] = "modules",
     objective: Literal["accuracy", "time"] = "accuracy",
     budget: int | None = None,
-    recipe: RecipeLike | None = None,
+    recipe: Recipe | str | None = None,
     loss: Loss | None = None,
     reduction: Literal["worst", "mean"] = "worst",
     margin: float = 0.0,

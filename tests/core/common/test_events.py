@@ -2,11 +2,11 @@ import threading
 
 import pytest
 
-from polycast.plugin import Event
+from polycast.plugin import events
 
 
 def test_listeners_are_called_in_order():
-    event, heard = Event(), []
+    event, heard = events.Event(), []
     event.add(lambda value: heard.append(("first", value)))
     event.add(lambda value: heard.append(("second", value)))
     event.notify(1)
@@ -14,7 +14,7 @@ def test_listeners_are_called_in_order():
 
 
 def test_a_listener_of_a_thread_hears_no_other(in_thread):
-    event, heard = Event(), []
+    event, heard = events.Event(), []
     event.add(heard.append, threading.get_ident())
     in_thread(lambda: event.notify("other"))
     event.notify("this")
@@ -22,13 +22,13 @@ def test_a_listener_of_a_thread_hears_no_other(in_thread):
 
 
 def test_here_is_false_on_a_thread_without_listeners(in_thread):
-    event = Event()
+    event = events.Event()
     event.add(print, threading.get_ident())
     assert (event.here(), in_thread(event.here), bool(event)) == (True, False, True)
 
 
 def test_a_removed_listener_is_not_called():
-    event, heard = Event(), []
+    event, heard = events.Event(), []
     event.add(heard.append)
     event.remove(heard.append)
     event.notify(1)
@@ -37,7 +37,7 @@ def test_a_removed_listener_is_not_called():
 
 def test_start_and_stop_are_called_for_the_first_and_the_last_listener():
     calls = []
-    event = Event(lambda: calls.append("start"), lambda: calls.append("stop"))
+    event = events.Event(lambda: calls.append("start"), lambda: calls.append("stop"))
     for listener in ("a", "b"):
         event.add(listener)
     for listener in ("a", "absent", "b"):
@@ -46,7 +46,7 @@ def test_start_and_stop_are_called_for_the_first_and_the_last_listener():
 
 
 def test_a_listener_may_remove_itself_while_it_is_notified():
-    event, heard = Event(), []
+    event, heard = events.Event(), []
 
     def once(value):
         heard.append(value)
@@ -59,14 +59,14 @@ def test_a_listener_may_remove_itself_while_it_is_notified():
 
 
 def test_an_exception_of_a_listener_reaches_the_notifier():
-    event = Event()
+    event = events.Event()
     event.add(lambda: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         event.notify()
 
 
 def test_a_listener_hears_the_end_of_a_block_that_raises():
-    event, heard = Event(), []
+    event, heard = events.Event(), []
     event.add(heard.append)
     with pytest.raises(ZeroDivisionError), event.during():
         raise ZeroDivisionError
@@ -74,7 +74,7 @@ def test_a_listener_hears_the_end_of_a_block_that_raises():
 
 
 def test_a_listener_that_is_added_in_a_block_does_not_hear_its_end():
-    event, heard = Event(), []
+    event, heard = events.Event(), []
     with event.during():
         event.add(heard.append)
     assert heard == []

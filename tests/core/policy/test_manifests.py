@@ -25,8 +25,11 @@ def offer(monkeypatch, tmp_path, *packages):
 
 
 @pytest.fixture(autouse=True)
-def _read_again():
+def _read_again(tmp_path):
     yield
+    for name, module in list(sys.modules.items()):
+        if (getattr(module, "__file__", None) or "").startswith(str(tmp_path)):
+            del sys.modules[name]
     manifests.forget()
 
 
