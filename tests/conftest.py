@@ -185,7 +185,6 @@ class HandMade(polycast.plugin.Backend):
 
     default_dtype = torch.float16
     policies = polycast.plugin.STANDARD_POLICIES
-    remedies = polycast.plugin.STANDARD_REMEDIES
 
     def __init__(self, device_type, **attributes):
         self.device_type = device_type

@@ -3,7 +3,7 @@
 - A device: :class:`Backend`, :class:`Availability`, the hook marker :data:`hookimpl`; :func:`get_backend`,
   :func:`register_backend`, :func:`unregister_backend`, :func:`refresh`.
 - What is added to a device of another package: :class:`Extension`, :func:`get_extensions`.
-- Its op table: :func:`policy_table`, :data:`STANDARD_POLICIES`, :data:`STANDARD_REMEDIES`.
+- Its op table: :func:`policy_table`, :data:`STANDARD_POLICIES`.
 - A recipe, and kernels for recipes: :class:`Recipe`, :class:`Plan`, :class:`KernelPlan`, :class:`LowBitKernel`,
   :class:`LowBitMatmul`, :func:`recipe_kernels`, :func:`float32_products`, :func:`load_ops`.
 - C++ that works on the native engine: :class:`NativeLibrary`; the engine: :func:`choose_engine`.
@@ -48,7 +48,6 @@ if TYPE_CHECKING:
     from .policy.result import Result as Result
     from .policy.schemas import find_op as find_op
     from .policy.standard import STANDARD_POLICIES as STANDARD_POLICIES
-    from .policy.standard import STANDARD_REMEDIES as STANDARD_REMEDIES
     from .policy.value import PolicyLike as PolicyLike
     from .region.explain_op import decide as decide
     from .region.explain_op import explain_op as explain_op
@@ -91,7 +90,6 @@ _PLACES = {
     "Recipe": "policy.recipe_base",
     "Result": "policy.result",
     "STANDARD_POLICIES": "policy.standard",
-    "STANDARD_REMEDIES": "policy.standard",
     "all_recipes": "policy.recipe",
     "check": "registry.recipe_kernels",
     "choose_engine": "engine.choice",

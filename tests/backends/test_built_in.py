@@ -213,7 +213,7 @@ def test_the_others_record_no_graph(name):
 
 
 @pytest.mark.parametrize("name", ["cuda", "maia", "mtia", "xpu"])
-def test_what_an_accelerator_bans_has_a_remedy(name):
+def test_an_accelerator_bans_what_torch_does(name):
     backend = polycast.plugin.get_backend(name)
     banned = {op for op, policy in backend.policies.items() if policy is polycast.CastPolicy.BANNED}
-    assert set(backend.remedies) == banned == {"aten::binary_cross_entropy"}
+    assert banned == {"aten::binary_cross_entropy"}

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from typing_extensions import override
 
-from polycast.plugin import STANDARD_REMEDIES, Availability, Backend, hookimpl
+from polycast.plugin import Availability, Backend, hookimpl
 
 from .out_dtype_kernels import KERNELS
 from .policies import EXCLUDED_OPS, POLICIES
@@ -19,7 +19,6 @@ class CudaBackend(Backend):
     default_dtype = torch.float16
     policies = POLICIES
     kernels = KERNELS
-    remedies = STANDARD_REMEDIES
     excluded_ops = EXCLUDED_OPS
 
     @override

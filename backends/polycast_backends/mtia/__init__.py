@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from typing_extensions import override
 
-from polycast.plugin import STANDARD_REMEDIES, Availability, Backend, hookimpl
+from polycast.plugin import Availability, Backend, hookimpl
 
 from .policies import POLICIES
 
@@ -16,7 +16,6 @@ class MtiaBackend(Backend):
     device_type = "mtia"
     default_dtype = torch.float16
     policies = POLICIES
-    remedies = STANDARD_REMEDIES
 
     @override
     def supported_dtypes(self) -> Sequence[torch.dtype]:

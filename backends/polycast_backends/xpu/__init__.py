@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from typing_extensions import override
 
-from polycast.plugin import STANDARD_REMEDIES, Availability, Backend, hookimpl
+from polycast.plugin import Availability, Backend, hookimpl
 
 from .out_dtype_kernels import KERNELS
 from .policies import POLICIES
@@ -18,7 +18,6 @@ class XpuBackend(Backend):
     default_dtype = torch.float16
     policies = POLICIES
     kernels = KERNELS
-    remedies = STANDARD_REMEDIES
 
     @override
     def supported_dtypes(self) -> Sequence[torch.dtype]:

@@ -27,6 +27,15 @@ from .casts import cached_cast
 
 installed: dict[str, "Kernels"] = {}
 """By device type, the kernels that are installed."""
+REMEDIES = {
+    "aten::binary_cross_entropy": (
+        "The logarithm of a sigmoid or softmax loses its accuracy in reduced precision. Leave the sigmoid out and call "
+        "torch.nn.functional.binary_cross_entropy_with_logits (or torch.nn.BCEWithLogitsLoss in place of "
+        "torch.nn.BCELoss), which is safe to autocast; or call it in a region with enabled=False, on float32 inputs."
+    )
+}
+"""What to use instead of the banned ops of STANDARD_POLICIES, by op name."""
+
 _lock = threading.Lock()
 hold_during_fork(lambda: [_lock])
 
@@ -38,7 +47,7 @@ def autocast_key(device_type: str) -> str:
 
 def refusal(backend: Backend, name: str) -> str:
     """Return the error message of a banned op."""
-    remedy = backend.remedies.get(name, "Call it in a region with enabled=False, on float32 inputs.")
+    remedy = {**REMEDIES, **backend.remedies}.get(name, "Call it in a region with enabled=False, on float32 inputs.")
     return f"{name} is unsafe to autocast on {backend.device_type}. {remedy}"
 
 

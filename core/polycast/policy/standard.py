@@ -140,12 +140,3 @@ STANDARD_POLICIES = policy_table(
     }
 )
 """torch's policies for accelerators (ATen/autocast_mode.h, the lists AT_FORALL_*), by op name."""
-
-STANDARD_REMEDIES = {
-    "aten::binary_cross_entropy": (
-        "The logarithm of a sigmoid or softmax loses its accuracy in reduced precision. Leave the sigmoid out and call "
-        "torch.nn.functional.binary_cross_entropy_with_logits (or torch.nn.BCEWithLogitsLoss in place of "
-        "torch.nn.BCELoss), which is safe to autocast; or call it in a region with enabled=False, on float32 inputs."
-    )
-}
-"""The remedies for the banned ops of STANDARD_POLICIES, by op name."""

@@ -173,7 +173,8 @@ class Backend(Extension):
             :func:`polycast.out_dtype`. A kernel gets the op's arguments, with tensors in the input or the output dtype,
             outside of autocast and without autograd. It returns a tensor in the output dtype, or NotImplemented for
             arguments that it does not support.
-        remedies: optional; for a BANNED op, a sentence that says what to use instead.
+        remedies: optional; for a BANNED op, a sentence that says what to use instead; those that torch bans on
+            accelerators have one.
         excluded_ops: optional; ops that torch's own autocast casts on the device and that `policies` omits on purpose,
             each with the reason.
         optional_ops: optional; ops of `policies` that a torch which the backend supports may lack, each with the

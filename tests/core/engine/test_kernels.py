@@ -105,7 +105,7 @@ def test_a_banned_op_raises_and_says_what_to_use(device, fast):
 
 
 def test_a_banned_op_without_a_remedy_says_what_helps_always(hand_made):
-    hand_made("cpu", policies={"aten::mm": CastPolicy.BANNED}, remedies={})
+    hand_made("cpu", policies={"aten::mm": CastPolicy.BANNED})
     with polycast.autocast("cpu"), pytest.raises(RuntimeError, match="in a region with enabled=False, on float32"):
         torch.mm(tensor("cpu"), tensor("cpu"))
 

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polycast import CastPolicy
-from polycast.plugin import STANDARD_POLICIES, STANDARD_REMEDIES, policy_table
+from polycast.engine.kernels import REMEDIES
+from polycast.plugin import STANDARD_POLICIES, policy_table
 from polycast.policy.schemas import find_op, optional_dtype, overload_with_dtype
 from polycast.policy.validation import table_problems
 
@@ -146,4 +147,4 @@ def test_an_argument_of_another_name_is_not_the_dtype_to_append():
 
 def test_the_standard_remedies_are_for_the_banned_ops():
     banned = {name for name, policy in STANDARD_POLICIES.items() if policy is CastPolicy.BANNED}
-    assert set(STANDARD_REMEDIES) == banned
+    assert set(REMEDIES) == banned

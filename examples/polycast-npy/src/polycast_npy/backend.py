@@ -6,7 +6,7 @@ import torch
 from typing_extensions import override
 
 from polycast import Int8
-from polycast.plugin import STANDARD_REMEDIES, Availability, Backend, LowBitKernel, Recipe
+from polycast.plugin import Availability, Backend, LowBitKernel, Recipe
 
 from .device import numpy_availability
 from .kernels import KERNELS
@@ -21,7 +21,6 @@ class NpyBackend(Backend):
     default_dtype = torch.float16
     policies = POLICIES
     kernels = KERNELS
-    remedies = STANDARD_REMEDIES
 
     @override
     def supported_dtypes(self) -> Sequence[torch.dtype]:
