@@ -9,6 +9,10 @@ ENGINES_DIFFER = (
     "tests/core/compilers/test_cached_casts_unwritten.py",
     "tests/core/engine",
     "tests/gpu",
+    "tests/plugins/fastest/test_conversions.py",
+    "tests/plugins/fastest/test_fastest_in_the_engine.py",
+    "tests/plugins/fastest/test_pointwise.py",
+    "tests/plugins/quantize/test_equalized.py",
     "tests/plugins/testing/test_built_in.py",
 )
 """The tests of what each engine implements."""

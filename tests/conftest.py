@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,7 +28,7 @@ from polycast.toolchain import load
 from .collecting import pytest_addoption, pytest_collection_modifyitems  # noqa: F401  # hooks
 
 with contextlib.suppress(ModuleNotFoundError):  # the core is tested without plugins too
-    from .fixtures_of_plugins import _no_profile, _own_profiles, profile_of, recipe_counts  # noqa: F401
+    from .fixtures_of_plugins import _no_profile, _own_profiles, profile_of  # noqa: F401
 
 DEVICES = torch._C._autocast_supported_devices()
 
@@ -272,6 +273,34 @@ def int8_kernels():
     polycast.plugin.register_backend(backend)
     yield kernels
     polycast.clear_autocast_cache()
+
+
+class RecipeCalls(Counter):
+    """Counts of the calls that recipes compute or fall back for."""
+
+    def note(self, device_type, recipe, op, reason, package):
+        self[device_type, recipe, op, reason or ""] += 1
+
+    def records(self):
+        """Return the counts, the largest first."""
+        names = "device", "recipe", "op", "declined"
+        return [SimpleNamespace(calls=calls, **dict(zip(names, key, strict=True))) for key, calls in self.most_common()]
+
+
+@pytest.fixture
+def recipe_counts():
+    """Return a context manager that counts the ops that recipes compute or fall back for, on either engine."""
+
+    @contextlib.contextmanager
+    def count():
+        counts = RecipeCalls()
+        polycast.plugin.events.recipe_call.add(counts.note)
+        try:
+            yield counts
+        finally:
+            polycast.plugin.events.recipe_call.remove(counts.note)
+
+    return count
 
 
 @pytest.fixture

@@ -1,15 +1,12 @@
-"""Fixtures that need plugins: profiles of devices, and counts of what recipes compute."""
+"""Fixtures that need plugins: profiles of devices."""
 
-import contextlib
 import os
 
 import pytest
 
 import polycast
-from polycast.plugin import events
 from polycast_plugins.fastest import cases, profile, profile_file, profiled_ops, slower
 from polycast_plugins.fastest.measurement import Measurement
-from polycast_plugins.observe.recipe_counts import RecipeCounts
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -29,22 +26,6 @@ def _no_profile(monkeypatch):
         monkeypatch.setattr(module, name, lambda device: find(device) if os.environ.get("POLYCAST_PROFILE") else None)
     yield
     profile.forget()  # reads the variable again
-
-
-@pytest.fixture
-def recipe_counts():
-    """Return a context manager that counts the ops that recipes compute or fall back for, on either engine."""
-
-    @contextlib.contextmanager
-    def count():
-        counts = RecipeCounts()
-        events.recipe_call.add(counts.note)
-        try:
-            yield counts
-        finally:
-            events.recipe_call.remove(counts.note)
-
-    return count
 
 
 @pytest.fixture(scope="session")

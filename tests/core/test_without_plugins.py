@@ -1,4 +1,4 @@
-"""The core without any plugin: what it computes, and what it says of names that plugins have."""
+"""The core without any plugin: what it computes, what it says of names that plugins have, and that its tests run."""
 
 import subprocess
 import sys
@@ -45,3 +45,12 @@ def test_regions_policies_and_caches_work_and_names_of_plugins_say_whose_they_ar
         f"{absent.format('compare', 'precision')} Install polycast again",
         "module 'polycast' has no attribute 'no_such_name'",
     ]
+
+
+@pytest.mark.slow
+def test_the_tests_of_the_core_and_of_backends_import_no_plugin():
+    command = [sys.executable, "-m", "pytest", "-p", "tests.without_plugins", "-n", "0", "-q", "--collect-only"]
+    done = subprocess.run(
+        [*command, "tests/core", "tests/backends"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr

@@ -2,8 +2,8 @@
 
 ``dispatcher.py``, ``private_names.py`` and ``callers_state.py`` have the names. Other modules of the core use private
 names only in functions that make a change to torch (they take a `Patch`), or are listed, with a reason, in
-tests/core/torch_internals/test_private_names.py. With its fallbacks a plain region computes correctly. Where a fallback
-cannot tell whether a cast may be cached, it answers no.
+tests/test_private_names.py. With its fallbacks a plain region computes correctly. Where a fallback cannot tell whether
+a cast may be cached, it answers no.
 """
 
 import importlib

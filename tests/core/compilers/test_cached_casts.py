@@ -54,7 +54,7 @@ def test_a_cast_of_a_weight_is_used_in_each_call(backend, frozen, cache, in_regi
 
 
 @BACKENDS
-def test_the_first_call_of_compiled_code_uses_a_loaded_cache(backend, cache, in_region, tmp_path):
+def test_the_first_call_of_compiled_code_uses_a_loaded_cache(backend, cache, in_region, tmp_path, int8_kernels):
     """The compiler reads the storages and .data of weights, and writes none; what others write is seen."""
     model = mlp()
     with torch.no_grad():

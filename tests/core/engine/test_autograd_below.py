@@ -25,11 +25,10 @@ def test_a_tangent_goes_through_a_matrix_product(mode):
         assert torch.equal(product.primal, torch.mm(x, w))
 
 
-@pytest.mark.parametrize("settings", [{}, {"recipe": "fastest"}], ids=str)
-def test_a_view_has_the_tangent_that_its_base_has_got(settings):
+def test_a_view_has_the_tangent_that_its_base_has_got():
     base, w = torch.zeros(4, 8), torch.randn(8, 8)
     view, tangent = base[:2], torch.randn(4, 8)
-    with forward_ad.dual_level(), polycast.autocast("cpu", **settings):
+    with forward_ad.dual_level(), polycast.autocast("cpu"):
         base.copy_(forward_ad.make_dual(torch.randn(4, 8), tangent))
         found = forward_ad.unpack_dual(torch.mm(view, w)).tangent
     torch.testing.assert_close(found.float(), tangent[:2] @ w, rtol=0.05, atol=0.1)

@@ -51,9 +51,7 @@ def test_a_region_of_its_own_has_torchs_bits():
 
 
 @pytest.mark.parametrize("options", [{}, {"norm_first": True}], ids=str)
-@pytest.mark.parametrize(
-    "settings", [{}, {"cache": polycast.WeightCache()}, {"recipe": "fastest"}], ids=["", "cache", "recipe"]
-)
+@pytest.mark.parametrize("settings", [{}, {"cache": polycast.WeightCache()}], ids=["", "cache"])
 def test_the_result_may_be_written_where_autograd_records(options, settings):
     module, parameter = layer(**options), nn.Parameter(torch.zeros(16))
     with torch.no_grad(), polycast.autocast("cpu", **settings):
@@ -62,20 +60,6 @@ def test_the_result_may_be_written_where_autograd_records(options, settings):
         assert not result._is_view()
         result += parameter
         assert result.requires_grad
-
-
-@pytest.mark.parametrize("engine", ["native"], indirect=True)  # the reference engine cannot be observed
-def test_casts_of_a_layer_that_a_region_uses_again_are_cached():
-    module = layer().requires_grad_(False)
-    with torch.no_grad(), polycast.autocast("cpu"):
-        for _ in range(3):
-            module(X)
-        with polycast.observe() as seen:
-            module(X)
-    assert sum(each.hits for each in seen.casts) >= 2  # at least the two linears between the norms
-    with torch.no_grad(), polycast.autocast("cpu"), polycast.observe() as seen:
-        module(X)
-    assert sum(each.hits for each in seen.casts) == 0
 
 
 @pytest.mark.parametrize("name", ["linear1", "linear2"])

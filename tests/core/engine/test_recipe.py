@@ -305,7 +305,7 @@ def test_equal_recipes_share_plans(layer, linear):
 
 
 @pytest.mark.parametrize("name", ["native", "reference", "override"])
-@pytest.mark.usefixtures("engine")
+@pytest.mark.usefixtures("engine", "int8_kernels")
 def test_devices_with_unusual_names_have_plans_of_their_own(monkeypatch, name):
     backend = copy.copy(polycast.plugin.get_backend("cpu"))
     vars(backend)["device_type"] = name

@@ -76,7 +76,7 @@ def test_no_kernel_is_asked_of_a_tensor_that_is_not_strided(layer, linear, spars
     given = {"input": X, "weight": layer.weight}
     given[sparse] = nn.Parameter(given[sparse].to_sparse(), requires_grad=False)
     with torch.no_grad(), autocast("cpu"):
-        explained = polycast.explain("linear", *given.values(), None, device_type="cpu", recipe=Int8(min_size=1))
+        explained = polycast.plugin.explain_op("linear", "cpu", (*given.values(), None), recipe=Int8(min_size=1))
     assert explained.declined == "a tensor is not strided"
 
 

@@ -183,10 +183,10 @@ def test_where_autograd_records_views_run_in_the_fast_dtype(kernels):
 
 
 @pytest.mark.parametrize("take", [lambda w: w.T, lambda w: w[:4].T], ids=["all", "part"])
-def test_explain_agrees_on_views_and_fake_views(kernels, take):
+def test_explain_op_agrees_on_views_and_fake_views(kernels, take):
     def reason_of(x, weight):
         with autocast("cpu"):
-            return polycast.explain("mm", x, weight, device_type="cpu", recipe=Int8(min_size=1)).declined
+            return polycast.plugin.explain_op("mm", "cpu", (x, weight), recipe=Int8(min_size=1)).declined
 
     w = new_weight()
     assert reason_of(X, take(w)) is None

@@ -34,17 +34,19 @@ def _read_again(tmp_path):
 
 
 MANIFEST = "from polycast.plugin import Plugin\nplugin = Plugin(recipes={'af4': '%s:Af4'})\n"
+OTHER = MANIFEST.replace("af4", "bf5").replace("Af4", "Bf5") % "other_recipes"
 RECIPE = "import polycast\nclass Af4(polycast.plugin.Recipe):\n    kind = 'af4'\n    ops = ('linear',)\n"
 
 
 def test_a_recipe_of_a_plugin_is_known_by_name_before_its_module_is_imported(monkeypatch, tmp_path):
-    offer(monkeypatch, tmp_path, ("acme", MANIFEST % "acme_recipes"))
+    offer(monkeypatch, tmp_path, ("acme", MANIFEST % "acme_recipes"), ("other", OTHER))
     (tmp_path / "acme_recipes.py").write_text(RECIPE)
-    assert read_recipe("fastest").kind == "fastest"
+    (tmp_path / "other_recipes.py").write_text(RECIPE.replace("af4", "bf5").replace("Af4", "Bf5"))
+    assert read_recipe("bf5").kind == "bf5"
     assert "acme_recipes" not in sys.modules
     policy = polycast.Policy(modules={"head": "af4"})
     assert type(policy.modules["head"]).__module__ == "acme_recipes"
-    del polycast.policy.recipe_base.kinds["af4"]
+    del polycast.policy.recipe_base.kinds["af4"], polycast.policy.recipe_base.kinds["bf5"]
 
 
 def test_two_plugins_with_one_kind_are_a_conflict(monkeypatch, tmp_path):
@@ -54,9 +56,10 @@ def test_two_plugins_with_one_kind_are_a_conflict(monkeypatch, tmp_path):
 
 
 def test_polycasts_own_recipe_takes_precedence(monkeypatch, tmp_path):
-    source = "from polycast.plugin import Plugin\nplugin = Plugin(recipes={'fastest': 'acme_recipes:Mine'})\n"
-    offer(monkeypatch, tmp_path, ("acme", source))
-    assert manifests.manifests().find("recipes", "fastest") is polycast.Fastest
+    source = "from polycast.plugin import Plugin\nplugin = Plugin(recipes={'af4': '%s'})\n"
+    offer(monkeypatch, tmp_path, ("acme", source % "acme:plugin"), ("other", source % "other:plugin"))
+    monkeypatch.setattr(manifests, "PROJECT", "other")
+    assert manifests.manifests().find("recipes", "af4") is sys.modules["other"].plugin
 
 
 def test_a_kind_of_a_plugin_that_is_not_imported_is_taken(monkeypatch, tmp_path):
@@ -99,10 +102,8 @@ def test_a_veto_that_cannot_be_imported_or_fails_is_left_out_with_a_warning(monk
 
 
 def test_a_plugin_that_cannot_be_imported_names_the_missing_plugins_that_it_needs(monkeypatch, tmp_path):
-    source = (
-        "from polycast.plugin import Plugin\nplugin = Plugin(names={'new': 'acme:new'}, needs=('observe', 'gone'))\n"
-    )
-    offer(monkeypatch, tmp_path, ("acme", source))
+    source = "from polycast.plugin import Plugin\nplugin = Plugin(names={'new': 'acme:new'}, needs=('other', 'gone'))\n"
+    offer(monkeypatch, tmp_path, ("acme", source), ("other", OTHER))
     with pytest.raises(RuntimeError, match=r"It needs 'gone', which is not installed\.$"):
         polycast.__getattr__("new")
 
@@ -116,9 +117,9 @@ def test_what_interrupts_the_import_of_a_plugin_reaches_the_caller(monkeypatch, 
 
 
 def test_a_distribution_without_metadata_hides_no_plugin(monkeypatch, tmp_path):
-    offer(monkeypatch, tmp_path, ("acme", MANIFEST % "acme_recipes"))
+    offer(monkeypatch, tmp_path, ("acme", MANIFEST % "acme_recipes"), ("other", OTHER))
     (tmp_path / "acme-1.0.dist-info" / "METADATA").unlink()
-    assert {"acme", "fastest"} <= {manifest.name for manifest in manifests.manifests()}
+    assert {"acme", "other"} <= {manifest.name for manifest in manifests.manifests()}
 
 
 @pytest.mark.parametrize(
@@ -142,11 +143,11 @@ def test_a_manifest_of_other_types_is_refused(given):
 
 @pytest.mark.parametrize("source", ["raise OSError('no driver')", "raise SystemExit(1)", "plugin = {}"])
 def test_a_broken_plugin_breaks_itself_only(monkeypatch, tmp_path, source):
-    offer(monkeypatch, tmp_path, ("acme", source))
+    offer(monkeypatch, tmp_path, ("acme", source), ("other", OTHER))
     with pytest.warns(UserWarning, match=r"The plugin 'acme' of acme is broken: \w+: .*Repair or uninstall acme\."):
         known = manifests.manifests()
     assert [manifest.problem.startswith("The plugin") for manifest in known if manifest.name == "acme"] == [True]
-    assert any("fastest" in manifest.plugin.recipes for manifest in known)
+    assert any("bf5" in manifest.plugin.recipes for manifest in known)
 
 
 def test_plugins_of_third_parties_are_ignored_without_discovery(monkeypatch, tmp_path):

@@ -2,11 +2,10 @@
 
 import copy
 import pickle
-from types import SimpleNamespace
 
 import pytest
 
-from polycast import Fastest, Float8, Int8, NoRecipe, Policy
+from polycast import Float8, Int8, NoRecipe, Policy
 from polycast.plugin import Recipe
 from polycast.policy.recipe import read_recipe
 
@@ -17,10 +16,6 @@ RECIPES = [
     Int8(min_size=1),
     Float8(),
     NoRecipe(),
-    Fastest(),
-    Fastest("a folder/profile.json"),
-    Fastest(SimpleNamespace(digest="0123456789abcdef")),
-    Fastest(ops=("mm",), min_size=7),
 ]
 
 
@@ -43,8 +38,7 @@ def test_the_spelling_of_ops_does_not_matter():
 
 
 def test_the_order_of_the_default_ops_does_not_matter():
-    for kind in (Int8, Fastest):
-        assert kind(ops=kind().ops[::-1]) == kind()
+    assert Int8(ops=Int8().ops[::-1]) == Int8()
 
 
 def test_it_cannot_be_changed():
@@ -91,13 +85,6 @@ INVALID = [
     (lambda: Int8(ops=("liner",)), ValueError, "has no op 'liner'; the nearest"),
     (lambda: Int8(min_size=-1), ValueError, "min_size must not be negative, got -1"),
     (lambda: Int8(min_size=2.0), TypeError, "min_size must be an int, got 2.0"),
-    (lambda: Fastest(7), TypeError, "profile must be a DeviceProfile, the path of a saved one, or None, got 7"),
-    (lambda: read_recipe("fastest:row"), ValueError, "'fastest:row' is not a recipe: did you mean"),
-    (
-        lambda: Fastest(SimpleNamespace(digest="0")).written,
-        ValueError,
-        "cannot be written: its profile is an object",
-    ),
     (lambda: Int8(keep=()), TypeError, "unexpected keyword argument 'keep'"),
     (lambda: Recipe(), TypeError, "Recipe is no kind of recipe: use one such as polycast.Int8"),
 ]
@@ -120,7 +107,6 @@ def test_regions_share_a_recipe_given_by_name():
         (NoRecipe(), 'head = "none"'),
         (Int8(), 'head = "int8"'),
         ("int8:tensor", 'head = "int8:tensor"'),
-        ("fastest", 'head = "fastest"'),
     ],
     ids=str,
 )
@@ -133,7 +119,7 @@ def test_a_policy_file_has_the_name_of_a_recipe(rule, line, tmp_path):
 
 
 def test_a_policy_file_has_a_table_for_a_recipe_with_settings(tmp_path):
-    modules = {"head": Int8(ops=("linear",), min_size=0), "body": Fastest("machine.json"), "*": Fastest(min_size=9)}
+    modules = {"head": Int8(ops=("linear",), min_size=0), "*": Float8("tensor", min_size=9)}
     policy = Policy(modules=modules)
     policy.save(tmp_path / "policy.toml")
     assert Policy.load(tmp_path / "policy.toml") == policy

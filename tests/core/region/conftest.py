@@ -1,10 +1,9 @@
-"""Models for the tests of checkpoints and of module rules, and profiles for those of settings."""
+"""Models for the tests of checkpoints and of module rules."""
 
 import pytest
 import torch
 
 import polycast
-from polycast_plugins.fastest.profile import forget
 
 
 class Block(torch.nn.Module):
@@ -85,18 +84,3 @@ def call(under):
             return under(function, rule)(*args, **kwargs)
 
     return call
-
-
-@pytest.fixture
-def named(tmp_path, monkeypatch, profile_of):
-    """Return a function that lets POLYCAST_PROFILE name a profile, in which bfloat16 takes a time; it returns that."""
-
-    def name(ratio):
-        profile = profile_of(bfloat16=ratio)
-        path = tmp_path / f"{ratio}.json"
-        profile.save(path)
-        monkeypatch.setenv("POLYCAST_PROFILE", str(path))
-        forget()  # reads the variable again
-        return profile
-
-    return name

@@ -56,14 +56,14 @@ def test_a_rule_decides_before_the_policies_of_regions_outside_and_inside():
     polycast.apply_policy(model, Policy(modules={"**": {"mm": "passthrough"}}))
     with polycast.autocast("cpu", policy={"mm": "fp32"}):
         product, batched = model(torch.ones(2, 2, dtype=torch.bfloat16))
-        assert polycast.explain("mm", device_type="cpu").rule == "region's policy"
+        assert polycast.plugin.explain_op("mm", "cpu").rule == "region's policy"
     assert (product.dtype, batched.dtype) == (torch.bfloat16, torch.float32)
 
 
-def test_explain_names_the_rule_of_a_module():
+def test_explain_op_names_the_rule_of_a_module():
     class Explaining(nn.Module):
         def forward(self):
-            return polycast.explain("mm", device_type="cpu")
+            return polycast.plugin.explain_op("mm", "cpu")
 
     model = nn.ModuleDict({"one": Explaining()})
     polycast.apply_policy(model, Policy(modules={"one": {"mm": "fp32"}}))

@@ -1,7 +1,6 @@
 """Regions with policies in every form, on both engines, and which rule decides in nested ones."""
 
 import contextlib
-import functools
 import os
 import sys
 import time
@@ -10,7 +9,6 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch.utils._pytree import tree_leaves
 
 import polycast
 from polycast import CastPolicy, Policy
@@ -18,8 +16,6 @@ from polycast.engine import installation
 from polycast.engine.installation import kernels_of
 from polycast.policy import names
 from polycast.policy.schemas import find_op
-from polycast_plugins.testing.oracle import call_as
-from polycast_plugins.testing.samples import SAMPLES, split
 
 
 @pytest.fixture
@@ -129,45 +125,6 @@ def test_an_optional_op_has_its_policy_once_its_library_is_loaded(engine):
     library._destroy()
 
 
-@pytest.mark.filterwarnings("ignore")  # torch warns of ops that it has deprecated
-def test_every_op_has_another_policy_by_its_short_name(engine):
-    found, said = {}, {}
-    for name, sample in SAMPLES.items():
-        op = find_op(name)
-        if op is not None:
-            args, kwargs = arguments = split(sample(Maker()))
-            short = name.removeprefix("aten::").partition(".")[0]
-            with polycast.autocast("cpu", policy={short: "fp32"}):
-                found[name] = outcome(functools.partial(op, *args, **kwargs))
-            said[name] = outcome(functools.partial(call_as, CastPolicy.FP32, op, arguments, "cpu", torch.bfloat16))
-    assert found == said
-    assert sum(isinstance(dtypes, list) for dtypes in found.values()) > 150
-
-
-class Maker:
-    """Makes bfloat16 samples, which a policy of FP32 casts."""
-
-    def __call__(self, *shape):
-        return torch.full(shape, 0.5, dtype=torch.bfloat16)
-
-    def spd(self, size):
-        return torch.eye(size, dtype=torch.bfloat16)
-
-    def signs(self, *shape):
-        return torch.ones(shape, dtype=torch.bfloat16)
-
-    def integers(self, values, dtype=torch.int64):
-        return torch.tensor(values, dtype=dtype)
-
-
-def outcome(function):
-    try:
-        result = function()
-    except Exception as error:  # what the CPU cannot do is a result too
-        return type(error)
-    return [leaf.dtype for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-
-
 OPS = ["polycast_test::seen", "polycast_test::seen.other", "polycast_test::plain"]
 RULES = [CastPolicy.FP32, CastPolicy.LOWER_PRECISION_FP, CastPolicy.PASSTHROUGH, CastPolicy.BANNED]
 WRITTEN = ["polycast_test::seen", "polycast_test::seen.other", "polycast_test::seen.default", "polycast_test::plain"]
@@ -227,7 +184,7 @@ def test_which_rule_decides(engine, library, regions, on_device, on_all):
                 elif said is None and op in on_all:
                     said, rule = on_all[op], "register_op"
                 arguments = (x, 2.0) if op.endswith("other") else (x,)
-                explained = polycast.explain(find_op(op), *arguments, device_type="cpu")
+                explained = polycast.plugin.explain_op(find_op(op), "cpu", arguments)
                 assert (explained.policy, explained.rule, explained.enabled) == (said, rule, enabled)
                 if enabled and said is CastPolicy.BANNED:
                     with pytest.raises(RuntimeError) as caught:
@@ -257,7 +214,7 @@ def test_a_policy_with_rules_for_modules_is_refused_and_apply_policy_is_named(po
             with refused:
                 polycast.autocast("cpu", policy=form)
         with refused:
-            polycast.explain("mm", device_type="cpu", policy=form)
+            polycast.plugin.explain_op("mm", "cpu", policy=form)
 
 
 def test_policies_do_not_change_the_state_of_other_devices(engine):

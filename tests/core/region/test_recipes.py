@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import polycast
 from polycast import Int8, NoRecipe, Policy, autocast
-from polycast_plugins.fastest.profile import forget
+from polycast.plugin import explain_op
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 
@@ -218,41 +218,18 @@ def test_an_invalid_recipe_raises(engine, recipe, error):
 
 def test_it_is_explained(layer):
     with autocast("cpu", recipe=RECIPE):
-        assert "the recipe int8 computes it, or its inputs are cast" in str(
-            polycast.explain("linear", device_type="cpu")
-        )
-        explained = polycast.explain("linear", X, layer.weight, device_type="cpu")
+        assert "the recipe int8 computes it, or its inputs are cast" in str(explain_op("linear", "cpu"))
+        explained = explain_op("linear", "cpu", (X, layer.weight))
         assert (explained.recipe, explained.declined) == ("int8", None)
         assert [argument.is_cast for argument in explained.arguments] == [False, False]
-        assert polycast.explain("linear", X[:, :4], layer.weight[:, :4], device_type="cpu").declined is None
-        explained = polycast.explain("linear", X, layer.weight * 1, device_type="cpu")
+        assert explain_op("linear", "cpu", (X[:, :4], layer.weight[:, :4])).declined is None
+        explained = explain_op("linear", "cpu", (X, layer.weight * 1))
         assert "its weight is not a cacheable parameter" in explained.declined
         assert "declines: its weight is not a cacheable parameter" in str(explained)
         odd = nn.Parameter(torch.ones(2, 7))
-        assert polycast.explain("linear", X[:, :7], odd, device_type="cpu").declined == "its features are odd in number"
+        assert explain_op("linear", "cpu", (X[:, :7], odd)).declined == "its features are odd in number"
         meta = torch.ones(2, 8, device="meta"), torch.ones(2, 8, device="meta")
-        assert polycast.explain("linear", *meta, device_type="cpu").declined is None
-        assert polycast.explain("softmax", device_type="cpu").recipe == ""
-    assert polycast.explain("linear", X, layer.weight, device_type="cpu", recipe=RECIPE).recipe == "int8"
-    assert polycast.explain("linear", X, layer.weight, device_type="cpu").recipe == ""
-
-
-def test_fastest_is_read_once_for_each_profile(profile_of, monkeypatch, tmp_path):
-    paths = [tmp_path / f"{number}.json" for number in range(2)]
-    for number, path in enumerate(paths):
-        profile_of(bfloat16=0.5 + number).save(path)
-
-    def digests():
-        regions = [autocast("cpu", recipe=each) for each in ("fastest", polycast.Fastest())]
-        return [region._settings.override.recipe.profile.digest for region in regions]
-
-    def of(path):
-        monkeypatch.setenv("POLYCAST_PROFILE", str(path))
-        forget()  # reads the variable again
-        return digests()
-
-    first, second = of(paths[0]), of(paths[1])
-    assert len({*first, *second}) == 2
-    assert of(paths[0]) == first
-    known = [polycast.DeviceProfile.load(path).digest for path in paths]
-    assert [first[0], second[0]] == known
+        assert explain_op("linear", "cpu", meta).declined is None
+        assert explain_op("softmax", "cpu").recipe == ""
+    assert explain_op("linear", "cpu", (X, layer.weight), recipe=RECIPE).recipe == "int8"
+    assert explain_op("linear", "cpu", (X, layer.weight)).recipe == ""

@@ -17,15 +17,10 @@ import torch
 import polycast
 from polycast import autocast
 from polycast.engine.kernels import installed
-from polycast_plugins.fastest.profile import forget
 
 from .made_region import made
 
 pytestmark = pytest.mark.usefixtures("engine")
-
-
-def profile_used():
-    return made("cpu", recipe="fastest")._settings.override.recipe.profile
 
 
 @pytest.mark.parametrize(
@@ -47,15 +42,14 @@ def test_later_regions_equal_the_first(arguments):
     assert repr(last) == repr(first)
 
 
-def test_they_are_found_by_value_of_strings(named, engine):
-    named(0.5)
+def test_they_are_found_by_value_of_strings(int8_kernels, engine):
     with autocast("cpu"):  # which chooses the engine
         pass
-    settings = made("cpu", recipe="fastest")._settings
-    again = made("".join(["c", "pu"]), recipe="".join(["fast", "est"]))._settings
+    settings = made("cpu", recipe="int8")._settings
+    again = made("".join(["c", "pu"]), recipe="".join(["int", "8"]))._settings
     assert again == settings
     assert (again is settings) is (engine == "native")
-    assert made("cpu:0", recipe="fastest")._settings == settings
+    assert made("cpu:0", recipe="int8")._settings == settings
 
 
 def test_arguments_by_position_and_by_name_mean_the_same():
@@ -109,41 +103,9 @@ def test_a_dtype_that_torch_was_given_is_not_taken_for_a_regions(monkeypatch):
     assert made("cpu").fast_dtype is before
 
 
-def test_the_variable_is_read_once(named, monkeypatch):
-    first = named(0.5)
-    assert profile_used() == first
-    monkeypatch.setenv("POLYCAST_PROFILE", "/nowhere.json")
-    assert profile_used() == first
-
-
-def test_a_profile_that_is_forgotten_is_read_again(named, tmp_path, profile_of):
-    named(0.5)
-    profile_used()
-    other = profile_of(bfloat16=3.0)
-    other.save(tmp_path / "0.5.json")
-    forget()
-    assert profile_used() == other
-
-
-def test_each_number_of_threads_has_its_own(named, monkeypatch):
-    named(0.5)
-    profile_used()
-    seen = []
-    monkeypatch.setattr(polycast.region.recipes, "checked_recipe", lambda *args: seen.append(args) or 1 / 0)
-    before = torch.get_num_threads()
-    torch.set_num_threads(before + 1)
-    try:
-        with pytest.raises(ZeroDivisionError):
-            autocast("cpu", recipe="fastest")
-    finally:
-        torch.set_num_threads(before)
-    assert len(seen) == 1
-
-
-def test_each_region_has_the_cache_that_it_was_given(named):
-    named(0.5)
+def test_each_region_has_the_cache_that_it_was_given(int8_kernels):
     caches = [polycast.WeightCache() for _ in range(3)]
-    for more in ({}, {"recipe": "fastest"}):
+    for more in ({}, {"recipe": "int8"}):
         assert [made("cpu", cache=cache, **more)._settings.cache for cache in caches] == caches
         assert made("cpu", **more)._settings.cache is None
 
@@ -179,12 +141,11 @@ def test_regions_of_equal_arguments_are_left_in_any_order():
     assert polycast.engine.state.machine.nesting("cpu") == 0
 
 
-def test_regions_with_a_cache_install_what_they_need_again_after_uninstall(named):
-    named(0.5)
+def test_regions_with_a_cache_install_what_they_need_again_after_uninstall(int8_kernels):
     cache, x = polycast.WeightCache(), torch.randn(2, 4)
     weight = torch.nn.Parameter(torch.randn(4, 4), requires_grad=False)
     for count in (1, 2, 3):
-        for more in ({}, {"recipe": "fastest"}):
+        for more in ({}, {"recipe": "int8"}):
             with autocast("cpu", cache=cache, **more):
                 assert torch.mm(x, weight).dtype is torch.bfloat16
                 assert "cpu" in installed
@@ -228,12 +189,10 @@ def test_no_cache_is_kept_alive():
     assert gone() is None
 
 
-def test_a_subclass_resolves_its_own_arguments(named):
-    named(0.5)
-
+def test_a_subclass_resolves_its_own_arguments(int8_kernels):
     class Mine(autocast):
         def __init__(self, dtype, *, fast):
-            super().__init__("cpu", dtype, recipe="fastest" if fast else None)
+            super().__init__("cpu", dtype, recipe="int8" if fast else None)
             self.mine = fast
 
     for fast in (True, False, True):
@@ -244,9 +203,8 @@ def test_a_subclass_resolves_its_own_arguments(named):
 
 
 @pytest.mark.parametrize("engine", ["native"], indirect=True)
-@pytest.mark.parametrize("make", [dict, lambda: {"recipe": "fastest"}, lambda: {"cache": polycast.WeightCache()}])
-def test_the_native_engine_runs_no_python_of_its_own(make, named):
-    named(0.5)
+@pytest.mark.parametrize("make", [dict, lambda: {"recipe": "int8"}, lambda: {"cache": polycast.WeightCache()}])
+def test_the_native_engine_runs_no_python_of_its_own(make, int8_kernels):
     arguments = make()
     with autocast("cpu", **arguments):  # chooses the engine
         pass

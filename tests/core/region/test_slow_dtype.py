@@ -154,12 +154,6 @@ def test_region_whose_recipe_is_unavailable_warns(slow):
     assert len(warned(lambda: polycast.autocast("cpu", recipe="int8"))) == 1
 
 
-def test_region_of_patched_torch_warns_at_the_line_of_the_program(slow):
-    with polycast.patch_torch():
-        (found,) = warned(lambda: [torch.autocast("cpu"), torch.autocast("cpu", cache_enabled=False)])
-    assert found.filename == __file__
-
-
 def test_warning_can_be_ignored_and_can_be_an_error(slow):
     with warnings.catch_warnings():
         warnings.simplefilter("error", polycast.errors.SlowDtypeWarning)

@@ -101,6 +101,18 @@ def test_attributes_may_be_tensors_of_a_graph(model, x):
     assert model.last.grad_fn is not None
 
 
+def test_an_op_without_a_device_is_refused(x):
+    with pytest.raises(TypeError, match=r"^explain\(\) of an op needs the device .*, as device_type='cpu'$"):
+        polycast.explain("mm", "cpu", x, x)
+
+
+def test_an_op_is_explained_with_its_arguments_and_keywords(x):
+    images = torch.ones(1, 3, 8, 8)
+    with polycast.autocast("cpu"):
+        found = polycast.explain("conv2d", images, images, device_type="cpu", policy={"conv2d": "fp32"}, stride=2)
+        assert found == polycast.plugin.explain_op("conv2d", "cpu", (images, images), {"stride": 2}, {"conv2d": "fp32"})
+
+
 def test_lazy_modules_are_refused(x):
     with pytest.raises(ValueError, match="^the model has lazy modules.*: call it once before$"):
         polycast.explain(nn.LazyLinear(4), x)

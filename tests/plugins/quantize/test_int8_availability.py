@@ -71,3 +71,9 @@ def test_the_ops_that_int8_loads_are_those_that_polycast_build_compiles(monkeypa
     )
     polycast_plugins.quantize.cpu.int8.int8_availability()
     assert CpuKernels.ops_in_cpp == tuple(asked)
+
+
+def test_the_cpus_ops_register_themselves():
+    if not polycast.plugin.check(polycast.plugin.get_backend("cpu"), polycast.Int8()):
+        pytest.skip("this CPU or compiler has no int8")
+    assert torch.ops.polycast_cpu.best_isa() in torch.ops.polycast_cpu.isas()

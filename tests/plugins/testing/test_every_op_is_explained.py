@@ -1,0 +1,103 @@
+"""explain against the engines: the dtypes that it explains for every op are those that it returns."""
+
+import functools
+
+import pytest
+import torch
+from torch.utils._pytree import tree_leaves, tree_map
+
+import polycast
+from polycast import CastPolicy, explain
+from polycast.plugin import find_op
+from polycast.policy.schemas import optional_dtype
+from polycast.policy.validation import entry_problem
+from polycast_plugins.testing.samples import SAMPLES, split
+
+
+class Maker:
+    """Make the tensors of samples."""
+
+    def __call__(self, *shape):
+        return torch.full(shape, 0.5)
+
+    def spd(self, size):
+        return torch.eye(size)
+
+    def signs(self, *shape):
+        return torch.ones(shape)
+
+    def integers(self, values, dtype=torch.int64):
+        return torch.tensor(values, dtype=dtype)
+
+
+def variants(arguments):
+    """Return arguments in the dtypes that policies tell apart."""
+    count = iter(range(1000))
+    changes = [
+        lambda value: value,
+        lambda value: value.to(torch.float16),
+        lambda value: value.to(torch.float64),
+        lambda value: value.to(torch.bfloat16) if next(count) == 0 else value,
+    ]
+    for change in changes:
+        yield tree_map(
+            lambda value, change=change: (
+                change(value) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+            ),
+            arguments,
+        )
+
+
+def as_explained(explained, args, kwargs):
+    """Call what is explained to be called, with what it is explained to be given, outside of any region."""
+    op = find_op(explained.calls)
+    bound = (
+        dict(zip((argument.name for argument in find_op(explained.op)._schema.arguments), args, strict=False)) | kwargs
+    )
+    seen = iter(explained.arguments)
+
+    def given(value):
+        return value.to(next(seen).seen) if isinstance(value, torch.Tensor) else value
+
+    bound = {name: tree_map(given, value) for name, value in bound.items()}
+    if explained.set_dtype is not None:
+        position = optional_dtype(op)
+        bound["dtype" if position is None else op._schema.arguments[position].name] = explained.set_dtype
+    if explained.calls != explained.op:
+        defaults = find_op(explained.op)._schema.arguments
+        bound = {each.name: each.default_value for each in defaults if each.has_default_value()} | bound
+    return op(**bound)
+
+
+def outcome(function):
+    torch.manual_seed(0)
+    try:
+        result = function()
+    except Exception as error:  # an error is an outcome too
+        return type(error).__name__
+    return [leaf.dtype for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # torch warns of ops that it has deprecated
+@pytest.mark.parametrize("policy", [None, *CastPolicy], ids=str)
+def test_explain_describes_what_the_region_does_for_every_op(engine, policy):
+    expected, outcomes = {}, {}
+    for name, sample in SAMPLES.items():
+        op = find_op(name)
+        if op is None or (policy is not None and entry_problem(name, policy) is not None):
+            continue
+        if policy is None and explain(op, device_type="cpu").policy is None:
+            continue  # its inner ops are cast instead
+        own = None if policy is None else {op: policy}
+        for number, (args, kwargs) in enumerate(variants(split(sample(Maker())))):
+            with polycast.autocast("cpu", policy=own):
+                explained = explain(op, *args, device_type="cpu", **kwargs)
+                outcomes[name, number] = outcome(functools.partial(op, *args, **kwargs))
+            expected[name, number] = (
+                "RuntimeError"
+                if explained.refusal
+                else outcome(functools.partial(as_explained, explained, args, kwargs))
+            )
+    assert expected == outcomes
+    assert len(outcomes) > 5
