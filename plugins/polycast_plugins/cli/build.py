@@ -19,13 +19,16 @@ from .terminal import library_errors
 def run() -> None:
     """Compile the native engine, its observer and the C++ ops of available devices; print where each is.
 
-    Libraries that came with polycast or were compiled before are not compiled again. If one cannot be compiled, the
-    others still are, and the exit status is 1.
+    Libraries that came with polycast or were compiled before are not compiled again. If one cannot be imported or
+    compiled, the others still are, and the exit status is 1.
     """
+    problems: list[str] = []
     with library_errors():
-        wanted = libraries()
+        wanted = libraries(problems)
         unavailable = packages_of_ops("unavailable")
-    failed = False
+    for problem in problems:
+        typer.echo(f"polycast: {problem}", err=True)
+    failed = bool(problems)
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # a compiler for each
         answers = [pool.submit(_build, each) for each in wanted]
         try:

@@ -9,18 +9,30 @@ from polycast.toolchain.cpp_library import CppLibrary
 from polycast.toolchain.load_ops import origin
 
 
-def common_libraries() -> list[CppLibrary]:
+def common_libraries(problems: list[str] | None = None) -> list[CppLibrary]:
     """Return the libraries that are the same for all devices: the native engine and those of plugins.
 
+    Args:
+        problems: gets a sentence for each library that cannot be imported, which is left out.
+
     Raises:
-        RuntimeError: one of a plugin cannot be imported.
+        RuntimeError: one cannot be imported, and `problems` is None.
     """
-    return [ENGINE, *(each.resolve(path) for each in manifests() for path in each.plugin.libraries)]
+    found: list[CppLibrary] = [ENGINE]
+    for each in manifests():
+        for path in each.plugin.libraries:
+            try:
+                found.append(each.resolve(path))
+            except RuntimeError as error:
+                if problems is None:
+                    raise
+                problems.append(str(error))
+    return found
 
 
-def libraries() -> list[CppLibrary]:
-    """Return all libraries for this machine; raises as :func:`packages_of_ops` and `common_libraries` do."""
-    return [*common_libraries(), *map(CppLibrary.of_ops, packages_of_ops())]
+def libraries(problems: list[str] | None = None) -> list[CppLibrary]:
+    """Return all libraries for this machine; see :func:`packages_of_ops` and :func:`common_libraries`."""
+    return [*common_libraries(problems), *map(CppLibrary.of_ops, packages_of_ops())]
 
 
 def packages_of_ops(state: str = "ready") -> Mapping[str, str]:

@@ -190,3 +190,15 @@ def test_an_invalid_engine_is_reported(compiler, monkeypatch):
     result = CliRunner().invoke(app, ["build"])
     assert result.stderr.startswith("polycast: POLYCAST_ENGINE='perhaps' is invalid: expected ")
     assert result.exit_code == 2
+
+
+def test_a_library_that_cannot_be_imported_does_not_stop_the_other_builds(compiler, ops, offer):
+    ops()
+    offer("acme", "libraries=('acme_code:LIBRARY',)", "import acme_runtime")
+    compiler(WRITES)
+    result = run()
+    assert result.stderr.splitlines()[0].startswith(
+        "polycast: acme_code:LIBRARY cannot be imported. The plugin 'acme' "
+    )
+    assert [line.partition(":")[0] for line in result.stdout.splitlines()] == [each.description for each in OWN]
+    assert result.exit_code == 1
