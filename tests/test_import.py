@@ -154,6 +154,13 @@ def test_dir_and_help_show_the_public_names_only():
     assert "PYTEST" not in pydoc.render_doc(polycast)
 
 
+def test_the_core_has_few_public_names():
+    import polycast
+
+    assert len(polycast._LAZY_NAMES) <= 42
+    assert len(polycast.plugin.__all__) <= 45
+
+
 def test_help_begins_with_what_polycast_is():
     import polycast
 

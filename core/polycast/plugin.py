@@ -2,7 +2,7 @@
 
 - A device: :class:`Backend`, :class:`Availability`, the hook marker :data:`hookimpl`; :func:`get_backend`,
   :func:`register_backend`, :func:`unregister_backend`, :func:`refresh`.
-- What is added to a device of another package: :class:`Extension`, :func:`get_extensions`.
+- What is added to a device of another package: :class:`Extension`.
 - Its op table: :func:`policy_table`, :data:`STANDARD_POLICIES`.
 - A recipe, and kernels for recipes: :class:`Recipe`, :class:`Plan`, :class:`KernelPlan`, :class:`LowBitKernel`,
   :class:`LowBitMatmul`, :func:`recipe_kernels`, :func:`float32_products`, :func:`load_ops`.
@@ -65,7 +65,6 @@ if TYPE_CHECKING:
     from .registry.recipe_kernels import check as check
     from .registry.recipe_kernels import recipe_kernels as recipe_kernels
     from .registry.registry import get_backend as get_backend
-    from .registry.registry import get_extensions as get_extensions
     from .toolchain.load_ops import load_ops as load_ops
     from .torch_internals.dispatcher import disable_autocast as disable_autocast
     from .torch_internals.lookup import torch_name as torch_name
@@ -104,7 +103,6 @@ _PLACES = {
     "find_slow_reason": "registry.checks",
     "float32_products": "registry.matmul_kernels",
     "get_backend": "registry.registry",
-    "get_extensions": "registry.registry",
     "hold_during_fork": "common.atfork",
     "hookimpl": "registry.hookspecs",
     "lazy_names": "common.lazy_names",

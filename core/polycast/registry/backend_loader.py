@@ -44,6 +44,7 @@ class BackendStatus:
         replaces: the distributions that supply this device type too, and are not used.
         extensions: what other packages add to the device, in the order in which their kernels are asked; with why, if
             one of them is broken or cannot be used now.
+        ops_in_cpp: the packages with C++ ops of the backend, and of the extensions that can be used.
     """
 
     device_type: str
@@ -54,6 +55,7 @@ class BackendStatus:
     version: str = ""
     replaces: tuple[str, ...] = ()
     extensions: tuple[str, ...] = ()
+    ops_in_cpp: tuple[str, ...] = ()
 
 
 @dataclass

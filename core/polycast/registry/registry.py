@@ -170,7 +170,9 @@ class Registry:
             return status
         with suppress(Warning):  # that an extension is broken, which its name here says
             extensions.names()
-        status = replace(status, extensions=extensions.names())
+        given = (loader.current, *extensions.get())
+        packages = tuple(package for each in given for package in each.ops_in_cpp)
+        status = replace(status, extensions=extensions.names(), ops_in_cpp=packages)
         try:
             extensions.policies(loader.current)
         except BackendConflictError as error:
@@ -294,15 +296,3 @@ def is_autocast_available(device_type: str) -> bool:
     except (BackendNotFoundError, BackendBrokenError, BackendConflictError):
         return False
     return check_availability(backend).available
-
-
-def get_extensions(device_type: str) -> Sequence[Extension]:
-    """Return what packages add to a device that another serves, as far as it can be used now.
-
-    Their kernels are asked in this order, after those of the backend: those of third parties by the name of their
-    distribution, then polycast's own.
-
-    Raises:
-        As :func:`get_backend`.
-    """
-    return registry.extensions(registry.find(device_type).device_type)

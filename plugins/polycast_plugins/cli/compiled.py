@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from polycast import backends
 from polycast.engine.native.engine_library import ENGINE
-from polycast.plugin import get_backend, get_extensions, manifests
+from polycast.plugin import manifests
 from polycast.toolchain.cpp_library import CppLibrary
 from polycast.toolchain.load_ops import origin
 
@@ -41,9 +41,8 @@ def packages_of_ops(state: str = "ready") -> Mapping[str, str]:
     Raises:
         ValueError: a ``POLYCAST_`` variable has an invalid value.
     """
-    devices = [name for name, status in backends().items() if status.state == state]
-    added = ((name, each) for name in devices for each in (get_backend(name), *get_extensions(name)))
-    return {package: name for name, each in added for package in each.ops_in_cpp}
+    statuses = [each for each in backends().values() if each.state == state]
+    return {package: each.device_type for each in statuses for package in each.ops_in_cpp}
 
 
 def origins() -> Mapping[str, str]:

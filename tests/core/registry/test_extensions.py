@@ -180,7 +180,8 @@ def test_an_extension_that_cannot_be_used_now_is_left_out_and_the_status_says_wh
     answer = run("""
         with polycast.autocast("cpu"):
             dtype = torch.ops.acme.attend(torch.ones(2)).dtype
-        modules = [type(each).__module__ for each in polycast.plugin.get_extensions("cpu")]
+        from polycast.registry.registry import registry
+        modules = [type(each).__module__ for each in registry.extensions("cpu")]
         answer = [dtype, "acme_ops" in modules, polycast.backends()["cpu"].extensions[0]]
     """)
     assert answer == ["torch.float32", False, "acme-ops 1.0 (acme_ops) cannot be used: no licence"]
@@ -196,13 +197,14 @@ def test_a_fork_waits_until_another_thread_has_imported_an_extension(run, extens
     extension("acme-slow", amendment="import time\ntime.sleep(0.2)")
     answer = run("""
         import os, threading
+        from polycast.registry.registry import registry
         thread = threading.Thread(target=polycast.plugin.get_backend, args=("cpu",))
         thread.start()
         while "acme_slow" not in sys.modules:
             pass
         child = os.fork()
         if child == 0:
-            os._exit(not isinstance(polycast.plugin.get_extensions("cpu")[0], sys.modules["acme_slow"].AcmeExtension))
+            os._exit(not isinstance(registry.extensions("cpu")[0], sys.modules["acme_slow"].AcmeExtension))
         thread.join()
         answer = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     """)
@@ -214,12 +216,12 @@ def test_entry_points_are_read_again_after_forget(run, extension, folder):
     answer = run(f"""
         import importlib, pathlib
         from polycast.registry.registry import registry
-        answer = [len(polycast.plugin.get_extensions("cpu"))]
+        answer = [len(registry.extensions("cpu"))]
         record = pathlib.Path({str(folder)!r}) / "acme_one-1.0.dist-info" / "entry_points.txt"
         record.write_text("")
-        answer.append(len(polycast.plugin.get_extensions("cpu")))
+        answer.append(len(registry.extensions("cpu")))
         importlib.invalidate_caches()
         registry.forget()
-        answer.append(len(polycast.plugin.get_extensions("cpu")))
+        answer.append(len(registry.extensions("cpu")))
     """)
     assert answer[0] == answer[1] == answer[2] + 1
