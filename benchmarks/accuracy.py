@@ -42,7 +42,7 @@ def _scores(
     batches: Iterable[torch.Tensor],
     score: Callable[[nn.Module], float],
 ) -> Scores:
-    answer = polycast.plugin.check_recipe(polycast.plugin.get_backend("cpu"), polycast.Int8())
+    answer = polycast.plugin.check(polycast.plugin.get_backend("cpu"), polycast.Int8())
     if not answer.available:
         return Scores(what, metric, kept, skipped=answer.reason)
     model.eval().requires_grad_(False)

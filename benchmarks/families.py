@@ -63,7 +63,7 @@ def _figures(family: Family, quick: bool) -> Iterable[Result | Scores]:
     few, many = family.sizes
     backend = polycast.plugin.get_backend("cpu")
     reason = next(
-        (found.reason for each in recipes.values() if not (found := polycast.plugin.check_recipe(backend, each))), ""
+        (found.reason for each in recipes.values() if not (found := polycast.plugin.check(backend, each))), ""
     )
     if reason:
         yield from (Scores(family.what(many), metric, "", skipped=reason) for metric in (SHARE, ERROR))

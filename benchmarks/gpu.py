@@ -39,11 +39,7 @@ def ways() -> dict[str, Way]:
         FASTEST: Way(lambda *device: amp(*device, recipe="fastest"), "polycast"),
         FASTEST_CACHED: Way(lambda *device: amp(*device, recipe="fastest", cache=cache), "polycast", trains=False),
         COPY: Way(no_region, "polycast", copied=True, trains=False),
-        **(
-            {FLOAT8: float8}
-            if polycast.plugin.check_recipe(polycast.plugin.get_backend(DEVICE), polycast.Float8())
-            else {}
-        ),
+        **({FLOAT8: float8} if polycast.plugin.check(polycast.plugin.get_backend(DEVICE), polycast.Float8()) else {}),
         TORCH: Way(torch.autocast, "torch"),
         FLOAT32: Way(no_region, "polycast"),
     }

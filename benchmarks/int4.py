@@ -48,7 +48,7 @@ def _ratios(case: _Case, tokens: int) -> list[Ratio]:
 
 
 def _all() -> Iterator[Race | Skipped]:
-    answer = polycast.plugin.check_recipe(polycast.plugin.get_backend("cpu"), polycast.Int8())
+    answer = polycast.plugin.check(polycast.plugin.get_backend("cpu"), polycast.Int8())
     for case in CASES:
         if not answer.available:
             yield Skipped([ratio for tokens in case.lengths for ratio in _ratios(case, tokens)], answer.reason)

@@ -74,7 +74,7 @@ CASES = (
 
 def _missing() -> tuple[str | None, str | None]:
     """Return the reasons why int8, and torchao's int8, cannot be measured here, or None."""
-    answer = polycast.plugin.check_recipe(polycast.plugin.get_backend("cpu"), _INT8)
+    answer = polycast.plugin.check(polycast.plugin.get_backend("cpu"), _INT8)
     ours = None if answer.available else answer.reason
     theirs = None if importlib.util.find_spec("torchao") else "torchao is not installed"
     return ours, ours or theirs

@@ -162,9 +162,7 @@ def _is_available(way: Way) -> bool:
     if recipe is None:
         return True
     try:
-        return bool(
-            polycast.plugin.check_recipe(polycast.plugin.get_backend("cpu"), getattr(polycast, recipe.capitalize())())
-        )
+        return bool(polycast.plugin.check(polycast.plugin.get_backend("cpu"), getattr(polycast, recipe.capitalize())()))
     except AttributeError:
         return False
 

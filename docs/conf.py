@@ -61,9 +61,13 @@ nitpick_ignore_regex = [
     # Private names, and names of other libraries, whose inventories are not fetched.
     (
         "py:.*",
-        r"(torch|collections|contextlib|os|enum|pathlib|typing)\..*|DeviceMesh|Shard|OffloadPolicy|HookimplMarker",
+        r"(torch|collections|contextlib|os|enum|pathlib|typing)\..*|DeviceMesh|Shard|OffloadPolicy|HookimplMarker|"
+        r"OpOverload|OpOverloadPacket|CustomOpDef",
     ),
-    ("py:.*", r"(polycast\.)?([a-z_0-9]+\.)*_\w+|polycast\.(common\.atfork|engine\.state|region\.suspend)\.\w+"),
+    (
+        "py:.*",
+        r"(polycast\.)?([a-z_0-9]+\.)*_\w+|polycast\.(common\.atfork|engine\.(choice|drift|override|state)|policy\.manifests|region\.suspend)\.\w+",
+    ),
 ]
 
 

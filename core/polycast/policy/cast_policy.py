@@ -41,8 +41,8 @@ def policy_table(ops: Mapping[CastPolicy, Iterable[str]]) -> Mapping[str, CastPo
         TypeError: a list of names is a str.
 
     Example:
-        >>> from polycast.plugin import CastPolicy, policy_table
-        >>> dict(policy_table({CastPolicy.FP32: ["aten::exp", "aten::log"]}))
+        >>> import polycast
+        >>> dict(polycast.plugin.policy_table({polycast.CastPolicy.FP32: ["aten::exp", "aten::log"]}))
         {'aten::exp': <CastPolicy.FP32: 'fp32'>, 'aten::log': <CastPolicy.FP32: 'fp32'>}
     """
     table: dict[str, CastPolicy] = {}

@@ -33,7 +33,7 @@ _L = TypeVar("_L")
 
 
 class observe:
-    """Observe a block: a context manager, whose value is an :class:`Observation`.
+    """Observe a block: a context manager, whose value is an :class:`~polycast_plugins.observe.Observation`.
 
     Observing changes no result, cast, cached cast or graph. It needs the native engine. The observation is kept if the
     block raises. Observers can be nested; each sees everything.
@@ -45,8 +45,8 @@ class observe:
             FloatingPointError when the module in which it ran returns, or at the end of the block. Both read every
             output of every op, and so synchronize with the device.
         stacks: keep the Python stack of the first call of each op in each module.
-        trace: keep the time of each op and cast, the first million of them, for :meth:`Observation.to_trace`. Implies
-            `timing`.
+        trace: keep the time of each op and cast, the first million of them, for
+            :meth:`~polycast_plugins.observe.Observation.to_trace`. Implies `timing`.
         threads: ``"this"``: this thread, and the backward passes that it starts; ``"all"``: all threads.
         numerics: count the magnitudes of what ops compute and cast in regions and backward passes, and how much of it
             underflows and overflows: ``Observation.numerics``.

@@ -93,7 +93,7 @@ class RunHistory:
     def to_pandas(self) -> Any:
         """Return a DataFrame with a row for each step, indexed by `step`.
 
-        The columns are the fields of :class:`~polycast_plugins.observe.step_record.StepRecord`; instead of `skip`,
+        The columns are the fields of :class:`~polycast_plugins.observe.StepRecord`; instead of `skip`,
         ``parameters`` and ``origin`` as text.
 
         Raises:
@@ -102,7 +102,7 @@ class RunHistory:
         return frame_of_steps(self.steps)
 
     def log_to(self, writer: Writer) -> None:
-        """Write the steps as scalars to TensorBoard or the like; see :meth:`Observation.log_to`.
+        """Write the steps as scalars, for TensorBoard; see :meth:`~polycast_plugins.observe.Observation.log_to`.
 
         Raises:
             TypeError: `writer` has no ``add_scalar``.

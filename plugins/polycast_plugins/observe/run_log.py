@@ -135,7 +135,7 @@ class RunLog:
         model: the model, which names modules and parameters. It is held weakly.
         scaler: the gradient scaler: ``polycast.grad_scaler(...)``, which is found without being named, or a
             torch.amp.GradScaler, which records its history from now on.
-        writer: write scalars of each step there, too; as in :meth:`Observation.log_to`.
+        writer: write scalars of each step there, too; as in :meth:`~polycast_plugins.observe.Observation.log_to`.
         schedule: the steps to observe: every n-th (an int), or those that ``torch.profiler.schedule(...)`` records.
             None: none.
         numerics: as in :class:`polycast.observe`: count underflow on observed steps.

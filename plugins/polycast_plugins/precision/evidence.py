@@ -53,7 +53,7 @@ class Evidence(Result):
         model: the class of the model.
         device_type, dtype: the device and the dtype of the region.
         inputs: the tensors that the model received.
-        over, objective, metric, tolerance, budget: the arguments of :func:`tune`.
+        over, objective, metric, tolerance, budget: the arguments of :func:`polycast.tune`.
         members: the names of the modules, or ops, that are in float32 under the policy.
         candidates: the number of modules, blocks or ops to choose from.
         distance: the distance of the output under the policy from float32's.
@@ -165,11 +165,11 @@ class Tuned(NamedTuple):
         return self.evidence.met
 
     def text(self, path: str | os.PathLike[str] | None = None) -> str:
-        """Return the text of a policy file, with the evidence as comments at its head; see :meth:`Policy.text`."""
+        """Return the text of a policy file, headed by the evidence as comments; see :meth:`polycast.Policy.text`."""
         return self.policy.text(path, comments=self._comments())
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write a policy file for :meth:`Policy.load`, with the evidence as comments at its head.
+        """Write a policy file for :meth:`polycast.Policy.load`, with the evidence as comments at its head.
 
         Raises:
             OSError: the file cannot be written.

@@ -86,7 +86,8 @@ def explain(
         recipe: explain a region with this ``recipe=``.
 
     Returns:
-        An :class:`Explanation` of the op, or a :class:`ModelExplanation`; ``print`` shows either.
+        An :class:`Explanation` of the op, or a :class:`~polycast_plugins.precision.ModelExplanation`; ``print`` shows
+        either.
 
     Raises:
         TypeError: the op does not take the arguments; `subject` is neither an op nor a model; `inputs` are of another

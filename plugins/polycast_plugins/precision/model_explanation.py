@@ -20,8 +20,8 @@ class ModuleExplanation(Result):
         name: its name in the model; empty for the model itself.
         kind: its class.
         calls: the number of its calls.
-        rule: the rule of :func:`apply_policy` that applies to it: its own, or that of the innermost module around it;
-            empty if there is none.
+        rule: the rule of :func:`polycast.apply_policy` that applies to it: its own, or that of the innermost module
+            around it; empty if there is none.
         weights: the dtypes of its own floating-point parameters.
         compute: by what its ops compute in, the number of ops: a dtype, such as ``"bfloat16"``, or a recipe, such as
             ``"int8"``. Casts, views, and ops on integers do not count.
