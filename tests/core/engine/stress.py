@@ -19,7 +19,6 @@ import torch
 
 import polycast
 from polycast.engine.recipes.actions import forget_actions
-from polycast_plugins.fastest.measurement import Measurement
 
 THREADS = 4
 X = torch.ones(4, 4, dtype=torch.bfloat16)
@@ -35,16 +34,21 @@ PRODUCTS = [
     lambda weight: torch.matmul(X, weight.chunk(2, dim=1)[1]),
 ]
 HAS_INT8 = bool(polycast.plugin.check(polycast.plugin.get_backend("cpu"), polycast.Int8()))
-FLOAT32 = polycast.DeviceProfile(  # where float32 is the fastest, so that "fastest" records products without Python
-    *("cpu", "a processor", 1, {}, {}),
-    tuple(
-        Measurement(op, rows, way, time * rows, 2**12)
-        for op in ("linear", "matmul")
-        for way, time in (("float32", 1e-6), ("bfloat16", 3e-6), ("float16", 3e-6))
-        for rows in (1, 4, 16)
-    ),
-    1e10,
-)
+FASTEST = []
+if hasattr(polycast, "Fastest"):
+    from polycast_plugins.fastest.measurement import Measurement
+
+    FLOAT32 = polycast.DeviceProfile(  # where float32 is the fastest, so that "fastest" records products without Python
+        *("cpu", "a processor", 1, {}, {}),
+        tuple(
+            Measurement(op, rows, way, time * rows, 2**12)
+            for op in ("linear", "matmul")
+            for way, time in (("float32", 1e-6), ("bfloat16", 3e-6), ("float16", 3e-6))
+            for rows in (1, 4, 16)
+        ),
+        1e10,
+    )
+    FASTEST.append(polycast.Fastest(profile=FLOAT32))
 LARGE = [(4, 9_000), (4, 40_000), (4, 40_000), (4, 40_004)]  # whose casts share memory, one after the other
 PACKED = 4128  # bytes that a weight of 4 x 4 is packed into
 torch.set_num_threads(1)
@@ -106,7 +110,7 @@ class Thread:
 
     def settings(self):
         caches = [None, None, *self.caches, polycast.WeightCache(max_bytes=64)]
-        recipes = [None, None, "none", polycast.Fastest(profile=FLOAT32)]
+        recipes = [None, None, "none", *FASTEST]
         if HAS_INT8:
             recipes += 3 * [polycast.Int8(min_size=1)]
         return {"cache": self.random.choice(caches), "recipe": self.random.choice(recipes)}

@@ -15,7 +15,8 @@ import polycast
 for module in (polycast, polycast.plugin):
     for name in module.__all__:
         getattr(module, name)
-with polycast.observe() if os.environ["POLYCAST_ENGINE"] == "native" else contextlib.nullcontext():
+observes = os.environ["POLYCAST_ENGINE"] == "native" and hasattr(polycast, "observe")
+with polycast.observe() if observes else contextlib.nullcontext():
     with polycast.autocast("cpu"):
         pass
 KINDS = type(threading.Lock()), type(threading.RLock())
@@ -47,45 +48,6 @@ for name, lock in locks().items():
     began.clear()
     forks.clear()
 print(len(locks()) > 5, taken)
-"""
-
-MEETING = """
-import os, threading
-import polycast
-import torch
-from polycast_plugins.observe import module_calls
-
-
-class Lock:
-    def acquire(self, blocking=True):
-        return lock.acquire(blocking)
-
-    def release(self):
-        lock.release()
-
-    def __enter__(self):
-        lock.acquire()
-        held.set()
-        forks.wait()
-
-    def __exit__(self, *_):
-        lock.release()
-
-
-lock, held, forks = threading.RLock(), threading.Event(), threading.Event()
-os.register_at_fork(before=forks.set)  # before the locks are taken
-with polycast.observe(threads="all"):
-    pass
-module_calls.observations._lock = Lock()
-observing = polycast.observe(torch.nn.ReLU())
-thread = threading.Thread(target=observing.__enter__)
-thread.start()
-held.wait()
-child = os.fork()
-if not child:
-    os._exit(0)
-print(os.waitpid(child, 0)[1])
-thread.join()
 """
 
 
@@ -157,14 +119,15 @@ def use():
 
 
 assert awaited not in sys.modules
-sys.meta_path.insert(0, Finder())
+finder = Finder()
+sys.meta_path.insert(0, finder)
 thread = threading.Thread(target=use)
 thread.start()
 begun.wait()
 os.register_at_fork(before=go_on.set)  # the last that is registered is the first that is called
 child = os.fork()
 if not child:
-    sys.meta_path.pop(0)
+    sys.meta_path.remove(finder)
     __import__(awaited)
     os._exit(0)
 print(os.waitpid(child, 0)[1])
@@ -233,14 +196,8 @@ def run(program, engine, timeout, *arguments):
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform has no fork")
-def test_observing_and_forking_on_two_threads_do_not_deadlock():
-    assert run(MEETING, "native", timeout=300) == ("0\n", "")
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform has no fork")
-@pytest.mark.parametrize("what", ["engine", "observer", "ops"])
-def test_a_fork_does_not_wait_for_a_compiler(tmp_path, what):
-    printed, _ = run(COMPILING, "native", 120, tmp_path, what)  # it says what it compiles, too
+def test_a_fork_does_not_wait_for_a_compiler(tmp_path):
+    printed, _ = run(COMPILING, "native", 120, tmp_path, "engine")  # it says what it compiles, too
     assert printed == "0\n[True]\n"
 
 
@@ -266,16 +223,6 @@ def test_a_child_casts_weights_that_its_parent_has_cast_on_several_threads(engin
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform has no fork")
-@pytest.mark.parametrize(
-    "module",
-    [
-        "polycast_plugins.quantize.cpu.few_rows",
-        "polycast_plugins.quantize.cpu.int4",
-        "polycast_plugins.quantize.cpu.int8",
-        "polycast_plugins.fastest.measure",
-        "polycast.engine.native.engine_library",
-    ],
-)
-def test_a_child_imports_what_another_thread_was_importing(module):
-    printed, _ = run(IMPORTING, "native", 60, module)  # it says that it measures, too
+def test_a_child_imports_what_another_thread_was_importing():
+    printed, _ = run(IMPORTING, "native", 60, "polycast.engine.native.engine_library")
     assert printed == "0\n"

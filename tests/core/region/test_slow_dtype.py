@@ -74,7 +74,7 @@ def test_nothing_is_compiled_for_the_names(slow, monkeypatch):
         assert not recipe.needs_kernels  # others would compile
         return polycast.plugin.Availability(True)
 
-    slow.ops_in_cpp = ("polycast_plugins.quantize.cpu.native",)
+    slow.ops_in_cpp = ("acme.native",)
     monkeypatch.setattr(slow, "recipe_availability", recipe_availability, raising=False)
     monkeypatch.setattr(load_ops, "is_built", lambda package: False)
     (found,) = warned(lambda: polycast.autocast("cpu"))

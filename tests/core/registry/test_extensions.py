@@ -42,7 +42,7 @@ def test_an_op_of_a_packages_own_library_has_the_policy_of_its_extension(run, ex
         """
         with polycast.autocast("cpu"):
             inside = torch.ops.acme.attend(torch.ones(2)).dtype
-            found = polycast.explain("acme::attend", device_type="cpu")
+            found = polycast.plugin.explain_op("acme::attend", "cpu")
         answer = [inside, torch.ops.acme.attend(torch.ones(2)).dtype, found.policy.name, found.rule, found.rule_name]
         """,
         POLYCAST_ENGINE=engine,
@@ -92,7 +92,7 @@ def test_an_op_of_the_backends_table_is_not_changed(run, extension):
     answer = run("""
         x = torch.ones(2, 2, dtype=torch.bfloat16)
         with polycast.autocast("cpu"):
-            answer = [torch.mm(x, x).dtype, torch.add(x, x).dtype, polycast.explain("mm", device_type="cpu").rule]
+            answer = [torch.mm(x, x).dtype, torch.add(x, x).dtype, polycast.plugin.explain_op("mm", "cpu").rule]
     """)
     assert answer == ["torch.bfloat16", "torch.float32", "backend's table"]
 
@@ -111,7 +111,7 @@ def test_policies_of_regions_and_register_op_go_before_an_extensions(run, extens
             policy = {{"acme::attend": "fp32"}}
         with polycast.autocast("cpu", policy=policy):
             dtype = torch.ops.acme.attend(torch.ones(2, dtype=torch.bfloat16)).dtype
-            answer = [dtype, polycast.explain("acme::attend", device_type="cpu").rule]
+            answer = [dtype, polycast.plugin.explain_op("acme::attend", "cpu").rule]
     """)
     assert answer == ["torch.bfloat16" if rule == "none" else "torch.float32", expected]
 

@@ -4,6 +4,8 @@ import textwrap
 
 import pytest
 
+import polycast
+
 # A plugin whose import, answers and kernels run ops, and whose tensors are kept.
 OPS = """
 class AcmeBackend(AcmeBackend):
@@ -43,9 +45,10 @@ USES = {
     "is_autocast_available": "assert polycast.is_autocast_available('cpu'); y = x * 1",
     "backends": "assert polycast.backends()['cpu'].state == 'ready'; y = x * 1",
     "recipe=": "with polycast.autocast('cpu', recipe='int8'): y = linear(x, w)",
-    "patch_torch": "with polycast.patch_torch(), torch.autocast('cpu'): y = linear(x, w)",
     "a plugin": "with polycast.autocast('hpu', recipe='int8'): y = x * 1",
 }
+if hasattr(polycast, "patch_torch"):
+    USES["patch_torch"] = "with polycast.patch_torch(), torch.autocast('cpu'): y = linear(x, w)"
 MODES = """
 class Refusing(torch.utils._python_dispatch.TorchDispatchMode):
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):

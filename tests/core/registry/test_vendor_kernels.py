@@ -76,15 +76,3 @@ def test_a_regions_policy_replaces_the_vendors_kernel_of_an_op(run, plugin, engi
     override = "use(policy={'aten::mm': polycast.CastPolicy.FP32})"
     answer = run(f"{VENDOR}\nanswer = [{override}, use()]", POLYCAST_ENGINE=engine)
     assert answer == [[FULL, REDUCED, "exp"], [FULL, REDUCED, "exp"]]
-
-
-def test_the_suite_names_ops_that_only_the_vendor_handles(run, plugin):
-    plugin("acme-hpu", "hpu", amended("{'aten::mm': polycast.CastPolicy.FP32}"))
-    answer = run(f"""{VENDOR}
-from polycast_plugins.testing import BackendConformance
-class TestHpu(BackendConformance):
-    backend = "hpu"
-answer = error_of(TestHpu().test_no_op_of_torchs_table_is_missing)
-""")
-    assert answer[0] == "AssertionError"
-    assert "and runs them: aten::exp. Give each a policy" in answer[1]
