@@ -6,10 +6,12 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 VERSION = importlib.metadata.version("polycast")
+HAS_PLUGINS = (Path(__file__).parents[3] / "plugins").is_dir()
 
 NPU = """
 torch.utils.rename_privateuse1_backend("npu")
@@ -36,6 +38,7 @@ answer = [product.dtype, torch.equal(product, x.bfloat16() @ x.bfloat16()), vars
 
 
 def ready(device_type, distribution, version="1.0", replaces=()):
+    own = ["polycast_plugins.quantize.cpu"] if HAS_PLUGINS and device_type == "cpu" else []
     return {
         "device_type": device_type,
         "state": "ready",
@@ -44,7 +47,8 @@ def ready(device_type, distribution, version="1.0", replaces=()):
         "distribution": distribution,
         "version": version,
         "replaces": list(replaces),
-        "extensions": [f"polycast {VERSION} (polycast_plugins.quantize.cpu)"] if device_type == "cpu" else [],
+        "extensions": [f"polycast {VERSION} ({each})" for each in own],
+        "ops_in_cpp": [f"{each}.native" for each in own],
     }
 
 
