@@ -95,7 +95,7 @@ class RunOverrides:
         return f"weight cache: {stats.hits} hits{reason}, {stats.misses} misses, {stats.bytes / 2**20:.1f} MiB"
 
     def counts(self) -> dict[str, int]:
-        """Return how many regions were entered, by device and dtype. Call it once: it advances the counters."""
+        """Return how many regions were entered, by device and dtype; call it once, as reading a counter advances it."""
         return {
             f"{device} {dtype_name(dtype) if dtype else 'disabled'}": next(counter)
             for (device, dtype), counter in sorted(self._regions.items(), key=str)

@@ -56,7 +56,7 @@ class RecipeSummary:
     def text(self) -> str:
         """Stop counting, and return the summary: the ops that the recipe computed, and why it did not compute others.
 
-        Call it once: it advances the counters.
+        Call it once, at the end: reading a counter advances it.
         """
         self._stop()
         counts = {key: next(counter) for key, counter in self._ops.items()}

@@ -113,7 +113,7 @@ class RegionStore {
     return result;
   }
 
-  // Note a use of a weight that is not cast; return whether casts of weights that are used as often are cached.
+  // Note that a weight was used without casting it; return whether it has been used so often that a cast of it would be kept.
   bool is_used_again(const Tensor& weight) { return uses_.note_miss({weight.unsafeGetTensorImpl(), ScalarType::Undefined}); }
 
   // Called as the outermost region ends.
