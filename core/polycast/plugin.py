@@ -3,7 +3,7 @@
 - A device: :class:`Backend`, :class:`Availability`, the hook marker :data:`hookimpl`; :func:`get_backend`,
   :func:`register_backend`, :func:`unregister_backend`, :func:`refresh`.
 - What is added to a device of another package: :class:`Extension`.
-- Its op table: :func:`policy_table`, :data:`STANDARD_POLICIES`.
+- Its op table: :class:`CastPolicy` (in ``polycast`` too), :func:`policy_table`, :data:`STANDARD_POLICIES`.
 - A recipe, and kernels for recipes: :class:`Recipe`, :class:`Plan`, :class:`KernelPlan`, :class:`LowBitKernel`,
   :class:`LowBitMatmul`, :func:`recipe_kernels`, :func:`float32_products`, :func:`load_ops`.
 - C++ that works on the native engine: :class:`NativeLibrary`; the engine: :func:`choose_engine`.
@@ -12,8 +12,7 @@
 - A change to torch: :class:`Feature`, :class:`Patch`; a private name of torch: :func:`torch_name`.
 - Questions: :func:`check`, :func:`find_slow_reason` and :func:`drift_of` of a backend; :func:`decide`,
   :func:`explain_op` and :func:`why_disabled` of a region; :func:`find_op`; :func:`dtype_name` and :func:`read_dtype`;
-  :func:`all_recipes` and :func:`read_recipe`. The type of ``policy=``: :data:`PolicyLike`. The base of what tools
-  return: :class:`Result`.
+  :func:`all_recipes` and :func:`read_recipe`. The base of what tools return: :class:`Result`.
 - The region of another library: :class:`LibraryRegion`.
 - Around code: :func:`disable_autocast`, :func:`disable_dynamo`, :func:`hold_during_fork`; :class:`InstanceForward` of a
   module. What happens in it: :class:`events`.
@@ -37,6 +36,7 @@ if TYPE_CHECKING:
     from .engine.register_backend import refresh as refresh
     from .engine.register_backend import register_backend as register_backend
     from .engine.register_backend import unregister_backend as unregister_backend
+    from .policy.cast_policy import CastPolicy as CastPolicy
     from .policy.cast_policy import policy_table as policy_table
     from .policy.dtypes import dtype_name as dtype_name
     from .policy.manifests import Plugin as Plugin
@@ -48,7 +48,6 @@ if TYPE_CHECKING:
     from .policy.result import Result as Result
     from .policy.schemas import find_op as find_op
     from .policy.standard import STANDARD_POLICIES as STANDARD_POLICIES
-    from .policy.value import PolicyLike as PolicyLike
     from .region.explain_op import decide as decide
     from .region.explain_op import explain_op as explain_op
     from .region.instance_forward import InstanceForward as InstanceForward
@@ -74,6 +73,7 @@ if TYPE_CHECKING:
 _PLACES = {
     "Availability": "registry.backend",
     "Backend": "registry.backend",
+    "CastPolicy": "policy.cast_policy",
     "Extension": "registry.backend",
     "Feature": "torch_internals.patcher",
     "InstanceForward": "region.instance_forward",
@@ -85,7 +85,6 @@ _PLACES = {
     "Patch": "torch_internals.patcher",
     "Plan": "engine.recipes.plan",
     "Plugin": "policy.manifests",
-    "PolicyLike": "policy.value",
     "Recipe": "policy.recipe_base",
     "Result": "policy.result",
     "STANDARD_POLICIES": "policy.standard",

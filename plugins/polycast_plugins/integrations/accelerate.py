@@ -7,9 +7,9 @@ from accelerate import Accelerator  # type: ignore[import-untyped]
 from torch import nn
 
 from polycast import RunLog, WeightCache
-from polycast.plugin import PolicyLike, Recipe
+from polycast.plugin import Recipe
 
-from .settings import RegionSettings, run_in_regions
+from .settings import PolicyLike, RegionSettings, run_in_regions
 
 
 def prepare(

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from polycast import RunLog, WeightCache
-from polycast.plugin import PolicyLike, Recipe
+from polycast.plugin import Recipe
 
-from .settings import RegionSettings
+from .settings import PolicyLike, RegionSettings
 from .step_observer import StepObserver
 from .step_recorder import StepRecorder
 

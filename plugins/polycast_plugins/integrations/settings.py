@@ -1,8 +1,9 @@
 """The settings of regions in a training run: applied to its model, and saved in its checkpoints."""
 
+import os
 from collections.abc import Callable, Mapping
 from itertools import chain
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -10,8 +11,10 @@ from typing_extensions import Self
 
 from polycast import Policy, WeightCache, apply_policy, autocast, remove_policy
 from polycast.errors import warn_user
-from polycast.plugin import InstanceForward, PolicyLike, Recipe, read_recipe, torch_name
+from polycast.plugin import InstanceForward, Recipe, read_recipe, torch_name
 
+PolicyLike: TypeAlias = Policy | Mapping[Any, Any] | str | os.PathLike[str]
+"""What ``policy=`` takes."""
 _OWNER = "polycast_plugins.integrations"
 _is_any_autocast_enabled: Callable[[], bool] = torch_name(
     "torch._C._is_any_autocast_enabled", lambda: True, "models in regions of an integration are slower without autocast"

@@ -12,9 +12,9 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
 from polycast import RunLog, WeightCache
-from polycast.plugin import PolicyLike, Recipe
+from polycast.plugin import Recipe
 
-from .settings import RegionSettings, run_in_regions
+from .settings import PolicyLike, RegionSettings, run_in_regions
 from .step_observer import StepObserver
 from .step_recorder import StepRecorder
 

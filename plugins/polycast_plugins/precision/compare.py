@@ -16,11 +16,11 @@ import torch
 
 from polycast import NoRecipe, Policy, apply_policy, autocast
 from polycast.errors import warn_user
-from polycast.plugin import PolicyLike, Recipe, check, get_backend, read_recipe, why_disabled
+from polycast.plugin import Recipe, check, get_backend, read_recipe, why_disabled
 from polycast_plugins.observe import RandomState
 
 from .calls import Calls, ModelCall, calls_of, device_of, run_eagerly, tensors_of
-from .comparison import Comparison, Reference
+from .comparison import Comparison, PolicyLike, Reference
 from .gradients import LOSS
 from .isolation import in_use
 from .measured import Loss, LossModule, check_loss

@@ -1,17 +1,21 @@
 """``Reference``, what ``compare`` compares with, and ``Comparison``, its result."""
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
-from polycast.plugin import PolicyLike, Recipe, Result, dtype_name
+from polycast import Policy
+from polycast.plugin import Recipe, Result, dtype_name
 from polycast_plugins.observe import LowBit, recipe_lines
 
 from .values import Error
 
+PolicyLike: TypeAlias = Policy | Mapping[Any, Any] | str | os.PathLike[str]
+"""What ``policy=`` takes."""
 SCHEMA = 1
 """The schema of :meth:`Comparison.to_dict`."""
 _SHOWN = 40

@@ -14,10 +14,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from polycast import Explanation, Policy, apply_policy, rules_of
-from polycast.plugin import PolicyLike, Recipe, dtype_name, events, explain_op, get_backend
+from polycast.plugin import Recipe, dtype_name, events, explain_op, get_backend
 
 from .calls import DispatchMode, ModelCall, device_of, in_this_thread, watched
 from .compare import enabled_region, wanted_recipe
+from .comparison import PolicyLike
 from .model_explanation import ModelExplanation, ModuleExplanation
 from .values import tensors_in
 
