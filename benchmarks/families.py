@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import polycast
+from polycast_plugins.observe import Observation
 
 from .family_models import FAMILIES, Family, Inputs
 from .scores import Scores
@@ -96,7 +97,7 @@ def _shares(family: Family, model: nn.Module, inputs: Inputs, recipes: Mapping[s
     return Scores(family.what(family.sizes[1]), SHARE, "", shares, note=note)
 
 
-def _rest(seen: polycast.Observation) -> dict[str, float]:
+def _rest(seen: Observation) -> dict[str, float]:
     """Return the floating-point operations that a recipe did not compute, by what they are."""
     rest: dict[str, float] = {}
     for each in seen.matmuls:

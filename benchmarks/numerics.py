@@ -6,6 +6,7 @@ from contextlib import contextmanager
 import torch
 
 import polycast
+from polycast_plugins.observe import Observation
 
 from .observing import LAYERS, training_step
 from .timing import LongSide, Race, Ratio
@@ -18,7 +19,7 @@ class _Counted:
 
     def __init__(self, model: torch.nn.Module, step: Callable[[], None], schedule: int) -> None:
         self._model, self._step, self._schedule = model, step, schedule
-        self._seen: polycast.Observation
+        self._seen: Observation
 
     @contextmanager
     def observing(self) -> Iterator[None]:

@@ -8,6 +8,7 @@ import pytest
 
 import polycast_plugins.observe
 from polycast.plugin import Plugin
+from polycast.policy import public_names
 
 FOLDER = Path(polycast_plugins.observe.__file__).parents[1]
 PLUGINS = sorted(path.parent.name for path in FOLDER.glob("*/__init__.py"))
@@ -72,6 +73,10 @@ def needed_by(plugin):
 def test_each_manifest_needs_plugins_that_exist():
     assert all(isinstance(each, Plugin) for each in MANIFESTS.values())
     assert {need for each in MANIFESTS.values() for need in each.needs} - set(PLUGINS) == set()
+
+
+def test_the_core_knows_whose_a_name_of_an_absent_plugin_is():
+    assert {name: tuple(each.names) for name, each in MANIFESTS.items() if each.names} == public_names._OWN
 
 
 @pytest.mark.slow

@@ -6,8 +6,8 @@ from . import manifests
 
 _OWN = {
     "dropin": ("patch_torch",),
-    "fastest": ("DeviceProfile", "Fastest", "profile"),
-    "observe": ("Observation", "RunHistory", "RunLog", "observe"),
+    "fastest": ("DeviceProfile", "Fastest", "find_profile", "profile"),
+    "observe": ("RunHistory", "RunLog", "grad_scaler", "observe"),
     "out_dtype": ("out_dtype",),
     "precision": (
         "Reference",
