@@ -1,21 +1,23 @@
 """The names that authors of backends, recipes and other plugins import.
 
-- A device: :class:`Backend`, :class:`Availability`, the hook marker :data:`hookimpl`; :func:`get_backend`,
+- Backends: :class:`Backend`, :class:`Availability`, the hook marker :data:`hookimpl`; :func:`get_backend`,
   :func:`register_backend`, :func:`unregister_backend`, :func:`refresh`.
-- What is added to a device of another package: :class:`Extension`.
-- Its op table: :class:`CastPolicy` (in ``polycast`` too), :func:`policy_table`, :data:`STANDARD_POLICIES`.
-- A recipe, and kernels for recipes: :class:`Recipe`, :class:`Plan`, :class:`KernelPlan`, :class:`LowBitKernel`,
-  :class:`LowBitMatmul`, :func:`recipe_kernels`, :func:`float32_products`, :func:`load_ops`.
-- C++ that works on the native engine: :class:`NativeLibrary`; the engine: :func:`choose_engine`.
-- What a distribution adds besides devices: :class:`Plugin`, and :func:`lazy_names` for its package; what the installed
-  ones add: :func:`manifests`.
-- A change to torch: :class:`Feature`, :class:`Patch`; a private name of torch: :func:`torch_name`.
+- Extensions, which add kernels or cast policies to a device that another package serves: :class:`Extension`.
+- Op tables: :class:`CastPolicy` (in ``polycast`` too), :func:`policy_table`, :data:`STANDARD_POLICIES`.
+- Recipes and their kernels: :class:`Recipe`, :class:`Plan`, :class:`KernelPlan`, :class:`LowBitKernel`,
+  :class:`LowBitMatmul`, :func:`recipe_kernels`, :func:`float32_products`.
+- C++: :func:`load_ops` compiles the ops of a package; a :class:`NativeLibrary` uses the native engine;
+  :func:`choose_engine` returns the engine in use.
+- Manifests: :class:`Plugin` is one, :func:`manifests` returns those installed, and :func:`lazy_names` imports the names
+  of a package at their first use.
+- Changes to torch: :class:`Feature`, :class:`Patch`; a private name of torch: :func:`torch_name`.
 - Questions: :func:`check`, :func:`find_slow_reason` and :func:`drift_of` of a backend; :func:`decide`,
   :func:`explain_op` and :func:`why_disabled` of a region; :func:`find_op`; :func:`dtype_name` and :func:`read_dtype`;
   :func:`all_recipes` and :func:`read_recipe`. The base of what tools return: :class:`Result`.
 - The region of another library: :class:`LibraryRegion`.
-- Around code: :func:`disable_autocast`, :func:`disable_dynamo`, :func:`hold_during_fork`; :class:`InstanceForward` of a
-  module. What happens in it: :class:`events`.
+- To run code without autocast or Dynamo: :func:`disable_autocast`, :func:`disable_dynamo`; to hold locks over a fork:
+  :func:`hold_during_fork`; to replace the forward of one module: :class:`InstanceForward`; to be told what happens:
+  :class:`events`.
 
 Users of regions import from ``polycast``, and errors from ``polycast.errors``.
 """

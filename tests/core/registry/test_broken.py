@@ -139,6 +139,7 @@ def test_the_status_of_a_broken_plugin_has_the_distribution_and_the_reason(run, 
         "version": "0.3",
         "replaces": [],
         "extensions": [],
+        "ops_in_cpp": [],
     }
 
 

@@ -42,6 +42,7 @@ def test_a_conflict_imports_neither_plugin_and_affects_no_other_device(run):
         "version": "",
         "replaces": [],
         "extensions": [],
+        "ops_in_cpp": [],
     }
     assert answer[2] == "set()"
 

@@ -13,6 +13,7 @@ from polycast.engine import installation
 from polycast.toolchain import load
 from polycast.toolchain.prebuilt import no_compiler
 from polycast_plugins.cli import app
+from polycast_plugins.fastest import profile, profile_file
 
 KEYS = [
     "device_type",
@@ -155,7 +156,9 @@ def test_devices_json_has_the_same_keys_for_every_device(polycast_command):
     assert all(list(device) == KEYS for device in devices)
 
 
-def test_devices_json_of_a_ready_device(polycast_command):
+def test_devices_json_of_a_ready_device(polycast_command, monkeypatch, tmp_path):
+    monkeypatch.setattr(profile_file, "cache_directory", lambda: tmp_path)  # has no profile of an earlier test
+    profile.forget()
     assert listed(polycast_command("devices", "--json"))["cpu"] == {
         "device_type": "cpu",
         "state": "ready",
