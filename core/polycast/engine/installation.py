@@ -106,7 +106,8 @@ def run_uninstalled(device_types: Iterable[str] | None, change: Callable[[], obj
         except BaseException:
             installed.update(removed)
             raise
-        generation.advance()
+        finally:
+            generation.advance()  # an interrupt may come after the change
         for kernels in removed.values():
             kernels.remove()
 

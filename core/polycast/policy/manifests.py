@@ -4,7 +4,6 @@ A manifest is a `Plugin` that an entry point in the group `GROUP` names. Reading
 import nothing else of the plugin. A plugin that is broken, or slow to import, affects only what it adds.
 """
 
-import functools
 import importlib.metadata
 import pkgutil
 import threading
@@ -157,6 +156,7 @@ _lock = threading.RLock()
 hold_during_fork(lambda: [_lock])  # a child that is forked during an import could never finish it
 _manifests: Manifests | None = None
 _is_reading = False
+_functions: dict[str, Sequence[PluginFunction]] = {}
 
 
 def manifests() -> Manifests:
@@ -186,7 +186,7 @@ def forget() -> None:
     """Read the manifests again at the next use."""
     global _manifests
     _manifests = None
-    functions.cache_clear()
+    _functions.clear()
 
 
 def _read() -> Iterator[InstalledPlugin]:
@@ -219,9 +219,10 @@ def _broken(name: str, distribution: str, error: BaseException) -> str:
     return f"The plugin {name!r} of {distribution} is broken: {reason}. Repair or uninstall {distribution}."
 
 
-@functools.cache
 def functions(table: str) -> Sequence[PluginFunction]:
     """Return the functions that the manifests name in a list, such as ``vetoes``; warn of what cannot be imported."""
+    if table in _functions:
+        return _functions[table]
     found = []
     for manifest in manifests():
         for path in getattr(manifest.plugin, table):
@@ -229,4 +230,6 @@ def functions(table: str) -> Sequence[PluginFunction]:
                 found.append(PluginFunction(path, manifest.resolve(path)))
             except RuntimeError as error:
                 warn_user(str(error))
+    if not _is_reading:  # the module of a manifest asks: there are none yet
+        _functions[table] = found
     return found

@@ -39,8 +39,13 @@ class LibraryRegion(autocast):
 
     @disable_dynamo
     def __enter__(self) -> Self:
-        if enter(self, self.entered()._settings):
-            record_entry(self._settings)
+        in_function_mode = enter(self, self.entered()._settings)
+        try:
+            if in_function_mode:
+                record_entry(self._settings)
+        except BaseException:
+            state.machine.leave(self)
+            raise
         return self
 
     @disable_dynamo

@@ -210,9 +210,9 @@ class Patcher(MetaPathFinder):
             _function(change.function)(patch)
             if self._patches.get(feature) is not patch:  # another thread has undone the feature
                 patch.undo()
-        except Exception as error:  # of any kind: the module is not the expected one
+        except BaseException as error:  # an Exception of any kind: the module is not the expected one
             patch.undo(since)
-            if not feature.lost or is_callers(error):
+            if not isinstance(error, Exception) or not feature.lost or is_callers(error):
                 patch.waiting[name] = change
                 raise
             patch.refused = f"{name}: {type(error).__name__}: {error}"

@@ -155,3 +155,11 @@ def test_plugins_of_third_parties_are_ignored_without_discovery(monkeypatch, tmp
     monkeypatch.setenv("POLYCAST_DISCOVERY", "0")
     with pytest.raises(ValueError, match=r"'af4' is not a recipe"):
         read_recipe("af4")
+
+
+def test_functions_are_not_kept_while_manifests_are_read(monkeypatch, tmp_path):
+    source = "from polycast.plugin import Plugin\nfrom polycast.policy import manifests\n"
+    source += "assert list(manifests.functions('vetoes')) == []\nplugin = Plugin(vetoes=['acme:veto'])\n"
+    offer(monkeypatch, tmp_path, ("acme", source + "def veto(*args):\n    return None\n"))
+    manifests.manifests()
+    assert "acme:veto" in [each.path for each in manifests.functions("vetoes")]

@@ -67,3 +67,14 @@ def test_a_decorated_generator_is_in_what_is_active_when_its_body_starts():
 def test_a_decorated_function_runs_in_the_block():
     region = Rewritten("cpu")
     assert region.decorate(dtype_now, region, lambda: 1 / 0)() is torch.bfloat16
+
+
+def test_an_error_while_an_entry_is_recorded_leaves_the_region(engine):
+    class Model(torch.nn.Module):
+        def forward(self, x):
+            with LibraryRegion("cpu", policy={"softmax": "fp32"}):
+                return x @ x
+
+    with contextlib.suppress(RuntimeError):
+        torch.export.export(Model(), (torch.ones(2, 2),), strict=False)
+    assert (polycast.autocast_nesting("cpu"), torch.is_autocast_enabled("cpu")) == (0, False)

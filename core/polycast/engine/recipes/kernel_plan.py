@@ -150,7 +150,7 @@ class KernelPlan(Plan):
             return found
         vetoes = manifests.functions("vetoes")
         given = (veto.ask(self.device_type, self.recipe.kind, op, args) for veto in vetoes)
-        return next((each for each in given if each is not None), found)
+        return next((each for each in given if isinstance(each, str)), found)
 
     def first(self, op: str, args: Sequence[Any]) -> PlannedKernel | str:
         """Return the first kernel of an op that has one that supports a call, or why none does."""
