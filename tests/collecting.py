@@ -1,4 +1,4 @@
-"""Which tests run: of three or more parameters only combinations that hold each pair of values, unless with --full."""
+"""Choose the tests that run: of three or more parameters, only combinations that hold each pair, unless with --full."""
 
 import itertools
 from collections import defaultdict

@@ -11,7 +11,7 @@ try:
 except ModuleNotFoundError as error:
     if error.name != "torch":  # torch is installed, but lacks a dependency
         raise
-    from .errors import torch_is_missing as torch_is_missing
+    from .errors import torch_is_missing
 
     raise torch_is_missing() from None
 
@@ -125,11 +125,9 @@ def _get(name: str) -> Any:
         return _get_own(name)
     from .policy import public_names
 
-    return (
-        sorted({*_LAZY_NAMES, *public_names.names()} - {"__version__"})
-        if name == "__all__"
-        else public_names.find(name)
-    )
+    if name == "__all__":
+        return sorted({*_LAZY_NAMES, *public_names.names()} - {"__version__"})
+    return public_names.find(name)
 
 
 if not TYPE_CHECKING:  # type checkers would accept any name

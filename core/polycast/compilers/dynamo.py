@@ -17,7 +17,8 @@ from ..engine.casts.traced import can_leave_casts
 from ..engine.installation import kernels_of, support_overrides
 from ..engine.override import MODULE_RULE, Override, make_override
 from ..engine.state import Settings
-from ..policy.recipe import Recipe, read_recipe
+from ..policy.recipe import read_recipe
+from ..policy.recipe_base import Recipe
 from ..torch_internals import changes
 from . import backward
 from .graph_breaks import break_graph

@@ -51,7 +51,7 @@ _WITHOUT_REGIONS: Mapping[str, object] = {
     "clear_own_casts": None,
     "region_methods": None,
 }
-"""What the state machine returns until an engine is chosen, when no thread is in a region."""
+"""The answers of the state machine until an engine is chosen: no thread is in a region then."""
 
 
 class _Unchosen:

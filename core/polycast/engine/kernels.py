@@ -34,7 +34,7 @@ REMEDIES = {
         "torch.nn.BCELoss), which is safe to autocast; or call it in a region with enabled=False, on float32 inputs."
     )
 }
-"""What to use instead of the banned ops of STANDARD_POLICIES, by op name."""
+"""Replacements for the banned ops of STANDARD_POLICIES, each as a sentence, by op name."""
 
 _lock = threading.Lock()
 hold_during_fork(lambda: [_lock])

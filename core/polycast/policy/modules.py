@@ -14,7 +14,8 @@ from .files import EQUALIZATION, RECIPE
 from .globs import compile_glob
 from .names import nearest, nearest_as_text, read_dtype
 from .op_policies import OpPolicies
-from .recipe import Recipe, is_recipe_name, read_recipe
+from .recipe import is_recipe_name, read_recipe
+from .recipe_base import Recipe
 from .recipe_settings import ObjectDigest, resolve
 
 FP32 = "fp32"

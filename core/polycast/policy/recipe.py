@@ -8,8 +8,7 @@ import torch
 
 from ..errors import warn_user
 from .names import hint
-from .recipe_base import Recipe as Recipe
-from .recipe_base import find_kind, kinds, restored
+from .recipe_base import Recipe, find_kind, kinds, restored
 from .recipe_settings import MATMULS, ObjectDigest
 
 

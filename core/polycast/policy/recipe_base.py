@@ -64,8 +64,8 @@ class Recipe:
     needs_kernels: ClassVar[bool] = True
     """Whether a device supports the recipe only if its backend says so."""
     avoids_slow_dtypes: ClassVar[str | None] = None
-    """What messages add to the recipe's name where they suggest it in place of a fast dtype that is slow on the device,
-    such as ``" (inference only)"``. None: they do not suggest it."""
+    """Text after the recipe's name in messages that suggest it in place of a slow fast dtype, such as
+    ``" (inference only)"``. None: they do not suggest it."""
     plan_class: ClassVar[str] = "polycast.engine.recipes.kernel_plan:KernelPlan"
     """The subclass of `Plan` that computes the recipe, as ``module:class``. It is imported at the first use."""
     _defaults: ClassVar[Mapping[str, Any]] = MappingProxyType({})

@@ -3,7 +3,8 @@
 import torch
 
 from ..errors import RecipeDisabledWarning, warn_user
-from ..policy.recipe import NoRecipe, Recipe, RecipeLike, read_recipe
+from ..policy.recipe import NoRecipe, RecipeLike, read_recipe
+from ..policy.recipe_base import Recipe
 from ..registry.backend import Availability, Backend
 from ..registry.recipe_kernels import check_recipe
 from .slow_dtype import warn_if_slow

@@ -46,7 +46,7 @@ class RuleSetId:
     """Identifies the rules that one call of apply_policy adds. In a copied model they have another id."""
 
     owner: str | None = None
-    """Who applies them, in place of those applied before; None: nobody in particular."""
+    """Name of who applies them: they replace those of the same owner. None: nobody in particular."""
 
 
 class RuledForward(InstanceForward):

@@ -2,12 +2,12 @@
 
 import torch
 
-from ..common.interrupts import raise_if_callers
+from ..common.interrupts import PLUGIN_ERRORS, raise_if_callers
 from ..engine import state
 from ..errors import SlowDtypeWarning, warn_user
 from ..policy.dtypes import dtype_name
 from ..registry.backend import Backend
-from ..registry.checks import PLUGIN_ERRORS, ask_slow_reason, find_slow_reason
+from ..registry.checks import ask_slow_reason, find_slow_reason
 from ..registry.registry import registry
 from ..torch_internals.callers_state import call_outside
 

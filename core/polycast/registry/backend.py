@@ -117,7 +117,7 @@ def no_kernels(device_type: str, recipe: Recipe) -> str:
 
 
 class Extension:
-    """What a package adds to a device that another package serves. A plugin returns an instance from its hook.
+    """Adds policies and kernels to a device that another package serves. A plugin returns an instance from its hook.
 
     Attributes:
         device_type: the device type as torch spells it, such as ``"cuda"``.

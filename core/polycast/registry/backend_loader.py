@@ -13,13 +13,13 @@ import torch
 
 from ..common.announce import announce_if_slow
 from ..common.env import canonical_name
-from ..common.interrupts import CALLERS_ERRORS, is_interrupt
+from ..common.interrupts import CALLERS_ERRORS, PLUGIN_ERRORS, is_interrupt
 from ..errors import BackendBrokenError, BackendConflictError, BackendNotFoundError
 from ..torch_internals.callers_state import call_outside
 from ..torch_internals.dispatcher import disable_autocast
 from .backend import Availability, Backend, validate
 from .candidate import Candidate
-from .checks import PLUGIN_ERRORS, check_availability
+from .checks import check_availability
 
 _FORK_TIMEOUT = 10
 """Seconds that a fork waits for the import of a plugin, which may hang."""

@@ -6,8 +6,7 @@ An affirmative answer is kept for a generation, as torch asks once for a driver;
 import torch
 
 from ..common import generation
-from ..common.interrupts import PLUGIN_ERRORS as PLUGIN_ERRORS
-from ..common.interrupts import raise_if_callers
+from ..common.interrupts import PLUGIN_ERRORS, raise_if_callers
 from ..policy.recipe_base import Recipe
 from ..torch_internals.callers_state import call_outside
 from .backend import Availability, Backend, Extension

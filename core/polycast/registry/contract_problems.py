@@ -1,4 +1,4 @@
-"""What violates the contract of a `Backend` or an `Extension`, attribute by attribute."""
+"""List what violates the contract of a `Backend` or an `Extension`, attribute by attribute."""
 
 from collections.abc import Mapping
 

@@ -10,14 +10,14 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ..common.announce import announce_if_slow
-from ..common.interrupts import CALLERS_ERRORS, is_interrupt
+from ..common.interrupts import CALLERS_ERRORS, PLUGIN_ERRORS, is_interrupt
 from ..errors import BackendBrokenError, BackendConflictError, warn_user
 from ..policy.cast_policy import CastPolicy
 from ..torch_internals.callers_state import call_outside
 from ..torch_internals.dispatcher import disable_autocast
 from .backend import Availability, Backend, Extension, validate_extension
 from .candidate import Candidate
-from .checks import PLUGIN_ERRORS, check_availability
+from .checks import check_availability
 
 _FORK_TIMEOUT = 10
 """Seconds that a fork waits for the import of an extension, which may hang."""

@@ -22,7 +22,7 @@ _PLACES = {
     "print_json": "terminal",
     "print_line": "terminal",
 }
-"""What commands of other plugins use; imported at the first use, since typer is slow to import."""
+"""The module of each name for commands of other plugins; imported at the first use, since typer is slow to import."""
 
 __all__ = [*_PLACES]
 

@@ -11,7 +11,6 @@ from typing_extensions import Self
 import polycast
 from polycast.common.interrupts import raise_if_callers
 from polycast.plugin import Backend
-from polycast.registry.checks import PLUGIN_ERRORS
 from polycast.registry.registry import registry
 from polycast.torch_internals.callers_state import call_outside
 
@@ -34,7 +33,7 @@ class Conditions:
         device_type = backend.device_type
         try:
             details = {str(name): str(value) for name, value in call_outside(backend.device_details).items()}
-        except PLUGIN_ERRORS as error:
+        except (Exception, SystemExit) as error:
             raise_if_callers(error)
             details = {"error": f"device_details() raised {type(error).__name__}: {error}"}
         device = details.pop("name", device_type)

@@ -7,7 +7,6 @@ import torch
 
 from polycast.common.interrupts import raise_if_callers
 from polycast.plugin import Backend, LowBitKernel, Recipe, all_recipes, check, dtype_name, recipe_kernels
-from polycast.registry.checks import PLUGIN_ERRORS
 
 from .measurement import Omission
 
@@ -49,7 +48,7 @@ def ways_of(backend: Backend) -> tuple[list[MeasuredWay], list[Omission]]:
             continue
         try:
             kernels = {op: first for op, (first, *_) in recipe_kernels(backend, recipe).items()}
-        except PLUGIN_ERRORS as error:
+        except (Exception, SystemExit) as error:
             raise_if_callers(error)
             omitted.append(Omission("all ops", recipe.kind, f"{type(error).__name__}: {error}"))
         else:

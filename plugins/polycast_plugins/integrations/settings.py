@@ -14,7 +14,7 @@ from polycast.errors import warn_user
 from polycast.plugin import InstanceForward, Recipe, read_recipe, torch_name
 
 PolicyLike: TypeAlias = Policy | Mapping[Any, Any] | str | os.PathLike[str]
-"""What ``policy=`` takes."""
+"""The types that ``policy=`` accepts."""
 _OWNER = "polycast_plugins.integrations"
 _is_any_autocast_enabled: Callable[[], bool] = torch_name(
     "torch._C._is_any_autocast_enabled", lambda: True, "models in regions of an integration are slower without autocast"

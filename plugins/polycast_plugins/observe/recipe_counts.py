@@ -1,4 +1,4 @@
-"""What recipes compute in a run: counts of calls, and the share of the operations in matmuls."""
+"""Count what recipes compute in a run: the calls, and the share of the operations in matmuls."""
 
 import threading
 from collections import Counter

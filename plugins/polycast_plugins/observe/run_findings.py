@@ -1,4 +1,4 @@
-"""What the steps of a training run say: losses that are not finite, skipped steps, gradients that underflow."""
+"""Find losses that are not finite, skipped steps and gradients that underflow in the steps of a training run."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence

@@ -15,7 +15,7 @@ from polycast_plugins.observe import LowBit, recipe_lines
 from .values import Error
 
 PolicyLike: TypeAlias = Policy | Mapping[Any, Any] | str | os.PathLike[str]
-"""What ``policy=`` takes."""
+"""The types that ``policy=`` accepts."""
 SCHEMA = 1
 """The schema of :meth:`Comparison.to_dict`."""
 _SHOWN = 40
