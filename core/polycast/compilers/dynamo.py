@@ -18,7 +18,7 @@ from ..engine.installation import kernels_of, support_overrides
 from ..engine.override import MODULE_RULE, Override, make_override
 from ..engine.state import Settings
 from ..policy.recipe import read_recipe
-from ..policy.recipe_base import Recipe
+from ..policy.recipe_base import Recipe, resolved
 from ..torch_internals import changes
 from . import backward
 from .graph_breaks import break_graph
@@ -77,7 +77,7 @@ def region_of_rule(
     region.__init__(device_type, dtype, enabled)  # type: ignore[misc]
     found = Override.of_text(device_type, override, MODULE_RULE, rule)
     if found.recipe is not None:
-        recipe = found.recipe.resolved(device_type, measure=True)
+        recipe = resolved(found.recipe, device_type, measure=True)
         found = make_override(device_type, frozenset(found.policies.items()), MODULE_RULE, rule, recipe, None)
     _move_to_graph(region, found, None)
     return region

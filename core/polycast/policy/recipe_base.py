@@ -129,7 +129,8 @@ class Recipe:
     def resolved(self, device_type: str, measure: bool) -> "Recipe":
         """Return the recipe with what it takes from this machine. A subclass may override it; others return themselves.
 
-        What it returns is kept, for equal arguments, until :func:`polycast.plugin.refresh`.
+        What it returns is kept, for equal arguments and a number of threads of torch, until
+        :func:`polycast.plugin.refresh`.
 
         Args:
             device_type: of the region.
@@ -282,6 +283,16 @@ def restored(kind: type[_Class], settings: Mapping[str, Any]) -> _Class:
         object.__setattr__(recipe, name, settings.get(name, default))
     recipe.__post_init__()
     return recipe
+
+
+def resolved(recipe: Recipe, device_type: str, measure: bool) -> Recipe:
+    """Return what the recipe's method of this name does, or did before in this generation."""
+    return _resolved(generation.number, torch.get_num_threads(), recipe, device_type, measure)
+
+
+@functools.lru_cache(maxsize=64)
+def _resolved(generation: int, threads: int, recipe: Recipe, device_type: str, measure: bool) -> Recipe:
+    return recipe.resolved(device_type, measure)
 
 
 @functools.lru_cache(maxsize=256)

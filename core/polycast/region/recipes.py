@@ -4,7 +4,7 @@ import torch
 
 from ..errors import RecipeDisabledWarning, warn_user
 from ..policy.recipe import NoRecipe, RecipeLike, read_recipe
-from ..policy.recipe_base import Recipe
+from ..policy.recipe_base import Recipe, resolved
 from ..registry.backend import Availability, Backend
 from ..registry.recipe_kernels import check_recipe
 from .slow_dtype import warn_if_slow
@@ -34,7 +34,7 @@ def usable_recipe(given: RecipeLike, backend: Backend, enabled: bool) -> Recipe:
     answer = check_recipe(backend, recipe) if enabled else Availability(True)
     if answer.available:
         try:
-            recipe = recipe.resolved(backend.device_type, measure=enabled)
+            recipe = resolved(recipe, backend.device_type, measure=enabled)
         except RuntimeError as error:
             answer = Availability(False, str(error))
     if not answer.available:

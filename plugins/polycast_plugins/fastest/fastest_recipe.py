@@ -1,7 +1,5 @@
 """The recipe `Fastest`, and its profile."""
 
-import functools
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -36,8 +34,9 @@ class Fastest(Recipe):
     on whether autograd records it, and on whether the region has a `WeightCache` that will have the weight's cast.
 
     Args:
-        profile: a :class:`DeviceProfile`, or the path of a saved one, so that choices are the same on every machine.
-            None: the profile of this machine, which the first region measures if there is none.
+        profile: a :class:`DeviceProfile`, or the path of a saved one, so that choices are the same on every machine;
+            a changed file is read after :func:`polycast.plugin.refresh`. None: the profile of this machine, which the
+            first region measures if there is none.
         ops: the ops to compute the fastest way, by names as in a :class:`Policy`; of these, those with the policy
             LOWER_PRECISION_FP, and encoder layers and elementwise ops without a policy.
         min_size: the smallest number of elements of a weight, or of the second matrix, for which to choose. It does not
@@ -90,30 +89,11 @@ class Fastest(Recipe):
         if self.profile is None:
             found = profile(device_type) if measure else find(device_type)
         elif isinstance(self.profile, str):
-            found = _loaded(self.profile, _status(self.profile))
+            found = DeviceProfile.load(self.profile)
         else:
             found = self.profile
         if not isinstance(found, DeviceProfile):
             return self
         if found.device_type != device_type:
             raise ValueError(f"{self!r} has a profile of {found.device_type}, and the region is for {device_type}")
-        return self if found is self.profile else _with(self, found)
-
-
-@functools.lru_cache(maxsize=64)
-def _with(recipe: Fastest, found: DeviceProfile) -> Fastest:
-    return recipe.with_options(profile=found)
-
-
-@functools.lru_cache(maxsize=64)
-def _loaded(path: str, status: tuple[int, ...]) -> DeviceProfile:
-    return DeviceProfile.load(path)
-
-
-def _status(path: str) -> tuple[int, ...]:
-    """Return what changes when a file is written; () for a file that cannot be read."""
-    try:
-        status = os.stat(path)
-    except OSError:
-        return ()
-    return status.st_mtime_ns, status.st_ctime_ns, status.st_size, status.st_ino
+        return self if found is self.profile else self.with_options(profile=found)

@@ -7,6 +7,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import polycast
 from polycast import Int8, WeightCache, autocast
+from polycast.plugin import Availability
 
 RECIPE = Int8(min_size=1)
 X = torch.randn(3, 8)
@@ -45,6 +46,16 @@ def test_compiled_code_computes_by_the_recipe_of_the_region_around(model, linear
         packed = linear.prepared  # the first call of new code gives out the weights' memory, so they are packed again
         compiled(X), model(X)
     assert (linear.prepared, linear.ran) == (packed, 2 * 8)
+
+
+def test_refresh_reaches_compiled_code(model, linear):
+    backend, compiled = polycast.plugin.get_backend("cpu"), torch.compile(model, backend="eager", fullgraph=True)
+    with autocast("cpu", recipe=RECIPE):
+        for available, ran in ((True, 2), (False, 2), (True, 4)):
+            vars(backend).update(recipe_availability=lambda recipe, available=available: Availability(available))
+            polycast.plugin.refresh("cpu")
+            compiled(X)
+            assert linear.ran == ran
 
 
 @pytest.mark.parametrize("recipe", [RECIPE, "int8"])

@@ -13,6 +13,7 @@ from polycast import Int8, WeightCache, autocast
 from polycast.engine import state
 from polycast.engine.casts.cast_cache import process_cache
 from polycast.engine.recipes.compute import plan_for, plan_of
+from polycast.plugin import Availability
 from polycast.region.policies import override_of
 from polycast.registry.registry import registry
 
@@ -301,6 +302,31 @@ def test_equal_recipes_share_plans(layer, linear):
     backend = polycast.plugin.get_backend("cpu")
     assert plan_for(backend, Int8(min_size=1)) is plan_for(backend, Int8(min_size=1))
     assert plan_for(backend, Int8(min_size=1)) is not plan_for(backend, Int8(min_size=2))
+    assert linear.prepared == 1
+
+
+@pytest.fixture
+def availability(int8_kernels):
+    """Return a function that lets the backend offer its kernels, or not, from now on."""
+
+    def set_available(available):
+        vars(backend).update(
+            recipe_availability=lambda recipe: Availability(available, "" if available else "unplugged")
+        )
+        polycast.plugin.refresh("cpu")
+
+    backend = polycast.plugin.get_backend("cpu")
+    return set_available
+
+
+@pytest.mark.usefixtures("engine")
+def test_refresh_reaches_regions_that_were_made_before_and_keeps_prepacked_weights(layer, linear, availability):
+    region = autocast("cpu", recipe=Int8(min_size=1))
+    for available, ran in ((False, 0), (True, 1), (False, 1), (True, 2)):
+        availability(available)
+        with region:
+            layer(X)
+        assert linear.ran == ran
     assert linear.prepared == 1
 
 

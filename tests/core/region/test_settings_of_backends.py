@@ -68,7 +68,7 @@ def test_refresh_asks_again_for_a_dtype(backend, monkeypatch):
 
 
 def test_refresh_asks_again_for_a_recipe(backend, monkeypatch):
-    monkeypatch.setattr(polycast.region.recipes, "_warned", set())
+    monkeypatch.setattr("polycast.region.recipes._warned", set())
     assert made("cpu", recipe="int8")._settings.override.recipe == polycast.Int8()
     refusals = {"no int8": Availability(False, "no int8"), "experimental": Availability(True, "experimental")}
     for reason, answer in refusals.items():
@@ -100,6 +100,27 @@ def test_refresh_resolves_recipes_again(backend):
     refresh("cpu")
     assert made("cpu", recipe="levels")._settings.override.recipe.count == 2
     del kinds["levels"]
+
+
+def test_what_a_recipe_is_resolved_to_is_kept_until_a_refresh_or_another_number_of_threads(backend):
+    class Asked(Recipe):
+        kind = "asked"
+        ops: Sequence[str] = ("mm",)
+
+        def resolved(self, device_type, measure):
+            asked.append(device_type)
+            return self
+
+    asked, before = [], torch.get_num_threads()
+    try:
+        for change in (lambda: None, lambda: refresh("cpu"), lambda: torch.set_num_threads(before + 1)):
+            change()
+            made("cpu", recipe=Asked())
+            made("cpu", recipe=Asked(), policy={"softmax": "fp32"})
+    finally:
+        torch.set_num_threads(before)
+        del kinds["asked"]
+    assert asked == ["cpu"] * 3
 
 
 def test_what_is_resolved_while_a_backend_refreshes_is_not_kept(backend, monkeypatch):

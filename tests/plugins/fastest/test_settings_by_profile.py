@@ -84,6 +84,20 @@ def test_fastest_is_read_once_for_each_profile(profile_of, monkeypatch, tmp_path
     assert [first[0], second[0]] == known
 
 
+def test_a_changed_file_that_the_recipe_names_is_read_after_a_refresh(profile_of, tmp_path):
+    path, profiles = tmp_path / "machine.json", [profile_of(bfloat16=ratio) for ratio in (0.5, 2.5)]
+
+    def used():
+        return made("cpu", recipe=polycast.Fastest(str(path)))._settings.override.recipe.profile
+
+    profiles[0].save(path)
+    assert used() == profiles[0]
+    profiles[1].save(path)
+    assert used() == profiles[0]
+    polycast.plugin.refresh("cpu")
+    assert used() == profiles[1]
+
+
 @pytest.mark.parametrize("engine", ["native"], indirect=True)
 def test_the_native_engine_runs_no_python_of_its_own(named):
     named(0.5)

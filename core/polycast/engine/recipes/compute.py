@@ -5,6 +5,7 @@ import pkgutil
 from collections.abc import Sequence
 from typing import Any
 
+from ...common import generation
 from ...policy.recipe_base import Recipe
 from ...registry.backend import Backend
 from ...registry.registry import registry
@@ -29,15 +30,19 @@ def plan_of(override: Override, device_type: str) -> Plan | None:
     """Return the plan of an override's recipe on a device; None if it has none."""
     backend = registry.find(device_type)
     plan: Plan | None = override.plan
-    if plan is None or plan.backend is not backend:
+    if plan is None or plan.backend is not backend or plan.generation != generation.number:
         if override.recipe is None:
             return None
         plan = override.plan = plan_for(backend, override.recipe)
     return plan
 
 
-@functools.lru_cache(maxsize=64)
 def plan_for(backend: Backend, recipe: Recipe) -> Plan:
-    """Return the plan of a recipe on a backend, which equal recipes share."""
+    """Return the plan of a recipe on a backend, which equal recipes share in a generation."""
+    return _plan_for(generation.number, backend, recipe)
+
+
+@functools.lru_cache(maxsize=64)
+def _plan_for(generation: int, backend: Backend, recipe: Recipe) -> Plan:
     plan: Plan = pkgutil.resolve_name(recipe.plan_class)(backend, recipe)
     return plan

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.library import Library
 
+from ...common import generation
 from ...common.events import events
 from ...policy.recipe_base import Recipe
 from ...policy.schemas import existing_op
@@ -90,13 +91,13 @@ _library = Library("polycast", "FRAGMENT")  # type: ignore[no-untyped-call]
 
 
 @functools.lru_cache(maxsize=64)
-def _plan_of_text(backend: Backend, recipe: str) -> Plan:
+def _plan_of_text(generation: int, backend: Backend, recipe: str) -> Plan:
     return plan_for(backend, Recipe.of_text(recipe))
 
 
 def _run_in_compiled(op: str, args: Sequence[Any], recipe: str, cache: int, dtype: torch.dtype) -> torch.Tensor:
     device_type = next(arg for arg in args if isinstance(arg, torch.Tensor)).device.type
-    plan = _plan_of_text(registry.find(device_type), recipe)
+    plan = _plan_of_text(generation.number, registry.find(device_type), recipe)
     found = cache_by_identity(cache) if cache else state.machine.innermost(device_type)[1]
     before = torch.get_autocast_dtype(device_type)
     if before is not dtype:

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
+from ...common import generation
 from ...common.events import events
 from ...policy.recipe_base import Recipe
 from ...registry.backend import Backend, LowBitKernel
@@ -36,9 +37,10 @@ class Computed(NamedTuple):
 
 
 class Plan(ABC):
-    """Computes the ops of one recipe with one backend. Equal recipes share it.
+    """Computes the ops of one recipe with one backend, for a generation. Equal recipes share it.
 
     Attributes:
+        generation: the number of the generation in which it was made.
         kernels: the kernels for the recipe by op: of each, the one that is asked first.
         FLOATS: the dtypes that recipes convert.
         NO_KERNEL, RECORDS, SMALL, SUBCLASS: reasons why a call falls back.
@@ -51,6 +53,7 @@ class Plan(ABC):
     SUBCLASS = "a tensor is of a subclass that sees each op itself, or has no memory"
 
     def __init__(self, backend: Backend, recipe: Recipe) -> None:
+        self.generation = generation.number
         self.backend = backend
         self.recipe = recipe
         self.device_type = backend.device_type
