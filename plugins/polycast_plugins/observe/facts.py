@@ -30,7 +30,7 @@ _IDENTITY: dict[type[Any], tuple[str, ...]] = {
     Cast: ("op", "phase", "module", "source", "target", "of"),
     Region: ("where", "device", "enabled", "dtype", "reason"),
     Compiled: ("region", "module"),
-    LowBit: ("device", "recipe", "op", "declined"),
+    LowBit: ("device", "recipe", "op", "declined", "package"),
     Matmul: ("op", "phase", "module", "device", "recipe", "declined", "dtype"),
     MatmulRows: ("op", "rows"),
     Chain: ("kind", "ops", "module", "dtype"),

@@ -12,7 +12,7 @@ from torch import nn
 
 import polycast
 from polycast_plugins.observe import Observation
-from polycast_plugins.observe.facts import Facts, Run
+from polycast_plugins.observe.facts import Facts, Run, combine
 from polycast_plugins.observe.records import Chain, LowBit, Op, Region
 
 SAMPLE = Path(__file__).with_name("sample.json")
@@ -123,6 +123,11 @@ def test_nothing_else_can_be_added(run):
         run(1) + 1
     with pytest.raises(TypeError):
         run(1) - None
+
+
+def test_ops_of_a_recipe_that_different_packages_compute_stay_apart_in_sums():
+    ours, theirs = (LowBit("cpu", "int8", "aten::linear", calls=2, package=each) for each in ("polycast", "acme"))
+    assert combine([ours, theirs], [ours]) == (replace(ours, calls=4), theirs)
 
 
 def test_print_shows_a_table_and_findings(run):
