@@ -1,6 +1,5 @@
 """The settings that ``polycast run`` adds to the regions of a program."""
 
-import functools
 import itertools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -40,7 +39,6 @@ class RunOverrides:
         self.recipe = recipe
         self._regions: dict[tuple[str, torch.dtype | None], Iterator[int]] = {}
         self._with_grad = itertools.count()
-        self._override = functools.lru_cache(self._override_uncached)  # a program has few, and enters them often
 
     def apply(
         self, region: autocast, device_type: str, dtype: torch.dtype, enabled: bool, cache_enabled: bool | None
@@ -56,22 +54,11 @@ class RunOverrides:
         caches = self.cache is not None and not torch.is_grad_enabled()
         if not caches and enabled:
             next(self._with_grad)
-        return self._override(device_type, dtype, enabled, True if caches else cache_enabled, is_outermost, caches)
-
-    def _override_uncached(
-        self,
-        device_type: str,
-        dtype: torch.dtype,
-        enabled: bool,
-        cache_enabled: bool | None,
-        is_outermost: bool,
-        caches: bool,
-    ) -> autocast:
         return autocast(
             device_type,
             dtype,
             enabled,
-            cache_enabled,
+            True if caches else cache_enabled,
             cache=self.cache if caches else None,
             policy=self._policy if is_outermost else None,
             recipe=self.recipe if is_outermost else None,
