@@ -4,16 +4,16 @@
   :func:`register_backend`, :func:`unregister_backend`, :func:`refresh`.
 - Extensions, which add kernels or cast policies to a device that another package serves: :class:`Extension`.
 - Op tables: :class:`CastPolicy` (in ``polycast`` too), :func:`policy_table`, :data:`STANDARD_POLICIES`.
-- Recipes and their kernels: :class:`Recipe`, :class:`Plan`, :class:`KernelPlan`, :class:`LowBitKernel`,
-  :class:`LowBitMatmul`, :func:`recipe_kernels`, :func:`float32_products`.
+- Recipes and their kernels: :class:`Recipe`, :class:`Plan`, :class:`LowBitKernel`, :class:`LowBitMatmul`,
+  :func:`recipe_kernels`, :func:`float32_products`.
 - C++: :func:`load_ops` compiles the ops of a package; a :class:`NativeLibrary` uses the native engine;
   :func:`choose_engine` returns the engine in use.
 - Manifests: :class:`Plugin` is one, :func:`manifests` returns those installed, and :func:`lazy_names` imports the names
   of a package at their first use.
 - Changes to torch: :class:`Feature`, :class:`Patch`; a private name of torch: :func:`torch_name`.
-- Questions: :func:`check`, :func:`find_slow_reason` and :func:`drift_of` of a backend; :func:`decide`,
-  :func:`explain_op` and :func:`why_disabled` of a region; :func:`find_op`; :func:`dtype_name` and :func:`read_dtype`;
-  :func:`all_recipes` and :func:`read_recipe`. The base of what tools return: :class:`Result`.
+- Questions: :func:`check`, :func:`find_slow_reason` and :func:`drift_of` of a backend; :func:`decide` and
+  :func:`explain_op` of a region; :func:`find_op`; :func:`dtype_name` and :func:`read_dtype`; :func:`all_recipes` and
+  :func:`read_recipe`. The base of what tools return: :class:`Result`.
 - The region of another library: :class:`LibraryRegion`.
 - To run code without autocast or Dynamo: :func:`disable_autocast`, :func:`disable_dynamo`; to hold locks over a fork:
   :func:`hold_during_fork`; to replace the forward of one module: :class:`InstanceForward`; to be told what happens:
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from .engine.disable_dynamo import disable_dynamo as disable_dynamo
     from .engine.drift import drift_of as drift_of
     from .engine.native_library import NativeLibrary as NativeLibrary
-    from .engine.recipes.kernel_plan import KernelPlan as KernelPlan
     from .engine.recipes.plan import Plan as Plan
     from .engine.register_backend import refresh as refresh
     from .engine.register_backend import register_backend as register_backend
@@ -54,7 +53,6 @@ if TYPE_CHECKING:
     from .region.explain_op import explain_op as explain_op
     from .region.instance_forward import InstanceForward as InstanceForward
     from .region.library_region import LibraryRegion as LibraryRegion
-    from .region.resolve import why_disabled as why_disabled
     from .registry.backend import Availability as Availability
     from .registry.backend import Backend as Backend
     from .registry.backend import Extension as Extension
@@ -79,7 +77,6 @@ _PLACES = {
     "Extension": "registry.backend",
     "Feature": "torch_internals.patcher",
     "InstanceForward": "region.instance_forward",
-    "KernelPlan": "engine.recipes.kernel_plan",
     "LibraryRegion": "region.library_region",
     "LowBitKernel": "registry.backend",
     "LowBitMatmul": "registry.low_bit_matmul",
@@ -117,7 +114,6 @@ _PLACES = {
     "register_backend": "engine.register_backend",
     "torch_name": "torch_internals.lookup",
     "unregister_backend": "engine.register_backend",
-    "why_disabled": "region.resolve",
 }
 """The module of each name. Names are imported when they are first used."""
 

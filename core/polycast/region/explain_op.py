@@ -96,10 +96,9 @@ def explain_in(
     plan = plan_of(region.override, backend.device_type)
     if plan is None:
         return call
-    reason = plan.why_not(chosen, arguments)
-    if reason is not None:
-        return replace(call, declined=reason)
     computed = plan.explain(chosen, arguments, region.cache, region.dtype)
+    if isinstance(computed, str):
+        return replace(call, declined=computed)
     call = replace(call, way=computed.way, reason=computed.reason, package=computed.package)
     if computed.dtype is not region.dtype:
         seen = (replace(each, seen=computed.dtype or each.dtype) for each in call.arguments or ())

@@ -52,7 +52,7 @@ def resolve(
         raise TypeError(f"dtype must be a torch.dtype or None, got {dtype!r}")
     is_on = bool(enabled)
     if is_on:
-        refusal = why_disabled(backend, dtype)
+        refusal = _why_disabled(backend, dtype)
         if refusal is not None:
             warn_user(refusal, AutocastDisabledWarning)
             is_on = is_lasting = False
@@ -90,7 +90,7 @@ def _find_backend(device_type: object) -> Backend:
     return registry.find(device_type)
 
 
-def why_disabled(backend: Backend, dtype: torch.dtype) -> str | None:
+def _why_disabled(backend: Backend, dtype: torch.dtype) -> str | None:
     """Return why a region of a backend with a fast dtype runs disabled, as warnings say it; None if it does not."""
     answer = check_availability(backend)
     if not answer.available:

@@ -13,10 +13,17 @@ from .registry import registry
 
 
 class Offer(NamedTuple):
-    """A kernel, and the backend or extension that has it."""
+    """A kernel for a recipe.
+
+    Attributes:
+        kernel: the kernel.
+        by: the backend or extension that has it.
+        package: the distribution that supplies that; empty for a backend that is registered by hand.
+    """
 
     kernel: LowBitKernel
     by: Extension
+    package: str
 
 
 def check(backend: Backend, wanted: torch.dtype | Recipe | None = None) -> Availability:
@@ -51,23 +58,18 @@ def check_recipe(backend: Backend, recipe: Recipe) -> Availability:
     return Availability(False, "; ".join(f"{package or 'the backend'}: {reason}" for package, reason in refusals))
 
 
-def offers(backend: Backend, recipe: Recipe) -> Mapping[str, Sequence[Offer]]:
-    """Return the kernels for a recipe, by op, in the order in which they are asked; those of the backend first."""
+def recipe_kernels(backend: Backend, recipe: Recipe) -> Mapping[str, Sequence[Offer]]:
+    """Return the kernels for a recipe, by dispatcher name of the op, in the order in which they are asked.
+
+    They are those of the backend, then those of the extensions of its device. The first whose ``unsupported_reason``
+    is None computes a call. Each has a `kernel`, and the `package` that supplies it.
+    """
     found: dict[str, list[Offer]] = {}
     for given in _asked(backend):
         if ask_recipe(given, recipe).available:
             for op, kernel in call_outside(given.low_bit_kernels, recipe).items():
-                found.setdefault(op, []).append(Offer(kernel, given))
+                found.setdefault(op, []).append(Offer(kernel, given, registry.source(given)[0]))
     return found
-
-
-def recipe_kernels(backend: Backend, recipe: Recipe) -> Mapping[str, Sequence[LowBitKernel]]:
-    """Return the kernels for a recipe, by dispatcher name of the op, in the order in which they are asked.
-
-    They are those of the backend, then those of the extensions of its device. The first whose ``unsupported_reason``
-    is None computes a call.
-    """
-    return {op: [each.kernel for each in kernels] for op, kernels in offers(backend, recipe).items()}
 
 
 def _asked(backend: Backend) -> Sequence[Extension]:

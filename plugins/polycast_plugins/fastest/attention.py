@@ -7,9 +7,6 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from polycast.engine.casts.weights import caching_is_safe
-from polycast.engine.recipes.actions import Action, ActionKind
-from polycast.engine.recipes.in_dtype import in_dtype
 from polycast.plugin import Plan, disable_autocast, find_op
 from polycast.torch_internals.dispatcher import dispatch_key_for_device, has_kernel_for_dispatch_key
 
@@ -61,9 +58,9 @@ class RecordedAttention(NamedTuple):
             is_recomputed=not self.is_fused,
         )
 
-    def native_action(self, ways: Ways, dtype: torch.dtype) -> Action | None:
+    def native_action(self, ways: Ways, dtype: torch.dtype) -> Plan.Action | None:
         """Return what the native engine does for calls like this one; None if it has no autograd function for them."""
-        return Action(ActionKind.RECORDED, constants=_dtypes(ways, dtype)) if self.is_fused else None
+        return Plan.recorded_action(constants=_dtypes(ways, dtype)) if self.is_fused else None
 
     def compute(
         self, ways: Ways, dtype: torch.dtype, cast_weight: Callable[[torch.Tensor], torch.Tensor]
@@ -88,14 +85,16 @@ class RecordedAttention(NamedTuple):
         kernels = _enabled_kernels()
 
         def compute() -> torch.Tensor:
-            return in_dtype(op, args, forward).to(fast)
+            result: torch.Tensor = Plan.in_dtype(op, args, forward).to(fast)
+            return result
 
         def again(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
             given = list(others)
             for at, tensor in zip(positions, tensors, strict=True):
                 given[at] = tensor
             with nullcontext() if _enabled_kernels() == kernels else sdpa_kernel(kernels):
-                return in_dtype(op, given, backward)
+                result: torch.Tensor = Plan.in_dtype(op, given, backward)
+                return result
 
         result: torch.Tensor = Recomputed.apply(compute, again, *saved)  # type: ignore[no-untyped-call]
         return result
@@ -109,7 +108,7 @@ def _dtypes(ways: Ways, dtype: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
 def _is_fused(args: Sequence[Any], dtype: torch.dtype) -> bool:
     """Return whether the operands have the fast dtype, and torch would compute the attention by its fused kernel."""
     query, key, value, mask, dropout, is_causal, scale, has_groups = args
-    if not caching_is_safe() or dropout or any(each.dtype is not dtype or Plan.is_special(each) for each in args[:3]):
+    if Plan.is_traced() or dropout or any(each.dtype is not dtype or Plan.is_special(each) for each in args[:3]):
         return False
     if mask is not None and (
         mask.requires_grad or Plan.is_special(mask) or mask.dtype not in (torch.bool, *Plan.FLOATS)

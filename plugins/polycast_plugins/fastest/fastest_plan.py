@@ -1,26 +1,18 @@
 """`FastestPlan`: the recipe `Fastest` on a device, which computes each call in the way that is the fastest."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from typing_extensions import override
 
 from polycast.engine.casts.cast_cache import CastCache
-from polycast.engine.casts.not_prepacked import INTERCEPTED
-from polycast.engine.casts.traced import cast_of_traced
-from polycast.engine.casts.weights import caching_is_safe, covers, is_dense, is_weight, parameter_of, weight_of
-from polycast.engine.inference import in_function
 from polycast.engine.kernels import runs_in_fast_dtype_only
-from polycast.engine.recipes.actions import AS_IT_IS, CACHED_CAST, FALL_BACK, FLOAT32, Action, Results
-from polycast.engine.recipes.in_dtype import results_of
-from polycast.engine.recipes.plan import Computed, Performed
-from polycast.plugin import Backend, KernelPlan, LowBitKernel, dtype_name, events
+from polycast.plugin import Backend, LowBitKernel, Plan, dtype_name, events, recipe_kernels
 from polycast.policy.recipe_settings import COMPOSED_OPS, POINTWISE_OPS, resolve
 from polycast.policy.registered import policies_for
 from polycast.torch_internals.callers_state import call_outside
-from polycast.torch_internals.private_names import is_intercepted
 
 from .attention import RecordedAttention
 from .choose_way import NO_FAST_KERNEL, Conversions, Way, choose, is_unsupported, name_of
@@ -46,21 +38,35 @@ _MASK = 18
 """The position of a composed op's mask, after the weights. It has the dtype of the input."""
 _RECURRENT = "aten::mkldnn_rnn_layer"
 """oneDNN has no kernel for it on some processors where its other kernels of the fast dtype run."""
-_UNKEPT = (INTERCEPTED, KernelPlan.SUBCLASS, NO_PROFILE)
+_UNKEPT = (Plan.INTERCEPTED, Plan.SUBCLASS, NO_PROFILE)
 """Reasons that may not hold for the next call with the same metadata."""
 
 
-class FastestPlan(KernelPlan):
-    """The recipe on a device: chooses a way for each call, and computes it.
+class OfferedKernel(NamedTuple):
+    """A kernel that may compute an op, the distribution that supplies it, and the action that calls its operator."""
 
-    Call `perform` and `plan_call`: `compute` and `unsupported_reason` do not apply.
-    """
+    kernel: LowBitKernel
+    package: str
+    action: Plan.Action | None
+
+
+class FastestPlan(Plan):
+    """The recipe on a device: chooses a way for each call, and computes it."""
 
     recipe: Fastest
 
     def __init__(self, backend: Backend, recipe: Fastest) -> None:
         super().__init__(backend, recipe)
-        self.ops = recipe.overloads
+        offers = {
+            op: [
+                OfferedKernel(each.kernel, each.package, self.operator_action(each.kernel, self.CACHED_CAST))
+                for each in found
+                if each.kernel.uses_cast
+            ]
+            for op, found in recipe_kernels(backend, recipe).items()
+        }
+        self._offered: Mapping[str, Sequence[OfferedKernel]] = {op: found for op, found in offers.items() if found}
+        self.kernels = {op: found[0].kernel for op, found in self._offered.items()}
 
     @property
     def profile(self) -> DeviceProfile | None:
@@ -68,13 +74,20 @@ class FastestPlan(KernelPlan):
         profile = resolve(self.recipe.profile)
         return profile if isinstance(profile, DeviceProfile) else None
 
-    @override
-    def takes(self, kernel: LowBitKernel) -> bool:
-        return kernel.uses_cast
+    def _kernel_for(self, op: str, args: Sequence[Any]) -> OfferedKernel | str:
+        """Return the first kernel of an op that has one that supports a call, or why none does."""
+        reasons: dict[str, None] = {}
+        for each in self._offered[op]:
+            reason = each.kernel.unsupported_reason(*args)
+            if reason is None:
+                return each
+            reasons[reason] = None
+        return "; ".join(reasons)
 
-    @override
-    def action(self, kernel: LowBitKernel, prepack_id: int) -> Action | None:
-        return super().action(kernel, CACHED_CAST)
+    def _package_of(self, found: "PlannedCall", op: str, args: Sequence[Any]) -> str:
+        """Return the distribution whose kernel computes a call; empty if torch's does."""
+        kernel = self._kernel_for(op, args) if found.is_by_kernel else ""
+        return "" if isinstance(kernel, str) else kernel.package
 
     @override
     def why_no_kernel(self, op: str) -> str | None:
@@ -85,32 +98,29 @@ class FastestPlan(KernelPlan):
         return None if self.profile is not None else NO_PROFILE
 
     @override
-    def why_not(self, op: str, args: Sequence[Any]) -> str | None:
-        found = self.plan_call(op, args, None, torch.get_autocast_dtype(self.device_type))
-        return found if isinstance(found, str) else None
-
-    @override
-    def explain(self, op: str, args: Sequence[Any], cache: CastCache | None, dtype: torch.dtype) -> Computed:
+    def explain(self, op: str, args: Sequence[Any], cache: CastCache | None, dtype: torch.dtype) -> Plan.Computed | str:
         found = self.plan_call(op, args, cache, dtype)
         if isinstance(found, str):
-            return Computed()
+            return found
         dtypes = {Way.FAST: dtype, Way.FLOAT32: torch.float32}
-        package = self.package_of(op, args) if found.is_by_kernel else ""
-        return Computed(name_of(found.way, dtype), found.reason, dtypes.get(found.way), package)
+        package = self._package_of(found, op, args)
+        return Plan.Computed(name_of(found.way, dtype), found.reason, dtypes.get(found.way), package)
 
     @override
-    def perform(self, op: str, args: Sequence[Any], cache: CastCache | None, checked: bool) -> Performed:
+    def perform(
+        self, op: str, args: Sequence[Any], cache: CastCache | None, checked: bool
+    ) -> tuple[Any, Plan.Action | None]:
         dtype = torch.get_autocast_dtype(self.device_type)
-        if not checked and is_intercepted():
-            found: PlannedCall | str = INTERCEPTED
+        if not checked and self.is_intercepted():
+            found: PlannedCall | str = self.INTERCEPTED
         else:
             found = self.plan_call(op, args, cache, dtype, checked)
         if isinstance(found, str):
             if op not in POINTWISE_OPS:  # which runs as without the recipe
                 self.notify(op, found)
-            return None, None if events.recipe_call or found in _UNKEPT else FALL_BACK
+            return None, None if events.recipe_call or found in _UNKEPT else self.FALL_BACK
         if events.recipe_call:
-            self.notify(op, None, name_of(found.way, dtype), self.package_of(op, args) if found.is_by_kernel else "")
+            self.notify(op, None, name_of(found.way, dtype), self._package_of(found, op, args))
         result, action = self._compute(found, op, args, cache, dtype)
         return result, None if events.recipe_call else action
 
@@ -134,15 +144,15 @@ class FastestPlan(KernelPlan):
             return NO_PROFILE
         if not checked:
             others = [arg for at, arg in enumerate(args) if not _is_mask(at, arg)]
-            reason = self._unsupported_tensor(others, False)
+            reason = self.unsupported_tensor(others, False)
             if reason is not None:
                 return reason
-            if caching_is_safe():  # while tracing, tensors are of subclasses, too
+            if not self.is_traced():  # tensors of subclasses are traced, too
                 if any(isinstance(arg, torch.Tensor) and self.is_special(arg) and not arg.is_meta for arg in args):
                     return self.SUBCLASS
             elif len(others) < len(args):
                 return TRACED_MASK
-        runs_in_function = in_function()
+        runs_in_function = self.in_function()
         records = runs_in_function or (not checked and _is_recorded(args))
         if op == _RECURRENT and not _has_recurrent_kernel(dtype, records):
             return PlannedCall(Way.FLOAT32, NO_FAST_KERNEL)
@@ -156,14 +166,14 @@ class FastestPlan(KernelPlan):
         if op in COMPOSED_OPS and (reason := self._why_not_as_one(op, workload, args)) is not None:
             return reason
         position = weight_position(op)
-        if _weight_of(args[position]) is not None and args[position].dtype is not torch.float32:
+        if self.weight_of(args[position]) is not None and args[position].dtype is not torch.float32:
             return NARROW_WEIGHT
         if records:
-            recorded = recorded_call(op, args, _weight_of(args[position]) is not None, dtype)
+            recorded = recorded_call(op, args, self.weight_of(args[position]) is not None, dtype)
             if recorded is None:
                 has_none = is_unsupported(profile, workload.op, dtype_name(dtype))
                 return PlannedCall(Way.FLOAT32, NO_FAST_KERNEL) if has_none else NO_GRADIENTS
-            operands = recorded.operands(self._is_cached(args[position], cache), runs_in_function)
+            operands = recorded.operands(self.has_cast(args[position], cache), runs_in_function)
             ways = choose_recorded(profile, dtype, workload, operands)
             return PlannedCall(ways.forward, ways.reason, recorded, ways)
         conversions = self._conversions(args, cache)
@@ -174,18 +184,18 @@ class FastestPlan(KernelPlan):
 
     def _why_not_pointwise(self, op: str, args: Sequence[Any], dtype: torch.dtype, checked: bool) -> str | None:
         """Return why torch's kernel computes a pointwise op; None if one of the recipe's does."""
-        if op not in self.planned:
+        if op not in self._offered:
             return self.NO_KERNEL
-        if not caching_is_safe():
+        if self.is_traced():
             return COMPILED
-        if not checked and (reason := self._unsupported_tensor(args, False)) is not None:
+        if not checked and (reason := self.unsupported_tensor(args, False)) is not None:
             return reason
         x = args[0]
         if x.dtype is not dtype:
             return OTHER_DTYPE
         if not checked and self.is_special(x):
             return self.SUBCLASS
-        found = self.first(op, args)
+        found = self._kernel_for(op, args)
         return found if isinstance(found, str) else None
 
     def _why_not_as_one(self, op: str, workload: Workload, args: Sequence[Any]) -> str | None:
@@ -201,9 +211,9 @@ class FastestPlan(KernelPlan):
 
     def _ways_by_kernel(self, op: str, args: Sequence[Any], position: int, dtype: torch.dtype) -> tuple[Way, ...]:
         """Return the ways by the kernel of an op, if it supports a call."""
-        if op not in self.planned or args[position].dtype is not torch.float32 or dtype is torch.float32:
+        if op not in self._offered or args[position].dtype is not torch.float32 or dtype is torch.float32:
             return ()  # a program may set float32 as the fast dtype
-        found = self.first(op, args)
+        found = self._kernel_for(op, args)
         if isinstance(found, str):
             return ()
         return (Way.KERNEL, Way.FLOAT32_KERNEL) if found.kernel.takes_float32 else (Way.KERNEL,)
@@ -216,41 +226,34 @@ class FastestPlan(KernelPlan):
                 elements = size_hint(arg.numel())
                 if arg.dtype is not torch.float32:
                     narrow.append(elements)
-                elif _weight_of(arg) is None:
+                elif self.weight_of(arg) is None:
                     wide.append(elements)
-                elif not self._is_cached(arg, cache):
+                elif not self.has_cast(arg, cache):
                     weight.append(elements)
         more_to_fast = max(len(wide) - 1, 0) + max(len(weight) - 1, 0)
         return Conversions(sum(narrow), sum(wide), sum(weight), more_to_fast, max(len(narrow) - 1, 0))
 
-    def _is_cached(self, tensor: torch.Tensor, cache: CastCache | None) -> bool:
-        """Return whether a cast will be found in the region's WeightCache: of a frozen weight, or at inference."""
-        if cache is None or not torch.is_autocast_cache_enabled() or (tensor.requires_grad and torch.is_grad_enabled()):
-            return False
-        parameter = parameter_of(tensor)
-        return parameter is not None and covers(tensor, parameter)
-
     def _compute(
         self, found: "PlannedCall", op: str, args: Sequence[Any], cache: CastCache | None, dtype: torch.dtype
-    ) -> tuple[Results | None, Action | None]:
+    ) -> tuple[Any, Plan.Action | None]:
         ways = found.ways if found.recorded is not None and _is_recorded(args) else None
         if found.recorded is not None and ways is not None and not ways.are_all_fast:
-            result = found.recorded.compute(ways, dtype, lambda weight: _cached_cast(weight, dtype, cache))
+            result = found.recorded.compute(ways, dtype, lambda weight: self.cast_of(weight, dtype, cache))
             return result, found.recorded.native_action(ways, dtype)
         if found.way is Way.FLOAT32:
-            return _cast_results(results_of(op, args, torch.float32), dtype), FLOAT32
+            return _cast_results(self.in_dtype(op, args, torch.float32), dtype), self.FLOAT32
         if found.is_by_kernel:
-            planned = self.first(op, args)
-            assert not isinstance(planned, str)  # it was the reason for the way
-            kernel, action = planned.kernel, planned.action
+            offered = self._kernel_for(op, args)
+            assert not isinstance(offered, str)  # it was the reason for the way
+            kernel, _, action = offered
             weight = args[kernel.weight]
             if found.way is Way.KERNEL:
-                weight = _cached_cast(weight, dtype, cache)
+                weight = self.cast_of(weight, dtype, cache)
             elif action is not None:
-                action = action._replace(prepack_id=AS_IT_IS)
+                action = action._replace(prepack_id=self.AS_IT_IS)
             result = kernel.run((weight,), *args)
             return _cast_results(result, dtype), action
-        return None, FALL_BACK
+        return None, self.FALL_BACK
 
 
 class PlannedCall(NamedTuple):
@@ -288,14 +291,6 @@ def _has_recurrent_kernel(dtype: torch.dtype, records: bool) -> bool:
     return call_outside(onednn_supports, dtype) and not (records and dtype is torch.float16)
 
 
-def _weight_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return the weight that a tensor is or is a plain view of, or None; also for traced tensors."""
-    if tensor.dtype is torch.float32 and caching_is_safe():
-        return weight_of(tensor)  # as the native engine, which decides for equal calls
-    parameter = parameter_of(tensor)
-    return tensor if parameter is None and is_weight(tensor) else parameter
-
-
 def _is_mask(position: int, arg: Any) -> bool:
     """Return whether an argument is the boolean mask of an attention, which is not converted."""
     return position > 2 and isinstance(arg, torch.Tensor) and arg.dtype is torch.bool
@@ -305,22 +300,8 @@ def _is_recorded(args: Sequence[Any]) -> bool:
     return torch.is_grad_enabled() and any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args)
 
 
-def _cast_results(results: Results, dtype: torch.dtype) -> Results:
+def _cast_results(results: Any, dtype: torch.dtype) -> Any:
     """Return what an op returned, with floating-point numbers in a dtype."""
     if isinstance(results, torch.Tensor):
         return results.to(dtype)
     return tuple(each if each is None or not each.is_floating_point() else each.to(dtype) for each in results)
-
-
-def _cached_cast(weight: torch.Tensor, dtype: torch.dtype, cache: CastCache | None) -> torch.Tensor:
-    """Return a weight's cast from the region. For a view of the whole weight, return that view of the cast."""
-    if weight.dtype is dtype:
-        return weight
-    if cache is not None and not caching_is_safe():
-        traced = cast_of_traced(weight, dtype, weight.device.type)
-        return weight.to(dtype) if traced is None else traced
-    parameter = parameter_of(weight)
-    if parameter is None or not caching_is_safe() or not covers(weight, parameter) or not is_dense(parameter):
-        return weight.to(dtype)
-    cast: torch.Tensor = torch.ops.polycast.cached_cast(parameter, dtype, -1)
-    return cast if weight is parameter else cast.as_strided(weight.shape, weight.stride(), 0)

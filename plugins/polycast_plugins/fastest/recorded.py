@@ -5,8 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from polycast.engine.recipes.actions import Action, ActionKind
-from polycast.engine.recipes.in_dtype import in_dtype
+from polycast.plugin import Plan
 
 from .attention import RecordedAttention
 from .autograd_functions import Computation, Convolution, ConvolutionSettings, Gradients, RecordedProduct
@@ -81,7 +80,7 @@ class Recorded(NamedTuple):
             self.second.requires_grad,
         )
 
-    def native_action(self, ways: Ways, dtype: torch.dtype) -> Action | None:
+    def native_action(self, ways: Ways, dtype: torch.dtype) -> Plan.Action | None:
         """Return what the native engine does for calls like this one; None if it has no autograd function for them."""
         if not ways.is_float32 or self.op not in _NATIVE or (self.op == "aten::matmul" and self.second.dim() != 2):
             return None
@@ -89,7 +88,7 @@ class Recorded(NamedTuple):
             x, weight, _, *settings, _ = self.args
             if x.dim() != weight.dim() or any(len(each) != weight.dim() - 2 for each in settings):
                 return None
-        return Action(ActionKind.RECORDED, weight_position(self.op))
+        return Plan.recorded_action(weight_position(self.op))
 
     def compute(
         self, ways: Ways, dtype: torch.dtype, cast_weight: Callable[[torch.Tensor], torch.Tensor]
@@ -113,10 +112,12 @@ class Recorded(NamedTuple):
 
         def in_fast() -> torch.Tensor:
             args = [first if arg is self.first else cast if arg is self.second else arg for arg in self.args]
-            return in_dtype(self.op, args, dtype)
+            result: torch.Tensor = Plan.in_dtype(self.op, args, dtype)
+            return result
 
         def in_float32() -> torch.Tensor:
-            return in_dtype(self.op, self.args, torch.float32).to(dtype)
+            result: torch.Tensor = Plan.in_dtype(self.op, self.args, torch.float32).to(dtype)
+            return result
 
         computation = Computation(ways, dtype, cast, in_float32, in_fast, self.gradients)
         if self.settings is None:

@@ -47,7 +47,7 @@ def ways_of(backend: Backend) -> tuple[list[MeasuredWay], list[Omission]]:
             omitted.append(Omission("all ops", recipe.kind, answer.reason))
             continue
         try:
-            kernels = {op: first for op, (first, *_) in recipe_kernels(backend, recipe).items()}
+            kernels = {op: first.kernel for op, (first, *_) in recipe_kernels(backend, recipe).items()}
         except (Exception, SystemExit) as error:
             raise_if_callers(error)
             omitted.append(Omission("all ops", recipe.kind, f"{type(error).__name__}: {error}"))

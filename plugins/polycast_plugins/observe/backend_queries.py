@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 import polycast
-from polycast.plugin import Backend, disable_autocast, find_slow_reason, get_backend, why_disabled
+from polycast.plugin import Backend, check, disable_autocast, find_slow_reason, get_backend
 
 from .recorder import MatmulRow
 
@@ -24,8 +24,10 @@ def why_not_enabled(device: str, dtype: torch.dtype) -> str:
     backend = find_backend(device)
     if backend is None:
         return ""
-    refusal = why_disabled(backend, dtype) or ""
-    return refusal.replace("Disabling autocast.", "").replace("\n", "").strip().rstrip(".")
+    if not (answer := check(backend)):
+        return f"{device} is not available: {answer.reason.rstrip('.')}"
+    answer = check(backend, dtype)
+    return "" if answer else f"{dtype} is not supported: {answer.reason.rstrip('.')}"
 
 
 def slow_reasons(devices: Mapping[str, Iterable[str]]) -> dict[str, str]:

@@ -10,7 +10,7 @@ from torch import nn
 
 from polycast import get_autocast_dtype
 from polycast.errors import AutocastDisabledWarning, warn_user
-from polycast.plugin import events, get_backend, why_disabled
+from polycast.plugin import check, events, get_backend
 
 from .step_records import MAX_NAMES, HistoryRecorder, Origin, ScalerHistory, SkippedStep
 
@@ -296,7 +296,9 @@ def grad_scaler(
     if model is not None and not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module or None, got {model!r:.100}")
     needed = enabled and torch.finfo(dtype).smallest_normal > _FLOAT32_SMALLEST
-    if needed and (refusal := why_disabled(backend, dtype)) is not None:
-        warn_user(refusal, AutocastDisabledWarning)
+    answer = check(backend) and check(backend, dtype)
+    if needed and not answer:
+        reason = answer.reason.rstrip(".")
+        warn_user(f"A region of {dtype} on {backend.device_type} runs disabled: {reason}.", AutocastDisabledWarning)
         needed = False
     return RecordingGradScaler(backend.device_type, enabled=needed, model=model, **options)

@@ -16,7 +16,7 @@ import torch
 
 from polycast import NoRecipe, Policy, apply_policy, autocast
 from polycast.errors import warn_user
-from polycast.plugin import Recipe, check, get_backend, read_recipe, why_disabled
+from polycast.plugin import Recipe, check, get_backend, read_recipe
 from polycast_plugins.observe import RandomState
 
 from .calls import Calls, ModelCall, calls_of, device_of, run_eagerly, tensors_of
@@ -172,9 +172,12 @@ def enabled_region(
     """
     backend = get_backend(device_type)
     region = autocast(device_type, dtype, enabled=False, policy=policy)
-    refusal = why_disabled(backend, region.fast_dtype)
-    if refusal is not None:
-        raise RuntimeError(refusal.replace("Disabling autocast.", "An enabled region is needed.", 1))
+    answer = check(backend) and check(backend, region.fast_dtype)
+    if not answer:
+        reason = answer.reason.rstrip(".")
+        raise RuntimeError(
+            f"A region of {region.fast_dtype} on {region.device} runs disabled: {reason}. An enabled region is needed."
+        )
     if recipe is not None:
         answer = check(backend, recipe)
         if not answer:

@@ -94,7 +94,7 @@ def _check_pointwise_kernel(device: Device, op: str, kernel: LowBitKernel, dtype
 def _kernels_by_cast(device: Device) -> Iterator[tuple[str, LowBitKernel]]:
     for recipe in all_recipes():
         for op, kernels in recipe_kernels(device.backend, recipe).items():
-            yield from ((op, kernel) for kernel in kernels if kernel.uses_cast)
+            yield from ((op, each.kernel) for each in kernels if each.kernel.uses_cast)
 
 
 def _takes_one_tensor(op: str) -> bool:

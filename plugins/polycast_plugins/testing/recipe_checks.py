@@ -282,9 +282,9 @@ def _supported(backend: Backend, name: str | None) -> Recipe:
     return recipe
 
 
-def _pairs(kernels: Mapping[str, Sequence[LowBitKernel]]) -> Iterator[tuple[str, LowBitKernel]]:
+def _pairs(kernels: Mapping[str, Sequence[Any]]) -> Iterator[tuple[str, LowBitKernel]]:
     """Yield each kernel with its op: those of the backend, and of extensions."""
-    return ((op, kernel) for op, of_op in kernels.items() for kernel in of_op)
+    return ((op, each.kernel) for op, of_op in kernels.items() for each in of_op)
 
 
 def kernel_calls(device: Device, name: str | None, unsupported_too: bool = False) -> Iterator[KernelCall]:

@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn.functional import linear
 
 from polycast import Int8, WeightCache, autocast
-from polycast.engine.recipes.actions import AS_IT_IS, FLOAT32, Action, ActionKind
+from polycast.engine.recipes.actions import Action, ActionKind
 from polycast.engine.recipes.kernel_plan import KernelPlan
 
 X = torch.randn(3, 8)
@@ -39,7 +39,7 @@ def decide(kernel, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
 def test_float32_casts_the_inputs_up_and_the_result_down(decide, asked, bias, dtype):
-    decide(FLOAT32)
+    decide(KernelPlan.FLOAT32)
     layer, x = nn.Linear(8, 8, bias=bias), X.to(dtype)
     run(layer, x)
     for _ in range(2):
@@ -48,7 +48,7 @@ def test_float32_casts_the_inputs_up_and_the_result_down(decide, asked, bias, dt
 
 
 def test_float32_is_recorded_by_autograd(layer, decide, asked):
-    decide(FLOAT32)
+    decide(KernelPlan.FLOAT32)
     with torch.enable_grad():
         run(layer, X)  # Python's
         for _ in range(2):
@@ -112,7 +112,7 @@ def test_a_tensor_that_is_no_weight_is_asked_for(layer, decide, linear_of_cast, 
 
 
 def test_a_weight_and_a_part_of_one_are_told_apart(decide, asked):
-    decide(FLOAT32)
+    decide(KernelPlan.FLOAT32)
     for _ in range(2):
         for weight in (nn.Parameter(torch.randn(8, 8)), nn.Parameter(torch.randn(16, 8))[:8], torch.randn(8, 8)):
             run(linear, X, weight)
@@ -125,11 +125,11 @@ def test_an_operator_that_is_removed_is_called_no_more(layer, decide, asked):
     library = torch.library.Library("polycast_test_removed", "FRAGMENT")
     library.define("op(Tensor x, Tensor weight, Tensor? bias, Tensor part, ScalarType dtype) -> Tensor")
     library.impl("op", lambda x, weight, bias, part, dtype: torch.ones(3, 8, dtype=dtype), "CPU")
-    decide(Action(ActionKind.OPERATOR, 1, AS_IT_IS, torch.ops.polycast_test_removed.op.default))
+    decide(Action(ActionKind.OPERATOR, 1, KernelPlan.AS_IT_IS, torch.ops.polycast_test_removed.op.default))
     run(layer, X)
     assert run(layer, X).eq(1).all()
     assert asked == ["linear"]
-    decide(FLOAT32)
+    decide(KernelPlan.FLOAT32)
     library._destroy()
     assert run(layer, X).isnan().all()  # Python's
     assert torch.equal(run(layer, X), layer(X).bfloat16())

@@ -57,7 +57,8 @@ def test_large_prepacked_weights_are_in_huge_pages():
     answer = polycast.plugin.check(polycast.plugin.get_backend("cpu"), polycast.Int8())
     if not answer:
         pytest.skip(f"no int8 here: {answer.reason}")
-    kernel = polycast.plugin.recipe_kernels(polycast.plugin.get_backend("cpu"), polycast.Int8())["aten::linear"][0]
+    kernels = polycast.plugin.recipe_kernels(polycast.plugin.get_backend("cpu"), polycast.Int8())
+    kernel = kernels["aten::linear"][0].kernel
     before = advised()
     packed = kernel.prepack(torch.randn(2048, 1500))
     assert packed[0].nbytes > HUGE_PAGE

@@ -305,7 +305,7 @@ def test_a_group_size_must_be_a_multiple_of_16(group_size):
 def test_there_are_kernels_for_the_recipe():
     recipe = polycast.Int4(64)
     backend = polycast.plugin.get_backend("cpu")
-    kernels = {op: first for op, (first, *_) in polycast.plugin.recipe_kernels(backend, recipe).items()}
+    kernels = {op: first.kernel for op, (first, *_) in polycast.plugin.recipe_kernels(backend, recipe).items()}
     assert set(kernels) == {"aten::linear", "aten::matmul", "aten::mm", "aten::addmm"}
     assert kernels["aten::linear"].constants[0] == 64
 

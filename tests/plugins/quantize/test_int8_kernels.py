@@ -163,7 +163,7 @@ def test_the_number_of_threads_makes_no_difference(isa, threads):
 COUNT = """
 import os, torch, polycast
 torch.set_num_threads(3)
-kernel = polycast.plugin.recipe_kernels(polycast.plugin.get_backend("cpu"), polycast.Int8())["aten::linear"][0]
+kernel = polycast.plugin.recipe_kernels(polycast.plugin.get_backend("cpu"), polycast.Int8())["aten::linear"][0].kernel
 x, weight = torch.randn(512, 1024), torch.randn(1024, 1024)
 torch.mm(x, weight), torch.relu(torch.randn(10**6))
 before = len(os.listdir("/proc/self/task"))

@@ -19,7 +19,7 @@ C10_ALWAYS_INLINE bool is_eligible(const Tensor& tensor, DeviceType device) {
       tensor.device().type() == device;
 }
 
-// Return whether a dtype is float32, bfloat16 or float16: FLOATS of recipes/plan.py.
+// Return whether a dtype is float32, bfloat16 or float16: FLOATS of recipes/in_dtype.py.
 C10_ALWAYS_INLINE bool is_fast_or_float32(ScalarType dtype) {
   return dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf;
 }

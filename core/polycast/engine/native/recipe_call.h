@@ -50,7 +50,7 @@ Object for_python(const c10::IValue& value) {
 }
 
 // Return whether the arguments need no check in Python: strided tensors of the device in float32, bfloat16 or float16, of no subclass or transform, which
-// autograd does not record. See KernelPlan._unsupported_tensor() in recipes/kernel_plan.py.
+// autograd does not record. See Plan.unsupported_tensor() in recipes/plan.py.
 bool need_no_check(c10::ArrayRef<c10::IValue> arguments, DeviceType device) {
   static constexpr c10::DispatchKeySet kSpecial{
       DispatchKey::Python, DispatchKey::FuncTorchGradWrapper, DispatchKey::FuncTorchBatched, DispatchKey::Functionalize};

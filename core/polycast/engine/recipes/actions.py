@@ -59,8 +59,6 @@ class Action(NamedTuple):
     constants: tuple[Any, ...] = ()
 
 
-FALL_BACK = Action(ActionKind.FALL_BACK)
-FLOAT32 = Action(ActionKind.FLOAT32)
 CACHED_CAST, AS_IT_IS = 0, -1
 """Values of `prepack_id` for a weight's cast and for the weight itself. Ids of prepacked weights are positive."""
 

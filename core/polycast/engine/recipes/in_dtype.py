@@ -7,28 +7,21 @@ from typing import Any
 import torch
 
 from ...policy.schemas import existing_op, unflatten_arguments
-from .actions import Results
-from .plan import Plan
+
+FLOATS = frozenset((torch.float32, torch.bfloat16, torch.float16))
+"""The dtypes that recipes convert."""
 
 _overload = functools.cache(existing_op)
 
 
-def in_dtype(op: str, args: Sequence[Any], dtype: torch.dtype) -> torch.Tensor:
-    """Return the single result of an op, given by its name, on its arguments in a dtype."""
-    result = results_of(op, args, dtype)
-    assert isinstance(result, torch.Tensor)
-    return result
-
-
-def results_of(op: str, args: Sequence[Any], dtype: torch.dtype) -> Results:
+def in_dtype(op: str, args: Sequence[Any], dtype: torch.dtype) -> Any:
     """Return what an op, given by its name, returns on its arguments in a dtype."""
     overload = _overload(op)
     if dtype is torch.float32 and should_make_contiguous(op, args):
         args = (args[0].to(dtype, memory_format=torch.contiguous_format).contiguous(), *args[1:])
-    converted = [arg.to(dtype) if isinstance(arg, torch.Tensor) and arg.dtype in Plan.FLOATS else arg for arg in args]
+    converted = [arg.to(dtype) if isinstance(arg, torch.Tensor) and arg.dtype in FLOATS else arg for arg in args]
     positional, named = unflatten_arguments(overload, converted)
-    results: Results = overload(*positional, **named)
-    return results
+    return overload(*positional, **named)
 
 
 def should_make_contiguous(op: str, args: Sequence[Any]) -> bool:

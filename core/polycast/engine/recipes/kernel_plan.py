@@ -17,21 +17,17 @@ from typing_extensions import override
 from ...common.atfork import hold_during_fork
 from ...common.events import events
 from ...policy import manifests
-from ...policy.dtypes import dtype_name
 from ...policy.recipe_base import Recipe
-from ...registry.backend import Backend, Extension, LowBitKernel, overrides_is_capturing
-from ...registry.recipe_kernels import Offer, check_recipe, offers
-from ...registry.registry import registry
-from ...torch_internals.private_names import is_intercepted
+from ...registry.backend import Backend, Extension, LowBitKernel
+from ...registry.recipe_kernels import Offer, check_recipe, recipe_kernels
 from ..casts.cast_cache import CastCache, process_cache
-from ..casts.not_prepacked import INTERCEPTED, NO_WEIGHT, NOT_CACHED
-from ..casts.weights import caching_is_safe, parameter_of
-from ..inference import in_function
-from .actions import FALL_BACK, Action, ActionKind
+from ..casts.not_prepacked import NO_WEIGHT, NOT_CACHED
+from ..casts.weights import parameter_of
+from .actions import Action
 from .equalized import checked_prepack, describe
 from .in_dtype import in_dtype
 from .operators import traced
-from .plan import Computed, Performed, Plan
+from .plan import Performed, Plan
 from .prepacked_format import PrepackedFormat, format_of
 from .prepacking import prepacked
 
@@ -40,7 +36,6 @@ IN_FUNCTION = (
     "an autograd.Function computes it, so a backward may follow, and quantized kernels have none: use "
     "torch.inference_mode() for inference"
 )
-_CONSTANTS = (bool, int, float, str, torch.dtype, type(None))
 
 _lock = threading.RLock()  # reentrant: the garbage collector may run ops
 hold_during_fork(lambda: [_lock])
@@ -82,45 +77,22 @@ class KernelPlan(Plan):
     def __init__(self, backend: Backend, recipe: Recipe) -> None:
         super().__init__(backend, recipe)
         self._min_size = recipe.min_size
-        accelerator = torch.accelerator.current_accelerator()
-        self._may_capture = overrides_is_capturing(backend) or (
-            accelerator is not None and accelerator.type == backend.device_type
-        )
         self.unavailable_reason = self.NO_KERNEL
         self.planned: Mapping[str, Sequence[PlannedKernel]] = {}
         answer = check_recipe(backend, recipe)
         if answer.available:
-            by_op = (
-                (op, [each for each in found if self.takes(each.kernel)])
-                for op, found in offers(backend, recipe).items()
-            )
-            self.planned = {op: [self._plan(op, each) for each in found] for op, found in by_op if found}
+            offers = recipe_kernels(backend, recipe)
+            self.planned = {op: [self._plan(op, each) for each in found] for op, found in offers.items()}
         else:
             self.unavailable_reason = answer.reason
         self.kernels = {op: planned[0].kernel for op, planned in self.planned.items()}
 
-    def takes(self, kernel: LowBitKernel) -> bool:
-        """Return whether the plan uses a kernel."""
-        return True
-
     def _plan(self, op: str, offer: Offer) -> PlannedKernel:
-        kernel, given = offer
+        kernel, given, package = offer
         prepack_id = _prepack_id(given, self.recipe, op, kernel)
         _formats.setdefault(prepack_id, format_of(given, self.recipe, op, kernel))
         prepack = checked_prepack(kernel, self.recipe, op)
-        action = self.action(kernel, prepack_id)
-        return PlannedKernel(kernel, given, registry.source(given)[0], prepack_id, prepack, action)
-
-    def action(self, kernel: LowBitKernel, prepack_id: int) -> Action | None:
-        """Return the action that calls a kernel's operator; None without one, or if Python must check for a capture."""
-        if kernel.operator is None or self._may_capture:
-            return None
-        for constant in kernel.constants:
-            if not isinstance(constant, _CONSTANTS):
-                raise TypeError(
-                    f"{type(kernel).__name__}.constants must be numbers, strings, dtypes or None, got {constant!r}"
-                )
-        return Action(ActionKind.OPERATOR, kernel.weight, prepack_id, kernel.operator, tuple(kernel.constants))
+        return PlannedKernel(kernel, given, package, prepack_id, prepack, self.operator_action(kernel, prepack_id))
 
     def choose(
         self, op: str, args: Sequence[Any], checked: bool = False, with_vetoes: bool = True
@@ -138,7 +110,7 @@ class KernelPlan(Plan):
         planned = self.planned.get(op)
         if planned is None:
             return self.unavailable_reason
-        if not checked and (reason := self._unsupported_tensor(args, torch.is_grad_enabled())) is not None:
+        if not checked and (reason := self.unsupported_tensor(args, torch.is_grad_enabled())) is not None:
             return reason
         weight = args[planned[0].kernel.weight]
         if not isinstance(weight, torch.Tensor):
@@ -162,54 +134,36 @@ class KernelPlan(Plan):
             reasons[reason] = None
         return "; ".join(reasons)
 
-    def _unsupported_tensor(self, args: Sequence[Any], records: bool) -> str | None:
-        for arg in args:
-            if isinstance(arg, torch.Tensor):
-                if arg.device.type != self.device_type and not arg.is_meta:
-                    return f"a tensor is on {arg.device.type}"
-                if arg.dtype not in self.FLOATS:
-                    return f"a tensor is {dtype_name(arg.dtype)}"
-                if arg.layout is not torch.strided or arg.is_nested:
-                    return "a tensor is not strided"
-                if records and arg.requires_grad:
-                    return self.RECORDS
-        return None
-
     @override
     def why_no_kernel(self, op: str) -> str | None:
         return None if op in self.kernels else self.unavailable_reason
 
     @override
-    def why_not(self, op: str, args: Sequence[Any]) -> str | None:
+    def explain(self, op: str, args: Sequence[Any], cache: CastCache | None, dtype: torch.dtype) -> Plan.Computed | str:
         if op not in self.kernels:
             return self.unavailable_reason
         weight = args[self.kernels[op].weight]
         if isinstance(weight, torch.Tensor) and not weight.is_meta and parameter_of(weight) is None:
             return NO_WEIGHT
         found = self.choose(op, args)
-        return found if isinstance(found, str) else None
-
-    @override
-    def explain(self, op: str, args: Sequence[Any], cache: CastCache | None, dtype: torch.dtype) -> Computed:
-        found = self.choose(op, args)
         if isinstance(found, str):
-            return Computed()
+            return found
         kernel = found.kernel
-        return Computed(reason=describe(self.recipe, kernel, op, args[kernel.weight]), package=found.package)
+        return Plan.Computed(reason=describe(self.recipe, kernel, op, args[kernel.weight]), package=found.package)
 
     @override
     def perform(self, op: str, args: Sequence[Any], cache: CastCache | None, checked: bool) -> Performed:
         result: torch.Tensor | str
         action: Action | None = None
-        if in_function():
-            result, action = IN_FUNCTION, FALL_BACK
-        elif not checked and is_intercepted():
-            result = INTERCEPTED
+        if self.in_function():
+            result, action = IN_FUNCTION, self.FALL_BACK
+        elif not checked and self.is_intercepted():
+            result = self.INTERCEPTED
         elif events.calibration.here():
             result = self._calibrate(op, args)
         else:
             result, action = self.compute(op, args, cache, checked)
-            if result is INTERCEPTED:
+            if result is self.INTERCEPTED:
                 result = traced(op, self, args, cache)
                 if isinstance(result, torch.Tensor):
                     return result, None  # the operator notifies when it runs
@@ -220,8 +174,8 @@ class KernelPlan(Plan):
             self.notify(op, reason, package=self.package_of(op, args) if reason is None else "")
         return None if isinstance(result, str) else result, action
 
-    @override
     def package_of(self, op: str, args: Sequence[Any]) -> str:
+        """Return the distribution whose kernel computes a call that does not fall back."""
         planned = self.planned[op]
         found = planned[0] if len(planned) == 1 else self.first(op, args)
         return "" if isinstance(found, str) else found.package
@@ -232,24 +186,30 @@ class KernelPlan(Plan):
         if isinstance(found, str):
             return found
         events.calibration.notify(found.kernel, op, args)
-        return in_dtype(op, args, torch.float32).to(torch.get_autocast_dtype(self.device_type))
+        result: torch.Tensor = in_dtype(op, args, torch.float32).to(torch.get_autocast_dtype(self.device_type))
+        return result
 
-    @override
     def compute(
         self, op: str, args: Sequence[Any], cache: CastCache | None, checked: bool = False
     ) -> tuple[torch.Tensor | str, Action | None]:
+        """Compute an op, as compiled code does: notify nobody.
+
+        Returns:
+            Its result, or why it falls back; and the action that does the same for calls with the same metadata, or
+            None if there is none.
+        """
         found = self.choose(op, args, checked)
         if isinstance(found, str):
-            return found, FALL_BACK
+            return found, self.FALL_BACK
         kernel = found.kernel
         weight: torch.Tensor = args[kernel.weight]
-        if self._may_capture and self.backend.is_capturing():
+        if self.may_capture and self.backend.is_capturing():
             return NOT_CACHED, None
         # Traced tensors are of subclasses too, but caching is not safe then.
         if (
             not checked
             and any(isinstance(arg, torch.Tensor) and self.is_special(arg) for arg in args)
-            and caching_is_safe()
+            and not self.is_traced()
         ):
             return self.SUBCLASS, None
         where = process_cache.cache if cache is None else cache

@@ -80,7 +80,8 @@ def operator_of(op: str) -> Any:
 
     def fake(*args: Any) -> torch.Tensor:
         _, _, dtype, *layout = args[count:]
-        return in_dtype(op, _with_view(args[:count], *layout), dtype)
+        result: torch.Tensor = in_dtype(op, _with_view(args[:count], *layout), dtype)
+        return result
 
     _library.impl(name, run, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
     _library.impl(name, fake, "Meta")  # type: ignore[no-untyped-call]
@@ -91,7 +92,7 @@ _library = Library("polycast", "FRAGMENT")  # type: ignore[no-untyped-call]
 
 
 @functools.lru_cache(maxsize=64)
-def _plan_of_text(generation: int, backend: Backend, recipe: str) -> Plan:
+def _plan_of_text(generation: int, backend: Backend, recipe: str) -> Any:
     return plan_for(backend, Recipe.of_text(recipe))
 
 
@@ -112,7 +113,8 @@ def _run_in_compiled(op: str, args: Sequence[Any], recipe: str, cache: int, dtyp
             if events.recipe_call:
                 reason = result if isinstance(result, str) else None
                 plan.notify(op, reason, package=plan.package_of(op, args) if reason is None else "")
-            return in_dtype(op, args, dtype) if isinstance(result, str) else result
+            computed: torch.Tensor = in_dtype(op, args, dtype) if isinstance(result, str) else result
+            return computed
     finally:
         if before is not dtype:
             torch.set_autocast_dtype(device_type, before)

@@ -8,49 +8,68 @@ import torch
 
 from ...common import generation
 from ...common.events import events
+from ...policy.dtypes import dtype_name
 from ...policy.recipe_base import Recipe
-from ...registry.backend import Backend, LowBitKernel
-from ...torch_internals.private_names import has_python_key, tracing_context
+from ...registry.backend import Backend, LowBitKernel, overrides_is_capturing
+from ...torch_internals.private_names import has_python_key, is_intercepted, tracing_context
+from ..casts import not_prepacked, traced, weights
 from ..casts.cast_cache import CastCache
-from .actions import Action, Results
+from ..inference import in_function
+from . import actions
+from .actions import ActionKind, Results
+from .in_dtype import FLOATS, in_dtype
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+_CONSTANTS = (bool, int, float, str, torch.dtype, type(None))
 
-Performed: TypeAlias = tuple[Results | None, Action | None]
+Performed: TypeAlias = tuple[Results | None, actions.Action | None]
 """The results, or None if the op falls back; and the action for like calls, or None if Python decides each time."""
-
-
-class Computed(NamedTuple):
-    """Describes how a recipe computes a call, for `explain`.
-
-    Attributes:
-        way: the name of the way that the recipe has chosen; empty for a recipe with one way.
-        reason: why, or what else is to say of it.
-        dtype: the dtype that the recipe casts tensors to; None for a kernel.
-        package: the distribution whose kernel computes it; empty if torch's does, or if it is unknown.
-    """
-
-    way: str = ""
-    reason: str = ""
-    dtype: torch.dtype | None = None
-    package: str = ""
 
 
 class Plan(ABC):
     """Computes the ops of one recipe with one backend, for a generation. Equal recipes share it.
 
+    A recipe names the class of its plan as `plan_class`. A subclass overrides the abstract methods; the others answer
+    what it has to know of a call, and compute parts of it.
+
     Attributes:
+        Action: how the native engine computes calls like one that was performed: :meth:`perform` returns it.
         generation: the number of the generation in which it was made.
         kernels: the kernels for the recipe by op: of each, the one that is asked first.
+        may_capture: whether calls may be captured into a graph of the device, which has its own memory: no action calls
+            an operator then, and :meth:`Backend.is_capturing` is asked at each call.
         FLOATS: the dtypes that recipes convert.
-        NO_KERNEL, RECORDS, SMALL, SUBCLASS: reasons why a call falls back.
+        INTERCEPTED, NO_KERNEL, RECORDS, SMALL, SUBCLASS: reasons why a call falls back.
+        FALL_BACK: the action that computes an op in the fast dtype, as without the recipe.
+        FLOAT32: the action that casts tensors to float32, computes the op, and casts its results to the fast dtype.
+            Autograd may record it.
+        CACHED_CAST, AS_IT_IS: for :meth:`operator_action`, in place of an id.
     """
 
-    FLOATS = frozenset((torch.float32, torch.bfloat16, torch.float16))
+    class Computed(NamedTuple):
+        """How a recipe computes a call, for `explain`.
+
+        Attributes:
+            way: the name of the way that the recipe has chosen; empty for a recipe with one way.
+            reason: why, or what else is to say of it.
+            dtype: the dtype that the recipe casts tensors to; None for a kernel.
+            package: the distribution whose kernel computes it; empty if torch's does, or if it is unknown.
+        """
+
+        way: str = ""
+        reason: str = ""
+        dtype: torch.dtype | None = None
+        package: str = ""
+
+    Action: TypeAlias = actions.Action
+    FLOATS = FLOATS
+    INTERCEPTED = not_prepacked.INTERCEPTED
     NO_KERNEL = "the backend has no kernel for it"
     RECORDS = "autograd records it, and quantized kernels have no backward"
     SMALL = "the weight is smaller than the recipe's min_size"
     SUBCLASS = "a tensor is of a subclass that sees each op itself, or has no memory"
+    FALL_BACK, FLOAT32 = Action(ActionKind.FALL_BACK), Action(ActionKind.FLOAT32)
+    CACHED_CAST, AS_IT_IS = actions.CACHED_CAST, actions.AS_IT_IS
 
     def __init__(self, backend: Backend, recipe: Recipe) -> None:
         self.generation = generation.number
@@ -58,6 +77,10 @@ class Plan(ABC):
         self.recipe = recipe
         self.device_type = backend.device_type
         self.kernels: Mapping[str, LowBitKernel] = {}
+        accelerator = torch.accelerator.current_accelerator()
+        self.may_capture = overrides_is_capturing(backend) or (
+            accelerator is not None and accelerator.type == backend.device_type
+        )
 
     @abstractmethod
     def perform(self, op: str, args: Sequence[Any], cache: CastCache | None, checked: bool) -> Performed:
@@ -69,17 +92,10 @@ class Plan(ABC):
             cache: the region's WeightCache, or None.
             checked: whether the caller has checked that the tensors are floating-point, strided and on the device, that
                 they are of no subclass or transform, that nothing intercepts ops, and that autograd records nothing.
-        """
-
-    @abstractmethod
-    def compute(
-        self, op: str, args: Sequence[Any], cache: CastCache | None, checked: bool = False
-    ) -> tuple[torch.Tensor | str, Action | None]:
-        """Compute an op, as compiled code does: notify nobody.
 
         Returns:
-            Its result, or why it falls back; and the action that does the same for calls with the same metadata, or
-            None if there is none.
+            The results, or None: the op is then computed in the fast dtype. And what the native engine does for calls
+            with the same metadata, or None: Python is asked each time.
         """
 
     def notify(self, op: str, reason: str | None, way: str = "", package: str = "") -> None:
@@ -100,16 +116,32 @@ class Plan(ABC):
         """Return why the recipe computes no call of an op; None if it may compute some."""
 
     @abstractmethod
-    def why_not(self, op: str, args: Sequence[Any]) -> str | None:
-        """Return why a call would fall back, given arguments that may be fake; None if it would not."""
+    def explain(self, op: str, args: Sequence[Any], cache: CastCache | None, dtype: torch.dtype) -> Computed | str:
+        """Return how a call is computed, given arguments that may be fake; or why it falls back.
 
-    def package_of(self, op: str, args: Sequence[Any]) -> str:
-        """Return the distribution whose kernel computes a call that does not fall back; empty if torch's does."""
-        return ""
+        Args:
+            op, args, cache: as of :meth:`perform`.
+            dtype: the fast dtype.
+        """
 
-    @abstractmethod
-    def explain(self, op: str, args: Sequence[Any], cache: CastCache | None, dtype: torch.dtype) -> Computed:
-        """Return how a call that does not fall back is computed, given arguments that may be fake."""
+    def unsupported_tensor(self, args: Sequence[Any], records: bool) -> str | None:
+        """Return why a recipe computes no call with these tensors; None if it may.
+
+        Args:
+            args: the arguments of the call.
+            records: whether a tensor that requires grad is such a reason.
+        """
+        for arg in args:
+            if isinstance(arg, torch.Tensor):
+                if arg.device.type != self.device_type and not arg.is_meta:
+                    return f"a tensor is on {arg.device.type}"
+                if arg.dtype not in self.FLOATS:
+                    return f"a tensor is {dtype_name(arg.dtype)}"
+                if arg.layout is not torch.strided or arg.is_nested:
+                    return "a tensor is not strided"
+                if records and arg.requires_grad:
+                    return self.RECORDS
+        return None
 
     @staticmethod
     def is_special(tensor: torch.Tensor) -> bool:
@@ -117,3 +149,84 @@ class Plan(ABC):
         if type(tensor) in _PLAIN:
             return tensor.is_meta
         return tensor.is_meta or has_python_key(tensor)
+
+    @staticmethod
+    def is_intercepted() -> bool:
+        """Return whether something records, transforms or watches the ops of this thread."""
+        return is_intercepted()
+
+    @staticmethod
+    def is_traced() -> bool:
+        """Return whether a compiler, tracer, transform or dispatch mode sees the ops: tensors may be fake then."""
+        return not weights.caching_is_safe()
+
+    @staticmethod
+    def in_function() -> bool:
+        """Return whether an autograd.Function runs, so that gradients may be needed although autograd is off."""
+        return in_function()
+
+    @staticmethod
+    def weight_of(tensor: torch.Tensor) -> torch.Tensor | None:
+        """Return the weight that a tensor is or is a plain view of, or None; also for traced tensors.
+
+        Weights are frozen parameters, and float32 leaves that require grad.
+        """
+        if tensor.dtype is torch.float32 and weights.caching_is_safe():
+            return weights.weight_of(tensor)  # as the native engine, which decides for equal calls
+        parameter = weights.parameter_of(tensor)
+        return tensor if parameter is None and weights.is_weight(tensor) else parameter
+
+    @staticmethod
+    def has_cast(tensor: torch.Tensor, cache: CastCache | None) -> bool:
+        """Return whether the region's WeightCache will have a tensor's cast: of a frozen weight, or at inference."""
+        if cache is None or not torch.is_autocast_cache_enabled() or (tensor.requires_grad and torch.is_grad_enabled()):
+            return False
+        parameter = weights.parameter_of(tensor)
+        return parameter is not None and weights.covers(tensor, parameter)
+
+    @staticmethod
+    def cast_of(tensor: torch.Tensor, dtype: torch.dtype, cache: CastCache | None) -> torch.Tensor:
+        """Return the cast of a tensor, from the region's caches if it is a weight, or a view of all of one."""
+        if tensor.dtype is dtype:
+            return tensor
+        is_traced = not weights.caching_is_safe()
+        if cache is not None and is_traced:
+            found = traced.cast_of_traced(tensor, dtype, tensor.device.type)
+            return tensor.to(dtype) if found is None else found
+        parameter = weights.parameter_of(tensor)
+        if parameter is None or is_traced or not weights.covers(tensor, parameter) or not weights.is_dense(parameter):
+            return tensor.to(dtype)
+        cast: torch.Tensor = torch.ops.polycast.cached_cast(parameter, dtype, -1)
+        return cast if tensor is parameter else cast.as_strided(tensor.shape, tensor.stride(), 0)
+
+    @staticmethod
+    def in_dtype(op: str, args: Sequence[Any], dtype: torch.dtype) -> Any:
+        """Return what an op, given by its name, returns on its arguments in a dtype."""
+        return in_dtype(op, args, dtype)
+
+    def operator_action(self, kernel: LowBitKernel, prepack_id: int) -> Action | None:
+        """Return the action that calls a kernel's operator; None without one, or if calls may be captured.
+
+        Args:
+            kernel: the kernel.
+            prepack_id: the id of the prepacked weight that the operator takes; CACHED_CAST: it takes the weight's cast;
+                AS_IT_IS: the weight itself.
+        """
+        if kernel.operator is None or self.may_capture:
+            return None
+        for constant in kernel.constants:
+            if not isinstance(constant, _CONSTANTS):
+                raise TypeError(
+                    f"{type(kernel).__name__}.constants must be numbers, strings, dtypes or None, got {constant!r}"
+                )
+        return self.Action(ActionKind.OPERATOR, kernel.weight, prepack_id, kernel.operator, tuple(kernel.constants))
+
+    @staticmethod
+    def recorded_action(weight: int = 0, constants: tuple[Any, ...] = ()) -> Action:
+        """Return the action that runs an autograd function of polycast: see `Action`.
+
+        Args:
+            weight: the position of the weight among the op's arguments.
+            constants: of an attention, the dtypes to compute its forward and its backward in.
+        """
+        return actions.Action(ActionKind.RECORDED, weight, constants=constants)
