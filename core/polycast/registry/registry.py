@@ -31,7 +31,7 @@ class Registry:
     """The backends of this process."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # reentrant: a finalizer or a signal handler may look up a device
         self._discovered: dict[str, BackendLoader] | None = None
         self._extensions: dict[str, DeviceExtensions] = {}
         self.ready: dict[str, Backend] = {}
@@ -43,8 +43,9 @@ class Registry:
         if loaders is None:
             with self._lock:
                 if self._discovered is None:
-                    self._extensions = discover_extensions()
-                    self._discovered = discover()
+                    extensions, found = discover_extensions(), discover()
+                    if self._discovered is None:  # else a finalizer or a signal handler has looked up a device
+                        self._extensions, self._discovered = extensions, found
                 loaders = self._discovered
         return loaders
 
@@ -96,9 +97,10 @@ class Registry:
                 f"polycast.plugin.register_backend().{_discovery_hint()}"
             )
         backend = loader.get()
-        self._extensions_of(name).policies(backend)  # raises a conflict
+        extensions = self._extensions_of(name)
+        extensions.policies(backend)  # raises a conflict
         with self._lock:
-            if loader.current is backend:
+            if loader.current is backend and extensions.are_known:
                 self.ready[name] = backend
         return backend
 
@@ -235,7 +237,7 @@ def _reset_loaders() -> None:
 
 
 registry = Registry()
-hold_during_fork(lambda: [*registry.discovered(), *registry.extended(), registry._lock])
+hold_during_fork(lambda: [registry._lock])
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_reset_loaders)
 

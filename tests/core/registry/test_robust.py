@@ -82,6 +82,25 @@ def test_eight_threads_that_look_up_as_many_devices_read_the_metadata_once(run, 
     assert answer == [True, ["polycast.backends", "polycast.extensions"]]
 
 
+def test_a_device_may_be_looked_up_while_the_metadata_are_read(run):
+    answer = run("""
+        import importlib.metadata, threading
+        read, found = importlib.metadata.entry_points, []
+        def reading(group):
+            importlib.metadata.entry_points = read
+            look_up()  # as a finalizer or a signal handler may
+            return read(group=group)
+        def look_up():
+            found.append(polycast.plugin.get_backend("cpu"))
+        importlib.metadata.entry_points = reading
+        thread = threading.Thread(target=look_up, daemon=True)
+        thread.start()
+        thread.join(30)
+        answer = [thread.is_alive(), len(found), len(set(found))]
+    """)
+    assert answer == [False, 2, 1]
+
+
 FORK = """
 import os
 def in_child(function):
