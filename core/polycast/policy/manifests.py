@@ -6,6 +6,7 @@ import nothing else of the plugin. A plugin that is broken, or slow to import, a
 
 import importlib.metadata
 import pkgutil
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple
 
 from ..common import env
 from ..common.announce import announce_if_slow
-from ..common.atfork import hold_during_fork
+from ..common.imports import importing
 from ..common.interrupts import PLUGIN_ERRORS, raise_if_callers
 from ..common.versions import name_and_version
 from ..errors import warn_user
@@ -106,7 +107,7 @@ class InstalledPlugin(NamedTuple):
             RuntimeError: it cannot be imported.
         """
         try:
-            with _lock, _announced(self.name, self.distribution, self.is_own), disable_autocast():
+            with importing(), _announced(self.name, self.distribution, self.is_own), disable_autocast():
                 return call_outside(pkgutil.resolve_name, path)
         except PLUGIN_ERRORS as error:
             raise_if_callers(error)
@@ -152,10 +153,13 @@ class PluginFunction(NamedTuple):
             return default
 
 
-_lock = threading.RLock()
-hold_during_fork(lambda: [_lock])  # a child that is forked during an import could never finish it
+class _Thread(threading.local):
+    is_reading = False
+    """Whether this thread reads the manifests."""
+
+
+_thread = _Thread()
 _manifests: Manifests | None = None
-_is_reading = False
 _functions: dict[str, Sequence[PluginFunction]] = {}
 
 
@@ -169,17 +173,23 @@ def manifests() -> Manifests:
         name in a table of a manifest, such as ``recipes``, or None. Both raise RuntimeError if an object cannot be
         imported, and ``find`` also if several plugins have one.
     """
-    global _manifests, _is_reading
-    if _manifests is None:
-        with _lock:
-            if _is_reading:  # the module of a manifest asks
-                return Manifests()
-            _is_reading = True
-            try:
-                _manifests = Manifests(_read())
-            finally:
-                _is_reading = False
-    return _manifests
+    global _manifests
+    known = _manifests
+    if known is None:
+        if _thread.is_reading:  # the module of a manifest asks
+            return Manifests()
+        unfinished: list[str] = []
+        _thread.is_reading = True
+        try:
+            known = Manifests(_read(unfinished))
+        finally:
+            _thread.is_reading = False
+        if _manifests is None and not unfinished:  # else another thread has read them, too, or will
+            _manifests = known
+            for each in known:
+                if each.problem:
+                    warn_user(each.problem)
+    return known
 
 
 def forget() -> None:
@@ -189,24 +199,31 @@ def forget() -> None:
     _functions.clear()
 
 
-def _read() -> Iterator[InstalledPlugin]:
+def _read(unfinished: list[str]) -> Iterator[InstalledPlugin]:
+    """Yield the installed plugins, except `unfinished` ones, whose manifest is in a module that is being imported."""
     for point in sorted(importlib.metadata.entry_points(group=GROUP), key=lambda point: point.name):
         distribution, version = name_and_version(point)
         is_own = env.canonical_name(distribution) == PROJECT
         if not is_own and not env.discovery():
             continue
         try:
-            with _announced(point.name, distribution, is_own), disable_autocast():
+            with importing(), _announced(point.name, distribution, is_own), disable_autocast():
                 plugin = call_outside(point.load)
             if not isinstance(plugin, Plugin):
                 raise TypeError(f"{point.value} must be a polycast.plugin.Plugin, got {plugin!r}")
         except PLUGIN_ERRORS as error:
             raise_if_callers(error)
-            problem = _broken(point.name, distribution, error)
-            warn_user(problem)
-            yield InstalledPlugin(point.name, distribution, version, Plugin(), problem)
+            if _is_being_imported(point.value.partition(":")[0]):
+                unfinished.append(point.name)
+                continue
+            yield InstalledPlugin(point.name, distribution, version, Plugin(), _broken(point.name, distribution, error))
         else:
             yield InstalledPlugin(point.name, distribution, version, plugin)
+
+
+def _is_being_imported(module: str) -> bool:
+    spec = getattr(sys.modules.get(module), "__spec__", None)
+    return bool(getattr(spec, "_initializing", False))
 
 
 def _announced(name: str, distribution: str, is_own: bool) -> AbstractContextManager[None]:
@@ -230,6 +247,6 @@ def functions(table: str) -> Sequence[PluginFunction]:
                 found.append(PluginFunction(path, manifest.resolve(path)))
             except RuntimeError as error:
                 warn_user(str(error))
-    if not _is_reading:  # the module of a manifest asks: there are none yet
+    if not _thread.is_reading:  # the module of a manifest asks: there are none yet
         _functions[table] = found
     return found

@@ -134,7 +134,8 @@ class Extension:
     def availability(self) -> Availability:
         """Return whether this can be used now and, if not, why. An exception counts as unavailable.
 
-        An extension is asked once, when its device is first used. It must be quick: compile no C++ here.
+        An extension is asked once, when its device is first used, and may look that up, which has no extension then. It
+        must be quick: compile no C++ here.
         """
         return _AVAILABLE
 

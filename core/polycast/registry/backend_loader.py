@@ -13,6 +13,7 @@ import torch
 
 from ..common.announce import announce_if_slow
 from ..common.env import canonical_name
+from ..common.imports import importing
 from ..common.interrupts import CALLERS_ERRORS, PLUGIN_ERRORS, is_interrupt
 from ..errors import BackendBrokenError, BackendConflictError, BackendNotFoundError
 from ..torch_internals.callers_state import call_outside
@@ -20,9 +21,6 @@ from ..torch_internals.dispatcher import disable_autocast
 from .backend import Availability, Backend, validate
 from .candidate import Candidate
 from .checks import check_availability
-
-_FORK_TIMEOUT = 10
-"""Seconds that a fork waits for the import of a plugin, which may hang."""
 
 State: TypeAlias = Literal["ready", "unavailable", "broken", "blocked", "conflict", "missing"]
 
@@ -117,14 +115,6 @@ class BackendLoader:
             answer = Availability(False, str(error) or type(error).__name__)
         return self._status("ready" if answer else "unavailable", answer.reason, backend.default_dtype)
 
-    def acquire(self, blocking: bool = True) -> bool:
-        """Wait until no plugin is being imported; called before a fork, as the child could never finish the import."""
-        return bool(self._lock.acquire(blocking, _FORK_TIMEOUT if blocking else -1))
-
-    def release(self) -> None:
-        """Allow imports again; called after a fork."""
-        self._lock.release()
-
     def reset(self) -> None:
         """Forget the threads of the parent; called in the child of a fork."""
         self._lock, self._loading = threading.RLock(), False
@@ -158,7 +148,7 @@ class BackendLoader:
         if failure is None:
             self._loading = True
             try:
-                with self._announced_if_slow("importing"), disable_autocast():
+                with importing(), self._announced_if_slow("importing"), disable_autocast():
                     return call_outside(_load_plugin, candidate, self.device_type)
             except PLUGIN_ERRORS as error:
                 if is_interrupt(error):

@@ -4,13 +4,14 @@ A broken extension affects only itself: the device goes on without it, and a war
 """
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from ..common.announce import announce_if_slow
-from ..common.interrupts import CALLERS_ERRORS, PLUGIN_ERRORS, is_interrupt
+from ..common.imports import importing
+from ..common.interrupts import PLUGIN_ERRORS, is_callers
 from ..errors import BackendBrokenError, BackendConflictError, warn_user
 from ..policy.cast_policy import CastPolicy
 from ..torch_internals.callers_state import call_outside
@@ -19,9 +20,6 @@ from .backend import Availability, Backend, Extension, validate_extension
 from .candidate import Candidate
 from .checks import check_availability
 
-_FORK_TIMEOUT = 10
-"""Seconds that a fork waits for the import of an extension, which may hang."""
-
 
 class LoadedExtension(NamedTuple):
     """An extension, the entry point that it comes from, and whether it can be used."""
@@ -29,6 +27,13 @@ class LoadedExtension(NamedTuple):
     candidate: Candidate
     extension: Extension
     availability: Availability
+
+
+class BrokenExtension(NamedTuple):
+    """The entry point of an extension that cannot be imported, or asked whether it can be used; and why."""
+
+    candidate: Candidate
+    error: BaseException
 
 
 class AddedPolicy(NamedTuple):
@@ -48,8 +53,8 @@ class DeviceExtensions:
     def __init__(self, device_type: str) -> None:
         self.device_type = device_type
         self.candidates: list[Candidate] = []
-        self._answers: list[LoadedExtension | tuple[Candidate, BaseException]] | None = None
-        self._loading = False
+        self._answers: list[LoadedExtension | BrokenExtension] | None = None
+        self._doing: Literal["", "importing", "asking"] = ""
         self._checked: tuple[Backend, Mapping[str, AddedPolicy]] | None = None
         self._lock: Any = threading.RLock()  # reentrant, as that of a BackendLoader
 
@@ -70,8 +75,15 @@ class DeviceExtensions:
         """
         checked = self._checked
         if checked is None or checked[0] is not backend:
-            checked = self._checked = backend, MappingProxyType(self._merged(backend))
+            checked = backend, MappingProxyType(self._merged(backend))
+            if self.are_known:
+                self._checked = checked
         return checked[1]
+
+    @property
+    def are_known(self) -> bool:
+        """Whether all are loaded, and have been asked whether they can be used."""
+        return self._answers is not None or not self.candidates
 
     def names(self) -> tuple[str, ...]:
         """Return the extensions by distribution and entry point, with why, if one cannot be used."""
@@ -98,67 +110,75 @@ class DeviceExtensions:
             if isinstance(each, LoadedExtension) and each.availability:
                 yield each
 
-    def _load(self) -> Sequence[LoadedExtension | tuple[Candidate, BaseException]]:
+    def _load(self) -> Sequence[LoadedExtension | BrokenExtension]:
+        """Return the answers of all candidates; none while they are asked whether they can be used."""
         if self._answers is None:
             with self._lock:
-                if self._loading:
+                if self._doing == "importing":
                     raise BackendBrokenError(
                         f"The device {self.device_type!r} was requested while an extension of it is being imported. An "
                         "extension must not use its own device at import."
                     )
+                if self._doing == "asking":
+                    return ()
                 if self._answers is None:
                     self._load_all()
         assert self._answers is not None
         return self._answers
 
     def _load_all(self) -> None:
-        self._loading = True
         try:
-            answers = [self._load_one(candidate) for candidate in self.candidates]
+            self._doing = "importing"
+            extensions = [_tried(self._import, each) for each in self.candidates]
+            self._doing = "asking"
+            answers = [
+                each if isinstance(each, BaseException) else _tried(check_availability, each) for each in extensions
+            ]
         finally:
-            self._loading = False
-        self._answers = answers
-        for each in answers:
-            if not isinstance(each, LoadedExtension):
-                candidate = each[0]
+            self._doing = ""
+        self._answers = [
+            BrokenExtension(candidate, answer)
+            if isinstance(answer, BaseException)
+            else LoadedExtension(candidate, extension, answer)
+            for candidate, extension, answer in zip(self.candidates, extensions, answers, strict=True)
+        ]
+        for each in self._answers:  # once they are kept: a filter may turn this warning into an error
+            if isinstance(each, BrokenExtension):
                 warn_user(
                     f"An extension of {self.device_type!r} is left out: {_described(each)}. Repair or uninstall "
-                    f"{candidate.distribution}."
+                    f"{each.candidate.distribution}."
                 )
 
-    def _load_one(self, candidate: Candidate) -> LoadedExtension | tuple[Candidate, BaseException]:
+    def _import(self, candidate: Candidate) -> Extension:
         waiting = (
             f"still importing an extension of {self.device_type!r}, {candidate}. POLYCAST_DISCOVERY=0 leaves it out."
         )
-        try:
-            with nullcontext() if candidate.built_in else announce_if_slow(waiting), disable_autocast():
-                extension = call_outside(_called, candidate, self.device_type)
-                return LoadedExtension(candidate, extension, check_availability(extension))
-        except PLUGIN_ERRORS as error:
-            if is_interrupt(error) or isinstance(error, CALLERS_ERRORS):
-                raise
-            return candidate, error
-
-    def acquire(self, blocking: bool = True) -> bool:
-        """Wait until no extension is being imported; called before a fork, as the child could never finish it."""
-        return bool(self._lock.acquire(blocking, _FORK_TIMEOUT if blocking else -1))
-
-    def release(self) -> None:
-        """Allow imports again; called after a fork."""
-        self._lock.release()
+        with importing(), nullcontext() if candidate.built_in else announce_if_slow(waiting), disable_autocast():
+            return call_outside(_called, candidate, self.device_type)
 
     def reset(self) -> None:
         """Forget the threads of the parent; called in the child of a fork."""
-        self._lock, self._loading = threading.RLock(), False
+        self._lock, self._doing = threading.RLock(), ""
+
+
+def _tried(function: Callable[[Any], Any], argument: Any) -> Any:
+    """Return what a function of an extension returns, or the exception that it raises."""
+    try:
+        return function(argument)
+    except PLUGIN_ERRORS as error:
+        # A warning that a filter turns into an error is the extension's: the device goes on without it.
+        if is_callers(error) and not isinstance(error, Warning):
+            raise
+        return error
 
 
 def _called(candidate: Candidate, device_type: str) -> Extension:
     return validate_extension(candidate.call_hook("polycast_extension", "Extension"), device_type)
 
 
-def _described(answer: LoadedExtension | tuple[Candidate, BaseException]) -> str:
-    if not isinstance(answer, LoadedExtension):
-        candidate, error = answer
-        return f"{candidate} is broken: {type(error).__name__}: {str(error).rstrip('.')}"
+def _described(answer: LoadedExtension | BrokenExtension) -> str:
+    if isinstance(answer, BrokenExtension):
+        error = answer.error
+        return f"{answer.candidate} is broken: {type(error).__name__}: {str(error).rstrip('.')}"
     available = answer.availability
     return f"{answer.candidate}" if available else f"{answer.candidate} cannot be used: {available.reason.rstrip('.')}"

@@ -1,6 +1,8 @@
 """Manifests of plugins: recipes by name before their modules are imported, broken plugins, and conflicts."""
 
 import importlib
+import os
+import subprocess
 import sys
 
 import pytest
@@ -112,8 +114,56 @@ def test_what_interrupts_the_import_of_a_plugin_reaches_the_caller(monkeypatch, 
     offer(monkeypatch, tmp_path, ("acme", "raise MemoryError"))
     with pytest.raises(MemoryError):
         manifests.manifests()
-    monkeypatch.setattr(manifests, "_read", lambda: iter(()))
+    monkeypatch.setattr(manifests, "_read", lambda _: iter(()))
     assert manifests.manifests() == ()
+
+
+def test_a_plugin_may_use_recipes_before_its_manifest_is_made(monkeypatch, tmp_path):
+    offer(
+        monkeypatch, tmp_path, ("acme", RECIPE + "from polycast.plugin import Plugin\nplugin = Plugin(needs=['bf5'])\n")
+    )
+    importlib.import_module("acme")
+    assert [each.plugin.needs for each in manifests.manifests() if each.name == "acme"] == [["bf5"]]
+    del polycast.policy.recipe_base.kinds["af4"]
+
+
+def test_a_warning_of_a_broken_plugin_that_is_an_error_is_raised_once(monkeypatch, tmp_path):
+    offer(monkeypatch, tmp_path, ("acme", "plugin = {}"))
+    with pytest.raises(UserWarning, match=r"The plugin 'acme' of acme is broken"):
+        manifests.manifests()
+    assert "acme" in {manifest.name for manifest in manifests.manifests()}
+
+
+LOCKS = """
+import importlib, sys, threading
+import polycast
+from polycast.policy.recipe import read_recipe
+
+sys.imports, sys.waits = threading.Event(), threading.Event()
+first = threading.Thread(target=importlib.import_module, args=("acme",), daemon=True)
+first.start()
+assert sys.imports.wait(60)
+second = threading.Thread(target=lambda: found.append(read_recipe("af4").kind), daemon=True)
+found = []
+second.start()
+first.join(20), second.join(20)
+print(first.is_alive(), second.is_alive(), found)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("importer", ["acme_manifest", "acme_recipes"])
+def test_threads_do_not_wait_for_each_other_to_import_a_plugin_and_to_ask_for_plugins(monkeypatch, tmp_path, importer):
+    offer(monkeypatch, tmp_path, ("acme_manifest", MANIFEST % "acme_recipes"), ("other", OTHER))
+    (tmp_path / "acme_recipes.py").write_text(RECIPE)
+    (tmp_path / "other_recipes.py").write_text(RECIPE.replace("af4", "bf5").replace("Af4", "Bf5"))
+    path = tmp_path / f"{importer}.py"
+    path.write_text("import sys\nsys.waits.set()\nimport acme\n" + path.read_text())
+    source = "import sys\nsys.imports.set()\nsys.waits.wait(60)\nfrom polycast.policy.recipe import read_recipe\n"
+    (tmp_path / "acme.py").write_text(source + "read_recipe('bf5')\n")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run([sys.executable, "-c", LOCKS], capture_output=True, text=True, env=environment, timeout=120)
+    assert (done.stdout, done.stderr) == ("False False ['af4']\n", "")
 
 
 def test_a_distribution_without_metadata_hides_no_plugin(monkeypatch, tmp_path):

@@ -173,6 +173,55 @@ def test_a_broken_extension_breaks_itself_only_and_is_named(run, extension, amen
     assert said in status["extensions"][0]
 
 
+@pytest.mark.parametrize(
+    "amendment",
+    ["warnings.warn('old')", "AcmeExtension.availability = lambda self: warnings.warn('old')"],
+    ids=["imported", "asked"],
+)
+def test_an_extension_that_warns_is_left_out_where_warnings_are_errors_and_the_device_is_used(
+    run, extension, engine, amendment
+):
+    extension("acme-old", amendment="import warnings\n" + amendment)
+    kind, text, dtype = run(
+        """
+        import warnings
+        warnings.simplefilter("error")
+        answer = error_of(polycast.autocast, "cpu")
+        for _ in range(2):
+            with polycast.autocast("cpu"):
+                dtype = torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype
+        answer.append(dtype)
+        """,
+        POLYCAST_ENGINE=engine,
+    )
+    assert (kind, dtype) == ("UserWarning", "torch.bfloat16")
+    assert text.startswith("An extension of 'cpu' is left out: acme-old 1.0 (acme_old) is broken: UserWarning: old.")
+
+
+def test_an_extension_may_ask_for_its_device_whether_it_can_be_used(run, extension):
+    amendment = LIBRARY + policies(attend="LOWER_PRECISION_FP")
+    amendment += """
+def availability(self):
+    return polycast.plugin.Availability(polycast.is_autocast_available("cpu"))
+AcmeExtension.availability = availability
+"""
+    extension("acme-ops", amendment=amendment)
+    answer = run("""
+        with polycast.autocast("cpu"):
+            dtype = torch.ops.acme.attend(torch.ones(2)).dtype
+        answer = [dtype, polycast.backends()["cpu"].extensions[0]]
+    """)
+    assert answer == ["torch.bfloat16", "acme-ops 1.0 (acme_ops)"]
+
+
+def test_a_conflict_with_an_extension_that_asks_for_its_device_is_an_error_at_each_use(run, extension):
+    amendment = "AcmeExtension.availability = lambda self: polycast.plugin.Availability(bool(asks('cpu')))\n"
+    extension("acme-one", amendment="asks = polycast.is_autocast_available\n" + amendment + policies(attend="FP32"))
+    extension("acme-two", amendment=policies(attend="LOWER_PRECISION_FP"))
+    answer = run("answer = [error_of(polycast.autocast, 'cpu')[0] for _ in range(2)]")
+    assert answer == ["BackendConflictError"] * 2
+
+
 def test_an_extension_that_cannot_be_used_now_is_left_out_and_the_status_says_why(run, extension):
     amendment = LIBRARY + policies(attend="LOWER_PRECISION_FP")
     amendment += "AcmeExtension.availability = lambda self: polycast.plugin.Availability(False, 'no licence')\n"
