@@ -106,8 +106,8 @@ class Kernels(ABC):
         Do nothing if this torch lacks the op, or if it has a kernel of this object and not `replace`.
 
         With a policy of None, the op runs as if it had no kernel, except in regions with a policy or a recipe for it.
-        A composed op then skips autograd where it has nothing to record: autograd would hide from autocast that the ops
-        it calls take views of weights.
+        A composed op then skips autograd where it has nothing to record: below autograd, where the ops that it calls
+        would run, a view of a weight has no base, so that autocast could not find the weight's cast.
 
         Raises:
             InvalidBackendError: the op cannot have the policy, which could not be checked before the op existed.

@@ -227,43 +227,48 @@ PyObject* set_recomputing(PyObject*, PyObject* backward) {
   return Py_NewRef(Py_None);
 }
 
-// Throw if Python has other numbers for names than `first` and those that follow.
+// Return an item of a dict.
+PyObject* item_of(PyObject* dict, const char* name) {
+  PyObject* const found = PyDict_GetItemString(dict, name);
+  TORCH_CHECK(found != nullptr, "bind() lacks ", name);
+  return found;
+}
+
+// Throw if Python's numbers of a kind are not `first` and those that follow.
 template <size_t size>
-void check_numbers(PyObject* given, const std::array<const char*, size>& names, long first = 0) {
+void check_numbers(PyObject* numbers, const char* kind, const std::array<const char*, size>& names, long first = 0) {
+  PyObject* const given = item_of(numbers, kind);
   bool are_same = PyDict_Size(given) == static_cast<Py_ssize_t>(size);
   for (size_t i = 0; are_same && i < size; ++i) {
     PyObject* const number = PyDict_GetItemString(given, names[i]);
     are_same = number != nullptr && PyLong_AsLong(number) == first + static_cast<long>(i);
   }
-  TORCH_CHECK(are_same, "Python and C++ number ", names.front(), " and what is listed with it differently");
+  TORCH_CHECK(are_same, "Python and C++ number the ", kind, " differently");
 }
 
-// bind(numbers, override, store, rewritten, error, text, of_traced, by_identity, recipe, part, WeakIdRef): the numbers that Python has
-// for names which C++ numbers too, functions that the engine calls, a part of a storage, and a class of torch's
-PyObject* bind(PyObject*, PyObject* arguments) {
-  PyObject *policies, *reasons, *kinds, *prepack_ids, *settings;
-  PyObject *override, *store, *rewritten, *error, *of_traced, *by_identity, *recipe, *part, *dictionary_reference;
-  const char* text;
-  parse(
-      arguments, "(OOOOO)OOOOsOOOOO", &policies, &reasons, &kinds, &prepack_ids, &settings, &override, &store, &rewritten, &error, &text,
-      &of_traced, &by_identity, &recipe, &part, &dictionary_reference);
-  check_numbers(policies, kPolicyNames, static_cast<long>(Policy::kNone));
-  check_numbers(reasons, kNotPrepackedNames);
-  check_numbers(kinds, Action::kKindNames);
-  check_numbers(prepack_ids, Action::kPrepackNames, Action::kAsItIs);
-  check_numbers(settings, kSettingNames);
-  set_reference(native_override, override);
-  set_reference(native_store, store);
-  set_reference(storages_are_rewritten, rewritten);
-  set_reference(stale_weight_error, error);
-  set_reference(cached_cast_of_traced, of_traced);
-  set_reference(store_by_identity, by_identity);
-  set_reference(perform_recipe, recipe);
-  stale_weight_message = text;
+// bind(given): the numbers that Python has for names which C++ numbers too, by kind of name, and by name the functions that the engine
+// calls, a part of a storage, and a class of torch's
+PyObject* bind(PyObject*, PyObject* given) {
+  const auto item = [given](const char* name) { return item_of(given, name); };
+  PyObject* const numbers = item("numbers");
+  check_numbers(numbers, "policies", kPolicyNames, static_cast<long>(Policy::kNone));
+  check_numbers(numbers, "not_prepacked", kNotPrepackedNames);
+  check_numbers(numbers, "actions", Action::kKindNames);
+  check_numbers(numbers, "prepack_ids", Action::kPrepackNames, Action::kAsItIs);
+  check_numbers(numbers, "settings", kSettingNames);
+  set_reference(native_override, item("native_override"));
+  set_reference(native_store, item("native_store"));
+  set_reference(storages_are_rewritten, item("storages_are_rewritten"));
+  set_reference(stale_weight_error, item("stale_weight_error"));
+  set_reference(cached_cast_of_traced, item("cast_of_traced"));
+  set_reference(store_by_identity, item("store_by_identity"));
+  set_reference(perform_recipe, item("perform_recipe"));
+  stale_weight_message = string_of(item("stale_weight_message"));
+  PyObject* const part = item("storage_part");
   storage_part_deleter = torch::createStorage(part).data_ptr().get_deleter();
   const Object offset = Object::steal(PyObject_GetAttrString(reinterpret_cast<PyObject*>(Py_TYPE(part)), "__weakrefoffset__"));
   weak_references_of_storage = PyLong_AsSsize_t(offset.get());
-  weak_id_ref = reinterpret_cast<PyTypeObject*>(Py_NewRef(dictionary_reference));
+  weak_id_ref = reinterpret_cast<PyTypeObject*>(Py_NewRef(item("weak_id_ref")));
   AtForkLock::install(&acquire_locks);
   return Py_NewRef(Py_None);
 }
@@ -295,7 +300,7 @@ PyMethodDef functions[] = {
     {"forget_actions", &raising<&forget_actions>, METH_NOARGS, "Drop the actions that are kept for calls by a recipe, on all threads."},
     {"set_recomputing", &raising<&set_recomputing>, METH_O, "Set the backward that recomputes a forward on this thread."},
     {"observing", &raising<&observing>, METH_NOARGS, "Return what an observer is bound to."},
-    {"bind", &raising<&bind>, METH_VARARGS, "Check that Python numbers names as C++ does, and set the functions that the engine calls."},
+    {"bind", &raising<&bind>, METH_O, "Check that Python numbers names as C++ does, and set the functions that the engine calls."},
     {nullptr, nullptr, 0, nullptr}};
 
 PyMethodDef store_methods[] = {

@@ -34,13 +34,13 @@ _POLICIES = {
     **{policy.name: number for number, policy in enumerate(CastPolicy)},
     "RECIPE": len(CastPolicy),
 }
-_NUMBERS: tuple[dict[str, int], ...] = (
-    _POLICIES,
-    {name: number for number, name in enumerate(NOT_PREPACKED)},
-    {kind.name: kind for kind in ActionKind},
-    {"AS_IT_IS": AS_IT_IS, "CACHED_CAST": CACHED_CAST},
-    {name: number for number, name in enumerate(Settings._fields)},
-)
+_NUMBERS: dict[str, dict[str, int]] = {
+    "policies": _POLICIES,
+    "not_prepacked": {name: number for number, name in enumerate(NOT_PREPACKED)},
+    "actions": {kind.name: kind for kind in ActionKind},
+    "prepack_ids": {"AS_IT_IS": AS_IT_IS, "CACHED_CAST": CACHED_CAST},
+    "settings": {name: number for number, name in enumerate(Settings._fields)},
+}
 
 # The ops, for all engines of a process: two that are loaded from one file share what is in it.
 _numbers: dict[str, int] = {}
@@ -84,17 +84,19 @@ class NativeEngine:
         self.origin = origin
         self.sources = sources
         extension.bind(
-            _NUMBERS,
-            self._native_override,
-            self.store,
-            storages_are_rewritten,
-            StaleWeightError,
-            STALE,
-            cast_of_traced,
-            self._store_by_identity,
-            self._perform_recipe,
-            torch.UntypedStorage(2)[:1],  # type: ignore[no-untyped-call]
-            WeakIdRef,
+            {
+                "numbers": _NUMBERS,
+                "native_override": self._native_override,
+                "native_store": self.store,
+                "storages_are_rewritten": storages_are_rewritten,
+                "stale_weight_error": StaleWeightError,
+                "stale_weight_message": STALE,
+                "cast_of_traced": cast_of_traced,
+                "store_by_identity": self._store_by_identity,
+                "perform_recipe": self._perform_recipe,
+                "storage_part": torch.UntypedStorage(2)[:1],  # type: ignore[no-untyped-call]
+                "weak_id_ref": WeakIdRef,
+            }
         )
         torchs_cache = _TorchsCache(extension)
         hold_during_fork(lambda: [torchs_cache])

@@ -109,8 +109,8 @@ class Kernel final : public c10::OperatorKernel {
       policy = Policy::kLowerPrecisionFp;  // for nested tensors it calls ops without the dispatcher, so autocast would miss their inputs
     }
     if (policy == Policy::kNone) {
-      // Skip autograd's kernel where casts of weights may be cached: below it, views of weights do not know their base, so autocast would
-      // not find their casts.
+      // Skip autograd's kernel where casts of weights may be cached: the ops that this one calls would run below autograd, where a view of
+      // a weight has no base, so that autocast could not find the weight's cast.
       const bool skips_autograd = is_composed_ && has_only_autograd(keys) && !needs_autograd(stack) && may_find_casts(region, stack);
       handle.redispatchBoxed(skips_autograd ? device_keys_ : keys & below_, stack);
       if (skips_autograd && stack->back().toTensor().is_view()) {

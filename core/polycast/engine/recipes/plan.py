@@ -23,7 +23,7 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _CONSTANTS = (bool, int, float, str, torch.dtype, type(None))
 
 Performed: TypeAlias = tuple[Results | None, actions.Action | None]
-"""The results, or None if the op falls back; and the action for like calls, or None if Python decides each time."""
+"""The results, or None if the op falls back; and the action for calls with the same metadata; None: ask each time."""
 
 
 class Plan(ABC):
