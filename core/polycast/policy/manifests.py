@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from ..common import env
 from ..common.announce import announce_if_slow
-from ..common.imports import importing
+from ..common.importing import importing
 from ..common.interrupts import PLUGIN_ERRORS, raise_if_callers
 from ..common.versions import name_and_version
 from ..errors import warn_user

@@ -13,7 +13,7 @@ import torch
 
 from ..common.announce import announce_if_slow
 from ..common.env import canonical_name
-from ..common.imports import importing
+from ..common.importing import importing
 from ..common.interrupts import CALLERS_ERRORS, PLUGIN_ERRORS, is_interrupt
 from ..errors import BackendBrokenError, BackendConflictError, BackendNotFoundError
 from ..torch_internals.callers_state import call_outside

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 from ..common.announce import announce_if_slow
-from ..common.imports import importing
+from ..common.importing import importing
 from ..common.interrupts import PLUGIN_ERRORS, is_callers
 from ..errors import BackendBrokenError, BackendConflictError, warn_user
 from ..policy.cast_policy import CastPolicy

@@ -13,10 +13,10 @@ pytestmark = [
 
 PROGRAM = """
 import os, sys, threading
-from polycast.common import imports
+from polycast.common import importing
 from polycast.policy.manifests import InstalledPlugin, Plugin
 
-imports.LONGEST_WAIT = {limit}
+importing.LONGEST_WAIT = {limit}
 sys.started, sys.ends = threading.Event(), threading.Event()
 thread = threading.Thread(target=InstalledPlugin("acme", "acme", "1.0", Plugin()).resolve, args=("acme:number",))
 thread.start()
