@@ -192,8 +192,6 @@ PyObject* leave_mode(PyObject*, PyObject*) {
 // begin_capture() -> a GraphCapture
 PyObject* begin_capture(PyObject*, PyObject*) { return Holder<GraphCapture>::wrap(std::make_shared<GraphCapture>()); }
 
-PyObject* make_capture(PyTypeObject*, PyObject*, PyObject*) { return begin_capture(nullptr, nullptr); }
-
 PyObject* capture_end(PyObject* self, PyObject*) {
   Holder<GraphCapture>::unwrap(self)->end();
   return Py_NewRef(Py_None);
@@ -332,7 +330,7 @@ PyMODINIT_FUNC PyInit_polycast_native() {
   PyObject* const module = PyModule_Create(&definition);
   if (module == nullptr || !add_class<const Override, &make_override>(module, "polycast_native.Override", no_methods) ||
       !add_class<UserStore, &make_store>(module, "polycast_native.UserStore", store_methods) ||
-      !add_class<GraphCapture, &make_capture>(module, "polycast_native.GraphCapture", capture_methods) ||
+      !add_class<GraphCapture>(module, "polycast_native.GraphCapture", capture_methods) ||
       !add_class<KernelRegistrations, &make_registrations>(module, "polycast_native.KernelRegistrations", registrations_methods)) {
     Py_XDECREF(module);
     return nullptr;

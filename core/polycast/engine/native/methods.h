@@ -101,7 +101,8 @@ struct InitDescriptor {
         {Py_tp_members, members},
         {0, nullptr}};
     static PyType_Spec spec{
-        "polycast.InitDescriptor", sizeof(InitDescriptor), 0, Py_TPFLAGS_DEFAULT | kHasVectorcall | kIsMethod, slots};
+        "polycast.InitDescriptor", sizeof(InitDescriptor), 0,
+        Py_TPFLAGS_DEFAULT | kHasVectorcall | kIsMethod | kOnlyMadeHere, slots};
     static PyObject* const type = PyType_FromSpec(&spec);
     const Object made = Object::steal(type == nullptr ? nullptr : PyType_GenericAlloc(reinterpret_cast<PyTypeObject*>(type), 0));
     reinterpret_cast<InitDescriptor*>(made.get())->method = method;

@@ -72,24 +72,29 @@ struct Holder {
   }
 };
 
-// Add the class to a module; return whether that succeeded, with a Python error set if not.
-template <class Value, auto make>
+// Py_TPFLAGS_DISALLOW_INSTANTIATION, which the limited API does not name: only C++ makes instances, also not copies. Without it, Python
+// would make them by object.__new__, with memory that no constructor has seen.
+constexpr unsigned long kOnlyMadeHere = 1UL << 7;
+
+// Add the class to a module; return whether that succeeded, with a Python error set if not. Without `make`, Python makes no instances.
+template <class Value, auto make = nullptr>
 bool add_class(PyObject* module, const char* name, PyMethodDef* methods) {
   if (Holder<Value>::type == nullptr) {
-    static constexpr auto create = [](PyTypeObject* type, PyObject* arguments, PyObject* named) -> PyObject* {
-      try {
-        return make(type, arguments, named);
-      } catch (const std::exception&) {
-        torch::translate_exception_to_python(std::current_exception());
-        return nullptr;
-      }
-    };
-    PyType_Slot slots[] = {
-        {Py_tp_new, reinterpret_cast<void*>(static_cast<newfunc>(create))},
-        {Py_tp_dealloc, reinterpret_cast<void*>(&Holder<Value>::free)},
-        {Py_tp_methods, methods},
-        {0, nullptr}};
-    PyType_Spec spec{name, sizeof(Holder<Value>), 0, Py_TPFLAGS_DEFAULT, slots};
+    std::vector<PyType_Slot> slots{
+        {Py_tp_dealloc, reinterpret_cast<void*>(&Holder<Value>::free)}, {Py_tp_methods, methods}, {0, nullptr}};
+    if constexpr (make != nullptr) {
+      static constexpr newfunc create = [](PyTypeObject* type, PyObject* arguments, PyObject* named) -> PyObject* {
+        try {
+          return make(type, arguments, named);
+        } catch (const std::exception&) {
+          torch::translate_exception_to_python(std::current_exception());
+          return nullptr;
+        }
+      };
+      slots.insert(slots.begin(), {Py_tp_new, reinterpret_cast<void*>(create)});
+    }
+    PyType_Spec spec{
+        name, sizeof(Holder<Value>), 0, static_cast<unsigned int>(Py_TPFLAGS_DEFAULT | (make == nullptr ? kOnlyMadeHere : 0)), slots.data()};
     Holder<Value>::type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&spec));
     if (Holder<Value>::type == nullptr) {
       return false;
