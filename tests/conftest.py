@@ -66,6 +66,15 @@ def _engine(request, monkeypatch):
 
 
 @pytest.fixture
+def native(monkeypatch):
+    """Run a test on the native engine only."""
+    installation.forget_choice()
+    monkeypatch.setenv("POLYCAST_ENGINE", "native")
+    yield
+    installation.forget_choice()
+
+
+@pytest.fixture
 def fake(monkeypatch):
     """Run a test under FakeTensorMode, where tensors of any device can be made, without the device."""
     for name in DEVICES:  # FakeTensorMode asks each device's module for these
@@ -261,12 +270,12 @@ class Int8Mm(Int8Linear):
 
 @pytest.fixture
 def int8_kernels():
-    """Register a backend for the CPU with these kernels for Int8; return them by the name of the op."""
+    """Register a backend for the CPU with these kernels for Int8, and Rounded; return them by the name of the op."""
     kernels = {"aten::linear": Int8Linear(), "aten::mm": Int8Mm(), "aten::matmul": Int8Mm()}
     backend = copy.copy(polycast.plugin.get_backend("cpu"))
 
     def recipe_availability(recipe):
-        offered = isinstance(recipe, polycast.Int8) and recipe.scales == "row"
+        offered = recipe.kind.partition("-")[0] in ("int8", "rounded") and recipe.scales == "row"
         return polycast.plugin.Availability(offered, "" if offered else f"no kernels for {recipe.short} in these tests")
 
     vars(backend).update(recipe_availability=recipe_availability, low_bit_kernels=lambda recipe: kernels)

@@ -129,6 +129,7 @@ CALLS_UP = {
     "common.cached_property",
     "common.events",
     "region.library_region",  # calls a method of plugins
+    "policy.recipe",  # calls methods of the recipes of plugins
     "engine.state",  # calls the methods that region.autocast overrides
     "torch_internals.callers_state",  # calls methods of plugins
     "torch_internals.patcher",  # calls the functions that the table of changes names

@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     from polycast_plugins.precision.equalize import equalize as equalize
     from polycast_plugins.precision.explain import explain as explain
     from polycast_plugins.precision.tune import tune as tune
+    from polycast_plugins.quantize.low_bit_recipes import Float8 as Float8
+    from polycast_plugins.quantize.low_bit_recipes import Int4 as Int4
+    from polycast_plugins.quantize.low_bit_recipes import Int8 as Int8
 
     from .common.versions import __version__ as __version__
     from .engine.casts.cast_cache import WeightCacheStats as WeightCacheStats
@@ -41,9 +44,6 @@ if TYPE_CHECKING:
     from .engine.register_op import register_op as register_op
     from .policy.cast_policy import CastPolicy as CastPolicy
     from .policy.equalization import Equalization as Equalization
-    from .policy.recipe import Float8 as Float8
-    from .policy.recipe import Int4 as Int4
-    from .policy.recipe import Int8 as Int8
     from .policy.recipe import NoRecipe as NoRecipe
     from .policy.value import Policy as Policy
     from .region.autocast import autocast as autocast
@@ -81,9 +81,6 @@ _LAZY_NAMES = {
     "CastPolicy": "policy.cast_policy",
     "Equalization": "policy.equalization",
     "Explanation": "region.explanation",
-    "Float8": "policy.recipe",
-    "Int4": "policy.recipe",
-    "Int8": "policy.recipe",
     "ModuleRules": "region.module_rules",
     "NoRecipe": "policy.recipe",
     "OpRegistration": "engine.register_op",

@@ -43,9 +43,9 @@ if TYPE_CHECKING:
     from .policy.manifests import Plugin as Plugin
     from .policy.manifests import manifests as manifests
     from .policy.names import read_dtype as read_dtype
+    from .policy.recipe import Recipe as Recipe
     from .policy.recipe import all_recipes as all_recipes
     from .policy.recipe import read_recipe as read_recipe
-    from .policy.recipe_base import Recipe as Recipe
     from .policy.result import Result as Result
     from .policy.schemas import find_op as find_op
     from .policy.standard import STANDARD_POLICIES as STANDARD_POLICIES
@@ -84,7 +84,7 @@ _PLACES = {
     "Patch": "torch_internals.patcher",
     "Plan": "engine.recipes.plan",
     "Plugin": "policy.manifests",
-    "Recipe": "policy.recipe_base",
+    "Recipe": "policy.recipe",
     "Result": "policy.result",
     "STANDARD_POLICIES": "policy.standard",
     "all_recipes": "policy.recipe",

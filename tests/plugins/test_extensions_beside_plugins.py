@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.core.registry.test_extension_kernels import LIBRARY, LINEAR, NF4
 from tests.core.registry.test_vendor_kernels import VENDOR, amended
+from tests.plugins.quantize.test_extension_kernels import LIBRARY, LINEAR, NF4
 
 
 def test_observe_says_which_package_computed(run, extension):

@@ -17,8 +17,7 @@ from ..engine.casts.traced import can_leave_casts
 from ..engine.installation import kernels_of, support_overrides
 from ..engine.override import MODULE_RULE, Override, make_override
 from ..engine.state import Settings
-from ..policy.recipe import read_recipe
-from ..policy.recipe_base import Recipe, resolved
+from ..policy.recipe import Recipe, read_recipe
 from ..torch_internals import changes
 from . import backward
 from .graph_breaks import break_graph
@@ -77,6 +76,8 @@ def region_of_rule(
     region.__init__(device_type, dtype, enabled)  # type: ignore[misc]
     found = Override.of_text(device_type, override, MODULE_RULE, rule)
     if found.recipe is not None:
+        from ..engine.recipes.compute import resolved  # few programs have a rule with a recipe
+
         recipe = resolved(found.recipe, device_type, measure=True)
         found = make_override(device_type, frozenset(found.policies.items()), MODULE_RULE, rule, recipe, None)
     _move_to_graph(region, found, None)

@@ -6,13 +6,15 @@ and enclosing override are equal share it.
 
 import functools
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..common.cached_property import cached_property
 from ..policy.cast_policy import CastPolicy
-from ..policy.recipe_base import Recipe
 from ..policy.recipe_settings import COMPOSED_OPS, POINTWISE_OPS
 from .disable_dynamo import disable_dynamo
+
+if TYPE_CHECKING:
+    from ..policy.recipe import Recipe
 
 
 class PolicyOrigin(NamedTuple):
@@ -46,7 +48,7 @@ class Override:
         device_type: str,
         policies: Iterable[tuple[str, CastPolicy]],
         origin: PolicyOrigin,
-        recipe: Recipe | None,
+        recipe: "Recipe | None",
         layers: "tuple[Override, ...]" = (),
     ) -> None:
         self.device_type = device_type
@@ -87,7 +89,7 @@ class Override:
         return parent
 
     @cached_property
-    def _key(self) -> tuple[frozenset[tuple[str, CastPolicy]], str, str, Recipe | None]:
+    def _key(self) -> tuple[frozenset[tuple[str, CastPolicy]], str, str, "Recipe | None"]:
         return frozenset(self.policies.items()), *self.origin, self.recipe
 
     @cached_property
@@ -101,6 +103,8 @@ class Override:
         """Return the override that has a `text`."""
         policies, _, recipe = text[1:].partition(")")
         entries = (entry.rpartition("=") for entry in policies.split(", ") if entry)
+        from ..policy.recipe import Recipe  # most programs use none
+
         key = frozenset((op, CastPolicy[policy]) for op, _, policy in entries)
         return make_override(device_type, key, rule, name, Recipe.of_text(recipe) if recipe else None, None)
 
@@ -117,7 +121,7 @@ def make_override(
     policies: frozenset[tuple[str, CastPolicy]],
     rule: str,
     name: str,
-    recipe: Recipe | None,
+    recipe: "Recipe | None",
     parent: Override | None,
     /,
 ) -> Override:

@@ -26,14 +26,13 @@ from typing import Any, TypeAlias
 
 from ..common.replaced_file import replaced_file
 from .names import hint
+from .recipe import find_kind
 
 SCHEMA = 1
 """The schema of written files, and the newest that can be read."""
 TABLES = ("ops", "modules", "devices")
 RECIPE = "recipe"
 """The key that makes a table among the rules for modules a recipe."""
-EQUALIZATION = "equalization"
-"""The setting of a recipe that is a path in a policy file, relative to its folder."""
 
 PolicyPath: TypeAlias = str | os.PathLike[str]
 
@@ -119,9 +118,9 @@ def with_relative_paths(table: Mapping[str, Any], path: PolicyPath) -> dict[str,
 
 def _with_paths(table: Mapping[str, Any], convert: Callable[[str], str]) -> dict[str, Any]:
     def converted(rule: Any) -> Any:
-        if not isinstance(rule, Mapping) or RECIPE not in rule or not isinstance(rule.get(EQUALIZATION), str):
-            return rule
-        return {**rule, EQUALIZATION: convert(rule[EQUALIZATION])}
+        kind = find_kind(str(rule[RECIPE]).partition(":")[0]) if isinstance(rule, Mapping) and RECIPE in rule else None
+        paths = () if kind is None else [name for name in kind.loaders if isinstance(rule.get(name), str)]
+        return {**rule, **{name: convert(rule[name]) for name in paths}} if paths else rule
 
     changed = dict(table)
     if isinstance(table.get("modules"), Mapping):

@@ -1,6 +1,7 @@
 """Rules for modules: parse them, and find the modules of a model that they match."""
 
 import inspect
+import pkgutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
@@ -10,12 +11,11 @@ import torch
 from torch import nn
 
 from .dtypes import dtype_name
-from .files import EQUALIZATION, RECIPE
+from .files import RECIPE
 from .globs import compile_glob
 from .names import nearest, nearest_as_text, read_dtype
 from .op_policies import OpPolicies
-from .recipe import is_recipe_name, read_recipe
-from .recipe_base import Recipe
+from .recipe import Recipe, find_kind, read_recipe
 from .recipe_settings import ObjectDigest, resolve
 
 FP32 = "fp32"
@@ -63,7 +63,7 @@ def _read_rule(rule: object) -> ModuleRule:
         return rule
     if isinstance(rule, Mapping):
         return recipe_of_table(rule) if RECIPE in rule else OpPolicies(rule)
-    if isinstance(rule, str) and is_recipe_name(rule.lower()):
+    if isinstance(rule, str) and find_kind(rule.lower().partition(":")[0]) is not None:
         return read_recipe(rule.lower())
     if isinstance(rule, str) and rule.lower() in (FP32, OFF):
         return rule.lower()
@@ -93,22 +93,21 @@ def recipe_of_table(table: Mapping[str, object]) -> Recipe:
     if unknown:
         known = ", ".join(("'recipe'", *map(repr, recipe.settings)))
         raise ValueError(f"the table of a recipe {recipe.kind!r} has {known}; got {sorted(unknown)[0]!r}")
+    for name, loader in recipe.loaders.items():
+        if isinstance(options.get(name), str):
+            try:
+                options[name] = _object_in(options[name], loader)
+            except OSError as error:
+                raise ValueError(f"its {name} cannot be read: {error}") from error
     try:
-        path = options.get(EQUALIZATION)
-        if isinstance(path, str):
-            options[EQUALIZATION] = _equalization_in(path)
         return recipe.with_options(**options)
-    except OSError as error:
-        raise ValueError(f"its equalization cannot be read: {error}") from error
     except TypeError as error:
         raise ValueError(str(error)) from None
 
 
-def _equalization_in(path: str) -> Any:
-    """Return the equalization in a file; the same one for all rules that name it."""
-    from .equalization import Equalization
-
-    found = Equalization.load(path)
+def _object_in(path: Any, loader: str) -> Any:
+    """Return the object in a file; the same one for all rules that name it."""
+    found = pkgutil.resolve_name(loader)(path)
     of_other_rule = resolve(ObjectDigest(found.digest))
     return of_other_rule if getattr(of_other_rule, "path", None) == found.path else found
 

@@ -9,13 +9,8 @@ _OWN = {
     "fastest": ("DeviceProfile", "Fastest", "find_profile", "profile"),
     "observe": ("RunHistory", "RunLog", "grad_scaler", "observe"),
     "out_dtype": ("out_dtype",),
-    "precision": (
-        "Reference",
-        "compare",
-        "equalize",
-        "explain",
-        "tune",
-    ),
+    "precision": ("Reference", "compare", "equalize", "explain", "tune"),
+    "quantize": ("Float8", "Int4", "Int8"),
 }
 """The names of polycast's own plugins, for the error where such a plugin is not installed."""
 

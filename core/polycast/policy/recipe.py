@@ -1,119 +1,290 @@
-"""The recipes that come with polycast, and the names of recipes."""
+"""`Recipe`: a way to compute ops with the policy LOWER_PRECISION_FP, and the names of recipes."""
 
 import functools
-from collections.abc import Sequence
-from typing import Any, Literal, TypeAlias
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields
+from types import MappingProxyType
+from typing import Any, ClassVar, TypeAlias, TypeVar, get_type_hints
 
-import torch
+from typing_extensions import Self, dataclass_transform
 
+from ..common import generation
 from ..errors import warn_user
-from .names import hint
-from .recipe_base import Recipe, find_kind, kinds, restored
-from .recipe_settings import MATMULS, ObjectDigest
+from . import recipe_settings
+from .names import hint, known_overloads, read_op
+from .recipe_settings import ObjectDigest, is_object, read_setting, resolve, text_of
+
+kinds: dict[str, type["Recipe"]] = {}
+"""The classes of recipes, by kind."""
+_Class = TypeVar("_Class", bound="Recipe")
 
 
-class Int8(Recipe):
-    """Matmuls of 8-bit integers, for inference.
+@dataclass_transform(eq_default=False, frozen_default=True)
+class Recipe:
+    """A way to compute ops with the policy LOWER_PRECISION_FP: in a lower precision, or the fastest one.
 
-    Weights are prepacked once, with a scale for each output feature; activations are quantized at each call. Ops that
-    autograd records run in the fast dtype.
+    An immutable value for ``polycast.autocast(..., recipe=...)``. Outputs have the fast dtype, and ops without a kernel
+    for the recipe compute in it. To compute a module in the fast dtype, give it the rule ``"none"``
+    (:func:`polycast.apply_policy`). Recipes with equal settings are equal, and can be made in compiled code.
 
-    Args:
-        scales: ``"row"``: a scale for each row of the activations; ``"tensor"``: one for all.
-        ops: the ops to compute, by names as in a :class:`Policy`.
-        min_size: the smallest number of elements of a weight.
-        equalization: an equalization of the model's weights, or None.
+    To define a recipe, subclass it. A subclass has a `kind`, which backends query, and declares its settings as the
+    fields of a dataclass, each with a default, and without the decorator. Equality, text, pickles, names and policy
+    files follow from them. A setting is a str, a number, a bool, None, a tuple of these, or an object with a `digest`:
+    a str that is the same for equal objects, and for no others. ``Literal`` lists the values that a setting can have.
+    If these are strings, the value can be part of the recipe's name, as in ``"int8:tensor"``, so no two settings list
+    the same string. All subclasses have
+
+    Attributes:
+        ops: the ops to compute by the recipe if the backend has a kernel, by names as in a :class:`polycast.Policy`.
+            None of them, unless the subclass declares it.
+        min_size: the smallest number of elements of a weight for which the recipe is used. 0, unless declared.
+        text: the kind and the settings as text, the same in every process for equal recipes.
 
     Raises:
-        TypeError, ValueError: see :class:`polycast.plugin.Recipe`.
+        TypeError: a setting is of another type than declared; it has no default; or the class has no kind of its own.
+        ValueError: it is not one of those that ``Literal`` lists; torch has no such op; or `min_size` is negative.
 
     Example:
-        >>> import torch, polycast
-        >>> model = torch.nn.Linear(1024, 1024)
-        >>> with torch.no_grad(), polycast.autocast("cpu", recipe=polycast.Int8()):  # doctest: +SKIP
-        ...     model(torch.randn(1, 1024)).dtype
-        torch.bfloat16
+        >>> from collections.abc import Sequence
+        >>> from typing import Literal
+        >>> import polycast
+        >>> class Nf4(polycast.plugin.Recipe):
+        ...     kind = "nf4"
+        ...     group_size: Literal[32, 64] = 32
+        ...     ops: Sequence[str] = ("linear", "mm")
+        >>> Nf4(64), Nf4(64) == Nf4(), polycast.Policy(modules={"head": "nf4"}).modules["head"] == Nf4()
+        (Nf4(group_size=64), False, True)
     """
 
-    kind = "int8"
-    avoids_slow_dtypes = " (inference only)"
-    scales: Literal["row", "tensor"] = "row"
-    ops: Sequence[str] = MATMULS
-    min_size: int = 2**16
-    equalization: Any = None
+    kind: ClassVar[str]
+    needs_kernels: ClassVar[bool] = True
+    """Whether a device supports the recipe only if its backend says so."""
+    avoids_slow_dtypes: ClassVar[str | None] = None
+    """Text after the recipe's name in messages that suggest it in place of a slow fast dtype, such as
+    ``" (inference only)"``. None: they do not suggest it."""
+    plan_class: ClassVar[str] = "polycast.engine.recipes.kernel_plan:KernelPlan"
+    """The subclass of `Plan` that computes the recipe, as ``module:class``. It is imported at the first use."""
+    loaders: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    """For each setting that policy files have as a path, relative to their folder, the function that returns the object
+    in a file, as ``module:function``. The object has a ``saved_path()``."""
+    _defaults: ClassVar[Mapping[str, Any]] = MappingProxyType({})
+    _expected: ClassVar[Mapping[str, Any]] = MappingProxyType({})
+    """The values or the type that `read_setting` accepts, by setting."""
+
+    ops: Sequence[str] = ()
+    min_size: int = 0
+    text: str
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        declared = fields(dataclass(frozen=True, eq=False, repr=False)(cls))  # type: ignore[arg-type]
+        for field in declared:
+            if field.default is MISSING:
+                raise TypeError(f"{cls.__name__}.{field.name} needs a default: a recipe's name stands for its defaults")
+        hints = get_type_hints(cls)
+        cls._defaults = {field.name: field.default for field in declared}
+        cls._expected = {field.name: recipe_settings.expectation(hints[field.name]) for field in declared}
+        recipe_settings.check_words(cls.__name__, cls._defaults, cls.named_settings())
+        kind = vars(cls).get("kind")
+        if kind is not None:
+            _check_kind(cls, kind)
+            kinds[kind] = cls
+            generation.advance()  # a name may have been that of another class
+        elif hasattr(cls, "kind"):
+            owner = next(base.__name__ for base in cls.__mro__ if "kind" in vars(base))
+            raise TypeError(
+                f"{cls.__name__} needs a kind of its own, such as kind = {cls.__name__.lower()!r}: what is written "
+                f"with the kind {cls.kind!r} is read as {owner}"
+            )
+
+    def __init__(self) -> None:
+        self.__post_init__()
+
+    def __post_init__(self) -> None:
+        # Dynamo traces this and the functions that it calls.
+        if not hasattr(self, "kind"):
+            raise TypeError(f"{type(self).__name__} is no kind of recipe: use one such as polycast.Int8")
+        for name in self._defaults:
+            object.__setattr__(self, name, read_setting(name, getattr(self, name), self._expected[name]))
+        self.check()
+        object.__setattr__(self, "text", self._text_of(*self._defaults))
 
     def check(self) -> None:
-        """See :class:`polycast.plugin.Recipe`."""
-        _check_equalization(self.equalization)
+        """Raise TypeError or ValueError if the settings cannot be used. A subclass may override it."""
 
-    def rounding_errors(self, x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """See :class:`polycast.plugin.Recipe`."""
-        return _int8_errors(x, by_row=self.scales == "row"), _int8_errors(weight, by_row=True)
+    def resolved(self, device_type: str, measure: bool) -> "Recipe":
+        """Return the recipe with what it takes from this machine. A subclass may override it; others return themselves.
+
+        What it returns is kept, for equal arguments and a number of threads, until :func:`polycast.plugin.refresh`.
+
+        Args:
+            device_type: of the region.
+            measure: whether it may take the time to measure the device.
+
+        Raises:
+            RuntimeError: it cannot be used on the device now; the message says why.
+        """
+        return self
+
+    @classmethod
+    def of_text(cls, text: str) -> "Recipe":
+        """Return the recipe with a `text`. An object that this process does not have is an `ObjectDigest`.
+
+        Raises:
+            KeyError: this process has no such kind of recipe.
+            ValueError: it is not the text of a recipe.
+        """
+        kind = text.partition("(")[0]
+        settings = recipe_settings.settings_in(text)
+        of_kind = find_kind(kind)
+        if of_kind is None:
+            raise KeyError(kind)
+        return restored(of_kind, settings)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings, by name."""
+        return {name: getattr(self, name) for name in self._defaults}
+
+    def known(self, name: str) -> Any:
+        """Return a setting; None if it is an object of which this process knows only the digest."""
+        return None if isinstance(value := resolve(getattr(self, name)), ObjectDigest) else value
+
+    @property
+    def format(self) -> str:
+        """The text without `ops` and `min_size`: what a prepacked weight depends on."""
+        return self._text_of(*(name for name in self._defaults if name not in ("ops", "min_size")))
+
+    @property
+    def overloads(self) -> frozenset[str]:
+        """The ops to compute by the recipe, by dispatcher name."""
+        return frozenset(name for op in self.ops for name in known_overloads(read_op(op)))
+
+    @property
+    def short(self) -> str:
+        """Its name, of the kind and choices other than the default, such as ``"int8"`` or ``"int8:tensor"``."""
+        values = [getattr(self, name) for name in self.named_settings() if getattr(self, name) != self._defaults[name]]
+        return ":".join([self.kind, *values])
+
+    @property
+    def written(self) -> str | dict[str, Any]:
+        """The recipe as in a policy file: its name, or a table if it has other settings.
+
+        Raises:
+            ValueError: a setting is an object without a file.
+        """
+        others = {name: value for name, value in self._changed().items() if name not in self.named_settings()}
+        for name, value in others.items():
+            if is_object(value):
+                value = self._path_of(name, value)
+            others[name] = list(value) if isinstance(value, tuple) else value
+        return {"recipe": self.short, **others} if others else self.short
+
+    def _path_of(self, name: str, value: Any) -> str:
+        """Return the path of a setting that is an object."""
+        if not hasattr(value, "saved_path"):
+            raise ValueError(
+                f"{self!r} cannot be written: its {name} is an object. A policy file has texts and numbers only, "
+                "such as the path of a saved one, where the recipe takes that. A Policy made in Python can have it"
+            )
+        try:
+            path: str = value.saved_path()
+        except ValueError as error:
+            raise ValueError(f"{self!r} cannot be written: {error}") from None
+        return path
+
+    @property
+    def has_objects(self) -> bool:
+        """Whether a setting is an object, such as an equalization, of which a policy file can have the path only."""
+        return any(map(is_object, self.settings.values()))
+
+    def with_options(self, **options: Any) -> Self:
+        """Return the recipe with other settings.
+
+        Raises:
+            TypeError, ValueError: a setting is invalid.
+        """
+        unknown = sorted(options.keys() - self._defaults.keys())
+        if unknown:
+            raise TypeError(f"{type(self).__name__} has no setting {unknown[0]!r}: {hint(unknown[0], self._defaults)}")
+        return restored(type(self), {**self.settings, **options})
+
+    @classmethod
+    def named_settings(cls) -> dict[str, tuple[str, ...]]:
+        """Return the settings that are part of names, with the values that they can have."""
+        choices = {name: values for name, values in cls._expected.items() if isinstance(values, tuple)}
+        return {name: values for name, values in choices.items() if all(isinstance(each, str) for each in values)}
+
+    def _changed(self) -> dict[str, Any]:
+        """Return the settings other than the defaults."""
+        default = restored(type(self), {})
+        return {name: value for name, value in self.settings.items() if value != getattr(default, name)}
+
+    def _text_of(self, *names: str) -> str:
+        return f"{self.kind}({', '.join([f'{name}={text_of(name, getattr(self, name))}' for name in names])})"
+
+    def __eq__(self, other: object) -> bool:
+        return (type(self), self.text) == (type(other), other.text) if isinstance(other, Recipe) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self.text)
+
+    def __repr__(self) -> str:
+        shown = {
+            name: f"<{type(value).__name__} {value.digest}>" if is_object(value) else repr(value)
+            for name, value in self._changed().items()
+        }
+        return f"{type(self).__name__}({', '.join(f'{name}={value}' for name, value in shown.items())})"
+
+    def __copy__(self) -> Self:
+        return self
+
+    def __deepcopy__(self, memo: object) -> Self:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return restored, (type(self), self.settings)
 
 
-class Int4(Recipe):
-    """Matmuls of weights in 4 bits and activations in 8 bits, for inference.
-
-    A weight takes a little more than half a byte for each element, and one row is multiplied at the speed at which the
-    weight is read. Rounding to 16 levels changes results more than :class:`Int8` does: measure the model, and equalize
-    it. Ops that autograd records run in the fast dtype.
-
-    Args:
-        group_size: the number of successive input features that share a step between levels: 32, 64 or 128. A
-            larger one takes less memory, and is less accurate.
-        ops: the ops to compute, by names as in a :class:`Policy`.
-        min_size: the smallest number of elements of a weight.
-        equalization: an equalization of the model's weights, or None.
+def find_kind(name: str) -> type[Recipe] | None:
+    """Return the class of a kind of recipes, which may be that of a plugin; None if there is none.
 
     Raises:
-        TypeError, ValueError: see :class:`polycast.plugin.Recipe`.
-
-    Example:
-        >>> import torch, polycast
-        >>> model = torch.nn.Linear(1024, 1024)
-        >>> with torch.no_grad(), polycast.autocast("cpu", recipe=polycast.Int4()):  # doctest: +SKIP
-        ...     model(torch.randn(1, 1024)).dtype
-        torch.bfloat16
+        RuntimeError: the plugin that has it is broken, or several have it.
     """
+    from .manifests import manifests  # most programs use no recipe
 
-    kind = "int4"
-    group_size: Literal[32, 64, 128] = 32
-    ops: Sequence[str] = MATMULS
-    min_size: int = 2**16
-    equalization: Any = None
-
-    def check(self) -> None:
-        """See :class:`polycast.plugin.Recipe`."""
-        _check_equalization(self.equalization)
-
-    def rounding_errors(self, x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """See :class:`polycast.plugin.Recipe`."""
-        padded = torch.nn.functional.pad(weight, (0, -weight.shape[1] % self.group_size))
-        groups = _largest(padded.reshape(-1, self.group_size), by_row=True).reshape(padded.shape)
-        return _int8_errors(x, by_row=True), groups[:, : weight.shape[1]] / 16  # half of one of 16 levels
+    found = None if name in kinds else manifests().find("recipes", name)  # which imports it
+    if found is not None and name not in kinds:
+        raise RuntimeError(
+            f"A plugin names {found!r} as the recipe {name!r}, whose kind is another. Repair the plugin."
+        )
+    return kinds.get(name)
 
 
-class Float8(Recipe):
-    """Matmuls of 8-bit floats (e4m3), for inference. Experimental.
+def restored(kind: type[_Class], settings: Mapping[str, Any]) -> _Class:
+    """Return a recipe with these settings, and the defaults of others, without calling a subclass's constructor."""
+    recipe = object.__new__(kind)
+    for name, default in kind._defaults.items():
+        object.__setattr__(recipe, name, settings.get(name, default))
+    recipe.__post_init__()
+    return recipe
 
-    Args:
-        scales: ``"row"``: a scale for each row of the activations and each output feature; ``"tensor"``: one for the
-            activations, and one for the weight.
-        ops, min_size: as for :class:`Int8`.
 
-    Raises:
-        TypeError, ValueError: see :class:`polycast.plugin.Recipe`.
-    """
+def _check_kind(cls: type[Recipe], kind: object) -> None:
+    if not isinstance(kind, str) or not re.fullmatch(recipe_settings.NAME, kind):
+        raise ValueError(f"{cls.__name__}.kind must be a name such as 'int8', got {kind!r}")
+    name = f"{cls.__module__}.{cls.__qualname__}"
+    known = kinds.get(kind)
+    taken = None if known is None else f"{known.__module__}.{known.__qualname__}"
+    if known is None and not name.startswith("polycast."):  # the class of a plugin may not be imported yet
+        from .manifests import manifests
 
-    kind = "float8"
-    scales: Literal["row", "tensor"] = "row"
-    ops: Sequence[str] = MATMULS
-    min_size: int = 2**22
-
-    def rounding_errors(self, x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """See :class:`polycast.plugin.Recipe`."""
-        by_row = self.scales == "row"
-        return _float8_errors(x, by_row), _float8_errors(weight, by_row)
+        places = [each.plugin.recipes[kind].replace(":", ".") for each in manifests() if kind in each.plugin.recipes]
+        taken = name if name in places else next(iter(places), None)
+    if taken not in (None, name):
+        raise ValueError(f"{cls.__name__}.kind is {kind!r}, which is the kind of {taken}: give it another")
 
 
 class NoRecipe(Recipe):
@@ -164,9 +335,9 @@ def _words(kind: type[Recipe]) -> dict[str, str]:
 
 def all_kinds() -> dict[str, type[Recipe]]:
     """Return the classes of recipes by kind, with those of plugins; warn of those that cannot be used."""
-    from . import manifests
+    from .manifests import manifests
 
-    for name in {name for each in manifests.manifests() for name in each.plugin.recipes}:
+    for name in {name for each in manifests() for name in each.plugin.recipes}:
         try:
             find_kind(name)
         except RuntimeError as error:
@@ -177,38 +348,3 @@ def all_kinds() -> dict[str, type[Recipe]]:
 def all_recipes() -> list[Recipe]:
     """Return a recipe of each kind that is known, those of plugins included, except "none"; with its defaults."""
     return [restored(kind, {}) for name, kind in all_kinds().items() if name != NoRecipe.kind]
-
-
-def is_recipe_name(text: str) -> bool:
-    """Return whether a text names a recipe."""
-    return find_kind(text.partition(":")[0]) is not None
-
-
-def _check_equalization(value: object) -> None:
-    if value is not None and not isinstance(value, ObjectDigest) and not hasattr(value, "factors"):
-        remedy = ". polycast.Equalization.load reads a file" if isinstance(value, str) else ""
-        raise TypeError(
-            f"equalization must be an Equalization, as polycast.equalize returns it, or None, got {value!r}{remedy}"
-        )
-
-
-def _largest(values: torch.Tensor, by_row: bool) -> torch.Tensor:
-    """Return the largest magnitude of each row, or of all, in the shape of the values."""
-    magnitudes = values.abs()
-    if not by_row:
-        magnitudes = magnitudes.flatten()[None]
-    # Scales, and their inverses, are normal numbers.
-    return magnitudes.amax(1, keepdim=True).clamp(min=2.0**-110).expand(magnitudes.shape).reshape(values.shape)
-
-
-def _int8_errors(values: torch.Tensor, by_row: bool) -> torch.Tensor:
-    """Return half of one of 255 levels, and a thousandth more for the rounding of scales."""
-    return _largest(values, by_row) / 127 / 2 * 1.001
-
-
-def _float8_errors(values: torch.Tensor, by_row: bool) -> torch.Tensor:
-    """Return half of the last of 4 bits, where the largest value is 448 and the smallest are multiples of 2**-9.
-
-    A hundredth more is for the rounding of scales and sums.
-    """
-    return torch.maximum(values.abs() / 16, _largest(values, by_row) / 448 / 2**10) * 1.01

@@ -4,15 +4,14 @@ import ast
 import functools
 import math
 import os
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 from ..torch_internals.private_names import constant_to_dynamo
 from .names import known_overloads, read_op
 
-MATMULS = ("addmm", "linear", "matmul", "mm")
-"""The ops of recipes of lower precision, by default."""
 POINTWISE_OPS = frozenset(f"aten::{name}" for name in ("gelu", "mish", "sigmoid", "silu", "tanh"))
 """Elementwise ops without a policy that kernels of backends may compute for a recipe, with the same results."""
 COMPOSED_OPS = {
@@ -24,9 +23,10 @@ COMPOSED_OPS = {
 """Ops without a policy that a recipe can compute as a whole. By op, the ops that it calls."""
 WITHOUT_POLICY = COMPOSED_OPS.keys() | POINTWISE_OPS
 """The ops that a recipe can compute although they have no policy."""
-SIMPLE_TYPES = (bool, int, float, str)
+NAME = r"\w+(-\w+)*"
+"""A kind of recipes, or a word after it in the name of one."""
+_SIMPLE_TYPES = (bool, int, float, str)
 """The types that settings are checked for."""
-
 _LITERALS = (str, float, tuple, type(None))
 _PLAIN = (str, float, int, bool, type(None))
 objects: dict[str, Any] = {}
@@ -40,6 +40,33 @@ class ObjectDigest:
     digest: str
 
 
+def expectation(hint: Any) -> Any:
+    """Return what `read_setting` expects of a setting, given its annotation."""
+    return get_args(hint) if get_origin(hint) is Literal else hint if hint in _SIMPLE_TYPES else None
+
+
+def check_words(owner: str, defaults: Mapping[str, Any], named: Mapping[str, tuple[str, ...]]) -> None:
+    """Raise ValueError if a recipe's name would not say which setting has which value.
+
+    Args:
+        owner: the class of the recipe.
+        defaults: the defaults of its settings.
+        named: the words that each of the settings in its name can have.
+    """
+    setting_of: dict[str, str] = {}
+    for name, words in named.items():
+        if defaults[name] not in words:
+            raise ValueError(f"{owner}.{name} must be one of {words}, got the default {defaults[name]!r}")
+        for word in words:
+            if not re.fullmatch(NAME, word):
+                raise ValueError(f"{owner}.{name} must list words such as 'row', for names, got {word!r}")
+            if setting_of.setdefault(word, name) != name:
+                raise ValueError(
+                    f"{owner}.{setting_of[word]} and .{name} both list {word!r}, so that a name such as "
+                    f"'int8:{word}' could mean either: rename one"
+                )
+
+
 def is_object(value: object) -> bool:
     """Return whether a setting is an object, which texts and files can only name."""
     return hasattr(value, "digest")
@@ -51,7 +78,7 @@ def read_setting(name: str, value: Any, expected: Any) -> Any:
     Args:
         name: its name.
         value: as given.
-        expected: a tuple of the values that it can have, one of `SIMPLE_TYPES`, or None.
+        expected: a tuple of the values that it can have, one of `_SIMPLE_TYPES`, or None.
 
     Raises:
         TypeError: it is of another type.
@@ -64,7 +91,7 @@ def read_setting(name: str, value: Any, expected: Any) -> Any:
             if each == value:
                 return each  # 64 for 64.0: equal settings have the same text
         raise ValueError(f"{name} must be {' or '.join(map(repr, expected))}, got {value!r}")
-    if expected in SIMPLE_TYPES:
+    if expected in _SIMPLE_TYPES:
         wanted = (int, float) if expected is float else expected
         if not isinstance(value, wanted) or (isinstance(value, bool) and expected is not bool):
             raise TypeError(f"{name} must be {'an' if expected is int else 'a'} {expected.__name__}, got {value!r}")
@@ -82,11 +109,11 @@ def read_ops(ops: Iterable[str]) -> tuple[str, ...]:
     if isinstance(ops, str) or not isinstance(ops, Iterable):
         raise TypeError(f"ops must be names of ops, such as ('linear', 'mm'), got {ops!r}")
     given = tuple(ops)
-    return given if given in (MATMULS, ()) else _known_ops(given)
+    return _known_ops(given) if given else ()
 
 
 def text_of(name: str, value: Any) -> str:
-    """Return a setting as text, from which `value_of` reads it.
+    """Return a setting as text, from which `settings_in` reads it.
 
     Raises:
         TypeError: it is none of the types that a setting can have.
@@ -106,7 +133,31 @@ def text_of(name: str, value: Any) -> str:
     return f"digest({digest!r})"
 
 
-def value_of(node: ast.expr) -> Any:
+def settings_in(text: str) -> dict[str, Any]:
+    """Return the settings in the text of a recipe, by name.
+
+    Raises:
+        ValueError: it is not the text of a recipe.
+    """
+    call = _parsed("settings(" + text.partition("(")[2])
+    if not isinstance(call, ast.Call):
+        raise ValueError(f"{text!r} is not the text of a recipe")
+    return {str(each.arg): _value_of(each.value) for each in call.keywords}
+
+
+@functools.lru_cache(maxsize=256)
+def _parsed(text: str) -> ast.expr | None:
+    """Return an expression, parsed; None if the text is not one."""
+    while True:
+        try:
+            return ast.parse(text, mode="eval").body
+        except SyntaxError:
+            return None
+        except SystemError:  # the parser of Python 3.11, disturbed by another thread that parses
+            continue
+
+
+def _value_of(node: ast.expr) -> Any:
     """Return the value of a setting, given its text as parsed."""
     if not isinstance(node, ast.Call):
         return ast.literal_eval(node)

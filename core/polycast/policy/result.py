@@ -11,7 +11,7 @@ from ..common.html_table import html_lines, html_table
 from ..common.plain_text import as_text, in_ascii, under_the_head
 from .cast_policy import CastPolicy
 from .dtypes import dtype_name
-from .recipe_base import Recipe
+from .recipe import Recipe
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -16,7 +16,7 @@ from .cast_policy import CastPolicy
 from .modules import ModuleRule, read_rules
 from .names import hint, read_policy
 from .op_policies import OpPolicies
-from .recipe_base import Recipe
+from .recipe import Recipe
 
 _EMPTY: Mapping[str, Any] = MappingProxyType({})
 

@@ -16,7 +16,7 @@ from ..engine.override import MODULE_RULE, make_override
 from ..policy.modules import FP32, OFF, ModuleFinder, ModuleRule
 from ..policy.names import read_dtype
 from ..policy.op_policies import OpPolicies
-from ..policy.recipe_base import Recipe
+from ..policy.recipe import Recipe
 from ..policy.value import Policy, PolicyLike
 from ..torch_internals import changes
 from .instance_forward import FORWARD

@@ -5,7 +5,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from ..engine.override import REGIONS_POLICY, Override, make_override
-from ..policy.recipe_base import Recipe
+from ..policy.recipe import Recipe
 
 if TYPE_CHECKING:
     from ..policy.op_policies import OpPolicies

@@ -3,8 +3,7 @@
 import torch
 
 from ..errors import RecipeDisabledWarning, warn_user
-from ..policy.recipe import NoRecipe, RecipeLike, read_recipe
-from ..policy.recipe_base import Recipe, resolved
+from ..policy.recipe import NoRecipe, Recipe, RecipeLike, read_recipe
 from ..registry.backend import Availability, Backend
 from ..registry.recipe_kernels import check_recipe
 from .slow_dtype import warn_if_slow
@@ -31,6 +30,8 @@ def usable_recipe(given: RecipeLike, backend: Backend, enabled: bool) -> Recipe:
     recipe = read_recipe(given)
     if not recipe.ops:
         return recipe
+    from ..engine.recipes.compute import resolved  # most programs use no recipe
+
     answer = check_recipe(backend, recipe) if enabled else Availability(True)
     if answer.available:
         try:

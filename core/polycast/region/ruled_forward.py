@@ -10,7 +10,7 @@ from torch.compiler import is_dynamo_compiling
 from ..engine import state
 from ..engine.override import MODULE_RULE
 from ..policy.op_policies import OpPolicies
-from ..policy.recipe_base import Recipe
+from ..policy.recipe import Recipe
 from ..registry.registry import registry
 from ..torch_internals import changes
 from ..torch_internals.dispatcher import autocast_supported_devices

@@ -12,7 +12,7 @@ import torch
 from ..engine import state
 from ..engine.inference import in_function
 from ..engine.recipes.plan import Plan
-from ..policy.recipe_base import Recipe
+from ..policy.recipe import Recipe
 from ..torch_internals.patcher import Patch
 from ..torch_internals.private_names import is_intercepted, skip_frames
 

@@ -3,16 +3,18 @@
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, ClassVar, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import torch
 
 from ..errors import InvalidBackendError
 from ..policy.cast_policy import CastPolicy
-from ..policy.recipe_base import Recipe
 from ..policy.validation import table_problems
 from ..torch_internals.dispatcher import OpOverload
 from .contract_problems import are_texts, device_problems, dtype_problems, kernel_problems, package_problems
+
+if TYPE_CHECKING:
+    from ..policy.recipe import Recipe
 
 KernelKey: TypeAlias = tuple[OpOverload, torch.dtype, torch.dtype]
 """(op, input dtype, output dtype)"""
@@ -111,7 +113,7 @@ class LowBitKernel:
         return result
 
 
-def no_kernels(device_type: str, recipe: Recipe) -> str:
+def no_kernels(device_type: str, recipe: "Recipe") -> str:
     """Return the reason of those that have no kernels for a recipe."""
     return f"there are no kernels for {recipe.kind} on {device_type}"
 
@@ -139,7 +141,7 @@ class Extension:
         """
         return _AVAILABLE
 
-    def recipe_availability(self, recipe: Recipe) -> Availability:
+    def recipe_availability(self, recipe: "Recipe") -> Availability:
         """Return whether there are kernels for a recipe now and, if not, why.
 
         The fast dtype is used if no package has any. A reason with a positive answer, for example that the recipe is
@@ -149,7 +151,7 @@ class Extension:
             return _AVAILABLE
         return Availability(False, no_kernels(self.device_type, recipe))
 
-    def low_bit_kernels(self, recipe: Recipe) -> Mapping[str, LowBitKernel]:
+    def low_bit_kernels(self, recipe: "Recipe") -> Mapping[str, LowBitKernel]:
         """Return the kernels for an available recipe, by dispatcher name of the op (``"aten::linear"``).
 
         Called once for each recipe. It may return kernels for ops that the recipe does not name. If several packages

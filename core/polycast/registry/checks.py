@@ -3,13 +3,17 @@
 An affirmative answer is kept for a generation, as torch asks once for a driver; after any other, it is asked again.
 """
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from ..common import generation
 from ..common.interrupts import PLUGIN_ERRORS, raise_if_callers
-from ..policy.recipe_base import Recipe
 from ..torch_internals.callers_state import call_outside
 from .backend import Availability, Backend, Extension
+
+if TYPE_CHECKING:
+    from ..policy.recipe import Recipe
 
 _MAX_ANSWERS = 256
 _affirmative: dict[tuple[object, ...], tuple[Extension, Availability]] = {}
@@ -26,7 +30,7 @@ def check_dtype(backend: Backend, dtype: torch.dtype) -> Availability:
     return _answer(backend, "dtype_availability", dtype)
 
 
-def ask_recipe(given: Extension, recipe: Recipe) -> Availability:
+def ask_recipe(given: Extension, recipe: "Recipe") -> Availability:
     """Return whether a backend or an extension has kernels for a recipe."""
     return _answer(given, "recipe_availability", recipe)
 

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..policy.recipe_base import Recipe
+from ..policy.recipe import Recipe
 from ..torch_internals.callers_state import call_outside
 from .backend import Availability, Backend, Extension, LowBitKernel, no_kernels
 from .checks import ask_recipe, check_availability, check_dtype

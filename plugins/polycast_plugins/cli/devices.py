@@ -8,9 +8,9 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
-from polycast import BackendStatus, Float8, Int4, Int8, backends
+from polycast import BackendStatus, backends
 from polycast.errors import BackendBrokenError
-from polycast.plugin import check, dtype_name, get_backend, manifests
+from polycast.plugin import all_recipes, check, dtype_name, get_backend, manifests
 from polycast.registry.registry import registry
 
 from .compiled import origins
@@ -53,7 +53,7 @@ class ListedDevice:
             return []
         backend = get_backend(self.status.device_type)
         try:
-            answers = {recipe.kind: check(backend, recipe) for recipe in (Int8(), Int4(), Float8())}
+            answers = {recipe.kind: check(backend, recipe) for recipe in all_recipes() if recipe.needs_kernels}
         except Warning as error:  # a filter turned it into an error
             return [f"recipe_availability() raised {type(error).__name__}: {error}"]
         return [

@@ -1,1 +1,19 @@
-"""Kernels for the recipes Int8, Int4 and Float8, and those that the recipe "fastest" uses on the CPU."""
+"""The recipes Int8, Int4 and Float8, and their kernels; also those that the recipe "fastest" uses on the CPU.
+
+The manifest is in a module of its own, because the first region imports this package, for its extensions.
+"""
+
+from typing import TYPE_CHECKING
+
+from polycast.plugin import lazy_names
+
+if TYPE_CHECKING:
+    from .low_bit_recipes import LowBitRecipe as LowBitRecipe
+
+_PLACES = {"LowBitRecipe": "low_bit_recipes"}
+"""The module of each name that packages of recipes and kernels, and other plugins, import."""
+
+__all__ = [*_PLACES]
+
+if not TYPE_CHECKING:  # type checkers would accept any name
+    __getattr__ = lazy_names(__name__, _PLACES)

@@ -13,10 +13,14 @@ WITH_BOTH_ENGINES = "test_cached_casts_unwritten.py"
 
 
 def pytest_collection_modifyitems(config, items):
+    leave_out_graphs_that_others_run(config, items, Path(__file__).parent)
+
+
+def leave_out_graphs_that_others_run(config, items, folder):
     """Mark tests with inductor as slow, and leave out those on the reference engine: aot_eager runs the same graphs."""
     left_out = []
     for item in items:
-        if item.path.parent != Path(__file__).parent or not hasattr(item, "callspec"):
+        if item.path.parent != folder or not hasattr(item, "callspec"):
             continue
         values = [value for value in item.callspec.params.values() if isinstance(value, str)]
         if "inductor" in values:

@@ -5,6 +5,8 @@ import os
 
 import pytest
 
+import polycast
+
 pytestmark = pytest.mark.slow
 
 BEGIN = """
@@ -106,7 +108,7 @@ settings = {
     "plain": {},
     "float16": {"dtype": torch.float16},
     "cache": {"cache": polycast.WeightCache()},
-    "int8": {"recipe": "int8"},
+    **({"int8": {"recipe": "int8"}} if hasattr(polycast, "Int8") else {}),
     **{policy: {"policy": POLICIES[policy]} for policy in ("up", "down")},
 }
 torch.manual_seed(0)
@@ -130,7 +132,8 @@ with polycast.register_op(twice, "lower_precision_fp"):
     found["registered"] = compare("plain") if sys.argv[1] == "second" else None
 print(json.dumps(found))
 """
-    dtypes = dict.fromkeys(("plain", "cache", "int8", "down"), "bfloat16 float32")
+    with_int8 = ("int8",) if hasattr(polycast, "Int8") else ()
+    dtypes = dict.fromkeys(("plain", "cache", *with_int8, "down"), "bfloat16 float32")
     dtypes |= {"float16": "float16 float32", "up": "float32 float32"}
     first = {name: [0, 1, found, True] for name, found in dtypes.items()}
     second = {name: [1, 0, found, True] for name, found in dtypes.items()}

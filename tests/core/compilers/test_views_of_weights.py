@@ -1,4 +1,4 @@
-"""Views of weights in compiled code: from a cached cast of the whole weight, and by recipes.
+"""Views of weights in compiled code, from a cached cast of the whole weight.
 
 As torch checks the first call of compiled code, it holds weights through ``.data``, and nothing is kept of them.
 """
@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.functional import linear
 
 import polycast
-from polycast import Int8, WeightCache, autocast
+from polycast import WeightCache, autocast
 
 pytestmark = pytest.mark.usefixtures("engine")
 SIZE = 64
@@ -123,56 +123,3 @@ def test_a_view_that_is_transposed_in_place_is_what_it_is_in_eager(cache):
         call = compiled(function, "aot_eager")
         for _ in range(3):
             assert torch.equal(call(X), X.bfloat16() @ w.T.bfloat16())
-
-
-PRODUCTS = {
-    "T": ("aten::matmul", lambda w, x: x @ w.T),
-    "mm": ("aten::mm", lambda w, x: torch.mm(x, w.t())),
-    "rows": ("aten::linear", lambda w, x: linear(x, w[:32])),
-    "chunk": ("aten::linear", lambda w, x: linear(x, w.chunk(2)[1])),
-    "view of a view": ("aten::linear", lambda w, x: linear(x[:, :32], w.T[:32].T)),
-}
-
-
-@BACKENDS
-@pytest.mark.parametrize("dynamic", [False, True], ids=["", "dynamic"])
-@pytest.mark.parametrize("name", PRODUCTS)
-def test_recipes_compute_by_the_prepacked_weights_of_eager_code(backend, name, dynamic, int8_kernels):
-    op, product = PRODUCTS[name]
-    w = new_weight()
-    call = torch.compile(lambda x: product(w, x), backend=backend, fullgraph=True, dynamic=dynamic)
-    with torch.no_grad(), autocast("cpu", recipe=Int8(min_size=1)):
-        for rows in (2, 5):
-            x = torch.randn(rows, SIZE)
-            call(x)
-            assert torch.equal(call(x), product(w, x))
-        prepared, ran = int8_kernels[op].prepared, int8_kernels[op].ran
-        w.mul_(2)
-        for _ in range(2):
-            assert torch.equal(call(x), product(w, x))
-    assert (int8_kernels[op].prepared, int8_kernels[op].ran) == (prepared + 1, ran + 4)
-
-
-def test_experts_are_packed_one_by_one_in_a_region_in_the_code(int8_kernels, cache):
-    experts, recipe = new_weight(4, SIZE, SIZE), Int8(min_size=1)
-
-    @torch.compile(backend="aot_eager", fullgraph=True)
-    def function(x):
-        with autocast("cpu", recipe=recipe, cache=cache):
-            return sum(linear(x, experts[index]) for index in range(4))
-
-    with torch.no_grad():
-        for _ in range(3):
-            function(X)
-    kernel = int8_kernels["aten::linear"]
-    assert (kernel.prepared, cache.stats().packings) == (4, 4)
-    assert kernel.ran >= 8
-
-
-def test_a_slice_of_a_length_that_the_code_is_given_runs_in_the_fast_dtype(int8_kernels):
-    w = new_weight()
-    call = torch.compile(lambda x, n: linear(x, w[:n]), backend="aot_eager", dynamic=True)
-    with torch.no_grad(), autocast("cpu", recipe=Int8(min_size=1)):
-        for n in (10, 20):
-            assert torch.equal(call(X, n), linear(X.bfloat16(), w[:n].bfloat16()))
-    assert int8_kernels["aten::linear"].ran == 0

@@ -4,6 +4,7 @@ import contextlib
 
 import pytest
 import torch
+from tests.core.rounding import Rounded
 from torch import nn
 
 import polycast
@@ -45,7 +46,7 @@ def regions_with_cache():
 @contextlib.contextmanager
 def regions_with_recipe():
     polycast.clear_autocast_cache()
-    yield lambda: polycast.autocast("cpu", recipe=polycast.Int8(min_size=1))
+    yield lambda: polycast.autocast("cpu", recipe=Rounded(min_size=1))
     polycast.clear_autocast_cache()
 
 

@@ -33,7 +33,9 @@ PRODUCTS = [
     lambda weight: torch.nn.functional.linear(X, weight[:2]),
     lambda weight: torch.matmul(X, weight.chunk(2, dim=1)[1]),
 ]
-HAS_INT8 = bool(polycast.plugin.check(polycast.plugin.get_backend("cpu"), polycast.Int8()))
+HAS_INT8 = hasattr(polycast, "Int8") and bool(
+    polycast.plugin.check(polycast.plugin.get_backend("cpu"), polycast.Int8())
+)
 FASTEST = []
 if hasattr(polycast, "Fastest"):
     from polycast_plugins.fastest.measurement import Measurement

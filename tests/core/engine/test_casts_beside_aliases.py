@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tests.core.rounding import Rounded
 from torch import nn
 
 import polycast
@@ -58,7 +59,7 @@ def test_a_kernel_that_reads_the_weight_as_an_array_prepacks_it_once(int8_kernel
     int8_kernels["aten::linear"] = ReadsAnArray()
     weight, cache = new_weight(), polycast.WeightCache()
     for _ in range(3):
-        use(weight, cache, recipe=polycast.Int8(min_size=1))
+        use(weight, cache, recipe=Rounded(min_size=1))
     assert int8_kernels["aten::linear"].prepared == 1
 
 
@@ -96,7 +97,7 @@ def test_a_recipe_reports_that_an_alias_may_write_the_weight(int8_kernels, recip
     weight = new_weight()
     alias = weight.data
     with recipe_counts() as counts:
-        use(weight, None, recipe=polycast.Int8(min_size=1))
+        use(weight, None, recipe=Rounded(min_size=1))
     assert ["made through .data" in each.declined for each in counts.records()] == [True]
     assert alias.numel() == weight.numel()  # the alias is alive
 

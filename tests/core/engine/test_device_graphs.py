@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tests.core.rounding import Rounded
 from torch import nn
 
 import polycast
@@ -81,7 +82,7 @@ WRITES = {
 REGIONS = {
     "plain": lambda: {},
     "cache": lambda: {"cache": polycast.WeightCache()},
-    "recipe": lambda: {"recipe": polycast.Int8(min_size=1), "cache": polycast.WeightCache()},
+    "recipe": lambda: {"recipe": Rounded(min_size=1), "cache": polycast.WeightCache()},
 }
 
 

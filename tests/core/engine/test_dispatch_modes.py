@@ -4,6 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from tests.core.rounding import Rounded
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -131,7 +132,7 @@ WRITES = {
 REGIONS = {
     "plain": lambda: {},
     "cache": lambda: {"cache": polycast.WeightCache()},
-    "recipe": lambda: {"recipe": polycast.Int8(min_size=1)},
+    "recipe": lambda: {"recipe": Rounded(min_size=1)},
 }
 
 

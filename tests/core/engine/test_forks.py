@@ -114,7 +114,7 @@ def use():
     with contextlib.suppress(Exception):
         if awaited == "polycast_plugins.fastest.measure":
             polycast.profile("cpu", refresh=True)
-        with torch.no_grad(), polycast.autocast("cpu", recipe="int8"):
+        with torch.no_grad(), polycast.autocast("cpu", recipe="int8" if "quantize" in awaited else None):
             torch.nn.functional.linear(torch.ones(1, 16), weight)
 
 

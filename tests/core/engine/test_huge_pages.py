@@ -51,17 +51,3 @@ def test_other_casts_are_where_torch_puts_them(engine, rows):
     with polycast.autocast("cpu", cache=cache):
         F.linear(torch.randn(3, 2048), weight)
         assert advised() == before
-
-
-def test_large_prepacked_weights_are_in_huge_pages():
-    answer = polycast.plugin.check(polycast.plugin.get_backend("cpu"), polycast.Int8())
-    if not answer:
-        pytest.skip(f"no int8 here: {answer.reason}")
-    kernels = polycast.plugin.recipe_kernels(polycast.plugin.get_backend("cpu"), polycast.Int8())
-    kernel = kernels["aten::linear"][0].kernel
-    before = advised()
-    packed = kernel.prepack(torch.randn(2048, 1500))
-    assert packed[0].nbytes > HUGE_PAGE
-    assert advised() - before == packed[0].nbytes // HUGE_PAGE * HUGE_PAGE
-    del packed
-    assert advised() == before

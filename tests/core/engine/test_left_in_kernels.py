@@ -5,11 +5,12 @@ import sys
 
 import pytest
 import torch
+from tests.core.rounding import Rounded
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import polycast
-from polycast import Int8, autocast
+from polycast import autocast
 
 pytestmark = pytest.mark.usefixtures("engine")
 X = torch.ones(4, 4)
@@ -192,7 +193,7 @@ def run_in_both(other, int8_kernels, monkeypatch):
 
 
 def test_autocast_stays_off_in_a_kernel_around_the_one_in_which_a_region_is_left(run_in_both):
-    regions, found = [entered(recipe=Int8(min_size=1)) for _ in range(2)], []
+    regions, found = [entered(recipe=Rounded(min_size=1)) for _ in range(2)], []
     run_in_both(lambda: leave(regions[1]), lambda: found.append(torch.is_autocast_enabled("cpu")))
     assert found == [False]
     assert state() == (True, torch.bfloat16, 1)
@@ -201,7 +202,7 @@ def test_autocast_stays_off_in_a_kernel_around_the_one_in_which_a_region_is_left
 
 
 def test_a_region_that_is_left_open_beneath_two_kernels_is_off_when_it_is_left(run_in_both):
-    regions, opened, found = [entered(recipe=Int8(min_size=1)) for _ in range(2)], [], []
+    regions, opened, found = [entered(recipe=Rounded(min_size=1)) for _ in range(2)], [], []
 
     def after():
         found.append(torch.is_autocast_enabled("cpu"))
@@ -246,7 +247,7 @@ def test_a_region_is_left_while_the_state_after_a_kernel_is_restored(engine, mon
 
 
 def test_kernels_are_not_uninstalled_while_one_runs(int8_kernels, monkeypatch):
-    region = entered(recipe=Int8(min_size=1))
+    region = entered(recipe=Rounded(min_size=1))
 
     def uninstall(*args):
         leave(region)
@@ -259,7 +260,7 @@ def test_kernels_are_not_uninstalled_while_one_runs(int8_kernels, monkeypatch):
 
 
 def test_an_op_is_computed_as_it_is_once_its_region_is_left(int8_kernels, monkeypatch):
-    region, weight = entered(recipe=Int8(min_size=1)), torch.nn.Parameter(torch.ones(4, 4))
+    region, weight = entered(recipe=Rounded(min_size=1)), torch.nn.Parameter(torch.ones(4, 4))
 
     def leave_region(*args):
         leave(region)
@@ -310,11 +311,11 @@ def test_an_error_in_the_kernel_restores_the_state():
 
 def test_a_region_is_collected_in_a_kernel(int8_kernels):
     def generator():
-        with autocast("cpu", recipe="int8"):
+        with autocast("cpu", recipe="rounded"):
             yield
 
     weight, x = torch.nn.Parameter(torch.randn(64, 64)), torch.randn(4, 64)
-    with torch.no_grad(), autocast("cpu", recipe="int8"):
+    with torch.no_grad(), autocast("cpu", recipe="rounded"):
         torch.nn.functional.linear(x, weight)
     suspended = generator()
     next(suspended)

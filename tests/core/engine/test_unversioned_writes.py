@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from tests.core.rounding import Rounded
 from torch import nn
 
 import polycast
@@ -197,10 +198,8 @@ def test_weights_in_privately_mapped_memory_are_cached(tmp_path):
 
 
 @pytest.mark.parametrize("where", ["cast", "prepacked"])
-def test_no_cast_is_cached_of_a_weight_in_a_larger_buffer(where):
-    options = {"recipe": polycast.Int8(min_size=1)} if where == "prepacked" else {}
-    if options and not polycast.plugin.check(polycast.plugin.get_backend("cpu"), options["recipe"]):
-        pytest.skip("this processor has no int8 products")
+def test_no_cast_is_cached_of_a_weight_in_a_larger_buffer(where, int8_kernels):
+    options = {"recipe": Rounded(min_size=1)} if where == "prepacked" else {}
     buffer, weight, cache = torch.ones(20), weight_of(), polycast.WeightCache()
     weight.data = buffer[4:].view(4, 4)  # as an optimizer has it that updates all weights at once
     for _ in range(3):

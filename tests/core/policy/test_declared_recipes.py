@@ -2,24 +2,25 @@
 
 import copy
 import enum
-import os
 import pickle
 import re
 import subprocess
 import sys
 from collections.abc import Sequence
-from types import SimpleNamespace
+from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 import torch
+from tests.core.rounding import Rounded
 
-from polycast import Int8, NoRecipe, Policy
+from polycast import NoRecipe, Policy
 from polycast.plugin import Recipe
-from polycast.policy import recipe_base
-from polycast.policy.recipe import all_recipes, read_recipe
-from polycast.policy.recipe_base import kinds
+from polycast.policy import recipe_settings
+from polycast.policy.recipe import all_recipes, kinds, read_recipe
 from polycast.policy.recipe_settings import ObjectDigest, resolve
+
+FOLDER = Path(__file__).parents[3]
 
 
 class Grouped(Recipe):
@@ -69,7 +70,6 @@ RECIPES = [
     Grouped(table=Table("0b")),
     Grouped(ops=()),
     Grouped(min_size=0),
-    Int8(),
 ]
 
 
@@ -97,9 +97,10 @@ def test_copies_and_texts_restore_each_setting(subtests):
 
 @pytest.mark.slow
 def test_texts_are_the_same_in_another_process():
-    code = "import polycast; print(polycast.Int8('tensor', ops=['linear', 'mm'], min_size=3).text)"
-    ran = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, env=os.environ)
-    assert ran.stdout.strip() == Int8("tensor", ops=("mm", "linear"), min_size=3).text
+    program = "from tests.core.rounding import Rounded"
+    code = f"{program}; print(Rounded('tensor', ops=['linear', 'mm'], min_size=3).text)"
+    ran = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, cwd=FOLDER)
+    assert ran.stdout.strip() == Rounded("tensor", ops=("mm", "linear"), min_size=3).text
 
 
 def test_a_repr_has_what_differs_from_the_defaults():
@@ -180,7 +181,7 @@ def test_an_invalid_setting_is_refused(subtests):
                     make(**settings)
 
 
-@pytest.mark.parametrize("base", [Int8, Grouped])
+@pytest.mark.parametrize("base", [Rounded, Grouped])
 def test_a_subclass_without_a_kind_of_its_own_is_refused(base):
     message = (
         f"Mine needs a kind of its own, such as kind = 'mine': what is written with the kind {base.kind!r} is read as "
@@ -192,12 +193,12 @@ def test_a_subclass_without_a_kind_of_its_own_is_refused(base):
 
 
 def test_a_subclass_with_a_kind_of_its_own_is_read_back():
-    class Mine(Int8):
+    class Mine(Rounded):
         kind = "mine"
 
     try:
         recipe = Mine(min_size=3)
-        assert Recipe.of_text(recipe.text) == recipe != Int8(min_size=3)
+        assert Recipe.of_text(recipe.text) == recipe != Rounded(min_size=3)
         assert isinstance(Recipe.of_text(recipe.text), Mine)
     finally:
         del kinds["mine"]
@@ -213,10 +214,10 @@ def test_a_class_without_kind_or_default_is_refused():
         type("Unsized", (Recipe,), {"kind": "unsized", "__annotations__": {"size": int}})
     with pytest.raises(ValueError, match="Colon.kind must be a name such as 'int8', got 'a:b'"):
         type("Colon", (Recipe,), {"kind": "a:b"})
-    with pytest.raises(ValueError, match="Mine.kind is 'int8', which is the kind of polycast.policy.recipe.Int8"):
-        type("Mine", (Recipe,), {"kind": "int8"})
+    with pytest.raises(ValueError, match="Mine.kind is 'rounded', which is the kind of tests.core.rounding.Rounded"):
+        type("Mine", (Recipe,), {"kind": "rounded"})
     assert "unsized" not in kinds
-    assert kinds["int8"] is Int8
+    assert kinds["rounded"] is Rounded
 
 
 @pytest.mark.parametrize(
@@ -279,25 +280,16 @@ def test_an_object_of_another_process_is_known_once_this_one_has_it():
 
 
 def test_what_prepacked_weights_depend_on_leaves_out_ops_and_min_size():
-    assert Int8(ops=("mm",), min_size=0).format == Int8().format
     assert Grouped(ops=(), min_size=0).format == Grouped().format
     assert len({each.format for each in RECIPES}) == len(RECIPES) - 2
     assert NoRecipe().format == "none()"
 
 
-def test_an_equalization_is_a_setting_of_int8():
-    equalization = SimpleNamespace(digest="0e", factors=lambda weight: None)
-    assert Int8(equalization=equalization) == Int8(equalization=equalization) != Int8()
-    assert Int8(equalization=equalization).format != Int8().format
-    with pytest.raises(TypeError, match=r"equalization must be an Equalization, .*, or None, got 'a path'"):
-        Int8(equalization="a path")
-
-
 def test_a_policy_has_recipes_that_its_file_cannot_have(tmp_path):
     table = Table("a1")
-    policy = Policy(modules={"head": Grouped(table=table), "body": "int8"})
-    assert repr(policy) == "Policy(modules={'head': Grouped(table=<Table a1>), 'body': 'int8'})"
-    assert Policy(modules={"body": "int8"}).diff(policy)[0] == "+ modules.head = Grouped(table=<Table a1>)"
+    policy = Policy(modules={"head": Grouped(table=table), "body": "rounded"})
+    assert repr(policy) == "Policy(modules={'head': Grouped(table=<Table a1>), 'body': 'rounded'})"
+    assert Policy(modules={"body": "rounded"}).diff(policy)[0] == "+ modules.head = Grouped(table=<Table a1>)"
     assert "&lt;Table a1&gt;" in policy._repr_html_()
     copied = pickle.loads(pickle.dumps(policy))
     assert copied == policy
@@ -307,13 +299,13 @@ def test_a_policy_has_recipes_that_its_file_cannot_have(tmp_path):
 
 
 def test_a_text_is_read_though_another_thread_disturbs_the_parser(monkeypatch):
-    parse, failures = recipe_base.ast.parse, [SystemError("AST constructor recursion depth mismatch")]
+    parse, failures = recipe_settings.ast.parse, [SystemError("AST constructor recursion depth mismatch")]
 
     def disturbed(*args, **kwargs):
         if failures:
             raise failures.pop()
         return parse(*args, **kwargs)
 
-    monkeypatch.setattr(recipe_base.ast, "parse", disturbed)
-    assert Recipe.of_text(Int8(min_size=12345).text) == Int8(min_size=12345)
+    monkeypatch.setattr(recipe_settings.ast, "parse", disturbed)
+    assert Recipe.of_text(Rounded(min_size=12345).text) == Rounded(min_size=12345)
     assert failures == []

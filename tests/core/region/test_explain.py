@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+from tests.core.rounding import Rounded
 
 import polycast
 from polycast import CastPolicy, Policy
@@ -236,7 +237,7 @@ def test_a_recipe_gets_lists_as_the_op_does(monkeypatch, int8_kernels):
     plan = "polycast.engine.recipes.kernel_plan.KernelPlan"
     monkeypatch.setattr(f"{plan}.explain", lambda *args: asked.append(args[2]) or "")
     monkeypatch.setattr(f"{plan}.why_no_kernel", lambda *args: None)
-    with polycast.autocast("cpu", recipe=polycast.Int8(ops=("conv2d",))):
+    with polycast.autocast("cpu", recipe=Rounded(ops=("conv2d",))):
         explain("conv2d", IMAGE, FILTERS, device_type="cpu", stride=1, dilation=2)
     assert list(asked[0])[3:] == [[1, 1], [0, 0], [2, 2], 1]
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tests.core.rounding import Rounded
 from torch import nn
 
 import polycast
@@ -33,7 +34,7 @@ def model():
     return nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4)))
 
 
-RECIPE = polycast.Int8(min_size=0)
+RECIPE = Rounded(min_size=0)
 
 
 def run(model, rules, call=None, **settings):

@@ -5,16 +5,16 @@ import warnings
 
 import pytest
 import torch
+from tests.core.rounding import Rounded
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import polycast
-from polycast import Int8, NoRecipe, Policy, autocast
-from polycast.plugin import explain_op
+from polycast import NoRecipe, Policy, autocast
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 
-RECIPE = Int8(min_size=1)
+RECIPE = Rounded(min_size=1)
 X = torch.randn(3, 8)
 
 
@@ -41,7 +41,7 @@ def test_it_computes_the_products_in_the_fast_dtype(layer, int8_kernels):
         assert (result.dtype, int8_kernels["aten::linear"].ran) == (torch.bfloat16, 1)
         mm = X @ nn.Parameter(torch.randn(8, 4))
         assert (mm.dtype, int8_kernels["aten::matmul"].ran) == (torch.bfloat16, 1)
-    with autocast("cpu", torch.float16, recipe="int8"):
+    with autocast("cpu", torch.float16, recipe="rounded"):
         assert torch.mm(X, X.t()).dtype is torch.float16
     torch.testing.assert_close(result.float(), layer(X), rtol=0.05, atol=0.05)
 
@@ -58,7 +58,7 @@ def test_regions_inside_inherit_it_replace_it_and_switch_it_off(layer, ran):
     with autocast("cpu", recipe=RECIPE):
         with autocast("cpu", torch.float16):
             assert ran(lambda: layer(X)) == 1
-        for off in ("none", NoRecipe(), Int8(ops=("mm",), min_size=1), Int8(min_size=65)):
+        for off in ("none", NoRecipe(), Rounded(ops=("mm",), min_size=1), Rounded(min_size=65)):
             with autocast("cpu", recipe=off):
                 assert ran(lambda: layer(X)) == 0
                 with autocast("cpu"):
@@ -175,9 +175,9 @@ def test_a_rule_for_a_module_may_be_a_recipe(layer, ran, tmp_path):
 
 def test_a_device_that_cannot_compute_by_it_runs_in_the_fast_dtype_and_says_so(layer, ran):
     with pytest.warns(
-        polycast.errors.RecipeDisabledWarning, match=r"scales='tensor'\) cannot be used on cpu: no kernels for int8:"
+        polycast.errors.RecipeDisabledWarning, match=r"scales='tensor'\) cannot be used on cpu: no kernels for rounded:"
     ):
-        region = autocast("cpu", recipe="int8:tensor")
+        region = autocast("cpu", recipe="rounded:tensor")
     assert issubclass(polycast.errors.RecipeDisabledWarning, polycast.errors.AutocastDisabledWarning)
     with autocast("cpu", recipe=RECIPE), region:
         assert layer(X).dtype is torch.bfloat16
@@ -187,7 +187,7 @@ def test_a_device_that_cannot_compute_by_it_runs_in_the_fast_dtype_and_says_so(l
 def test_a_disabled_region_does_not_ask_the_device(layer):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        autocast("cpu", enabled=False, recipe="int8:tensor")
+        autocast("cpu", enabled=False, recipe="rounded:tensor")
 
 
 def test_a_check_that_raises_is_an_answer(layer, monkeypatch):
@@ -205,31 +205,12 @@ def test_the_reason_of_one_that_is_available_is_told_once(engine, layer, monkeyp
         "recipe_availability",
         lambda recipe: polycast.plugin.Availability(True, f"experimental ({engine})"),
     )
-    with pytest.warns(UserWarning, match=r"Int8\(min_size=1\) on cpu: experimental"):
+    with pytest.warns(UserWarning, match=r"Rounded\(min_size=1\) on cpu: experimental"):
         autocast("cpu", recipe=RECIPE)
     autocast("cpu", recipe=RECIPE)
 
 
-@pytest.mark.parametrize(("recipe", "error"), [(8, TypeError), ("int9", ValueError), (Int8, TypeError)])
+@pytest.mark.parametrize(("recipe", "error"), [(8, TypeError), ("int9", ValueError), (Rounded, TypeError)])
 def test_an_invalid_recipe_raises(engine, recipe, error):
     with pytest.raises(error, match="recipe"):
         autocast("cpu", recipe=recipe)
-
-
-def test_it_is_explained(layer):
-    with autocast("cpu", recipe=RECIPE):
-        assert "the recipe int8 computes it, or its inputs are cast" in str(explain_op("linear", "cpu"))
-        explained = explain_op("linear", "cpu", (X, layer.weight))
-        assert (explained.recipe, explained.declined) == ("int8", None)
-        assert [argument.is_cast for argument in explained.arguments] == [False, False]
-        assert explain_op("linear", "cpu", (X[:, :4], layer.weight[:, :4])).declined is None
-        explained = explain_op("linear", "cpu", (X, layer.weight * 1))
-        assert "its weight is not a cacheable parameter" in explained.declined
-        assert "declines: its weight is not a cacheable parameter" in str(explained)
-        odd = nn.Parameter(torch.ones(2, 7))
-        assert explain_op("linear", "cpu", (X[:, :7], odd)).declined == "its features are odd in number"
-        meta = torch.ones(2, 8, device="meta"), torch.ones(2, 8, device="meta")
-        assert explain_op("linear", "cpu", meta).declined is None
-        assert explain_op("softmax", "cpu").recipe == ""
-    assert explain_op("linear", "cpu", (X, layer.weight), recipe=RECIPE).recipe == "int8"
-    assert explain_op("linear", "cpu", (X, layer.weight)).recipe == ""

@@ -45,11 +45,11 @@ def test_later_regions_equal_the_first(arguments):
 def test_they_are_found_by_value_of_strings(int8_kernels, engine):
     with autocast("cpu"):  # which chooses the engine
         pass
-    settings = made("cpu", recipe="int8")._settings
-    again = made("".join(["c", "pu"]), recipe="".join(["int", "8"]))._settings
+    settings = made("cpu", recipe="rounded")._settings
+    again = made("".join(["c", "pu"]), recipe="".join(["round", "ed"]))._settings
     assert again == settings
     assert (again is settings) is (engine == "native")
-    assert made("cpu:0", recipe="int8")._settings == settings
+    assert made("cpu:0", recipe="rounded")._settings == settings
 
 
 def test_arguments_by_position_and_by_name_mean_the_same():
@@ -105,7 +105,7 @@ def test_a_dtype_that_torch_was_given_is_not_taken_for_a_regions(monkeypatch):
 
 def test_each_region_has_the_cache_that_it_was_given(int8_kernels):
     caches = [polycast.WeightCache() for _ in range(3)]
-    for more in ({}, {"recipe": "int8"}):
+    for more in ({}, {"recipe": "rounded"}):
         assert [made("cpu", cache=cache, **more)._settings.cache for cache in caches] == caches
         assert made("cpu", **more)._settings.cache is None
 
@@ -145,7 +145,7 @@ def test_regions_with_a_cache_install_what_they_need_again_after_uninstall(int8_
     cache, x = polycast.WeightCache(), torch.randn(2, 4)
     weight = torch.nn.Parameter(torch.randn(4, 4), requires_grad=False)
     for count in (1, 2, 3):
-        for more in ({}, {"recipe": "int8"}):
+        for more in ({}, {"recipe": "rounded"}):
             with autocast("cpu", cache=cache, **more):
                 assert torch.mm(x, weight).dtype is torch.bfloat16
                 assert "cpu" in installed
@@ -192,7 +192,7 @@ def test_no_cache_is_kept_alive():
 def test_a_subclass_resolves_its_own_arguments(int8_kernels):
     class Mine(autocast):
         def __init__(self, dtype, *, fast):
-            super().__init__("cpu", dtype, recipe="int8" if fast else None)
+            super().__init__("cpu", dtype, recipe="rounded" if fast else None)
             self.mine = fast
 
     for fast in (True, False, True):
@@ -203,7 +203,7 @@ def test_a_subclass_resolves_its_own_arguments(int8_kernels):
 
 
 @pytest.mark.parametrize("engine", ["native"], indirect=True)
-@pytest.mark.parametrize("make", [dict, lambda: {"recipe": "int8"}, lambda: {"cache": polycast.WeightCache()}])
+@pytest.mark.parametrize("make", [dict, lambda: {"recipe": "rounded"}, lambda: {"cache": polycast.WeightCache()}])
 def test_the_native_engine_runs_no_python_of_its_own(make, int8_kernels):
     arguments = make()
     with autocast("cpu", **arguments):  # chooses the engine

@@ -7,11 +7,12 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from tests.core.rounding import Rounded
 
 import polycast
 from polycast import autocast
 from polycast.plugin import Availability, Recipe, refresh
-from polycast.policy.recipe_base import kinds
+from polycast.policy.recipe import kinds
 
 from .made_region import made
 
@@ -69,13 +70,13 @@ def test_refresh_asks_again_for_a_dtype(backend, monkeypatch):
 
 def test_refresh_asks_again_for_a_recipe(backend, monkeypatch):
     monkeypatch.setattr("polycast.region.recipes._warned", set())
-    assert made("cpu", recipe="int8")._settings.override.recipe == polycast.Int8()
+    assert made("cpu", recipe="rounded")._settings.override.recipe == Rounded()
     refusals = {"no int8": Availability(False, "no int8"), "experimental": Availability(True, "experimental")}
     for reason, answer in refusals.items():
         monkeypatch.setattr(backend, "recipe_availability", lambda recipe, answer=answer: answer)
         refresh("cpu")
         with pytest.warns(UserWarning, match=reason):
-            autocast("cpu", recipe="int8")
+            autocast("cpu", recipe="rounded")
 
 
 def test_refresh_reads_the_default_dtype_again(backend):
@@ -184,7 +185,7 @@ def test_a_backend_may_make_regions_while_it_is_asked(backend, monkeypatch):
 def test_the_backend_of_a_region_that_is_disabled_is_not_asked_about_recipes(hand_made):
     asked = []
     hand_made("cpu", recipe_availability=lambda recipe: asked.append(recipe) or Availability(True))
-    made("cpu", enabled=False, recipe="int8")
+    made("cpu", enabled=False, recipe="rounded")
     assert not asked
 
 
@@ -192,15 +193,15 @@ def test_a_backend_with_a_warning_does_not_displace_the_settings_of_others(hand_
     hand_made("xpu", availability=lambda: Availability(True, "experimental"))
     with autocast("cpu"):  # which chooses the engine
         pass
-    settings = made("cpu", recipe="int8")._settings
+    settings = made("cpu", recipe="rounded")._settings
     for _ in range(20):
         autocast("xpu")
-    assert (made("cpu", recipe="int8")._settings is settings) is (engine == "native")
+    assert (made("cpu", recipe="rounded")._settings is settings) is (engine == "native")
 
 
 def test_the_name_of_a_recipe_may_get_another_class(backend, monkeypatch):
     def defined():
-        class Mine(polycast.Int8):
+        class Mine(Rounded):
             kind = "mine"
 
         return Mine

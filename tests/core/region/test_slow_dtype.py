@@ -6,6 +6,7 @@ import warnings
 
 import pytest
 import torch
+from tests.core.rounding import Rounded
 
 import polycast
 from polycast.policy import manifests, recipe
@@ -32,7 +33,7 @@ def know_better(monkeypatch):
         monkeypatch.setattr(manifests, "functions", lambda table: functions)
 
     know_better()
-    monkeypatch.setattr(recipe, "all_recipes", lambda: [polycast.Int8()])
+    monkeypatch.setattr(recipe, "all_recipes", lambda: [Rounded()])
     return know_better
 
 
@@ -66,7 +67,7 @@ def test_first_region_says_why_and_what_to_do(slow):
 def test_recipes_that_the_device_supports_are_named(slow, monkeypatch):
     monkeypatch.setattr(slow, "recipe_availability", lambda recipe: polycast.plugin.Availability(True), raising=False)
     (found,) = warned(lambda: polycast.autocast("cpu"))
-    assert 'Faster: recipe="int8" (inference only), dtype=torch.float16' in str(found.message)
+    assert 'Faster: recipe="rounded" (inference only), dtype=torch.float16' in str(found.message)
 
 
 def test_nothing_is_compiled_for_the_names(slow, monkeypatch):
@@ -143,7 +144,7 @@ def test_region_with_a_recipe_does_not_warn(slow, engine, monkeypatch):
     monkeypatch.setattr(slow, "recipe_availability", lambda recipe: polycast.plugin.Availability(True), raising=False)
 
     def run():
-        with polycast.autocast("cpu", recipe="int8"), polycast.autocast("cpu", cache=polycast.WeightCache()):
+        with polycast.autocast("cpu", recipe="rounded"), polycast.autocast("cpu", cache=polycast.WeightCache()):
             pass
 
     assert warned(run) == []
@@ -151,7 +152,7 @@ def test_region_with_a_recipe_does_not_warn(slow, engine, monkeypatch):
 
 
 def test_region_whose_recipe_is_unavailable_warns(slow):
-    assert len(warned(lambda: polycast.autocast("cpu", recipe="int8"))) == 1
+    assert len(warned(lambda: polycast.autocast("cpu", recipe="rounded"))) == 1
 
 
 def test_warning_can_be_ignored_and_can_be_an_error(slow):

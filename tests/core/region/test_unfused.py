@@ -2,12 +2,13 @@
 
 import pytest
 import torch
+from tests.core.rounding import Rounded
 from torch import nn
 from torch.nn import functional
 
 import polycast
 
-RECIPE = polycast.Int8(min_size=1)
+RECIPE = Rounded(min_size=1)
 
 
 @pytest.fixture(autouse=True)
@@ -95,9 +96,9 @@ def test_packed_sequences_and_projections_are_left_to_torch(small_pays):
 REGIONS = {
     "no recipe": {"recipe": "none"},
     "disabled": {"recipe": RECIPE, "enabled": False},
-    "not for linears": {"recipe": polycast.Int8(ops=["conv2d"], min_size=1)},
+    "not for linears": {"recipe": Rounded(ops=["conv2d"], min_size=1)},
     "policies": {"recipe": RECIPE, "policy": {"linear": "fp32", "mm": "fp32"}},
-    "small weights": {"recipe": polycast.Int8()},
+    "small weights": {"recipe": Rounded()},
 }
 
 

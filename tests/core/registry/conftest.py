@@ -41,14 +41,14 @@ import torch
 import polycast
 
 
-class Matmul(polycast.plugin.LowBitMatmul):
+class Linear(polycast.plugin.LowBitKernel):
     def prepack(self, weight):
         return (weight.clone(),)
 
-    def unsupported_reason(self, x, size, bias):
+    def unsupported_reason(self, x, weight, bias):
         return {refusal!r}
 
-    def multiply(self, x, prepacked, bias, alpha):
+    def run(self, prepacked, x, weight, bias):
         rows, features = x.shape[0], prepacked[0].shape[0]
         return torch.full((rows, features), {mark!r}, dtype=torch.get_autocast_dtype(x.device.type))
 
@@ -62,7 +62,7 @@ class AcmeExtension(polycast.plugin.Extension):
         return super().recipe_availability(recipe)
 
     def low_bit_kernels(self, recipe):
-        return Matmul().kernels()
+        return {{"aten::linear": Linear()}}
 
 
 {amendment}

@@ -44,9 +44,11 @@ USES = {
     "a disabled region": "with polycast.autocast('cpu', enabled=False): y = linear(x, w)",
     "is_autocast_available": "assert polycast.is_autocast_available('cpu'); y = x * 1",
     "backends": "assert polycast.backends()['cpu'].state == 'ready'; y = x * 1",
-    "recipe=": "with polycast.autocast('cpu', recipe='int8'): y = linear(x, w)",
-    "a plugin": "with polycast.autocast('hpu', recipe='int8'): y = x * 1",
+    "a plugin": "with polycast.autocast('hpu'): y = x * 1",
 }
+if hasattr(polycast, "Int8"):
+    USES["recipe="] = "with polycast.autocast('cpu', recipe='int8'): y = linear(x, w)"
+    USES["a plugin"] = "with polycast.autocast('hpu', recipe='int8'): y = x * 1"
 if hasattr(polycast, "patch_torch"):
     USES["patch_torch"] = "with polycast.patch_torch(), torch.autocast('cpu'): y = linear(x, w)"
 MODES = """

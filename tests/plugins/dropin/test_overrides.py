@@ -7,7 +7,7 @@ import torch
 
 from polycast import Policy, WeightCache, autocast
 from polycast.plugin import Availability, Recipe, refresh
-from polycast.policy.recipe_base import kinds
+from polycast.policy.recipe import kinds
 from polycast_plugins.dropin.overrides import RunOverrides
 
 

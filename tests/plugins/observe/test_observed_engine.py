@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from tests.core.engine.conftest import int8_operators  # noqa: F401  # a fixture
-from tests.core.engine.int8_linears import X, run
+from tests.plugins.quantize.conftest import int8_operators  # noqa: F401  # a fixture
+from tests.plugins.quantize.int8_linears import X, run
 from torch import nn
 
 import polycast

@@ -10,7 +10,6 @@ import torch.nn.functional as F
 
 import polycast
 from polycast.policy import recipe as policy_recipe
-from polycast.policy import recipe_base
 from polycast_backends.cpu import CpuBackend
 from polycast_plugins.testing import BackendConformance, recipe_checks
 from polycast_plugins.testing.low_bit import LINEAR_OPS, recipes
@@ -284,8 +283,7 @@ def test_kernels_whose_arguments_are_not_known_are_reported_as_not_called():
 @pytest.fixture
 def forget_kinds(monkeypatch):
     """Forget the kinds of recipes that a test defines."""
-    monkeypatch.setattr(recipe_base, "kinds", {**recipe_base.kinds})
-    monkeypatch.setattr(policy_recipe, "kinds", recipe_base.kinds)
+    monkeypatch.setattr(policy_recipe, "kinds", {**policy_recipe.kinds})
 
 
 @pytest.mark.parametrize("says", ["its errors", "none", "nothing"])

@@ -13,7 +13,7 @@ from ...common.atfork import hold_during_fork
 from ...common.events import events
 from ...common.plain_text import first_of
 from ...common.versions import package_versions
-from ...policy.recipe_base import Recipe
+from ...policy.recipe import Recipe
 from ...policy.recipe_settings import ObjectDigest
 from ...policy.tensor_file import TensorFile
 from ...registry.registry import registry

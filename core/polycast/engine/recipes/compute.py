@@ -5,8 +5,10 @@ import pkgutil
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from ...common import generation
-from ...policy.recipe_base import Recipe
+from ...policy.recipe import Recipe
 from ...registry.backend import Backend
 from ...registry.registry import registry
 from .. import state
@@ -35,6 +37,16 @@ def plan_of(override: Override, device_type: str) -> Plan | None:
             return None
         plan = override.plan = plan_for(backend, override.recipe)
     return plan
+
+
+def resolved(recipe: Recipe, device_type: str, measure: bool) -> Recipe:
+    """Return what the recipe's method of this name does, or did before in this generation."""
+    return _resolved(generation.number, torch.get_num_threads(), recipe, device_type, measure)
+
+
+@functools.lru_cache(maxsize=64)
+def _resolved(generation: int, threads: int, recipe: Recipe, device_type: str, measure: bool) -> Recipe:
+    return recipe.resolved(device_type, measure)
 
 
 def plan_for(backend: Backend, recipe: Recipe) -> Plan:

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from ...policy.recipe_base import Recipe
+from ...policy.recipe import Recipe
 from ...policy.recipe_settings import resolve
 from ...registry.backend import LowBitKernel
 from ...torch_internals.private_names import has_python_key

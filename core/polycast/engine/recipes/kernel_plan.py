@@ -17,7 +17,7 @@ from typing_extensions import override
 from ...common.atfork import hold_during_fork
 from ...common.events import events
 from ...policy import manifests
-from ...policy.recipe_base import Recipe
+from ...policy.recipe import Recipe
 from ...registry.backend import Backend, Extension, LowBitKernel
 from ...registry.recipe_kernels import Offer, check_recipe, recipe_kernels
 from ..casts.cast_cache import CastCache, process_cache

@@ -14,7 +14,7 @@ from torch.library import Library
 
 from ...common import generation
 from ...common.events import events
-from ...policy.recipe_base import Recipe
+from ...policy.recipe import Recipe
 from ...policy.schemas import existing_op
 from ...registry.backend import Backend
 from ...registry.registry import registry

@@ -9,7 +9,7 @@ import torch
 from ...common import generation
 from ...common.events import events
 from ...policy.dtypes import dtype_name
-from ...policy.recipe_base import Recipe
+from ...policy.recipe import Recipe
 from ...registry.backend import Backend, LowBitKernel, overrides_is_capturing
 from ...torch_internals.private_names import has_python_key, is_intercepted, tracing_context
 from ..casts import not_prepacked, traced, weights

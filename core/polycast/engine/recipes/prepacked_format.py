@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from ...policy.recipe_base import Recipe
+from ...policy.recipe import Recipe
 from ...registry.backend import Extension, LowBitKernel
 from ...registry.registry import registry
 

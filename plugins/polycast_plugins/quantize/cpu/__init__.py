@@ -1,12 +1,16 @@
 """Kernels for recipes on the CPU: int8, int4, and for a few rows in the fast dtype."""
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
-from polycast.plugin import Availability, Extension, LowBitKernel, Recipe, hookimpl
+from polycast.plugin import Availability, Extension, LowBitKernel, hookimpl
 
 from .processors import is_arm, is_x86
+
+if TYPE_CHECKING:  # a plain region needs no recipe
+    from polycast.plugin import Recipe
 
 
 class CpuKernels(Extension):
@@ -17,7 +21,7 @@ class CpuKernels(Extension):
     ops_in_cpp = ("polycast_plugins.quantize.cpu.native",) if is_x86() or is_arm() else ()
 
     @override
-    def recipe_availability(self, recipe: Recipe) -> Availability:
+    def recipe_availability(self, recipe: "Recipe") -> Availability:
         if recipe.kind not in ("int8", "int4"):
             return super().recipe_availability(recipe)
         from .int8 import int8_availability
@@ -25,7 +29,7 @@ class CpuKernels(Extension):
         return int8_availability()
 
     @override
-    def low_bit_kernels(self, recipe: Recipe) -> Mapping[str, LowBitKernel]:
+    def low_bit_kernels(self, recipe: "Recipe") -> Mapping[str, LowBitKernel]:
         from .few_rows import few_rows_availability, few_rows_kernels
         from .int4 import int4_kernels
         from .int8 import int8_kernels

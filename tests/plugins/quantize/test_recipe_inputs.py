@@ -5,6 +5,7 @@ import warnings
 
 import pytest
 import torch
+from tests.core.engine.wrapped import Wrapped
 from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
@@ -14,8 +15,6 @@ from torch.utils.checkpoint import checkpoint
 import polycast
 from polycast import Int8, autocast
 from polycast.engine.casts.cast_cache import process_cache
-
-from .wrapped import Wrapped
 
 X = torch.randn(3, 8)
 

@@ -13,7 +13,7 @@ import polycast
 from polycast import Int8, WeightCache, autocast
 from polycast.plugin import LowBitMatmul, Recipe
 from polycast.policy import recipe_settings
-from polycast.policy.recipe_base import kinds
+from polycast.policy.recipe import kinds
 from polycast.policy.recipe_settings import ObjectDigest
 
 pytestmark = pytest.mark.usefixtures("no_grad", "engine")

@@ -4,6 +4,7 @@ import threading
 
 import pytest
 import torch
+from tests.core.engine.wrapped import Wrapped
 from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
@@ -15,7 +16,6 @@ from polycast import Int8
 from polycast.plugin import events
 
 from .int8_linears import X, run
-from .wrapped import Wrapped
 
 pytestmark = pytest.mark.usefixtures("native", "no_grad")
 

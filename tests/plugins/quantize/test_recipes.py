@@ -2,12 +2,13 @@
 
 import copy
 import pickle
+from types import SimpleNamespace
 
 import pytest
 
 from polycast import Float8, Int8, NoRecipe, Policy
 from polycast.plugin import Recipe
-from polycast.policy.recipe import read_recipe
+from polycast.policy.recipe import kinds, read_recipe
 
 RECIPES = [
     Int8(),
@@ -123,3 +124,17 @@ def test_a_policy_file_has_a_table_for_a_recipe_with_settings(tmp_path):
     policy = Policy(modules=modules)
     policy.save(tmp_path / "policy.toml")
     assert Policy.load(tmp_path / "policy.toml") == policy
+
+
+def test_an_equalization_is_a_setting_of_int8():
+    equalization = SimpleNamespace(digest="0e", factors=lambda weight: None)
+    assert Int8(equalization=equalization) == Int8(equalization=equalization) != Int8()
+    assert Int8(equalization=equalization).format != Int8().format
+    with pytest.raises(TypeError, match=r"equalization must be an Equalization, .*, or None, got 'a path'"):
+        Int8(equalization="a path")
+
+
+def test_its_kind_is_taken():
+    with pytest.raises(ValueError, match=r"Mine.kind is 'int8', which is the kind of \S+\.low_bit_recipes\.Int8:"):
+        type("Mine", (Recipe,), {"kind": "int8"})
+    assert kinds["int8"] is Int8
