@@ -54,7 +54,7 @@ with polycast.autocast("cpu", policy={"mm": "fp32"}, cache=polycast.WeightCache(
     assert torch.nn.functional.linear(x, x).dtype is torch.bfloat16
 print(json.dumps(failures))
 """
-OTHERS = ("_triton", "lightning", "mlflow", "transformers", "wandb", "accelerate", "__main__", "prebuild")
+OTHERS = ("_triton", "lightning", "mlflow", "transformers", "wandb", "accelerate", "__main__")
 """The ends of the names of modules that need a library which may be absent, or that are programs."""
 
 
