@@ -6,10 +6,10 @@ VENV ?= .venv
 TESTS ?= tests
 
 # Folders too, since removing a file updates its folder.
-SOURCES := pyproject.toml MANIFEST.in README.md $(wildcard LICENSE) $(shell find core backends plugins \
+SOURCES := pyproject.toml MANIFEST.in README.md $(wildcard LICENSE) $(shell find $(wildcard core backends plugins) \
 	\( -name __pycache__ -o -name '*.egg-info' \) -prune -o -print)
 
-.PHONY: test test-all matrix check demo compiled docs stress asan tsan bench wheels clean FORCE
+.PHONY: test test-all core matrix check demo compiled docs stress asan tsan bench wheels clean FORCE
 
 # The tests run on the installed wheel, in a process for each processor with two OpenMP threads each. These are more threads
 # than processors, so a thread that waits must not spin: it would take another thread's time, and the tests three times as
@@ -23,6 +23,12 @@ test: $(VENV)/polycast.stamp
 
 test-all: $(VENV)/polycast.stamp
 	$(pytest) $(TESTS)
+
+# The tests of the core and the backends where plugins/ and its entry points are deleted, in an environment of their own.
+core:
+	rm -rf $(VENV)-core/tree
+	$(PYTHON) tools/without_plugins.py $(VENV)-core/tree
+	$(MAKE) -C $(VENV)-core/tree test-all VENV="$(abspath $(VENV)-core)"
 
 # All tests on each Python and torch of the table in pyproject.toml, except interpreters that are not on the path.
 # NOX takes options: make matrix NOX="-s 'tests(3.10, torch==2.11.*)'".
@@ -116,7 +122,7 @@ wheels: $(VENV)/package.stamp
 	rm -rf build
 
 clean:
-	rm -rf $(VENV) $(VENV)-engine $(VENV)-nox .nox build dist site *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(VENV)-core $(VENV)-engine $(VENV)-nox .nox build dist site *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 
 # torch first, so that pip does not replace it with another build. Without bytecode: the demo imports only a part of torch,
 # and the tests compile the rest. numpy, because torch looks for it when it is imported.
