@@ -4,8 +4,8 @@
   :func:`register_backend`, :func:`unregister_backend`, :func:`refresh`.
 - Extensions, which add kernels or cast policies to a device that another package serves: :class:`Extension`.
 - Op tables: :class:`CastPolicy` (in ``polycast`` too), :func:`policy_table`, :data:`STANDARD_POLICIES`.
-- Recipes and their kernels: :class:`Recipe`, :class:`Plan`, :class:`LowBitKernel`, :class:`LowBitMatmul`,
-  :func:`recipe_kernels`, :func:`float32_products`.
+- Recipes and their kernels: :class:`Recipe`, :class:`Plan`, :class:`LowBitKernel`, :func:`recipe_kernels`,
+  :func:`float32_products`.
 - C++: :func:`load_ops` compiles the ops of a package; a :class:`NativeLibrary` uses the native engine;
   :func:`choose_engine` returns the engine in use.
 - Manifests: :class:`Plugin` is one, :func:`manifests` returns those installed, and :func:`lazy_names` imports the names
@@ -59,7 +59,6 @@ if TYPE_CHECKING:
     from .registry.backend import LowBitKernel as LowBitKernel
     from .registry.checks import find_slow_reason as find_slow_reason
     from .registry.hookspecs import hookimpl as hookimpl
-    from .registry.low_bit_matmul import LowBitMatmul as LowBitMatmul
     from .registry.matmul_kernels import float32_products as float32_products
     from .registry.recipe_kernels import check as check
     from .registry.recipe_kernels import recipe_kernels as recipe_kernels
@@ -79,7 +78,6 @@ _PLACES = {
     "InstanceForward": "region.instance_forward",
     "LibraryRegion": "region.library_region",
     "LowBitKernel": "registry.backend",
-    "LowBitMatmul": "registry.low_bit_matmul",
     "NativeLibrary": "engine.native_library",
     "Patch": "torch_internals.patcher",
     "Plan": "engine.recipes.plan",

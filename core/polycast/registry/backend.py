@@ -52,10 +52,11 @@ _NONE: Mapping[str, CastPolicy] = MappingProxyType({})
 
 
 class LowBitKernel:
-    """Computes one op by a recipe, with the unmodified weights of a model. For matmuls, subclass `LowBitMatmul`.
+    """Computes one op by a recipe, with the unmodified weights of a model.
 
-    It gets all arguments of the op in the order of its schema. Tensors are on the device, strided, and float32,
-    bfloat16 or float16. polycast caches the prepacked weight until the weight changes.
+    ``polycast_plugins.quantize.LowBitMatmul`` makes those of matmuls. A kernel gets all arguments of the op in the
+    order of its schema. Tensors are on the device, strided, and float32, bfloat16 or float16. polycast caches the
+    prepacked weight until the weight changes.
 
     Attributes:
         weight: the position of the weight among the op's arguments.

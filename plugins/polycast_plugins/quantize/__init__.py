@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 from polycast.plugin import lazy_names
 
 if TYPE_CHECKING:
+    from .low_bit_matmul import LowBitMatmul as LowBitMatmul
     from .low_bit_recipes import LowBitRecipe as LowBitRecipe
 
-_PLACES = {"LowBitRecipe": "low_bit_recipes"}
+_PLACES = {"LowBitMatmul": "low_bit_matmul", "LowBitRecipe": "low_bit_recipes"}
 """The module of each name that packages of recipes and kernels, and other plugins, import."""
 
 __all__ = [*_PLACES]

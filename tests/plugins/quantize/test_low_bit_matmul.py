@@ -6,9 +6,10 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import polycast
+from polycast_plugins.quantize import LowBitMatmul
 
 
-class Product(polycast.plugin.LowBitMatmul):
+class Product(LowBitMatmul):
     """Multiplies in float64, and records its arguments."""
 
     def __init__(self):

@@ -11,10 +11,11 @@ from torch import nn
 
 import polycast
 from polycast import Int8, WeightCache, autocast
-from polycast.plugin import LowBitMatmul, Recipe
+from polycast.plugin import Recipe
 from polycast.policy import recipe_settings
 from polycast.policy.recipe import kinds
 from polycast.policy.recipe_settings import ObjectDigest
+from polycast_plugins.quantize import LowBitMatmul
 
 pytestmark = pytest.mark.usefixtures("no_grad", "engine")
 

@@ -5,12 +5,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from typing_extensions import override
 
-from polycast import Int8
 from polycast.plugin import Availability, Backend, LowBitKernel, Recipe
 
 from .device import numpy_availability
 from .kernels import KERNELS
-from .low_bit import Product
 from .policies import POLICIES
 
 
@@ -32,8 +30,12 @@ class NpyBackend(Backend):
 
     @override
     def recipe_availability(self, recipe: Recipe) -> Availability:
-        return Availability(True) if isinstance(recipe, Int8) else super().recipe_availability(recipe)
+        return Availability(True) if recipe.kind == "int8" else super().recipe_availability(recipe)
 
     @override
     def low_bit_kernels(self, recipe: Recipe) -> Mapping[str, LowBitKernel]:
-        return Product(recipe.scales).kernels() if isinstance(recipe, Int8) else {}
+        if recipe.kind != "int8":
+            return {}
+        from .low_bit import Product  # it needs the plugin quantize, which has the recipe
+
+        return Product(recipe.settings["scales"]).kernels()

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from polycast.plugin import LowBitMatmul
+from polycast_plugins.quantize import LowBitMatmul
 
 from .tensors import array, from_array, numpy_dtype
 

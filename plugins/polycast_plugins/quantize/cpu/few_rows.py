@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from polycast.plugin import Availability, LowBitKernel, LowBitMatmul, load_ops
+from polycast.plugin import Availability, LowBitKernel, load_ops
 
+from ..low_bit_matmul import LowBitMatmul
 from .processors import is_x86
 
 _MAX_ROWS = 8

@@ -19,8 +19,9 @@ from collections.abc import Hashable, Mapping, Sequence
 import torch
 from typing_extensions import override
 
-from polycast.plugin import LowBitKernel, LowBitMatmul
+from polycast.plugin import LowBitKernel
 
+from ..low_bit_matmul import LowBitMatmul
 from .int8 import MAX_TERMS, int8_availability
 
 

@@ -15,8 +15,9 @@ from typing import Any, TypeAlias
 import torch
 from typing_extensions import override
 
-from polycast.plugin import Availability, LowBitKernel, LowBitMatmul, load_ops
+from polycast.plugin import Availability, LowBitKernel, load_ops
 
+from ..low_bit_matmul import LowBitMatmul
 from .processors import is_arm, is_x86
 
 MAX_TERMS = 65536

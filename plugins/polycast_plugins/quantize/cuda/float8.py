@@ -13,8 +13,9 @@ from collections.abc import Mapping, Sequence
 import torch
 from typing_extensions import override
 
-from polycast.plugin import Availability, LowBitKernel, LowBitMatmul
+from polycast.plugin import Availability, LowBitKernel
 
+from ..low_bit_matmul import LowBitMatmul
 from .float8_cast import cast_rows
 
 _EXPERIMENTAL = (

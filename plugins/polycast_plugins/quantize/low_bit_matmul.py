@@ -7,8 +7,7 @@ from typing import Any, TypeAlias
 import torch
 from typing_extensions import override
 
-from ..torch_internals.dispatcher import OpOverload
-from .backend import LowBitKernel
+from polycast.plugin import LowBitKernel
 
 _Prepacked: TypeAlias = "tuple[torch.Tensor, ...]"
 _Multiply: TypeAlias = "Callable[[torch.Tensor, _Prepacked, torch.Tensor | None, float], torch.Tensor]"
@@ -30,8 +29,8 @@ class LowBitMatmul:
         equalizes: whether `prepack` takes the factors of an equalization too; see :class:`LowBitKernel`.
 
     Example:
-        >>> import polycast
-        >>> class Matmul(polycast.plugin.LowBitMatmul):
+        >>> from polycast_plugins.quantize import LowBitMatmul
+        >>> class Matmul(LowBitMatmul):
         ...     def prepack(self, weight):
         ...         return (weight.clone(),)
         ...     def multiply(self, x, prepacked, bias, alpha):
@@ -41,7 +40,7 @@ class LowBitMatmul:
     """
 
     takes_batches: bool = False
-    operators: Mapping[str, OpOverload] = MappingProxyType({})
+    operators: Mapping[str, Any] = MappingProxyType({})
     constants: Sequence[Any] = ()
     equalizes: bool = False
 
