@@ -9,7 +9,7 @@ TESTS ?= tests
 SOURCES := pyproject.toml MANIFEST.in README.md $(wildcard LICENSE) $(shell find $(wildcard core backends plugins) \
 	\( -name __pycache__ -o -name '*.egg-info' \) -prune -o -print)
 
-.PHONY: test test-all core matrix check demo compiled docs stress asan tsan bench wheels clean FORCE
+.PHONY: test test-all test-core matrix check demo compiled docs stress asan tsan bench wheels clean FORCE
 
 # The tests run on the installed wheel, in a process for each processor with two OpenMP threads each. These are more threads
 # than processors, so a thread that waits must not spin: it would take another thread's time, and the tests three times as
@@ -25,7 +25,7 @@ test-all: $(VENV)/polycast.stamp
 	$(pytest) $(TESTS)
 
 # The tests of the core and the backends where plugins/ and its entry points are deleted, in an environment of their own.
-core:
+test-core:
 	rm -rf $(VENV)-core/tree
 	$(PYTHON) tools/without_plugins.py $(VENV)-core/tree
 	$(MAKE) -C $(VENV)-core/tree test-all VENV="$(abspath $(VENV)-core)"

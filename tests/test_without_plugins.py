@@ -84,7 +84,7 @@ def test_regions_policies_and_caches_work_and_names_of_plugins_say_whose_they_ar
 def test_a_part_of_the_tests_of_the_core_and_the_backends_passes(environment):
     """Regions with policies, caches, the registry, plugins of others, and backends.
 
-    ``make core`` runs all tests of the core and the backends so.
+    ``make test-core`` runs all tests of the core and the backends so.
     """
     tree, python = environment
     part = (
