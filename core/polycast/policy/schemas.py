@@ -48,6 +48,30 @@ def has_named_dimensions(op: OpOverload) -> bool:
     return any(argument.name == "dim" and "str" in str(argument.real_type) for argument in op._schema.arguments)
 
 
+_HIDDEN_WRITES = {
+    "aten::_batch_norm_impl_index": "training",
+    "aten::batch_norm": "training",
+    "aten::batch_norm_gather_stats": None,
+    "aten::batch_norm_gather_stats_with_counts": None,
+    "aten::batch_norm_update_stats": None,
+    "aten::cudnn_batch_norm": "training",
+    "aten::instance_norm": "use_input_stats",
+    "aten::miopen_batch_norm": "training",
+    "aten::native_batch_norm": "training",
+}
+"""The functional ops that write running statistics, which their schemas do not declare, and the flag that says so."""
+
+
+@functools.cache
+def hidden_writes(op: OpOverload) -> tuple[tuple[int, ...], int]:
+    """Return the positions of the arguments that a functional op writes, and of the flag that says so, or -1."""
+    if op._schema.name not in _HIDDEN_WRITES or op._schema.is_mutable:
+        return (), -1
+    names = [argument.name for argument in op._schema.arguments]
+    flag = _HIDDEN_WRITES[op._schema.name]
+    return (names.index("running_mean"), names.index("running_var")), -1 if flag is None else names.index(flag)
+
+
 @functools.cache
 def optional_dtype(op: OpOverload) -> int | None:
     """Return the position of an op's ``ScalarType?`` argument, or None if it has none."""

@@ -13,4 +13,4 @@ def test_every_op_of_a_built_in_table_has_an_unboxed_entry_point():
         for device_type in ("cpu", "cuda", "maia", "mps", "mtia", "xpu")
         for name in polycast.plugin.get_backend(device_type).policies
     }
-    assert found - listed == set()
+    assert found - listed == {"batch_norm"}  # boxed, since it writes running statistics

@@ -14,7 +14,7 @@ from ...common.atfork import hold_during_fork
 from ...errors import StaleWeightError
 from ...policy.cast_policy import CastPolicy
 from ...policy.recipe_settings import WITHOUT_POLICY
-from ...policy.schemas import overload_with_dtype
+from ...policy.schemas import hidden_writes, overload_with_dtype
 from ...registry.backend import Backend, overrides_is_capturing
 from ...torch_internals.dispatcher import OpOverload
 from ..casts.cast_cache import CastCache, cache_by_identity, process_cache
@@ -207,6 +207,7 @@ class _NativeKernels(Kernels):
             policy is CastPolicy.LOWER_PRECISION_FP or (policy is None and name in WITHOUT_POLICY),
             refusal(self.backend, name),
             None if with_dtype is None else f"{with_dtype._schema.name}.{with_dtype._schema.overload_name}",
+            *hidden_writes(op),
             self._is_capturing,
         )
 

@@ -21,6 +21,8 @@ struct Op {
   Policy policy;
   bool has_recipes;  // whether a recipe can compute it: it has LOWER_PRECISION_FP, or is in WITHOUT_POLICY of recipe_settings.py
   std::string refusal;  // the error of a BANNED op
+  std::vector<size_t> written;  // positions of the tensors that it writes, though its schema does not say so
+  int writing_flag;             // position of the flag without which it does not; -1: it always does
   std::optional<c10::OperatorHandle> with_dtype;  // for FP32_APPEND_DTYPE, the overload with a dtype
 };
 
@@ -121,7 +123,11 @@ class Kernel final : public c10::OperatorKernel {
     NoAutocast no_autocast(device_, keys_);
     const ScalarType target = dtype_for(policy, [&](Promotion& promotion) { add_inputs(promotion, stack); });
     const CastSpec spec{target, device_, has_only_autograd(keys), region, is_capturing_};
+    std::vector<std::pair<Tensor, Tensor>> written;  // and their casts
     if (spec.dtype != ScalarType::Undefined) {
+      if (C10_UNLIKELY(!op_.written.empty())) {
+        written = cast_written(spec, stack);
+      }
       cast_stack(spec, stack);
     } else if (policy == Policy::kFp32SetOptDtype && first_is_eligible(stack)) {
       c10::IValue& dtype = argument(stack, *optional_dtype_);
@@ -135,6 +141,12 @@ class Kernel final : public c10::OperatorKernel {
       return;
     }
     handle.callBoxed(stack);
+    if (C10_UNLIKELY(!written.empty())) {
+      const at::NoGradGuard no_grad;
+      for (const auto& [tensor, cast] : written) {
+        tensor.copy_(cast);
+      }
+    }
   }
 
  private:
@@ -209,6 +221,22 @@ class Kernel final : public c10::OperatorKernel {
   bool first_is_eligible(torch::jit::Stack* stack) const {
     const c10::IValue& first = argument(stack, 0);
     return first.isTensor() && is_eligible(first.toTensor(), device_);
+  }
+
+  // Cast the tensors that the op writes though its schema does not say so; return them and their casts, whose values they get afterwards.
+  std::vector<std::pair<Tensor, Tensor>> cast_written(const CastSpec& spec, torch::jit::Stack* stack) const {
+    std::vector<std::pair<Tensor, Tensor>> written;
+    if (op_.writing_flag < 0 || argument(stack, static_cast<size_t>(op_.writing_flag)).toBool()) {
+      for (const size_t position : op_.written) {
+        c10::IValue& value = argument(stack, position);
+        if (value.isTensor() && spec.applies_to(value.toTensor())) {
+          const Tensor tensor = value.toTensor();
+          value = tensor.to(spec.dtype);
+          written.emplace_back(tensor, value.toTensor());
+        }
+      }
+    }
+    return written;
   }
 
   void cast_stack(const CastSpec& spec, torch::jit::Stack* stack) const {

@@ -21,7 +21,7 @@ class KernelRegistrations {
     if (with_dtype != nullptr) {
       op.with_dtype = find_op(with_dtype);
     }
-    const UnboxedEntry* const entry = with_dtype == nullptr ? find_unboxed_entry(handle) : nullptr;
+    const UnboxedEntry* const entry = with_dtype == nullptr && op.written.empty() ? find_unboxed_entry(handle) : nullptr;
     auto kernel = std::make_unique<Kernel>(
         std::move(op), handle, device_, key_, std::move(is_capturing), entry == nullptr ? nullptr : entry->redispatch);
     NoWarnings no_warnings;

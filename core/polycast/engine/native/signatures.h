@@ -1,5 +1,6 @@
 // The ops with an unboxed entry point, which redispatch through torch's compiled functions. One entry point is compiled for each
-// signature. An op that is not listed gets the boxed one, which is slower: tests/core/engine/test_signatures.py.
+// signature. An op that is not listed gets the boxed one, which is slower: tests/core/engine/test_signatures.py. So does one that writes
+// tensors which its schema does not declare as written.
 
 #pragma once
 
@@ -26,7 +27,7 @@ using UnboxedOps = ::OpList<
     _thnn_fused_lstm_cell, _upsample_bicubic2d_aa, _upsample_bilinear2d_aa, _upsample_nearest_exact1d,
     _upsample_nearest_exact2d, _upsample_nearest_exact3d, abs, acos, adaptive_avg_pool3d, adaptive_max_pool3d,
     add_Tensor, addbmm, addcdiv, addcmul, addmm, addmv, addr, amax, amin, asin, atan2, avg_pool3d, baddbmm,
-    batch_norm, bilinear, binary_cross_entropy, binary_cross_entropy_with_logits, bmm, cat, cdist, chain_matmul,
+    bilinear, binary_cross_entropy, binary_cross_entropy_with_logits, bmm, cat, cdist, chain_matmul,
     cholesky, cholesky_inverse, cholesky_solve, clamp, conv1d, conv1d_padding, conv2d, conv2d_padding, conv3d,
     conv3d_padding, conv_tbc, conv_transpose1d, conv_transpose2d_input, conv_transpose3d_input, convolution, cosh,
     cosine_embedding_loss, cosine_similarity, cross, cross_entropy_loss, ctc_loss_IntList, ctc_loss_Tensor,

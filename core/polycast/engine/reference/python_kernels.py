@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from ...policy.cast_policy import CastPolicy
 from ...policy.recipe_settings import COMPOSED_OPS, WITHOUT_POLICY
-from ...policy.schemas import flatten_arguments
+from ...policy.schemas import flatten_arguments, hidden_writes
 from ...registry.backend import Backend
 from ...torch_internals.dispatcher import DispatchKeySet, OpOverload, excluding, keys_below, redispatch
 from ..casts.cast_cache import cache_by_identity
@@ -131,10 +131,35 @@ class _Kernel:
         op, args, kwargs, dtype = call
         if dtype is None:
             return op(*args, **kwargs)
+        written = self._written(call)
         caches = dtype is not torch.float32 and torch.is_autocast_cache_enabled()
         caches = caches and (caching_is_safe() or only_modes_see_casts()) and not self._backend.is_capturing()
         cast = _caster(self._device_type, dtype, self._machine.weight_caster(self._device_type) if caches else None)
-        return op(*map(cast, args), **{name: cast(value) for name, value in kwargs.items()})
+        if not written:
+            return op(*map(cast, args), **{name: cast(value) for name, value in kwargs.items()})
+        casts = {id(tensor): tensor.to(dtype) for tensor in written}
+        result = op(
+            *(casts.get(id(value), cast(value)) for value in args),
+            **{name: casts.get(id(value), cast(value)) for name, value in kwargs.items()},
+        )
+        with torch.no_grad():
+            for tensor in written:
+                tensor.copy_(casts[id(tensor)])
+        return result
+
+    def _written(self, call: OpCall) -> list[torch.Tensor]:
+        """Return the tensors that a call writes though its op's schema does not say so, and that are to be cast."""
+        positions, flag = hidden_writes(call.op)
+        if not positions:
+            return []
+        given = flatten_arguments(call.op, call.args, call.kwargs)
+        if flag >= 0 and not given[flag]:
+            return []
+        return [
+            given[position]
+            for position in positions
+            if self._is_eligible(given[position]) and given[position].dtype is not call.dtype
+        ]
 
 
 class _CachedCast:

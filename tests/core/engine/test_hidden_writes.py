@@ -1,0 +1,91 @@
+"""Running statistics, which batch norms write though their schemas do not say so, are written under every policy."""
+
+import pytest
+import torch
+from torch import nn
+
+import polycast
+from polycast.policy import schemas
+
+X = torch.linspace(-1, 2, 4 * 3 * 5 * 5).reshape(4, 3, 5, 5) ** 2
+
+
+def call(op, x, mean, var, training):
+    weight, bias = torch.ones(3, dtype=mean.dtype), torch.zeros(3, dtype=mean.dtype)
+    if op == "_batch_norm_impl_index":
+        return torch._batch_norm_impl_index(x, weight, bias, mean, var, training, 0.5, 1e-5, False)[0]
+    if op == "native_batch_norm":
+        return torch.native_batch_norm(x, weight, bias, mean, var, training, 0.5, 1e-5)[0]
+    return getattr(torch, op)(x, weight, bias, mean, var, training, 0.5, 1e-5, False)
+
+
+def stats(dtype):
+    return torch.zeros(3, dtype=dtype), torch.ones(3, dtype=dtype)
+
+
+OPS = ["batch_norm", "instance_norm", "native_batch_norm", "_batch_norm_impl_index"]
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("policy", ["fp32", "promote", "lower_precision_fp"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_running_statistics_are_written_in_their_own_dtype(engine, op, policy, dtype):
+    mean, var = stats(dtype)
+    x = X if dtype is torch.bfloat16 else X.bfloat16()
+    with polycast.autocast("cpu", policy={op: policy}):
+        y = call(op, x, mean, var, True)
+    computed_in = torch.bfloat16 if policy == "lower_precision_fp" else torch.float32
+    expected = [each.to(computed_in) for each in stats(dtype)]
+    result = call(op, x.to(computed_in), *expected, True)
+    assert torch.equal(y, result)
+    assert (mean.dtype, var.dtype) == (dtype, dtype)
+    assert torch.equal(mean, expected[0].to(dtype))
+    assert torch.equal(var, expected[1].to(dtype))
+    assert mean.count_nonzero() == 3
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_statistics_that_are_only_read_keep_their_version(engine, op):
+    mean, var = stats(torch.bfloat16)
+    with polycast.autocast("cpu", policy={op: "fp32"}):
+        y = call(op, X, mean, var, False)
+    assert torch.equal(y, call(op, X, *stats(torch.float32), False))
+    assert (mean._version, var._version) == (0, 0)
+    assert torch.equal(mean, torch.zeros(3, dtype=torch.bfloat16))
+
+
+def test_a_norm_without_statistics_is_cast(engine):
+    with polycast.autocast("cpu", policy={"batch_norm": "fp32"}):
+        y = nn.functional.batch_norm(X.bfloat16(), None, None, training=True)
+    assert y.dtype is torch.float32
+
+
+def test_a_rule_for_a_module_writes_the_statistics(engine):
+    model = nn.Sequential(nn.BatchNorm2d(3)).bfloat16()
+    polycast.apply_policy(model, polycast.Policy(modules={"0": {"batch_norm": "fp32"}}))
+    with polycast.autocast("cpu"):
+        model(X).sum().backward()
+    expected = nn.BatchNorm2d(3)
+    expected(X)
+    assert torch.equal(model[0].running_mean, expected.running_mean.bfloat16())
+    assert torch.equal(model[0].running_var, expected.running_var.bfloat16())
+    assert model[0].weight.grad.dtype is torch.bfloat16
+
+
+def test_a_compiled_norm_writes_its_statistics(engine):
+    norm, expected = nn.BatchNorm2d(3).bfloat16(), nn.BatchNorm2d(3)
+    compiled = torch.compile(norm, backend="aot_eager")
+    with polycast.autocast("cpu", policy={"batch_norm": "fp32"}):
+        compiled(X)
+    expected(X)
+    assert torch.equal(norm.running_mean, expected.running_mean.bfloat16())
+
+
+def test_all_functional_ops_with_running_statistics_are_listed():
+    found = set()
+    for schema in torch._C._jit_get_all_schemas():
+        names = [argument.name for argument in schema.arguments]
+        if schema.name.startswith("aten::") and "running_mean" in names and not schema.is_mutable:
+            found.add(schema.name)
+    only_read = {name for name in found if name.endswith(("_backward", "_functional", "_no_training", "_no_update"))}
+    assert found - only_read == schemas._HIDDEN_WRITES.keys()
