@@ -1,14 +1,17 @@
-"""Import code of others without a lock of ours: Python locks each module, and two threads could wait for each other."""
+"""Import code of others, without waiting for ever for Python, which locks each module that is being imported."""
 
 import os
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FrameType
+from typing import Any
 
 from .atfork import hold_during_fork
 
 LONGEST_WAIT = 10
-"""Seconds that a fork waits for an import, which may hang, or need what the thread that forks imports itself."""
+"""Seconds to wait for an import, which may hang, or wait for this thread."""
 
 
 class _Import:
@@ -29,6 +32,21 @@ _lock = threading.RLock()  # reentrant: a signal handler may import
 hold_during_fork(lambda: [_lock, *_imports])
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_imports.clear)  # other threads do not exist there
+
+
+def acquire(lock: Any) -> bool:
+    """Acquire an RLock that is held during an import, and return whether it was acquired.
+
+    A thread that imports a module itself waits for a limited time, since the other import may need that module.
+    """
+    return bool(lock.acquire(timeout=LONGEST_WAIT if _is_in_import() else -1))
+
+
+def _is_in_import() -> bool:
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code.co_filename != "<frozen importlib._bootstrap>":
+        frame = frame.f_back
+    return frame is not None
 
 
 @contextmanager

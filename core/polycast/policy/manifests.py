@@ -247,6 +247,6 @@ def functions(table: str) -> Sequence[PluginFunction]:
                 found.append(PluginFunction(path, manifest.resolve(path)))
             except RuntimeError as error:
                 warn_user(str(error))
-    if not _thread.is_reading:  # the module of a manifest asks: there are none yet
+    if _manifests is not None:  # else there may be more: the module of a manifest asks
         _functions[table] = found
     return found

@@ -13,7 +13,7 @@ import torch
 
 from ..common.announce import announce_if_slow
 from ..common.env import canonical_name
-from ..common.importing import importing
+from ..common.importing import acquire, importing
 from ..common.interrupts import CALLERS_ERRORS, PLUGIN_ERRORS, is_interrupt
 from ..errors import BackendBrokenError, BackendConflictError, BackendNotFoundError
 from ..torch_internals.callers_state import call_outside
@@ -87,10 +87,14 @@ class BackendLoader:
                 f"The backend for {self.device_type!r} is blocked by POLYCAST_BLOCK. Take it out of that variable "
                 "to use it."
             )
-        with self._lock:
+        if not acquire(self._lock):
+            raise self._requested_at_import(self._choose())
+        try:
             if self.loaded is None:
                 self.loaded = self._load(self._choose())
             return self.loaded
+        finally:
+            self._lock.release()
 
     @property
     def distribution(self) -> tuple[str, str]:
@@ -140,10 +144,7 @@ class BackendLoader:
 
     def _load(self, candidate: Candidate) -> Backend:
         if self._loading:
-            raise BackendBrokenError(
-                f"The backend for {self.device_type!r} was requested while its plugin {candidate} is being imported. "
-                "A plugin must not use its own device at import."
-            )
+            raise self._requested_at_import(candidate)
         failure = self.failure
         if failure is None:
             self._loading = True
@@ -164,6 +165,12 @@ class BackendLoader:
             f"{type(failure).__name__}: {reason}. Repair or uninstall {candidate.distribution}, or set "
             f"POLYCAST_BLOCK={self.device_type}."
         ) from failure
+
+    def _requested_at_import(self, candidate: Candidate) -> BackendBrokenError:
+        return BackendBrokenError(
+            f"The backend for {self.device_type!r} was requested while its plugin {candidate} is being imported. A "
+            "plugin must not use its own device at import."
+        )
 
     def _announced_if_slow(self, doing: str, rest: str = "") -> AbstractContextManager[None]:
         """Return a context manager that names the plugin on stderr if the block is slow, unless polycast has it."""

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 from ..common.announce import announce_if_slow
-from ..common.importing import importing
+from ..common.importing import acquire, importing
 from ..common.interrupts import PLUGIN_ERRORS, is_callers
 from ..errors import BackendBrokenError, BackendConflictError, warn_user
 from ..policy.cast_policy import CastPolicy
@@ -113,8 +113,9 @@ class DeviceExtensions:
     def _load(self) -> Sequence[LoadedExtension | BrokenExtension]:
         """Return the answers of all candidates; none while they are asked whether they can be used."""
         if self._answers is None:
-            with self._lock:
-                if self._doing == "importing":
+            is_acquired = acquire(self._lock)
+            try:
+                if not is_acquired or self._doing == "importing":
                     raise BackendBrokenError(
                         f"The device {self.device_type!r} was requested while an extension of it is being imported. An "
                         "extension must not use its own device at import."
@@ -123,6 +124,9 @@ class DeviceExtensions:
                     return ()
                 if self._answers is None:
                     self._load_all()
+            finally:
+                if is_acquired:
+                    self._lock.release()
         assert self._answers is not None
         return self._answers
 

@@ -101,6 +101,37 @@ def test_a_device_may_be_looked_up_while_the_metadata_are_read(run):
     assert answer == [False, 2, 1]
 
 
+@pytest.mark.parametrize("kind", ["plugin", "extension"])
+def test_a_package_may_ask_for_a_device_at_import_while_another_thread_imports_the_package_for_it(
+    run, plugin, extension, folder, kind
+):
+    imports = "import sys\nsys.waits.set()\nimport acme\n"
+    plugin("acme-hpu", "hpu", imports * (kind == "plugin"))
+    extension("acme-more", "hpu", imports * (kind == "extension"))
+    asks = (
+        "import polycast, sys\nsys.imports.set()\nsys.waits.wait(60)\nready = polycast.is_autocast_available('hpu')\n"
+    )
+    (folder / "acme.py").write_text(asks)
+    answer = run("""
+        import importlib, threading
+        from polycast.common import importing
+        importing.LONGEST_WAIT = 0.1
+        sys.imports, sys.waits = threading.Event(), threading.Event()
+        threads = [threading.Thread(target=importlib.import_module, args=("acme",), daemon=True)]
+        threads[0].start()
+        assert sys.imports.wait(60)
+        threads.append(threading.Thread(target=polycast.plugin.get_backend, args=("hpu",), daemon=True))
+        threads[1].start()
+        for thread in threads:
+            thread.join(20)
+        ended = not any(thread.is_alive() for thread in threads)
+        answer = [ended, ended and sys.modules["acme"].ready, ended and vars(polycast.backends()["hpu"])]
+    """)
+    ended, ready, status = answer
+    assert (ended, ready) == (True, False)
+    assert (status["state"], status["extensions"]) == ("ready", ["acme-more 1.0 (acme_more)"])
+
+
 FORK = """
 import os
 def in_child(function):
