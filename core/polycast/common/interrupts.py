@@ -48,3 +48,9 @@ def raise_if_callers(error: BaseException) -> None:
     """Raise an exception again if the caller caused it."""
     if is_callers(error):
         raise error
+
+
+def raise_if_callers_at_import(error: BaseException) -> None:
+    """Do the same for an import; a warning that a filter turns into an error is of the code that is imported."""
+    if is_callers(error) and not isinstance(error, Warning):
+        raise error

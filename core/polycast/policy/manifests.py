@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from ..common import env
 from ..common.announce import announce_if_slow
 from ..common.importing import importing
-from ..common.interrupts import PLUGIN_ERRORS, raise_if_callers
+from ..common.interrupts import PLUGIN_ERRORS, raise_if_callers, raise_if_callers_at_import
 from ..common.versions import name_and_version
 from ..errors import warn_user
 from ..torch_internals.callers_state import call_outside
@@ -110,7 +110,7 @@ class InstalledPlugin(NamedTuple):
             with importing(), _announced(self.name, self.distribution, self.is_own), disable_autocast():
                 return call_outside(pkgutil.resolve_name, path)
         except PLUGIN_ERRORS as error:
-            raise_if_callers(error)
+            raise_if_callers_at_import(error)
             installed = {each.name for each in manifests()}
             missing = [name for name in self.plugin.needs if name not in installed]
             needs = f" It needs {', '.join(map(repr, missing))}, which is not installed." if missing else ""
@@ -212,7 +212,7 @@ def _read(unfinished: list[str]) -> Iterator[InstalledPlugin]:
             if not isinstance(plugin, Plugin):
                 raise TypeError(f"{point.value} must be a polycast.plugin.Plugin, got {plugin!r}")
         except PLUGIN_ERRORS as error:
-            raise_if_callers(error)
+            raise_if_callers_at_import(error)
             if _is_being_imported(point.value.partition(":")[0]):
                 unfinished.append(point.name)
                 continue
@@ -240,13 +240,15 @@ def functions(table: str) -> Sequence[PluginFunction]:
     """Return the functions that the manifests name in a list, such as ``vetoes``; warn of what cannot be imported."""
     if table in _functions:
         return _functions[table]
-    found = []
+    found, problems = [], []
     for manifest in manifests():
         for path in getattr(manifest.plugin, table):
             try:
                 found.append(PluginFunction(path, manifest.resolve(path)))
             except RuntimeError as error:
-                warn_user(str(error))
+                problems.append(str(error))
     if _manifests is not None:  # else there may be more: the module of a manifest asks
         _functions[table] = found
+    for problem in problems:  # once the others are kept: a filter may turn this warning into an error
+        warn_user(problem)
     return found

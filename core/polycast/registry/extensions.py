@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 from ..common.announce import announce_if_slow
 from ..common.importing import acquire, importing
-from ..common.interrupts import PLUGIN_ERRORS, is_callers
+from ..common.interrupts import PLUGIN_ERRORS, raise_if_callers_at_import
 from ..errors import BackendBrokenError, BackendConflictError, warn_user
 from ..policy.cast_policy import CastPolicy
 from ..torch_internals.callers_state import call_outside
@@ -170,9 +170,7 @@ def _tried(function: Callable[[Any], Any], argument: Any) -> Any:
     try:
         return function(argument)
     except PLUGIN_ERRORS as error:
-        # A warning that a filter turns into an error is the extension's: the device goes on without it.
-        if is_callers(error) and not isinstance(error, Warning):
-            raise
+        raise_if_callers_at_import(error)
         return error
 
 

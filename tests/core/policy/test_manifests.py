@@ -127,11 +127,22 @@ def test_a_plugin_may_use_recipes_before_its_manifest_is_made(monkeypatch, tmp_p
     del polycast.policy.recipe.kinds["af4"]
 
 
-def test_a_warning_of_a_broken_plugin_that_is_an_error_is_raised_once(monkeypatch, tmp_path):
-    offer(monkeypatch, tmp_path, ("acme", "plugin = {}"))
+@pytest.mark.parametrize("source", ["plugin = {}", "import warnings\nwarnings.warn('old')"], ids=["wrong", "warns"])
+def test_a_warning_of_a_broken_plugin_that_is_an_error_is_raised_once(monkeypatch, tmp_path, source):
+    offer(monkeypatch, tmp_path, ("acme", source))
     with pytest.raises(UserWarning, match=r"The plugin 'acme' of acme is broken"):
         manifests.manifests()
     assert "acme" in {manifest.name for manifest in manifests.manifests()}
+
+
+@pytest.mark.parametrize("source", ["", "import warnings\nwarnings.warn('old')\n"], ids=["lacks it", "warns"])
+def test_a_warning_of_a_function_that_cannot_be_imported_is_raised_once(monkeypatch, tmp_path, source):
+    manifest = "from polycast.plugin import Plugin\nplugin = Plugin(vetoes=['acme_veto:veto'])\n"
+    offer(monkeypatch, tmp_path, ("acme", manifest))
+    (tmp_path / "acme_veto.py").write_text(source)
+    with pytest.raises(UserWarning, match=r"acme_veto:veto cannot be imported\. The plugin 'acme' of acme is broken"):
+        manifests.functions("vetoes")
+    assert "acme_veto:veto" not in {each.path for each in manifests.functions("vetoes")}
 
 
 LOCKS = """
