@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.compiler import is_dynamo_compiling
 
+from ..common import generation
 from ..engine import state
 from ..engine.override import MODULE_RULE
 from ..policy.op_policies import OpPolicies
@@ -181,7 +182,8 @@ class RuledForward(InstanceForward):
         threads = 0 if rule.recipe is None else torch.get_num_threads()  # each number has its profile
         key = device, dtype, known, threads
         region = self._regions.get(key)
-        if region is None or region.rule is not rule:  # another thread may have changed the rules meanwhile
+        # Another thread may have changed the rules meanwhile.
+        if region is None or region.rule is not rule or region.generation != generation.number:
             region = self._regions[key] = _ModuleRegion(device, dtype, rule)
         return region
 
@@ -198,11 +200,13 @@ class _ModuleRegion(autocast):
     """The region that a rule opens.
 
     Attributes:
+        generation: the number of the generation in which it was made.
         rule: the rule.
         module_rule: its text; observers read it.
     """
 
     def __init__(self, device: str, dtype: torch.dtype, rule: Rule) -> None:
+        self.generation = generation.number
         super().__init__(device, dtype, rule.enabled)
         self.rule = rule
         self.module_rule = rule.text

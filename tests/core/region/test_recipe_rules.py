@@ -1,5 +1,7 @@
 """Module rules that are recipes, inside modules with other rules."""
 
+import contextlib
+
 import pytest
 import torch
 from tests.core.rounding import Rounded
@@ -72,3 +74,14 @@ def test_a_recipe_switches_no_region_on(model, engine):
         assert model(torch.ones(2, 4)).dtype is torch.float32
         with polycast.autocast("cpu", enabled=False):
             assert model(torch.ones(2, 4)).dtype is torch.float32
+
+
+def test_a_refresh_reaches_the_rules_of_a_model(model, engine):
+    backend, x = polycast.plugin.get_backend("cpu"), torch.ones(2, 4)
+    with torch.no_grad(), polycast.apply_policy(model, Policy(modules={"": RECIPE})):
+        for available in (True, False, True):
+            answer = polycast.plugin.Availability(available, "" if available else "unplugged")
+            vars(backend).update(recipe_availability=lambda recipe, answer=answer: answer)
+            polycast.plugin.refresh("cpu")
+            with polycast.autocast("cpu"), contextlib.nullcontext() if available else pytest.warns(match="unplugged"):
+                assert bool(model(x).eq(2).all()) is available
