@@ -31,19 +31,19 @@ if TYPE_CHECKING:
     from polycast_plugins.precision.equalize import equalize as equalize
     from polycast_plugins.precision.explain import explain as explain
     from polycast_plugins.precision.tune import tune as tune
+    from polycast_plugins.quantize.equalization import Equalization as Equalization
     from polycast_plugins.quantize.low_bit_recipes import Float8 as Float8
     from polycast_plugins.quantize.low_bit_recipes import Int4 as Int4
     from polycast_plugins.quantize.low_bit_recipes import Int8 as Int8
 
     from .common.versions import __version__ as __version__
     from .engine.casts.cast_cache import WeightCacheStats as WeightCacheStats
+    from .engine.casts.weight_cache import WeightCache as WeightCache
     from .engine.installation import install as install
     from .engine.installation import uninstall as uninstall
-    from .engine.persistence.weight_cache import WeightCache as WeightCache
     from .engine.register_op import OpRegistration as OpRegistration
     from .engine.register_op import register_op as register_op
     from .policy.cast_policy import CastPolicy as CastPolicy
-    from .policy.equalization import Equalization as Equalization
     from .policy.recipe import NoRecipe as NoRecipe
     from .policy.value import Policy as Policy
     from .region.autocast import autocast as autocast
@@ -79,14 +79,13 @@ importlib.import_module(".engine.casts.cached_cast", __name__)
 _LAZY_NAMES = {
     "BackendStatus": "registry.backend_loader",
     "CastPolicy": "policy.cast_policy",
-    "Equalization": "policy.equalization",
     "Explanation": "region.explanation",
     "ModuleRules": "region.module_rules",
     "NoRecipe": "policy.recipe",
     "OpRegistration": "engine.register_op",
     "Policy": "policy.value",
     "Snapshot": "region.capture",
-    "WeightCache": "engine.persistence.weight_cache",
+    "WeightCache": "engine.casts.weight_cache",
     "WeightCacheStats": "engine.casts.cast_cache",
     "__version__": "common.versions",
     "apply_policy": "region.module_rules",

@@ -64,6 +64,7 @@ if TYPE_CHECKING:
     from .registry.recipe_kernels import recipe_kernels as recipe_kernels
     from .registry.registry import get_backend as get_backend
     from .toolchain.load_ops import load_ops as load_ops
+    from .torch_internals.builtin_functions import memory_of as memory_of
     from .torch_internals.dispatcher import disable_autocast as disable_autocast
     from .torch_internals.lookup import torch_name as torch_name
     from .torch_internals.patcher import Feature as Feature
@@ -104,6 +105,7 @@ _PLACES = {
     "lazy_names": "common.lazy_names",
     "load_ops": "toolchain.load_ops",
     "manifests": "policy.manifests",
+    "memory_of": "torch_internals.builtin_functions",
     "policy_table": "policy.cast_policy",
     "read_dtype": "policy.names",
     "read_recipe": "policy.recipe",

@@ -1,7 +1,6 @@
-"""Plain text: tables in ASCII, which a stream of any encoding can write, and shortened lists."""
+"""Plain text: tables in ASCII, which a stream of any encoding can write."""
 
 import io
-from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -22,13 +21,6 @@ def as_text(shown: "RenderableType", width: int) -> str:
 def in_ascii(text: str) -> str:
     """Escape the characters of a text that are not ASCII, as ``ascii()`` does."""
     return text.encode("ascii", "backslashreplace").decode("ascii")
-
-
-def first_of(texts: Iterable[str], separator: str = ", ", limit: int = 3) -> str:
-    """Return the first texts joined, and the number of others."""
-    given = list(texts)
-    shown, others = separator.join(given[:limit]), len(given) - limit
-    return f"{shown}{separator.strip(', ')} and {others} more" if others > 0 else shown
 
 
 def under_the_head() -> "Box":

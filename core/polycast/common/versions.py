@@ -23,11 +23,6 @@ def versions() -> dict[str, str]:
     return {"polycast": __version__, "torch": str(torch.__version__), "python": platform.python_version()}
 
 
-def package_versions() -> dict[str, str]:
-    """Return the versions that saved files depend on: those of polycast and torch."""
-    return {name: version for name, version in versions().items() if name != "python"}
-
-
 def name_and_version(entry_point: importlib.metadata.EntryPoint) -> tuple[str, str]:
     """Return the name and the version of the distribution that has an entry point."""
     distribution = entry_point.dist

@@ -32,6 +32,8 @@ class Plugin:
 
     Attributes:
         names: what it adds to the module ``polycast``, by name.
+        methods: the functions that implement methods of classes of the core, by ``Class.method``:
+            ``WeightCache.save`` and ``WeightCache.load``.
         recipes: the classes of recipes, by kind.
         commands: commands of ``polycast``, by name: functions with parameters for typer, or typer apps. What such a
             function returns, if it can be called, is called when the command line has ended.
@@ -52,6 +54,7 @@ class Plugin:
     """
 
     names: Mapping[str, str] = field(default_factory=dict)
+    methods: Mapping[str, str] = field(default_factory=dict)
     recipes: Mapping[str, str] = field(default_factory=dict)
     commands: Mapping[str, str] = field(default_factory=dict)
     doctor: Mapping[str, str] = field(default_factory=dict)
@@ -62,7 +65,7 @@ class Plugin:
     needs: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        for attribute in ("names", "recipes", "commands", "doctor", "devices"):
+        for attribute in ("names", "methods", "recipes", "commands", "doctor", "devices"):
             table = getattr(self, attribute)
             if not isinstance(table, Mapping) or not _are_texts([*table, *table.values()]):
                 raise TypeError(f"{attribute} must map names to 'module:attribute', got {table!r}")

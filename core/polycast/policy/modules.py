@@ -15,7 +15,8 @@ from .files import RECIPE
 from .globs import compile_glob
 from .names import nearest, nearest_as_text, read_dtype
 from .op_policies import OpPolicies
-from .recipe import Recipe, find_kind, read_recipe
+from .recipe import Recipe, read_recipe
+from .recipe_kinds import find_kind
 from .recipe_settings import ObjectDigest, resolve
 
 FP32 = "fp32"

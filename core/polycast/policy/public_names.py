@@ -1,5 +1,6 @@
 """The names that plugins add to ``polycast``, such as ``polycast.observe``."""
 
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from . import manifests
@@ -10,9 +11,11 @@ _OWN = {
     "observe": ("RunHistory", "RunLog", "grad_scaler", "observe"),
     "out_dtype": ("out_dtype",),
     "precision": ("Reference", "compare", "equalize", "explain", "tune"),
-    "quantize": ("Float8", "Int4", "Int8"),
+    "quantize": ("Equalization", "Float8", "Int4", "Int8"),
 }
 """The names of polycast's own plugins, for the error where such a plugin is not installed."""
+_METHODS = {"quantize": ("WeightCache.load", "WeightCache.save")}
+"""The methods of classes of the core that plugins implement."""
 
 
 def names() -> set[str]:
@@ -29,7 +32,23 @@ def find(name: str) -> Any:
     """
     found = manifests.manifests().find("names", name)
     if found is None:
-        plugin = next((plugin for plugin, own in _OWN.items() if name in own), None)
-        remedy = f": it is of the plugin {plugin!r}, which is not installed. Install polycast again" if plugin else ""
-        raise AttributeError(f"module 'polycast' has no attribute {name!r}{remedy}")
+        raise AttributeError(f"module 'polycast' has no attribute {name!r}{_remedy(name, _OWN)}")
     return found
+
+
+def method(name: str) -> Callable[..., Any]:
+    """Return the function that implements a method of a class of the core, ``Class.method``, in a plugin.
+
+    Raises:
+        NotImplementedError: no installed plugin has it.
+        RuntimeError: several plugins have it, or it cannot be imported.
+    """
+    found: Callable[..., Any] | None = manifests.manifests().find("methods", name)
+    if found is None:
+        raise NotImplementedError(f"polycast has no {name}{_remedy(name, _METHODS)}")
+    return found
+
+
+def _remedy(name: str, table: Mapping[str, Sequence[str]]) -> str:
+    plugin = next((plugin for plugin, own in table.items() if name in own), None)
+    return f": it is of the plugin {plugin!r}, which is not installed. Install polycast again" if plugin else ""

@@ -1,7 +1,6 @@
 """`Recipe`: a way to compute ops with the policy LOWER_PRECISION_FP, and the names of recipes."""
 
 import functools
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from types import MappingProxyType
@@ -9,14 +8,11 @@ from typing import Any, ClassVar, TypeAlias, TypeVar, get_type_hints
 
 from typing_extensions import Self, dataclass_transform
 
-from ..common import generation
-from ..errors import warn_user
 from . import recipe_settings
 from .names import hint, known_overloads, read_op
+from .recipe_kinds import all_kinds, define, find_kind
 from .recipe_settings import ObjectDigest, is_object, read_setting, resolve, text_of
 
-kinds: dict[str, type["Recipe"]] = {}
-"""The classes of recipes, by kind."""
 _Class = TypeVar("_Class", bound="Recipe")
 
 
@@ -51,6 +47,7 @@ class Recipe:
         >>> import polycast
         >>> class Nf4(polycast.plugin.Recipe):
         ...     kind = "nf4"
+        ...     plan_class = "acme.plans:Nf4Plan"
         ...     group_size: Literal[32, 64] = 32
         ...     ops: Sequence[str] = ("linear", "mm")
         >>> Nf4(64), Nf4(64) == Nf4(), polycast.Policy(modules={"head": "nf4"}).modules["head"] == Nf4()
@@ -63,7 +60,7 @@ class Recipe:
     avoids_slow_dtypes: ClassVar[str | None] = None
     """Text after the recipe's name in messages that suggest it in place of a slow fast dtype, such as
     ``" (inference only)"``. None: they do not suggest it."""
-    plan_class: ClassVar[str] = "polycast.engine.recipes.kernel_plan:KernelPlan"
+    plan_class: ClassVar[str] = ""
     """The subclass of `Plan` that computes the recipe, as ``module:class``. It is imported at the first use."""
     loaders: ClassVar[Mapping[str, str]] = MappingProxyType({})
     """For each setting that policy files have as a path, relative to their folder, the function that returns the object
@@ -88,9 +85,7 @@ class Recipe:
         recipe_settings.check_words(cls.__name__, cls._defaults, cls.named_settings())
         kind = vars(cls).get("kind")
         if kind is not None:
-            _check_kind(cls, kind)
-            kinds[kind] = cls
-            generation.advance()  # a name may have been that of another class
+            define(cls, kind)
         elif hasattr(cls, "kind"):
             owner = next(base.__name__ for base in cls.__mro__ if "kind" in vars(base))
             raise TypeError(
@@ -137,7 +132,7 @@ class Recipe:
         """
         kind = text.partition("(")[0]
         settings = recipe_settings.settings_in(text)
-        of_kind = find_kind(kind)
+        of_kind: type[Recipe] | None = find_kind(kind)
         if of_kind is None:
             raise KeyError(kind)
         return restored(of_kind, settings)
@@ -247,22 +242,6 @@ class Recipe:
         return restored, (type(self), self.settings)
 
 
-def find_kind(name: str) -> type[Recipe] | None:
-    """Return the class of a kind of recipes, which may be that of a plugin; None if there is none.
-
-    Raises:
-        RuntimeError: the plugin that has it is broken, or several have it.
-    """
-    from .manifests import manifests  # most programs use no recipe
-
-    found = None if name in kinds else manifests().find("recipes", name)  # which imports it
-    if found is not None and name not in kinds:
-        raise RuntimeError(
-            f"A plugin names {found!r} as the recipe {name!r}, whose kind is another. Repair the plugin."
-        )
-    return kinds.get(name)
-
-
 def restored(kind: type[_Class], settings: Mapping[str, Any]) -> _Class:
     """Return a recipe with these settings, and the defaults of others, without calling a subclass's constructor."""
     recipe = object.__new__(kind)
@@ -270,21 +249,6 @@ def restored(kind: type[_Class], settings: Mapping[str, Any]) -> _Class:
         object.__setattr__(recipe, name, settings.get(name, default))
     recipe.__post_init__()
     return recipe
-
-
-def _check_kind(cls: type[Recipe], kind: object) -> None:
-    if not isinstance(kind, str) or not re.fullmatch(recipe_settings.NAME, kind):
-        raise ValueError(f"{cls.__name__}.kind must be a name such as 'int8', got {kind!r}")
-    name = f"{cls.__module__}.{cls.__qualname__}"
-    known = kinds.get(kind)
-    taken = None if known is None else f"{known.__module__}.{known.__qualname__}"
-    if known is None and not name.startswith("polycast."):  # the class of a plugin may not be imported yet
-        from .manifests import manifests
-
-        places = [each.plugin.recipes[kind].replace(":", ".") for each in manifests() if kind in each.plugin.recipes]
-        taken = name if name in places else next(iter(places), None)
-    if taken not in (None, name):
-        raise ValueError(f"{cls.__name__}.kind is {kind!r}, which is the kind of {taken}: give it another")
 
 
 class NoRecipe(Recipe):
@@ -331,18 +295,6 @@ def _of_name(recipe: str, of_kind: type[Recipe] | None) -> Recipe:
 def _words(kind: type[Recipe]) -> dict[str, str]:
     """Return the words that names of a kind may have, with their settings."""
     return {word: setting for setting, words in kind.named_settings().items() for word in words}
-
-
-def all_kinds() -> dict[str, type[Recipe]]:
-    """Return the classes of recipes by kind, with those of plugins; warn of those that cannot be used."""
-    from .manifests import manifests
-
-    for name in {name for each in manifests() for name in each.plugin.recipes}:
-        try:
-            find_kind(name)
-        except RuntimeError as error:
-            warn_user(str(error))
-    return kinds
 
 
 def all_recipes() -> list[Recipe]:

@@ -19,7 +19,7 @@ from .entry import prepare
 from .resolve import resolve
 
 if TYPE_CHECKING:
-    from ..engine.persistence.weight_cache import WeightCache
+    from ..engine.casts.weight_cache import WeightCache
     from ..policy.recipe import RecipeLike
     from ..policy.value import PolicyLike
     from .suspend import Suspendable

@@ -16,7 +16,7 @@ from ..registry.registry import registry
 from .slow_dtype import warn_if_slow
 
 if TYPE_CHECKING:
-    from ..engine.persistence.weight_cache import WeightCache
+    from ..engine.casts.weight_cache import WeightCache
     from ..policy.recipe import RecipeLike
     from ..policy.value import PolicyLike
 
@@ -106,7 +106,7 @@ def _why_disabled(backend: Backend, dtype: torch.dtype) -> str | None:
 
 
 def _check_cache(cache: object, cache_enabled: bool | None) -> None:
-    from ..engine.persistence.weight_cache import WeightCache
+    from ..engine.casts.weight_cache import WeightCache
 
     if not isinstance(cache, WeightCache):
         raise TypeError(f"cache must be a polycast.WeightCache or None, got {cache!r}")

@@ -18,12 +18,13 @@ class Offer(NamedTuple):
     Attributes:
         kernel: the kernel.
         by: the backend or extension that has it.
-        package: the distribution that supplies that; empty for a backend that is registered by hand.
+        package, version: the distribution that supplies that; empty for a backend that is registered by hand.
     """
 
     kernel: LowBitKernel
     by: Extension
     package: str
+    version: str
 
 
 def check(backend: Backend, wanted: torch.dtype | Recipe | None = None) -> Availability:
@@ -68,7 +69,7 @@ def recipe_kernels(backend: Backend, recipe: Recipe) -> Mapping[str, Sequence[Of
     for given in _asked(backend):
         if ask_recipe(given, recipe).available:
             for op, kernel in call_outside(given.low_bit_kernels, recipe).items():
-                found.setdefault(op, []).append(Offer(kernel, given, registry.source(given)[0]))
+                found.setdefault(op, []).append(Offer(kernel, given, *registry.source(given)))
     return found
 
 

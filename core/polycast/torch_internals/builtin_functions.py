@@ -48,6 +48,17 @@ const_data_ptr: Callable[[torch.Tensor], int] = getattr(tensor_base, "const_data
 """Return the address of a tensor's memory, to read it, without the hooks, which take ``data_ptr()`` for a write."""
 
 
+def memory_of(tensor: torch.Tensor) -> memoryview:
+    """Return the memory of a contiguous tensor on the CPU, to read it: polycast does not take this for a write.
+
+    It must not be used longer than the tensor.
+    """
+    if tensor.nbytes == 0:
+        return memoryview(b"")
+    memory = (ctypes.c_ubyte * tensor.nbytes).from_address(const_data_ptr(tensor))
+    return memoryview(memory).cast("B")
+
+
 class _Target(ctypes.Structure):
     _fields_ = (("definition", ctypes.POINTER(_Definition)), ("self", ctypes.c_void_p))
 

@@ -53,5 +53,5 @@ plugin = Plugin(
         "explain": "polycast_plugins.precision.explain_command:run",
         "tune": "polycast_plugins.precision.tune_command:run",
     },
-    needs=["fastest", "observe"],
+    needs=["fastest", "observe", "quantize"],
 )

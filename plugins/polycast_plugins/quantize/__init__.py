@@ -8,10 +8,17 @@ from typing import TYPE_CHECKING
 from polycast.plugin import lazy_names
 
 if TYPE_CHECKING:
+    from .equalization import EqualizedWeight as EqualizedWeight
     from .low_bit_matmul import LowBitMatmul as LowBitMatmul
     from .low_bit_recipes import LowBitRecipe as LowBitRecipe
+    from .products import Products as Products
 
-_PLACES = {"LowBitMatmul": "low_bit_matmul", "LowBitRecipe": "low_bit_recipes"}
+_PLACES = {
+    "EqualizedWeight": "equalization",
+    "LowBitMatmul": "low_bit_matmul",
+    "LowBitRecipe": "low_bit_recipes",
+    "Products": "products",
+}
 """The module of each name that packages of recipes and kernels, and other plugins, import."""
 
 __all__ = [*_PLACES]

@@ -10,7 +10,9 @@ from typing_extensions import override
 from polycast.plugin import Recipe
 
 MATMULS = ("addmm", "linear", "matmul", "mm")
-_LOADERS: Mapping[str, str] = MappingProxyType({"equalization": "polycast.policy.equalization:Equalization.load"})
+_LOADERS: Mapping[str, str] = MappingProxyType(
+    {"equalization": "polycast_plugins.quantize.equalization:Equalization.load"}
+)
 
 
 class LowBitRecipe(Recipe):
@@ -18,6 +20,8 @@ class LowBitRecipe(Recipe):
 
     The class has a `kind`, and declares its settings, as for any :class:`polycast.plugin.Recipe`.
     """
+
+    plan_class = "polycast_plugins.quantize.kernel_plan:KernelPlan"
 
     def rounding_errors(self, x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Return how far the recipe may round activations and a weight. The conformance suite tests kernels by it.

@@ -25,6 +25,7 @@ FOLDER = Path(__file__).parents[3]
 
 class Grouped(Recipe):
     kind = "grouped"
+    plan_class = "tests.core.rounding:RoundedPlan"
     group_size: Literal[32, 64] = 32
     rounding: Literal["nearest", "up"] = "nearest"
     clip: float = 1.0
@@ -212,6 +213,8 @@ def test_a_class_without_kind_or_default_is_refused():
         Abstract()
     with pytest.raises(TypeError, match="Unsized.size needs a default"):
         type("Unsized", (Recipe,), {"kind": "unsized", "__annotations__": {"size": int}})
+    with pytest.raises(TypeError, match="Planless needs a plan_class for its ops, as polycast_plugins"):
+        type("Planless", (Recipe,), {"kind": "planless", "ops": ("mm",)})
     with pytest.raises(ValueError, match="Colon.kind must be a name such as 'int8', got 'a:b'"):
         type("Colon", (Recipe,), {"kind": "a:b"})
     with pytest.raises(ValueError, match="Mine.kind is 'rounded', which is the kind of tests.core.rounding.Rounded"):

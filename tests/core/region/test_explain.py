@@ -234,7 +234,7 @@ def test_a_number_for_another_argument_is_refused():
 
 def test_a_recipe_gets_lists_as_the_op_does(monkeypatch, int8_kernels):
     asked = []
-    plan = "polycast.engine.recipes.kernel_plan.KernelPlan"
+    plan = "tests.core.rounding.RoundedPlan"
     monkeypatch.setattr(f"{plan}.explain", lambda *args: asked.append(args[2]) or "")
     monkeypatch.setattr(f"{plan}.why_no_kernel", lambda *args: None)
     with polycast.autocast("cpu", recipe=Rounded(ops=("conv2d",))):

@@ -12,7 +12,7 @@ from tests.core.rounding import Rounded
 import polycast
 from polycast import autocast
 from polycast.plugin import Availability, Recipe, refresh
-from polycast.policy.recipe import kinds
+from polycast.policy.recipe_kinds import kinds
 
 from .made_region import made
 
@@ -89,6 +89,7 @@ def test_refresh_reads_the_default_dtype_again(backend):
 def test_refresh_resolves_recipes_again(backend):
     class Levels(Recipe):
         kind = "levels"
+        plan_class = Rounded.plan_class
         count: int = 0
         ops: Sequence[str] = ("mm",)
 
@@ -106,6 +107,7 @@ def test_refresh_resolves_recipes_again(backend):
 def test_what_a_recipe_is_resolved_to_is_kept_until_a_refresh_or_another_number_of_threads(backend):
     class Asked(Recipe):
         kind = "asked"
+        plan_class = Rounded.plan_class
         ops: Sequence[str] = ("mm",)
 
         def resolved(self, device_type, measure):

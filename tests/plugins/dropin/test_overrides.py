@@ -6,15 +6,16 @@ import pytest
 import torch
 
 from polycast import Policy, WeightCache, autocast
-from polycast.plugin import Availability, Recipe, refresh
-from polycast.policy.recipe import kinds
+from polycast.plugin import Availability, refresh
+from polycast.policy.recipe_kinds import kinds
 from polycast_plugins.dropin.overrides import RunOverrides
+from polycast_plugins.quantize import LowBitRecipe
 
 
 @pytest.mark.parametrize("cache", [None, WeightCache()], ids=["alone", "cache"])
 @pytest.mark.usefixtures("engine", "no_grad")
 def test_a_region_is_made_again_after_a_refresh_and_for_another_number_of_threads(hand_made, cache):
-    class Threads(Recipe):
+    class Threads(LowBitRecipe):
         kind = "threads"
         count: int = 0
         ops: Sequence[str] = ("mm",)

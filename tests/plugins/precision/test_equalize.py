@@ -11,7 +11,7 @@ import polycast
 from polycast import Int8
 from polycast.plugin import events
 from polycast_plugins.fastest import slower
-from polycast_plugins.precision.equalize import Activations
+from polycast_plugins.quantize.products import Activations
 
 AVAILABLE = polycast.plugin.check(polycast.plugin.get_backend("cpu"), polycast.Int8())
 pytestmark = pytest.mark.skipif(not AVAILABLE, reason=f"no int8 here: {AVAILABLE.reason}")

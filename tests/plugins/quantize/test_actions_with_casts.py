@@ -7,7 +7,7 @@ from torch.nn.functional import linear
 
 from polycast import Int8, WeightCache, autocast
 from polycast.engine.recipes.actions import Action, ActionKind
-from polycast.engine.recipes.kernel_plan import KernelPlan
+from polycast_plugins.quantize.kernel_plan import KernelPlan
 
 X = torch.randn(3, 8)
 pytestmark = pytest.mark.usefixtures("native", "no_grad")
@@ -31,7 +31,7 @@ def decide(kernel, monkeypatch):
         def compute(plan, op, args, cache, checked=False):
             return torch.full((3, 8), torch.nan, dtype=torch.bfloat16), action
 
-        monkeypatch.setattr(KernelPlan, "compute", compute)
+        monkeypatch.setattr(KernelPlan, "_compute", compute)
 
     return decide
 

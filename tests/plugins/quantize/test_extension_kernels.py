@@ -1,7 +1,8 @@
 """Kernels for recipes that extensions add to a device."""
 
 NF4 = """
-class Nf4(polycast.plugin.Recipe):
+import polycast_plugins.quantize
+class Nf4(polycast_plugins.quantize.LowBitRecipe):
     kind = "nf4"
     ops = ("linear",)
     min_size = 0
@@ -113,10 +114,10 @@ with torch.no_grad(), polycast.autocast("cpu", recipe="nf4", cache=cache):
 path = {str(tmp_path / "saved.safetensors")!r}
 cache.save(path, layer)
 polycast.WeightCache.load(path, layer)
-from polycast.engine.persistence.manifest import Manifest
-from polycast.policy.tensor_file import TensorFile
+from polycast_plugins.quantize.contents import SavedContents
+from polycast_plugins.quantize.tensor_file import TensorFile
 from pathlib import Path
-made = Manifest.of_metadata(TensorFile(Path(path)).metadata).entries[0].made
+made = SavedContents.of_metadata(TensorFile(Path(path)).metadata).entries[0].made
 answer = made.backend
 """
     )

@@ -11,18 +11,17 @@ from torch import nn
 
 import polycast
 from polycast import Int8, WeightCache, autocast
-from polycast.plugin import Recipe
 from polycast.policy import recipe_settings
-from polycast.policy.recipe import kinds
+from polycast.policy.recipe_kinds import kinds
 from polycast.policy.recipe_settings import ObjectDigest
-from polycast_plugins.quantize import LowBitMatmul
+from polycast_plugins.quantize import LowBitMatmul, LowBitRecipe
 
 pytestmark = pytest.mark.usefixtures("no_grad", "engine")
 
 X = torch.randn(3, 64)
 
 
-class Grouped(Recipe):
+class Grouped(LowBitRecipe):
     """A recipe of a backend, which rounds weights in groups."""
 
     kind = "packed-in-groups"

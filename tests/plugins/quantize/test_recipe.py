@@ -12,8 +12,8 @@ import polycast
 from polycast import Int8, WeightCache, autocast
 from polycast.engine import state
 from polycast.engine.casts.cast_cache import process_cache
-from polycast.engine.recipes.compute import plan_for, plan_of
-from polycast.plugin import Availability
+from polycast.engine.recipes.compute import plan_of
+from polycast.plugin import Availability, Plan
 from polycast.region.policies import override_of
 from polycast.registry.registry import registry
 
@@ -300,8 +300,8 @@ def test_equal_recipes_share_plans(layer, linear):
         with autocast("cpu", recipe=Int8(min_size=1)):
             layer(X)
     backend = polycast.plugin.get_backend("cpu")
-    assert plan_for(backend, Int8(min_size=1)) is plan_for(backend, Int8(min_size=1))
-    assert plan_for(backend, Int8(min_size=1)) is not plan_for(backend, Int8(min_size=2))
+    assert Plan.of(backend, Int8(min_size=1)) is Plan.of(backend, Int8(min_size=1))
+    assert Plan.of(backend, Int8(min_size=1)) is not Plan.of(backend, Int8(min_size=2))
     assert linear.prepared == 1
 
 

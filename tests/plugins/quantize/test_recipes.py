@@ -8,7 +8,8 @@ import pytest
 
 from polycast import Float8, Int8, NoRecipe, Policy
 from polycast.plugin import Recipe
-from polycast.policy.recipe import kinds, read_recipe
+from polycast.policy.recipe import read_recipe
+from polycast.policy.recipe_kinds import kinds
 
 RECIPES = [
     Int8(),

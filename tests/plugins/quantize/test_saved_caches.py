@@ -137,11 +137,11 @@ def test_no_write_reaches_the_file(saved, path, recipe):
     model, _ = saved
     content = path.read_bytes()
     cache = WeightCache.load(path, model)
-    for entry in cache.stored():
+    for entry in cache.entries():
         for tensor in entry.tensors:
             tensor.zero_()
     assert path.read_bytes() == content
-    assert cache.stored() == []  # somebody wrote to them
+    assert cache.entries() == []  # somebody wrote to them
     run(model, cache, recipe)
     assert (cache.stats().hits, cache.stats().misses) == (0, 4 if recipe is None else 3)
 
@@ -208,7 +208,7 @@ def test_casts_with_the_strides_of_their_weight_keep_them(path):
         expected = model(images)
     cache.save(path)
     loaded = WeightCache.load(path, model)
-    (of_weight,) = (entry for entry in loaded.stored() if entry.weight is model.weight)
+    (of_weight,) = (entry for entry in loaded.entries() if entry.weight is model.weight)
     assert of_weight.tensors[0].stride() == model.weight.stride()
     with autocast("cpu", cache=loaded):
         assert torch.equal(model(images), expected)

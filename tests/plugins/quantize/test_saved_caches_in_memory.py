@@ -92,7 +92,7 @@ def test_a_write_copies_pages(folder):
     content = path.read_bytes()
     model = model_of(folder / "weights.pt")
     cache = WeightCache.load(path, model)
-    (entry,) = cache.stored()
+    (entry,) = cache.entries()
     entry.tensors[0][:8].zero_()
     assert 0 < memory_of(path)["Anonymous"] < FILE
     assert path.read_bytes() == content

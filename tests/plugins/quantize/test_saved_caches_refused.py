@@ -9,9 +9,10 @@ from torch import nn
 
 import polycast
 from polycast import Int8, WeightCache
-from polycast.common.versions import package_versions
-from polycast.engine.persistence.digests import digest_of_text
-from polycast.policy import recipe_settings, tensor_file
+from polycast.policy import recipe_settings
+from polycast_plugins.quantize import tensor_file
+from polycast_plugins.quantize.contents import versions
+from polycast_plugins.quantize.digests import digest_of_text
 
 from .saved_layers import INT8, run
 
@@ -83,8 +84,8 @@ def test_other_strides(saved, model):
 
 @pytest.mark.parametrize("package", ["polycast", "torch"])
 def test_another_version(saved, model, package, monkeypatch):
-    here = package_versions()
-    monkeypatch.setattr("polycast.engine.persistence.loading.package_versions", lambda: {**here, package: "9.9"})
+    here = versions()
+    monkeypatch.setattr("polycast_plugins.quantize.loading.versions", lambda: {**here, package: "9.9"})
     assert refused(saved, model) == f"it was saved with {package} {here[package]}, and this is {package} 9.9"
 
 
@@ -108,6 +109,7 @@ def test_a_kernel_of_another_class(saved_int8, model, int8_kernels):
 
 def test_another_instruction_set(saved_int8, model, int8_kernels, monkeypatch):
     monkeypatch.setattr(int8_kernels["aten::linear"], "constants", (3,))
+    polycast.plugin.refresh("cpu")  # as in another process
     assert refused(saved_int8, model).endswith("Int8Linear ('rows'), 3")
 
 
@@ -255,7 +257,7 @@ def test_arguments_of_other_types(path, model, subtests):
 
 
 def test_a_write_during_a_load_is_seen(engine, saved, model, monkeypatch):
-    from polycast.engine.persistence import loading
+    from polycast_plugins.quantize import loading
 
     digests, before = loading.digests, run(model, None)
 

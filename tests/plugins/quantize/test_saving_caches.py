@@ -6,8 +6,7 @@ import os
 import pytest
 
 from polycast import WeightCache
-from polycast.engine.persistence import saving
-from polycast.policy import tensor_file
+from polycast_plugins.quantize import saving, tensor_file
 
 from .saved_layers import INT8, run
 
@@ -52,7 +51,7 @@ def test_the_error_of_a_full_disk_names_the_file(saved, model, monkeypatch):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     content, cache = saved.read_bytes(), WeightCache.load(saved, model)
-    monkeypatch.setattr(tensor_file, "bytes_of", fill)
+    monkeypatch.setattr(tensor_file, "memory_of", fill)
     with pytest.raises(OSError, match=r"model\.casts'$") as caught:
         cache.save(saved, model)
     assert caught.value.errno == errno.ENOSPC
@@ -71,7 +70,7 @@ def test_an_interrupted_save_leaves_the_old_file(saved, model, monkeypatch):
             raise KeyboardInterrupt
         return bytes(tensor.nbytes)
 
-    monkeypatch.setattr(tensor_file, "bytes_of", interrupt)
+    monkeypatch.setattr(tensor_file, "memory_of", interrupt)
     with pytest.raises(KeyboardInterrupt):
         cache.save(saved)
     assert saved.read_bytes() == content

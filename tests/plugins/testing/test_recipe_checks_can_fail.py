@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 
 import polycast
-from polycast.policy import recipe as policy_recipe
+from polycast.policy import recipe_kinds
 from polycast_backends.cpu import CpuBackend
+from polycast_plugins.quantize import LowBitRecipe
 from polycast_plugins.testing import BackendConformance, recipe_checks
 from polycast_plugins.testing.low_bit import LINEAR_OPS, recipes
 
@@ -283,12 +284,12 @@ def test_kernels_whose_arguments_are_not_known_are_reported_as_not_called():
 @pytest.fixture
 def forget_kinds(monkeypatch):
     """Forget the kinds of recipes that a test defines."""
-    monkeypatch.setattr(policy_recipe, "kinds", {**policy_recipe.kinds})
+    monkeypatch.setattr(recipe_kinds, "kinds", {**recipe_kinds.kinds})
 
 
 @pytest.mark.parametrize("says", ["its errors", "none", "nothing"])
 def test_kernels_of_another_packages_kind_are_tested_against_its_rounding_errors(says, forget_kinds):
-    class Coarse(polycast.plugin.Recipe):
+    class Coarse(LowBitRecipe):
         kind = "coarse"
         ops: Sequence[str] = ("linear",)
 

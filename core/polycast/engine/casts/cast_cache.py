@@ -5,7 +5,7 @@ An entry is valid while its weight is alive, at the same version and in the same
 side by side. A cast without autograd history serves grad mode too: the same memory is given one.
 
 Each engine has stores of its own: reference/store.py, to be read first, and native/user_store.h. Users have the
-subclass `WeightCache`, in persistence/weight_cache.py.
+subclass `WeightCache`, in weight_cache.py.
 """
 
 import itertools
@@ -18,8 +18,7 @@ import torch
 from typing_extensions import Self
 
 EntryKind: TypeAlias = torch.dtype | int
-"""The kind of an entry: the dtype of a cast, or the id of a prepacked weight (`KernelPlan.prepack_id`,
-recipes/kernel_plan.py)."""
+"""The kind of an entry: the dtype of a cast, or the id of a prepacked weight (`Plan.new_id`, recipes/plan.py)."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,7 @@ class WeightCacheStats:
 
 
 class StoredEntry(NamedTuple):
-    """A valid entry of a store.
+    """What a cache has of a weight.
 
     Attributes:
         weight: the weight that it belongs to.
@@ -117,8 +116,13 @@ class CastCache:
             found = self._stores.setdefault(engine, make(self.max_bytes, self.verify))
         return cast("_Store", found)
 
-    def stored(self) -> list[StoredEntry]:
-        """Return the valid entries of all engines."""
+    def entries(self) -> list[StoredEntry]:
+        """Return what the cache has. :meth:`WeightCache.adopt` takes it, in this process.
+
+        Returns:
+            A list. Each item has the `weight`, the sizes, strides and offset of the `view` of it that was cast or
+            prepacked, or None, the `kind`, which is a dtype for a cast, and the `tensors`.
+        """
         return [StoredEntry(*entry) for store in self._stores.values() for entry in store.entries()]
 
     def clear(self) -> None:

@@ -1,7 +1,6 @@
 """Ops that a recipe computes. The kernels at the Autocast keys call `perform` in regions with a recipe."""
 
 import functools
-import pkgutil
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,7 +8,6 @@ import torch
 
 from ...common import generation
 from ...policy.recipe import Recipe
-from ...registry.backend import Backend
 from ...registry.registry import registry
 from .. import state
 from ..disable_dynamo import disable_dynamo
@@ -35,7 +33,7 @@ def plan_of(override: Override, device_type: str) -> Plan | None:
     if plan is None or plan.backend is not backend or plan.generation != generation.number:
         if override.recipe is None:
             return None
-        plan = override.plan = plan_for(backend, override.recipe)
+        plan = override.plan = Plan.of(backend, override.recipe)
     return plan
 
 
@@ -47,14 +45,3 @@ def resolved(recipe: Recipe, device_type: str, measure: bool) -> Recipe:
 @functools.lru_cache(maxsize=64)
 def _resolved(generation: int, threads: int, recipe: Recipe, device_type: str, measure: bool) -> Recipe:
     return recipe.resolved(device_type, measure)
-
-
-def plan_for(backend: Backend, recipe: Recipe) -> Plan:
-    """Return the plan of a recipe on a backend, which equal recipes share in a generation."""
-    return _plan_for(generation.number, backend, recipe)
-
-
-@functools.lru_cache(maxsize=64)
-def _plan_for(generation: int, backend: Backend, recipe: Recipe) -> Plan:
-    plan: Plan = pkgutil.resolve_name(recipe.plan_class)(backend, recipe)
-    return plan

@@ -6,15 +6,12 @@ the cache of this thread's region, or in the one that it names if the region is 
 
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.library import Library
 
-from ...common import generation
-from ...common.events import events
-from ...policy.recipe import Recipe
 from ...policy.schemas import existing_op
 from ...registry.backend import Backend
 from ...registry.registry import registry
@@ -25,13 +22,18 @@ from ..casts.cast_cache import CastCache, cache_by_identity
 from ..casts.not_prepacked import INTERCEPTED, NO_WEIGHT
 from ..casts.weights import parameter_of
 from ..disable_dynamo import disable_dynamo
-from .compute import plan_for
 from .in_dtype import in_dtype
-from .plan import Plan
 
 
-def traced(op: str, plan: Plan, args: Sequence[Any], cache: CastCache | None) -> torch.Tensor | str:
-    """Call the operator of an op in traced code; return its result, or why the op falls back."""
+def traced(
+    op: str, plan: Any, args: Sequence[Any], cache: CastCache | None, find: Callable[[Backend, str], Any]
+) -> torch.Tensor | str:
+    """Call the operator of an op in traced code; return its result, or why the op falls back.
+
+    Args:
+        op, plan, args, cache: see `Plan.in_graph`.
+        find: returns the plan of a backend and the text of a recipe: the code may run in another process.
+    """
     if torch.compiler.is_exporting():
         return INTERCEPTED
     position = plan.kernels[op].weight
@@ -45,7 +47,7 @@ def traced(op: str, plan: Plan, args: Sequence[Any], cache: CastCache | None) ->
         args = (*args[:position], parameter, *args[position + 1 :])
         layout = [position, weight.storage_offset(), *weight.shape, *weight.stride()]
     dtype = torch.get_autocast_dtype(plan.device_type)
-    result: torch.Tensor = operator_of(op)(*args, plan.recipe.text, number_in_graph(cache), dtype, layout)
+    result: torch.Tensor = operator_of(op, find)(*args, plan.recipe.text, number_in_graph(cache), dtype, layout)
     return result
 
 
@@ -62,7 +64,7 @@ def _with_view(args: Sequence[Any], layout: Sequence[int] = ()) -> Sequence[Any]
 
 
 @functools.cache
-def operator_of(op: str) -> Any:
+def operator_of(op: str, find: Callable[[Backend, str], Any]) -> Any:
     """Return the operator of an op, defining it at the first call."""
     overload = existing_op(op)
     name = "low_bit_" + op.replace("::", "_").replace(".", "_")
@@ -76,7 +78,9 @@ def operator_of(op: str) -> Any:
     @disable_dynamo
     def run(*args: Any) -> torch.Tensor:
         recipe, cache, dtype, *layout = args[count:]  # torch omits defaults
-        return _run_in_compiled(op, _with_view(args[:count], *layout), recipe, cache, dtype)
+        device_type = next(arg for arg in args if isinstance(arg, torch.Tensor)).device.type
+        plan = find(registry.find(device_type), recipe)
+        return _run_in_compiled(op, plan, _with_view(args[:count], *layout), cache, dtype)
 
     def fake(*args: Any) -> torch.Tensor:
         _, _, dtype, *layout = args[count:]
@@ -91,14 +95,8 @@ def operator_of(op: str) -> Any:
 _library = Library("polycast", "FRAGMENT")  # type: ignore[no-untyped-call]
 
 
-@functools.lru_cache(maxsize=64)
-def _plan_of_text(generation: int, backend: Backend, recipe: str) -> Any:
-    return plan_for(backend, Recipe.of_text(recipe))
-
-
-def _run_in_compiled(op: str, args: Sequence[Any], recipe: str, cache: int, dtype: torch.dtype) -> torch.Tensor:
-    device_type = next(arg for arg in args if isinstance(arg, torch.Tensor)).device.type
-    plan = _plan_of_text(generation.number, registry.find(device_type), recipe)
+def _run_in_compiled(op: str, plan: Any, args: Sequence[Any], cache: int, dtype: torch.dtype) -> torch.Tensor:
+    device_type = plan.device_type
     found = cache_by_identity(cache) if cache else state.machine.innermost(device_type)[1]
     before = torch.get_autocast_dtype(device_type)
     if before is not dtype:
@@ -107,12 +105,9 @@ def _run_in_compiled(op: str, args: Sequence[Any], recipe: str, cache: int, dtyp
         with disable_autocast():
             if torch.is_grad_enabled():
                 with torch.no_grad():
-                    result, _ = plan.compute(op, args, found)
+                    result = plan.compute(op, args, found)
             else:
-                result, _ = plan.compute(op, args, found)
-            if events.recipe_call:
-                reason = result if isinstance(result, str) else None
-                plan.notify(op, reason, package=plan.package_of(op, args) if reason is None else "")
+                result = plan.compute(op, args, found)
             computed: torch.Tensor = in_dtype(op, args, dtype) if isinstance(result, str) else result
             return computed
     finally:

@@ -1,25 +1,31 @@
 """`Plan`: computes the ops of a recipe on a device."""
 
+import functools
+import itertools
+import pkgutil
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
 from ...common import generation
 from ...common.events import events
+from ...policy import manifests
 from ...policy.dtypes import dtype_name
 from ...policy.recipe import Recipe
 from ...registry.backend import Backend, LowBitKernel, overrides_is_capturing
 from ...torch_internals.private_names import has_python_key, is_intercepted, tracing_context
-from ..casts import not_prepacked, traced, weights
+from ..casts import cast_cache, not_prepacked, traced, weights
 from ..casts.cast_cache import CastCache
 from ..inference import in_function
-from . import actions
+from . import actions, operators
 from .actions import ActionKind, Results
 from .in_dtype import FLOATS, in_dtype
+from .prepacking import prepacked
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+_unused_ids = itertools.count(1)
 _CONSTANTS = (bool, int, float, str, torch.dtype, type(None))
 
 Performed: TypeAlias = tuple[Results | None, actions.Action | None]
@@ -34,12 +40,13 @@ class Plan(ABC):
 
     Attributes:
         Action: how the native engine computes calls like one that was performed: :meth:`perform` returns it.
+        Cache: the type of a region's cache: that of a :class:`polycast.WeightCache`.
         generation: the number of the generation in which it was made.
         kernels: the kernels for the recipe by op: of each, the one that is asked first.
         may_capture: whether calls may be captured into a graph of the device, which has its own memory: no action calls
             an operator then, and :meth:`Backend.is_capturing` is asked at each call.
         FLOATS: the dtypes that recipes convert.
-        INTERCEPTED, NO_KERNEL, RECORDS, SMALL, SUBCLASS: reasons why a call falls back.
+        INTERCEPTED, NO_KERNEL, NO_WEIGHT, NOT_CACHED, RECORDS, SMALL, SUBCLASS: reasons why a call falls back.
         FALL_BACK: the action that computes an op in the fast dtype, as without the recipe.
         FLOAT32: the action that casts tensors to float32, computes the op, and casts its results to the fast dtype.
             Autograd may record it.
@@ -62,9 +69,12 @@ class Plan(ABC):
         package: str = ""
 
     Action: TypeAlias = actions.Action
+    Cache: TypeAlias = CastCache
     FLOATS = FLOATS
     INTERCEPTED = not_prepacked.INTERCEPTED
     NO_KERNEL = "the backend has no kernel for it"
+    NO_WEIGHT = not_prepacked.NO_WEIGHT
+    NOT_CACHED = not_prepacked.NOT_CACHED
     RECORDS = "autograd records it, and quantized kernels have no backward"
     SMALL = "the weight is smaller than the recipe's min_size"
     SUBCLASS = "a tensor is of a subclass that sees each op itself, or has no memory"
@@ -81,6 +91,11 @@ class Plan(ABC):
         self.may_capture = overrides_is_capturing(backend) or (
             accelerator is not None and accelerator.type == backend.device_type
         )
+
+    @staticmethod
+    def of(backend: Backend, recipe: Recipe) -> "Plan":
+        """Return the plan of a recipe on a backend."""
+        return _plan_of(generation.number, backend, recipe)
 
     @abstractmethod
     def perform(self, op: str, args: Sequence[Any], cache: CastCache | None, checked: bool) -> Performed:
@@ -204,6 +219,51 @@ class Plan(ABC):
         """Return what an op, given by its name, returns on its arguments in a dtype."""
         return in_dtype(op, args, dtype)
 
+    def in_graph(self, op: str, args: Sequence[Any], cache: CastCache | None) -> torch.Tensor | str:
+        """Leave an op to code that a compiler traces; return its result there, or why it falls back.
+
+        The code has an operator in place of the op, which calls :meth:`compute` when it runs.
+
+        Args:
+            op, args, cache: as of :meth:`perform`; `op` is in `kernels`.
+        """
+        return operators.traced(op, self, args, cache, _plan_of_text)
+
+    def compute(self, op: str, args: Sequence[Any], cache: CastCache | None) -> torch.Tensor | str:
+        """Compute an op in compiled code, and :meth:`notify`; return its result, or why it falls back.
+
+        A plan that calls :meth:`in_graph` overrides it.
+        """
+        raise NotImplementedError
+
+    @staticmethod
+    def prepacked(
+        weight: torch.Tensor,
+        cache: CastCache | None,
+        prepack_id: int,
+        prepack: Callable[[torch.Tensor], tuple[torch.Tensor, ...] | None],
+    ) -> tuple[torch.Tensor, ...] | str | None:
+        """Return a prepacked weight, from a cache or made and cached; or why it cannot be cached.
+
+        Args:
+            weight: the weight, or a view of one.
+            cache: the region's WeightCache; None: the process has one for regions without.
+            prepack_id: the id of what `prepack` makes, from :meth:`new_id`.
+            prepack: prepacks the weight; returns None if it cannot, and so does this.
+        """
+        return prepacked(cast_cache.process_cache.cache if cache is None else cache, weight, prepack_id, prepack)
+
+    @staticmethod
+    def new_id() -> int:
+        """Return an id for prepacked weights that no others have."""
+        return next(_unused_ids)
+
+    def veto(self, op: str, args: Sequence[Any]) -> str | None:
+        """Return why a kernel should not compute a call, as a plugin says it: its manifest has `vetoes`; or None."""
+        vetoes = manifests.functions("vetoes")
+        given = (veto.ask(self.device_type, self.recipe.kind, op, args) for veto in vetoes)
+        return next((each for each in given if isinstance(each, str)), None)
+
     def operator_action(self, kernel: LowBitKernel, prepack_id: int) -> Action | None:
         """Return the action that calls a kernel's operator; None without one, or if calls may be captured.
 
@@ -230,3 +290,18 @@ class Plan(ABC):
             constants: of an attention, the dtypes to compute its forward and its backward in.
         """
         return actions.Action(ActionKind.RECORDED, weight, constants=constants)
+
+
+@functools.lru_cache(maxsize=64)
+def _plan_of(generation: int, backend: Backend, recipe: Recipe) -> Plan:
+    plan: Plan = pkgutil.resolve_name(recipe.plan_class)(backend, recipe)
+    return plan
+
+
+def _plan_of_text(backend: Backend, recipe: str) -> Plan:
+    return _plan_of_recipes_text(generation.number, backend, recipe)
+
+
+@functools.lru_cache(maxsize=64)
+def _plan_of_recipes_text(generation: int, backend: Backend, recipe: str) -> Plan:
+    return Plan.of(backend, Recipe.of_text(recipe))

@@ -10,15 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...common.events import events
-from ...common.versions import package_versions
-from ...policy import tensor_file
-from ...policy.dtypes import dtype_name
-from ..casts.cast_cache import CastCache, StoredEntry
-from ..casts.weights import is_dense
-from ..recipes.kernel_plan import format_of_id
+from polycast import WeightCache
+from polycast.plugin import dtype_name, events
+
+from . import tensor_file
+from .contents import SavedContents, SavedEntry, SavedTensor, SavedWeight, versions
 from .digests import digests, sample_digests
-from .manifest import Manifest, SavedEntry, SavedTensor, SavedWeight
+from .kernel_plan import format_of_id
 
 _NOTHING = (
     "There is nothing to save: the cache has no casts or prepacked weights of the model's parameters. Run the model in "
@@ -27,9 +25,9 @@ _NOTHING = (
 
 
 @events.own_work.during()
-def save(cache: CastCache, path: Path, model: nn.Module | None) -> None:
+def save(cache: WeightCache, path: Path, model: nn.Module | None) -> None:
     """Write a cache to a file; see ``WeightCache.save``."""
-    stored = cache.stored()
+    stored = cache.entries()
     names = _names(model if model is not None else _only_model(stored))
     entries = sorted((each for each in stored if id(each.weight) in names), key=_order(names))
     if not entries:
@@ -51,7 +49,7 @@ def save(cache: CastCache, path: Path, model: nn.Module | None) -> None:
         )
         for each, of_entry in zip(entries, layouts, strict=True)
     ]
-    tensor_file.write(path, tensors, Manifest(package_versions(), saved_weights, saved).metadata())
+    tensor_file.write(path, tensors, SavedContents(versions(), saved_weights, saved).metadata())
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
@@ -59,7 +57,7 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.is_contiguous() else tensor.as_strided((tensor.numel(),), (1,))
 
 
-def _order(names: Iterable[int]) -> Callable[[StoredEntry], tuple[object, ...]]:
+def _order(names: Iterable[int]) -> Callable[[Any], tuple[object, ...]]:
     """Return a key that sorts entries as the parameters of the model, so that a file is the same each time."""
     positions = {identity: position for position, identity in enumerate(names)}
     return lambda entry: (positions[id(entry.weight)], str(entry.kind), entry.view or ())
@@ -70,12 +68,12 @@ def _names(model: nn.Module) -> dict[int, str]:
 
 
 def _layouts(
-    number: int, entry: StoredEntry, weight: str, tensors: dict[str, torch.Tensor]
+    number: int, entry: Any, weight: str, tensors: dict[str, torch.Tensor]
 ) -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:
     """Add the tensors of an entry to those of the file; return the name, shape and strides of each."""
     found = []
     for position, tensor in enumerate(entry.tensors):
-        if not tensor_file.can_be_written(tensor) or not is_dense(tensor):
+        if not tensor_file.can_be_written(tensor) or not torch.ops.aten.is_non_overlapping_and_dense(tensor):
             maker = format_of_id(entry.kind).kernel if isinstance(entry.kind, int) else "a cast"
             raise ValueError(
                 f"{weight!r} cannot be saved: {maker} made a tensor of {dtype_name(tensor.dtype)}, {tensor.layout}, "
@@ -88,9 +86,9 @@ def _layouts(
     return found
 
 
-def _check_unchanged(entries: Iterable[StoredEntry], cache: CastCache, names: Mapping[int, str]) -> None:
+def _check_unchanged(entries: Iterable[Any], cache: WeightCache, names: Mapping[int, str]) -> None:
     """Raise RuntimeError if an entry is not in the cache any more, so that its weight may have another digest."""
-    still = {_identity(each) for each in cache.stored()}
+    still = {_identity(each) for each in cache.entries()}
     for each in entries:
         if _identity(each) not in still:
             raise RuntimeError(
@@ -99,11 +97,11 @@ def _check_unchanged(entries: Iterable[StoredEntry], cache: CastCache, names: Ma
             )
 
 
-def _identity(entry: StoredEntry) -> tuple[object, ...]:
+def _identity(entry: Any) -> tuple[object, ...]:
     return id(entry.weight), entry.view, entry.kind, tuple(map(id, entry.tensors))
 
 
-def _only_model(stored: Sequence[StoredEntry]) -> nn.Module:
+def _only_model(stored: Sequence[Any]) -> nn.Module:
     """Return the outermost module that has weights of the cache, if there is only one."""
     weights = {id(each.weight) for each in stored}
     modules = _modules_among(gc.get_objects())

@@ -9,25 +9,16 @@ from typing import Literal, TypeAlias
 import torch
 from torch import nn
 
-from ...common.atfork import hold_during_fork
-from ...common.events import events
-from ...common.plain_text import first_of
-from ...common.versions import package_versions
-from ...policy.recipe import Recipe
-from ...policy.recipe_settings import ObjectDigest
-from ...policy.tensor_file import TensorFile
-from ...registry.registry import registry
-from ...torch_internals.dispatcher import disable_autocast
-from .. import state
-from ..casts.cast_cache import CastCache, EntryKind
-from ..casts.not_prepacked import WRITTEN_UNSEEN
-from ..installation import watch_writes
-from ..recipes.compute import plan_for
-from ..recipes.kernel_plan import KernelPlan, PlannedKernel
-from ..recipes.prepacked_format import PrepackedFormat, format_of
+from polycast import WeightCache
+from polycast.plugin import Plan, Recipe, disable_autocast, events, get_backend, hold_during_fork
+
+from .contents import SavedContents, SavedEntry, SavedTensor, SavedWeight, View, versions
 from .digests import digests, sample_digests
-from .manifest import Manifest, SavedEntry, SavedTensor, SavedWeight, View
+from .kernel_plan import KernelPlan, PlannedKernel
+from .prepacked_format import PrepackedFormat
 from .saving import flat
+from .tensor_file import TensorFile
+from .weight_views import first_of
 
 Verify: TypeAlias = Literal["all", "sample"]
 """The values of weights and of the file that are compared with digests."""
@@ -39,23 +30,23 @@ hold_during_fork(lambda: [_lock])
 
 
 @events.own_work.during()
-def load(cache: CastCache, path: Path, model: nn.Module, verify: Verify) -> None:
+def load(cache: WeightCache, path: Path, model: nn.Module, verify: Verify) -> None:
     """Fill an empty cache from a file; see ``WeightCache.load``."""
     with _refusing(path):
         file = TensorFile(path)
-        manifest = Manifest.of_metadata(file.metadata)
-    _check_room(path, cache, manifest, file)
+        contents = SavedContents.of_metadata(file.metadata)
+    _check_room(path, cache, contents, file)
     with _refusing(path):
         parameters = dict(model.named_parameters(remove_duplicate=False))
-        _check_versions(manifest.versions)
-        _check_weights(manifest.weights, parameters)
-        made = [entry.made for entry in manifest.entries if isinstance(entry.made, PrepackedFormat)]
+        _check_versions(contents.versions)
+        _check_weights(contents.weights, parameters)
+        made = [entry.made for entry in contents.entries if isinstance(entry.made, PrepackedFormat)]
         kernels = {each: _kernel(each) for each in dict.fromkeys(made)}
         with _lock, torch.inference_mode(False), torch.no_grad():
-            is_alike = _are_prepacked_alike(manifest.entries, kernels, parameters)
+            is_alike = _are_prepacked_alike(contents.entries, kernels, parameters)
             # Before the digests are computed, so that the cache has stamps: what is written then drops the entries.
-            _adopt(cache, manifest, file, parameters, kernels)
-        _check_digests(manifest, file, parameters, verify)
+            _adopt(cache, contents, file, parameters, kernels)
+        _check_digests(contents, file, parameters, verify)
         _check_formats(is_alike)
 
 
@@ -68,9 +59,9 @@ def _refusing(path: Path) -> Iterator[None]:
         raise ValueError(f"The saved cache {str(path)!r} cannot be used: {error}. {_REMEDY}") from error
 
 
-def _check_room(path: Path, cache: CastCache, manifest: Manifest, file: TensorFile) -> None:
+def _check_room(path: Path, cache: WeightCache, contents: SavedContents, file: TensorFile) -> None:
     with _refusing(path):
-        size = sum(file.tensor(part.name).nbytes for entry in manifest.entries for part in entry.tensors)
+        size = sum(file.tensor(part.name).nbytes for entry in contents.entries for part in entry.tensors)
     if cache.max_bytes is not None and size > cache.max_bytes:
         raise ValueError(
             f"The saved cache {str(path)!r} has {size} bytes of casts and prepacked weights, more than "
@@ -79,7 +70,7 @@ def _check_room(path: Path, cache: CastCache, manifest: Manifest, file: TensorFi
 
 
 def _check_versions(saved: Mapping[str, str]) -> None:
-    for name, version in package_versions().items():
+    for name, version in versions().items():
         if saved.get(name) != version:
             raise ValueError(f"it was saved with {name} {saved.get(name)}, and this is {name} {version}")
 
@@ -104,27 +95,27 @@ def _kernel(wanted: PrepackedFormat) -> PlannedKernel:
         raise ValueError(
             f"it has weights for the recipe {wanted.recipe!r}, which is not known here ({error})"
         ) from error
-    missing = [name for name, value in recipe.settings.items() if isinstance(value, ObjectDigest)]
+    missing = [name for name, value in recipe.settings.items() if value is not None and recipe.known(name) is None]
     if missing:
         raise ValueError(
             f"it has weights for the recipe {recipe!r}, whose {missing[0]} this process does not have: load that "
             "first, as Equalization.load does"
         )
-    plan = plan_for(registry.find(wanted.device), recipe)
+    plan = Plan.of(get_backend(wanted.device), recipe)
     if wanted.op not in plan.kernels:
         raise ValueError(
             f"it has weights for {wanted.op} with the recipe {recipe!r}, and here {plan.why_no_kernel(wanted.op)}"
         )
     assert isinstance(plan, KernelPlan)  # it has kernels
-    offered = [(format_of(each.by, recipe, wanted.op, each.kernel), each) for each in plan.planned[wanted.op]]
+    offered = list(plan.planned[wanted.op])
     for name in ("backend", "kernel"):
-        was, now = getattr(wanted, name), [getattr(made, name) for made, _ in offered]
+        was, now = getattr(wanted, name), [getattr(each.format, name) for each in offered]
         if was not in now:
             raise ValueError(
                 f"the {name} of {wanted.op} with the recipe {recipe!r} was {was}, and is {' or '.join(now)}"
             )
-        offered = [each for each in offered if getattr(each[0], name) == was]
-    return offered[0][1]
+        offered = [each for each in offered if getattr(each.format, name) == was]
+    return offered[0]
 
 
 def _are_prepacked_alike(
@@ -155,36 +146,36 @@ def _check_formats(is_alike: Mapping[str, bool]) -> None:
 
 
 def _adopt(
-    cache: CastCache,
-    manifest: Manifest,
+    cache: WeightCache,
+    contents: SavedContents,
     file: TensorFile,
     parameters: Mapping[str, nn.Parameter],
     kernels: Mapping[PrepackedFormat, PlannedKernel],
 ) -> None:
-    watch_writes()
-    store = state.machine.store(cache)
-    for entry in manifest.entries:
-        source = _source(entry, parameters)
+    for entry in contents.entries:
+        weight = parameters[entry.weight]
         tensors = [
-            file.tensor(part.name).as_strided(part.shape, part.strides).detach().to(source.device)
+            file.tensor(part.name).as_strided(part.shape, part.strides).detach().to(weight.device)
             for part in entry.tensors
         ]
         if isinstance(entry.made, PrepackedFormat):
-            kind: EntryKind = kernels[entry.made].prepack_id
+            kind: torch.dtype | int = kernels[entry.made].prepack_id
         else:
             kind = getattr(torch, entry.made)
-        if not store.adopt(source, kind, tensors):
-            raise ValueError(f"what was made of {entry.weight!r} cannot be cached: {WRITTEN_UNSEEN}")
+        try:
+            cache.adopt(weight, entry.view, kind, tensors)
+        except ValueError as error:
+            raise ValueError(f"what was made of {entry.weight!r} {error}") from error
 
 
 def _check_digests(
-    manifest: Manifest, file: TensorFile, parameters: Mapping[str, nn.Parameter], verify: Verify
+    contents: SavedContents, file: TensorFile, parameters: Mapping[str, nn.Parameter], verify: Verify
 ) -> None:
-    saved = [part for entry in manifest.entries for part in entry.tensors]
+    saved = [part for entry in contents.entries for part in entry.tensors]
     tensors = [file.tensor(part.name) for part in saved]
     compute = digests if verify == "all" else sample_digests
-    found = iter(compute([*(parameters[name] for name in manifest.weights), *tensors]))
-    changed = [name for name, weight in manifest.weights.items() if next(found) != _digest_of(weight, verify)]
+    found = iter(compute([*(parameters[name] for name in contents.weights), *tensors]))
+    changed = [name for name, weight in contents.weights.items() if next(found) != _digest_of(weight, verify)]
     if changed:
         raise ValueError(f"the values of {first_of(map(repr, changed))} are not those that it was made of")
     for part, digest in zip(saved, found, strict=True):

@@ -5,10 +5,7 @@ from typing import Any
 
 import torch
 
-from ...policy.recipe import Recipe
-from ...policy.recipe_settings import resolve
-from ...registry.backend import LowBitKernel
-from ...torch_internals.private_names import has_python_key
+from polycast.plugin import LowBitKernel, Plan, Recipe
 
 _IS_TRANSPOSED = {"aten::linear": False, "aten::matmul": True, "aten::mm": True, "aten::addmm": True}
 """For each op whose weight is a matrix, whether that is stored as [K, N]."""
@@ -51,8 +48,10 @@ def _equalization_of(recipe: Recipe) -> Any:
     Raises:
         RuntimeError: the recipe was made of its text, in compiled code, and this process does not have it.
     """
-    equalization = resolve(getattr(recipe, "equalization", None))
-    if equalization is not None and not hasattr(equalization, "factors"):
+    if getattr(recipe, "equalization", None) is None:
+        return None
+    equalization = recipe.known("equalization")
+    if equalization is None:
         raise RuntimeError(
             f"{recipe!r} is in compiled code of another process, and this process does not have its equalization: load "
             "it with polycast.Equalization.load, and make a recipe of it, before the code runs"
@@ -64,7 +63,7 @@ def describe(recipe: Recipe, kernel: LowBitKernel, op: str, weight: torch.Tensor
     """Return whether a weight, which may be fake, is equalized; "" if that is unknown, or there is no equalization."""
     equalization = _equalization_of(recipe)
     matrix = matrix_of(op, weight)
-    if equalization is None or weight.is_meta or has_python_key(weight):
+    if equalization is None or Plan.is_special(weight):
         return ""
     if matrix is None or not kernel.equalizes:
         return "not equalized: the kernel takes no factors"

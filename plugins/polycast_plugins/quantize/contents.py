@@ -7,9 +7,11 @@ from typing import Any, TypeAlias
 
 import torch
 
-from ...policy.dtypes import dtype_name
-from ..recipes.prepacked_format import PrepackedFormat
+import polycast
+from polycast.plugin import dtype_name
+
 from .digests import digest_of_text
+from .prepacked_format import PrepackedFormat
 
 SCHEMA = 2
 _KEY = "polycast.WeightCache"
@@ -17,6 +19,11 @@ _DIGEST_KEY = f"{_KEY}.digest"
 
 View: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], int]
 """Sizes, strides and offset of a view, the offset from the weight's."""
+
+
+def versions() -> dict[str, str]:
+    """Return the versions that a file depends on."""
+    return {"polycast": polycast.__version__, "torch": str(torch.__version__)}
 
 
 @dataclass(frozen=True)
@@ -60,7 +67,7 @@ class SavedEntry:
 
 
 @dataclass(frozen=True)
-class Manifest:
+class SavedContents:
     """The contents of the file."""
 
     versions: Mapping[str, str]
@@ -84,8 +91,8 @@ class Manifest:
         return {_KEY: text, _DIGEST_KEY: digest_of_text(text)}
 
     @classmethod
-    def of_metadata(cls, metadata: Mapping[str, str]) -> "Manifest":
-        """Return the manifest in the metadata of a file.
+    def of_metadata(cls, metadata: Mapping[str, str]) -> "SavedContents":
+        """Return the contents in the metadata of a file.
 
         Raises:
             ValueError: it has none, or one that is damaged or of another schema.

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ...policy.tensor_file import bytes_of
+from polycast.plugin import memory_of
 
 _CHUNK = 2**23
 _SAMPLES, _SAMPLE = 64, 4096
@@ -41,7 +41,7 @@ def sample_digests(tensors: Sequence[torch.Tensor]) -> list[str]:
 
 
 def _sample_digest(tensor: torch.Tensor) -> str:
-    content = bytes_of(tensor)
+    content = memory_of(tensor)
     last = max(len(content) - _SAMPLE, 0)
     begins = sorted({last * number // (_SAMPLES - 1) for number in range(_SAMPLES)})
     head = f"{tensor.dtype} {list(tensor.shape)}".encode()
@@ -54,7 +54,7 @@ def digest_of_text(text: str) -> str:
 
 
 def _bytes(tensor: torch.Tensor, begin: int) -> memoryview:
-    return bytes_of(tensor)[begin : begin + _CHUNK]
+    return memory_of(tensor)[begin : begin + _CHUNK]
 
 
 def _hash(content: Any) -> bytes:

@@ -3,21 +3,18 @@
 import hashlib
 import json
 import os
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from typing_extensions import Self
+from typing_extensions import Self, override
 
-from ..common.cached_property import cached_property
-from ..common.plain_text import as_text, first_of, under_the_head
+from polycast.plugin import Result, memory_of
+
 from . import equalization_file as file
-from .tensor_file import bytes_of
-from .weight_views import matrix_in, parameters_by_name
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
+from .weight_views import first_of, matrix_in, parameters_by_name
 
 _SHOWN = 40
 _SAMPLES = 32
@@ -60,7 +57,7 @@ class EqualizedWeight:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Equalization:
+class Equalization(Result):
     """Factors for the input channels of a model's weights, from :func:`equalize`, for ``Int8(equalization=...)``.
 
     A kernel divides activations by the factors and multiplies the weight by them before it quantizes both. This does
@@ -77,10 +74,22 @@ class Equalization:
         weights: the weights whose products were seen.
         path: the absolute path of the file that it was last saved to or loaded from, which policy files have; None if
             there is none.
+        digest: the digest of the contents, 16 hexadecimal digits.
     """
 
     weights: tuple[EqualizedWeight, ...]
     path: str | None = None
+    digest: str = field(init=False)
+    _by_fingerprint: Mapping[str, EqualizedWeight] = field(init=False)
+
+    def __post_init__(self) -> None:
+        digest = hashlib.sha256()
+        for each in self.weights:
+            digest.update(json.dumps([each.name, each.described()], sort_keys=True).encode())
+            if each.factors is not None:
+                digest.update(memory_of(each.factors))
+        object.__setattr__(self, "digest", digest.hexdigest()[:16])
+        object.__setattr__(self, "_by_fingerprint", {each.fingerprint: each for each in self.weights})
 
     def factors(self, weight: torch.Tensor) -> torch.Tensor | None:
         """Return the factors of a weight, float32 [K] in host memory; None if there are none.
@@ -99,20 +108,6 @@ class Equalization:
         if found.factors is None:
             return "not equalized, because that did not lower its error on the data"
         return f"equalized with strength {found.strength:g}"
-
-    @cached_property
-    def digest(self) -> str:
-        """The digest of the contents, 16 hexadecimal digits."""
-        digest = hashlib.sha256()
-        for each in self.weights:
-            digest.update(json.dumps([each.name, each.described()], sort_keys=True).encode())
-            if each.factors is not None:
-                digest.update(bytes_of(each.factors))
-        return digest.hexdigest()[:16]
-
-    @cached_property
-    def _by_fingerprint(self) -> dict[str, EqualizedWeight]:
-        return {each.fingerprint: each for each in self.weights}
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the equalization to a file of safetensors: the factors by name of the weight.
@@ -191,26 +186,30 @@ class Equalization:
     def __deepcopy__(self, memo: object) -> Self:
         return self
 
-    def __rich__(self) -> "RenderableType":
-        from rich.console import Group
-        from rich.table import Table
-        from rich.text import Text
+    @override
+    def to_dict(self) -> dict[str, Any]:
+        weights = [{"name": each.name, **each.described()} for each in self.weights]
+        return {"digest": self.digest, "path": self.path, "weights": weights}
 
-        table = Table(box=under_the_head(), show_edge=False)
-        table.add_column("weight", overflow="fold")
-        for column in ("size", "strength", "error", "without"):
-            table.add_column(column, justify="right", no_wrap=True)
-        shown = sorted(self.weights, key=lambda each: each.error - each.plain_error)[:_SHOWN]
-        for each in shown:
-            size = " x ".join(map(str, each.shape))
-            strength = f"{each.strength:g}" if each.strength else "-"
-            table.add_row(each.name, size, strength, f"{each.error:.2e}", f"{each.plain_error:.2e}")
-        others = len(self.weights) - len(shown)
-        more = f"\n{others} more {'weight is' if others == 1 else 'weights are'} not shown." if others else ""
-        return Group(table, Text(f"\nErrors of products relative to float32's, on the data.{more}"))
+    @override
+    def tables(self) -> Iterator[tuple[Sequence[str], Sequence[Sequence[str]]]]:
+        rows = [
+            [
+                each.name,
+                " x ".join(map(str, each.shape)),
+                f"{each.strength:g}" if each.strength else "-",
+                f"{each.error:.2e}",
+                f"{each.plain_error:.2e}",
+            ]
+            for each in sorted(self.weights, key=lambda each: each.error - each.plain_error)[:_SHOWN]
+        ]
+        yield ("weight", "size", "strength", "error", "without"), rows
 
-    def __str__(self) -> str:
-        return as_text(self.__rich__(), 1000)
+    @override
+    def lines(self) -> Sequence[str]:
+        others = len(self.weights) - _SHOWN
+        more = [f"{others} more {'weight is' if others == 1 else 'weights are'} not shown."] if others > 0 else []
+        return ["Errors of products relative to float32's, on the data.", *more]
 
 
 def fingerprint_of(weight: torch.Tensor) -> str:
@@ -218,7 +217,7 @@ def fingerprint_of(weight: torch.Tensor) -> str:
     rows, columns = (_spread(size, weight.device) for size in weight.shape)
     with torch.no_grad():
         sample = weight.detach()[rows[:, None], columns].to(torch.bfloat16).cpu().contiguous()
-    return hashlib.sha256(f"{list(weight.shape)}".encode() + bytes_of(sample)).hexdigest()[:16]
+    return hashlib.sha256(f"{list(weight.shape)}".encode() + memory_of(sample)).hexdigest()[:16]
 
 
 def _spread(size: int, device: torch.device) -> torch.Tensor:

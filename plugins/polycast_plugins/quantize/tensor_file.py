@@ -4,17 +4,18 @@ The writer of the package aligns tensors to eight bytes. Here the sizes that cac
 alignment of cache lines, because kernels read them at each call.
 """
 
-import ctypes
+import contextlib
 import json
+import os
 import stat
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..common.replaced_file import replaced_file
-from ..torch_internals.builtin_functions import const_data_ptr
+from polycast.plugin import memory_of
 
 _DTYPES = {
     torch.float64: "F64",
@@ -32,14 +33,6 @@ _DTYPES = {
 }
 _LINE = 64
 """Bytes of a cache line."""
-
-
-def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """Return the memory of a contiguous tensor on the CPU; it must not be used longer than the tensor."""
-    if tensor.nbytes == 0:
-        return memoryview(b"")
-    memory = (ctypes.c_ubyte * tensor.nbytes).from_address(const_data_ptr(tensor))
-    return memoryview(memory).cast("B")
 
 
 def can_be_written(tensor: torch.Tensor) -> bool:
@@ -62,11 +55,33 @@ def write(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str
         header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
     text += b" " * (-(8 + len(text)) % _LINE)
-    with replaced_file(path) as new, new.open("wb") as file:
+    with _replaced_file(path) as new, new.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for name in order:
             tensor = tensors[name].cpu()
-            file.write(bytes_of(tensor))
+            file.write(memory_of(tensor))
+
+
+@contextlib.contextmanager
+def _replaced_file(target: Path) -> Iterator[Path]:
+    """Yield the path of a new file, which replaces the target when the block ends without an error.
+
+    If the target is a symbolic link, the file that it points to is replaced.
+
+    Raises:
+        OSError: the file cannot be written; the error names the target.
+    """
+    file = Path(os.path.realpath(target))
+    try:
+        with tempfile.TemporaryDirectory(dir=file.parent, prefix=f".{file.name}-") as folder:
+            complete = Path(folder, file.name)
+            yield complete
+            complete.replace(file)
+    except OSError as error:
+        if error.errno is None:
+            raise
+        # The error names the temporary file, or none if that could not be written.
+        raise OSError(error.errno, error.strerror, str(target)) from error
 
 
 def _order(tensor: torch.Tensor) -> int:

@@ -5,9 +5,7 @@ from typing import Any
 
 import torch
 
-from ...policy.recipe import Recipe
-from ...registry.backend import Extension, LowBitKernel
-from ...registry.registry import registry
+from polycast.plugin import Extension, LowBitKernel, Recipe
 
 
 @dataclass(frozen=True)
@@ -30,14 +28,13 @@ class PrepackedFormat:
     kernel: str
 
 
-def format_of(given: Extension, recipe: Recipe, op: str, kernel: LowBitKernel) -> PrepackedFormat:
-    """Return the format of a kernel's prepacked weights."""
-    version = registry.version(given)
+def format_of(given: Extension, package: str, recipe: Recipe, op: str, kernel: LowBitKernel) -> PrepackedFormat:
+    """Return the format of a kernel's prepacked weights, which a package supplies, given by name and version."""
     constants = ", ".join(_constants(kernel))
     layout = "" if kernel.prepack_key is None else f" ({_text(kernel.prepack_key)})"
     return PrepackedFormat(
         given.device_type,
-        f"{_text(type(given))}{f' {version}' if version else ''}",
+        f"{_text(type(given))}{f' {package}' if package else ''}",
         recipe.text,
         op,
         f"{_text(type(kernel))}{layout}{f', {constants}' if constants else ''}",

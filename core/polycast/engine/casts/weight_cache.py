@@ -1,13 +1,19 @@
 """`WeightCache`: the cache of casts and prepacked weights that users have."""
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
+import torch
 from torch import nn
 from typing_extensions import Self
 
-from ..casts.cast_cache import CastCache
+from ...policy.public_names import method
+from .. import state
+from ..installation import watch_writes
+from .cast_cache import CastCache, EntryKind
+from .not_prepacked import WRITTEN_UNSEEN
 
 
 class WeightCache(CastCache):
@@ -41,6 +47,33 @@ class WeightCache(CastCache):
         (2, 4)
     """
 
+    def adopt(
+        self,
+        weight: torch.Tensor,
+        view: tuple[tuple[int, ...], tuple[int, ...], int] | None,
+        kind: EntryKind,
+        tensors: Sequence[torch.Tensor],
+    ) -> None:
+        """Add what was made of a weight elsewhere, such as in another process, given as in an item of `entries()`.
+
+        Args:
+            weight: the weight, which has the values that it was made of.
+            view: sizes, strides, and the offset from the weight's, of the view that it was made of; None: the weight.
+            kind: the dtype of a cast, or the id of a prepacked weight.
+            tensors: the cast alone, or the parts of the prepacked weight.
+
+        Raises:
+            ValueError: it cannot be cached: there is no room, or something may write the weight unseen.
+        """
+        watch_writes()
+        with torch.inference_mode(False), torch.no_grad():
+            source = weight
+            if view is not None:
+                sizes, strides, offset = view
+                source = weight.as_strided(sizes, strides, weight.storage_offset() + offset)
+            if not state.machine.store(self).adopt(source, kind, tensors):
+                raise ValueError(f"cannot be cached: {WRITTEN_UNSEEN}")
+
     def save(self, path: str | os.PathLike[str], model: nn.Module | None = None) -> None:
         """Write the casts and prepacked weights of a model to a file, for :meth:`load`.
 
@@ -59,11 +92,9 @@ class WeightCache(CastCache):
                 weights into tensors that cannot be saved.
             RuntimeError: a weight was written, or the cache cleared, while it was saved.
         """
-        from .saving import save
-
         if model is not None:
             _check_model(model)
-        save(self, Path(path), model)
+        method("WeightCache.save")(self, Path(path), model)
 
     @classmethod
     def load(
@@ -96,13 +127,11 @@ class WeightCache(CastCache):
                 other weights or by another kernel; or something else holds the memory of a weight, such as a state
                 dict. The message says which.
         """
-        from .loading import load
-
         _check_model(model)
         if verify not in ("all", "sample"):
             raise ValueError(f"verify must be 'all' or 'sample', got {verify!r}")
         cache = cls(max_bytes)
-        load(cache, Path(path), model, verify)
+        method("WeightCache.load")(cache, Path(path), model, verify)
         return cache
 
 

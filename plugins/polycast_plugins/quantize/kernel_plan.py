@@ -4,7 +4,6 @@ Prepacked weights are cached in the region's WeightCache or, without one, in a c
 region would cost more than a recipe saves.
 """
 
-import itertools
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -14,22 +13,20 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from ...common.atfork import hold_during_fork
-from ...common.events import events
-from ...policy import manifests
-from ...policy.recipe import Recipe
-from ...registry.backend import Backend, Extension, LowBitKernel
-from ...registry.recipe_kernels import Offer, check_recipe, recipe_kernels
-from ..casts.cast_cache import CastCache, process_cache
-from ..casts.not_prepacked import NO_WEIGHT, NOT_CACHED
-from ..casts.weights import parameter_of
-from .actions import Action
+from polycast.plugin import (
+    Backend,
+    Extension,
+    LowBitKernel,
+    Plan,
+    Recipe,
+    check,
+    events,
+    hold_during_fork,
+    recipe_kernels,
+)
+
 from .equalized import checked_prepack, describe
-from .in_dtype import in_dtype
-from .operators import traced
-from .plan import Performed, Plan
 from .prepacked_format import PrepackedFormat, format_of
-from .prepacking import prepacked
 
 CANNOT_PREPACK = "the weight cannot be prepacked"
 IN_FUNCTION = (
@@ -41,7 +38,6 @@ _lock = threading.RLock()  # reentrant: the garbage collector may run ops
 hold_during_fork(lambda: [_lock])
 _ids: list[tuple[weakref.ref[Extension], dict[Hashable, int]]] = []
 """The ids of prepacked weights by backend or extension; another instance of its class may prepack differently."""
-_unused_ids = itertools.count(1)
 _formats: dict[int, PrepackedFormat] = {}
 """By their id, the format of prepacked weights."""
 
@@ -52,19 +48,19 @@ class PlannedKernel:
 
     Attributes:
         kernel: the kernel.
-        by: the backend or the extension that has it.
-        package: the distribution that supplies that; empty for a backend that is registered by hand.
+        package: the distribution that supplies it; empty for a backend that is registered by hand.
         prepack_id: the id of the weights that it prepacks: the same for those that are interchangeable.
+        format: how it prepacks weights, in text that all processes share.
         prepack: prepacks a weight; returns None if it cannot.
         action: calls its operator; None without one, or if Python must check for a capture.
     """
 
     kernel: LowBitKernel
-    by: Extension
     package: str
     prepack_id: int
+    format: PrepackedFormat
     prepack: Callable[[torch.Tensor], tuple[torch.Tensor, ...] | None]
-    action: Action | None
+    action: Plan.Action | None
 
 
 class KernelPlan(Plan):
@@ -79,20 +75,21 @@ class KernelPlan(Plan):
         self._min_size = recipe.min_size
         self.unavailable_reason = self.NO_KERNEL
         self.planned: Mapping[str, Sequence[PlannedKernel]] = {}
-        answer = check_recipe(backend, recipe)
+        answer = check(backend, recipe)
         if answer.available:
-            offers = recipe_kernels(backend, recipe)
-            self.planned = {op: [self._plan(op, each) for each in found] for op, found in offers.items()}
+            kernels = recipe_kernels(backend, recipe)
+            self.planned = {op: [self._plan(op, *each) for each in found] for op, found in kernels.items()}
         else:
             self.unavailable_reason = answer.reason
         self.kernels = {op: planned[0].kernel for op, planned in self.planned.items()}
 
-    def _plan(self, op: str, offer: Offer) -> PlannedKernel:
-        kernel, given, package = offer
+    def _plan(self, op: str, kernel: LowBitKernel, given: Extension, package: str, version: str) -> PlannedKernel:
         prepack_id = _prepack_id(given, self.recipe, op, kernel)
-        _formats.setdefault(prepack_id, format_of(given, self.recipe, op, kernel))
+        made = format_of(given, f"{package} {version}".strip(), self.recipe, op, kernel)
+        _formats.setdefault(prepack_id, made)
         prepack = checked_prepack(kernel, self.recipe, op)
-        return PlannedKernel(kernel, given, package, prepack_id, prepack, self.operator_action(kernel, prepack_id))
+        action = self.operator_action(kernel, prepack_id)
+        return PlannedKernel(kernel, package, prepack_id, made, prepack, action)
 
     def choose(
         self, op: str, args: Sequence[Any], checked: bool = False, with_vetoes: bool = True
@@ -120,9 +117,7 @@ class KernelPlan(Plan):
         found = self.first(op, args)
         if isinstance(found, str) or not with_vetoes:
             return found
-        vetoes = manifests.functions("vetoes")
-        given = (veto.ask(self.device_type, self.recipe.kind, op, args) for veto in vetoes)
-        return next((each for each in given if isinstance(each, str)), found)
+        return self.veto(op, args) or found
 
     def first(self, op: str, args: Sequence[Any]) -> PlannedKernel | str:
         """Return the first kernel of an op that has one that supports a call, or why none does."""
@@ -139,22 +134,23 @@ class KernelPlan(Plan):
         return None if op in self.kernels else self.unavailable_reason
 
     @override
-    def explain(self, op: str, args: Sequence[Any], cache: CastCache | None, dtype: torch.dtype) -> Plan.Computed | str:
-        if op not in self.kernels:
-            return self.unavailable_reason
-        weight = args[self.kernels[op].weight]
-        if isinstance(weight, torch.Tensor) and not weight.is_meta and parameter_of(weight) is None:
-            return NO_WEIGHT
+    def explain(
+        self, op: str, args: Sequence[Any], cache: Plan.Cache | None, dtype: torch.dtype
+    ) -> Plan.Computed | str:
         found = self.choose(op, args)
         if isinstance(found, str):
             return found
-        kernel = found.kernel
-        return Plan.Computed(reason=describe(self.recipe, kernel, op, args[kernel.weight]), package=found.package)
+        weight = args[found.kernel.weight]
+        if not weight.is_meta and self.weight_of(weight) is None:
+            return self.NO_WEIGHT
+        return Plan.Computed(reason=describe(self.recipe, found.kernel, op, weight), package=found.package)
 
     @override
-    def perform(self, op: str, args: Sequence[Any], cache: CastCache | None, checked: bool) -> Performed:
+    def perform(
+        self, op: str, args: Sequence[Any], cache: Plan.Cache | None, checked: bool
+    ) -> tuple[torch.Tensor | None, Plan.Action | None]:
         result: torch.Tensor | str
-        action: Action | None = None
+        action: Plan.Action | None = None
         if self.in_function():
             result, action = IN_FUNCTION, self.FALL_BACK
         elif not checked and self.is_intercepted():
@@ -162,23 +158,31 @@ class KernelPlan(Plan):
         elif events.calibration.here():
             result = self._calibrate(op, args)
         else:
-            result, action = self.compute(op, args, cache, checked)
+            result, action = self._compute(op, args, cache, checked)
             if result is self.INTERCEPTED:
-                result = traced(op, self, args, cache)
+                result = self.in_graph(op, args, cache)
                 if isinstance(result, torch.Tensor):
                     return result, None  # the operator notifies when it runs
         if events.recipe_call or events.calibration:
             action = None  # they are notified of each call
-        if events.recipe_call:
-            reason = result if isinstance(result, str) else None
-            self.notify(op, reason, package=self.package_of(op, args) if reason is None else "")
+        self._notify(op, args, result)
         return None if isinstance(result, str) else result, action
 
-    def package_of(self, op: str, args: Sequence[Any]) -> str:
-        """Return the distribution whose kernel computes a call that does not fall back."""
-        planned = self.planned[op]
-        found = planned[0] if len(planned) == 1 else self.first(op, args)
-        return "" if isinstance(found, str) else found.package
+    @override
+    def compute(self, op: str, args: Sequence[Any], cache: Plan.Cache | None) -> torch.Tensor | str:
+        result, _ = self._compute(op, args, cache)
+        self._notify(op, args, result)
+        return result
+
+    def _notify(self, op: str, args: Sequence[Any], result: torch.Tensor | str) -> None:
+        if not events.recipe_call:
+            return
+        if isinstance(result, str):
+            self.notify(op, result)
+        else:
+            planned = self.planned[op]
+            found = planned[0] if len(planned) == 1 else self.first(op, args)
+            self.notify(op, None, package="" if isinstance(found, str) else found.package)
 
     def _calibrate(self, op: str, args: Sequence[Any]) -> torch.Tensor | str:
         """Notify this thread's listeners of a call, and compute it in float32; or return why it falls back."""
@@ -186,25 +190,20 @@ class KernelPlan(Plan):
         if isinstance(found, str):
             return found
         events.calibration.notify(found.kernel, op, args)
-        result: torch.Tensor = in_dtype(op, args, torch.float32).to(torch.get_autocast_dtype(self.device_type))
+        result: torch.Tensor = self.in_dtype(op, args, torch.float32).to(torch.get_autocast_dtype(self.device_type))
         return result
 
-    def compute(
-        self, op: str, args: Sequence[Any], cache: CastCache | None, checked: bool = False
-    ) -> tuple[torch.Tensor | str, Action | None]:
-        """Compute an op, as compiled code does: notify nobody.
-
-        Returns:
-            Its result, or why it falls back; and the action that does the same for calls with the same metadata, or
-            None if there is none.
-        """
+    def _compute(
+        self, op: str, args: Sequence[Any], cache: Plan.Cache | None, checked: bool = False
+    ) -> tuple[torch.Tensor | str, Plan.Action | None]:
+        """Return the result of an op, or why it falls back; and the action that does the same, or None."""
         found = self.choose(op, args, checked)
         if isinstance(found, str):
             return found, self.FALL_BACK
         kernel = found.kernel
         weight: torch.Tensor = args[kernel.weight]
         if self.may_capture and self.backend.is_capturing():
-            return NOT_CACHED, None
+            return self.NOT_CACHED, None
         # Traced tensors are of subclasses too, but caching is not safe then.
         if (
             not checked
@@ -212,8 +211,7 @@ class KernelPlan(Plan):
             and not self.is_traced()
         ):
             return self.SUBCLASS, None
-        where = process_cache.cache if cache is None else cache
-        prepared = prepacked(where, weight, found.prepack_id, found.prepack)
+        prepared = self.prepacked(weight, cache, found.prepack_id, found.prepack)
         if prepared is None:
             return CANNOT_PREPACK, None
         if isinstance(prepared, str):
@@ -237,4 +235,4 @@ def _prepack_id(given: Extension, recipe: Recipe, op: str, kernel: LowBitKernel)
         if ids is None:
             ids = {}
             _ids.append((weakref.ref(given), ids))
-        return ids.setdefault(key, next(_unused_ids))
+        return ids.get(key) or ids.setdefault(key, Plan.new_id())

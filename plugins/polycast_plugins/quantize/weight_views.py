@@ -1,5 +1,7 @@
 """The weights of a model as matrices [N, K], by the names of its parameters."""
 
+from collections.abc import Iterable
+
 import torch
 
 WHOLE, TRANSPOSED = "", "transposed"
@@ -14,6 +16,13 @@ def parameters_by_name(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     """
     named = model.named_parameters(remove_duplicate=False)
     return {name.replace("_orig_mod.", ""): parameter for name, parameter in named}
+
+
+def first_of(texts: Iterable[str], separator: str = ", ", limit: int = 3) -> str:
+    """Return the first texts joined, and the number of others."""
+    given = list(texts)
+    shown, others = separator.join(given[:limit]), len(given) - limit
+    return f"{shown}{separator.strip(', ')} and {others} more" if others > 0 else shown
 
 
 def view_of(matrix: torch.Tensor, parameter: torch.Tensor) -> str | None:

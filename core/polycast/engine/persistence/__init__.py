@@ -1,1 +1,0 @@
-"""Caches of weights in files: what they hold, and how they are checked."""
