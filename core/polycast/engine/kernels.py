@@ -23,6 +23,7 @@ from ..torch_internals.dispatcher import (
     has_kernel_for_dispatch_key,
     python_kernels,
 )
+from ..torch_internals.higher_order_ops import HigherOrderOps
 from .casts import cached_cast
 
 installed: dict[str, "Kernels"] = {}
@@ -84,6 +85,7 @@ class Kernels(ABC):
         self._policies = policies
         self._newest: dict[str, tuple[OpOverload, CastPolicy | None]] = {}
         self._displaced: list[tuple[OpOverload, Any]] = []
+        self._higher_order_ops = HigherOrderOps(self.key, backend.device_type)
         try:
             # Ops outside of the table fall through the key. torch registers that for the devices that it has tables of.
             if not has_backend_fallback(self.key):
@@ -157,6 +159,7 @@ class Kernels(ABC):
     def remove(self) -> None:
         """Uninstall the kernels, and restore those before them."""
         self._unregister()
+        self._higher_order_ops.remove()
         cached_cast.clear_operator_cache()
         for op, kernel in self._displaced:
             python_kernels(op)[dispatch_key(self.key)] = kernel

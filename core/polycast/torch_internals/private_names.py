@@ -200,6 +200,13 @@ def skip_frames(code: Any) -> None:
         _set_strategy(code, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
 
 
+_NOT_IN_REGIONS = "torch.cond and other higher-order ops raise NotImplementedError in regions on most devices"
+
+named_higher_order_ops: dict[str, Any] = torch_name("torch._ops._higher_order_ops", {}, _NOT_IN_REGIONS)
+keys_that_higher_order_ops_skip: list[Any] = torch_name(
+    "torch._ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS", [], _NOT_IN_REGIONS
+)
+
 _NOT_SCRIPTED = "torch.jit.script refuses functions with regions of polycast"
 
 _script_class_of: Callable[[type], Any] | None = torch_name("torch.jit._state._get_script_class", None, _NOT_SCRIPTED)

@@ -72,6 +72,25 @@ class RegionChecks(Subject):
             device.must_be(once, "after the inner entries of a region nested in itself")
         device.must_be(before, "after a region nested in itself")
 
+    def test_higher_order_op(self, device: Device) -> None:
+        """A higher-order op, here ``torch.cond``, runs in a region, and its branches are autocast."""
+
+        def branch(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor]:
+            return (torch.mm(x, y),)
+
+        x, y = device(4, 4), device(4, 4)
+        with device.region():
+            expected = torch.mm(x, y).dtype
+            try:
+                (result,) = torch.ops.higher_order.cond(True, branch, branch, (x, y))
+            except NotImplementedError as error:
+                raise AssertionError(f"torch.cond raises in a region on {device.type}: {error}") from error
+        require(
+            result.dtype is expected,
+            f"mm in a branch of torch.cond gave {result.dtype} in a region on {device.type}; outside of the branch, it "
+            f"gives {expected}",
+        )
+
     def test_threads_have_their_own_state(self, device: Device) -> None:
         """A region is active on the thread that entered it; another thread can enter the same one."""
         before = device.state()

@@ -170,6 +170,22 @@ def test_a_wrong_backend_fails_the_check(name, wrong, message, engine, check):
         check(name, wrong())
 
 
+@pytest.mark.parametrize("raises", [True, False])
+def test_a_higher_order_op_that_raises_or_is_not_autocast_fails_the_check(raises, check, monkeypatch):
+    def kernel(*args):
+        if raises:
+            raise NotImplementedError("no kernel")
+        return (torch.ones(4, 4),)
+
+    cond = torch.ops.higher_order.cond
+    monkeypatch.setitem(cond.py_kernels, torch._C.DispatchKey.AutocastCPU, kernel)
+    monkeypatch.setattr(cond, "non_fallthrough_keys", cond.non_fallthrough_keys.add(torch._C.DispatchKey.AutocastCPU))
+    message = "torch.cond raises in a region on cpu: no kernel" if raises else "gave torch.float32 in a region on cpu"
+    with pytest.raises(AssertionError, match=message):
+        check("test_higher_order_op", CpuBackend())
+    cond._dispatch_cache.clear()
+
+
 def test_every_check_fails_in_one_of_these_files():
     checks = {name for name in dir(BackendConformance) if name.startswith("test_")}
     files = Path(__file__).parent.glob("test_*_checks_can_fail.py")

@@ -1,0 +1,66 @@
+"""Higher-order ops, such as ``cond`` and ``flex_attention``, at the Autocast keys of devices that torch left out.
+
+torch lets them fall through the keys of the CPU, CUDA and XPU. At any other, they raise NotImplementedError.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .dispatcher import clear_dispatch_cache, dispatch_key, excluding, python_kernels
+from .private_names import keys_that_higher_order_ops_skip, named_higher_order_ops
+
+
+class HigherOrderOps:
+    """Makes the higher-order ops work at a device's Autocast key, until :meth:`remove`.
+
+    Those without a kernel there fall through, also those that are defined later, but for ``flex_attention``, which
+    casts its query, key and value to the fast dtype, as torch's kernel for CUDA.
+    """
+
+    def __init__(self, key: str, device_type: str) -> None:
+        self._key = dispatch_key(key)
+        self._is_torchs = self._key is None or self._key in keys_that_higher_order_ops_skip
+        if self._is_torchs:
+            return
+        keys_that_higher_order_ops_skip.append(self._key)
+        self._fell_through = {
+            op for op in named_higher_order_ops.values() if not op.non_fallthrough_keys.has(self._key)
+        }
+        for op in self._without_kernel():
+            op.fallthrough(self._key)
+            clear_dispatch_cache(op)
+        self._attention = named_higher_order_ops.get("flex_attention")
+        if self._attention is not None and self._key not in python_kernels(self._attention):
+            self._attention.py_impl(self._key)(_casting(self._attention, key, device_type))
+        else:
+            self._attention = None
+
+    def remove(self) -> None:
+        """Leave the ops as they were before."""
+        if self._is_torchs:
+            return
+        self._is_torchs = True
+        keys_that_higher_order_ops_skip.remove(self._key)
+        if self._attention is not None:
+            del python_kernels(self._attention)[self._key]
+        for op in self._without_kernel():
+            if op not in self._fell_through:
+                op.non_fallthrough_keys = op.non_fallthrough_keys.add(self._key)
+            clear_dispatch_cache(op)
+
+    def _without_kernel(self) -> list[Any]:
+        return [op for op in named_higher_order_ops.values() if self._key not in python_kernels(op)]
+
+
+def _casting(attention: Any, key: str, device_type: str) -> Callable[..., Any]:
+    exclude = excluding(key, device_type)
+
+    def cast_and_attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        dtype = torch.get_autocast_dtype(device_type)
+        given = [each.to(dtype) if each.dtype is not torch.float64 else each for each in (query, key, value)]
+        with exclude():
+            return attention(*given, *args, **kwargs)
+
+    return cast_and_attend
