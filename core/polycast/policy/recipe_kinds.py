@@ -41,7 +41,7 @@ def define(cls: Any, kind: object) -> None:
 def _check(cls: Any, kind: object) -> None:
     if not isinstance(kind, str) or not re.fullmatch(recipe_settings.NAME, kind):
         raise ValueError(f"{cls.__name__}.kind must be a name such as 'int8', got {kind!r}")
-    if cls._defaults.get("ops") and not cls.plan_class:
+    if cls.ops and not cls.plan_class:
         raise TypeError(f"{cls.__name__} needs a plan_class for its ops, as polycast_plugins.quantize.LowBitRecipe has")
     name = f"{cls.__module__}.{cls.__qualname__}"
     known = kinds.get(kind)

@@ -2,11 +2,13 @@
 
 import copy
 import pickle
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import polycast
+from polycast.policy import manifests
 
 from .cached_casts import BYTES, X, parameter, use
 
@@ -118,3 +120,35 @@ def test_repr_shows_what_the_cache_holds(cache):
     use(cache, weight)
     use(cache, weight)
     assert repr(cache) == "<WeightCache: entries 1, MiB 0.0, hits 1, misses 1>"
+
+
+def test_another_cache_adopts_the_entries_of_one():
+    cache, other, weight = polycast.WeightCache(), polycast.WeightCache(), parameter()
+    expected = use(cache, weight)
+    for entry in cache.entries():
+        other.adopt(*entry)
+    assert torch.equal(use(other, weight), expected)
+    assert (other.stats().hits, other.stats().misses) == (1, 0)
+
+
+def test_an_entry_whose_weight_may_be_written_unseen_is_not_adopted():
+    cache, weight = polycast.WeightCache(), parameter()
+    use(cache, weight)
+    (entry,) = cache.entries()
+    alias = weight.data
+    with pytest.raises(ValueError, match="cannot be cached: something else holds the weight's memory"):
+        polycast.WeightCache().adopt(*entry)
+    del alias
+
+
+def test_what_saves_a_cache_is_a_plugins(monkeypatch, tmp_path):
+    called = []
+    plugin = SimpleNamespace(find=lambda table, name: lambda *args: called.append((table, name, args)))
+    monkeypatch.setattr(manifests, "manifests", lambda: plugin)
+    cache = polycast.WeightCache()
+    cache.save(tmp_path / "saved")
+    assert called == [("methods", "WeightCache.save", (cache, tmp_path / "saved", None))]
+    monkeypatch.setattr(manifests, "manifests", manifests.Manifests)
+    for call in (lambda: cache.save("saved"), lambda: polycast.WeightCache.load("saved", torch.nn.Linear(2, 2))):
+        with pytest.raises(NotImplementedError, match="WeightCache.* is of the plugin 'quantize', which is not inst"):
+            call()
