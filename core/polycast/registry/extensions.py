@@ -132,12 +132,13 @@ class DeviceExtensions:
 
     def _load_all(self) -> None:
         try:
-            self._doing = "importing"
-            extensions = [_tried(self._import, each) for each in self.candidates]
-            self._doing = "asking"
-            answers = [
-                each if isinstance(each, BaseException) else _tried(check_availability, each) for each in extensions
-            ]
+            with importing():  # also when they are asked: they may import what they need then
+                self._doing = "importing"
+                extensions = [_tried(self._import, each) for each in self.candidates]
+                self._doing = "asking"
+                answers = [
+                    each if isinstance(each, BaseException) else _tried(check_availability, each) for each in extensions
+                ]
         finally:
             self._doing = ""
         self._answers = [
@@ -157,7 +158,7 @@ class DeviceExtensions:
         waiting = (
             f"still importing an extension of {self.device_type!r}, {candidate}. POLYCAST_DISCOVERY=0 leaves it out."
         )
-        with importing(), nullcontext() if candidate.built_in else announce_if_slow(waiting), disable_autocast():
+        with nullcontext() if candidate.built_in else announce_if_slow(waiting), disable_autocast():
             return call_outside(_called, candidate, self.device_type)
 
     def reset(self) -> None:

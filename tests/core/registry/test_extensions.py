@@ -242,17 +242,23 @@ def test_extensions_of_third_parties_are_ignored_without_discovery(run, extensio
     assert answer is False
 
 
-def test_a_fork_waits_until_another_thread_has_imported_an_extension(run, extension):
-    extension("acme-slow", amendment="import time\ntime.sleep(0.2)")
+@pytest.mark.parametrize("when", ["imported", "asked"])
+def test_a_fork_waits_until_another_thread_has_loaded_an_extension(run, extension, when):
+    slow = "import sys\nsys.begun.set()\nsys.forks.wait(60)\n"
+    asked = "def availability(self):\n    import acme_needs\n    return polycast.plugin.Availability(True)\n"
+    amendment = slow if when == "imported" else asked + "AcmeExtension.availability = availability\n"
+    extension("acme-slow", amendment=amendment, files={"acme_needs.py": slow + "number = 5\n"})
     answer = run("""
         import os, threading
         from polycast.registry.registry import registry
+        sys.begun, sys.forks = threading.Event(), threading.Event()
         thread = threading.Thread(target=polycast.plugin.get_backend, args=("cpu",))
         thread.start()
-        while "acme_slow" not in sys.modules:
-            pass
+        assert sys.begun.wait(60)
+        os.register_at_fork(before=sys.forks.set)  # before polycast's
         child = os.fork()
         if child == 0:
+            import acme_needs
             os._exit(not isinstance(registry.extensions("cpu")[0], sys.modules["acme_slow"].AcmeExtension))
         thread.join()
         answer = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
