@@ -5,7 +5,8 @@ import os
 import pytest
 
 import polycast
-from polycast_plugins.fastest import cases, profile, profile_file, profiled_ops, slower
+from polycast.toolchain import cache_folder
+from polycast_plugins.fastest import cases, profile, profiled_ops, slower
 from polycast_plugins.fastest.measurement import Measurement
 
 
@@ -14,7 +15,7 @@ def _own_profiles(tmp_path_factory):
     """Keep the profiles of the tests apart from the user's."""
     folder = tmp_path_factory.mktemp("cache") / "polycast"
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(profile_file, "cache_directory", lambda: folder)
+        patched.setattr(cache_folder, "cache_directory", lambda: folder)
         yield
 
 

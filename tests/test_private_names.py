@@ -14,6 +14,7 @@ PLUGINS = Path(polycast_plugins.observe.__file__).parents[1]
 MAY_READ = {
     "compilers/backward.py": "the configuration that wrap_joint has checked",
     "compilers/guards.py": "names that guard_dynamo has checked",
+    "dropin/shim.py": "what Dynamo has while it traces",
     "precision/explain.py": "fake tensors and their errors, used while it explains a model",
     "testing/kernel_checks.py": "the conformance suite runs in tests",
     "testing/oracle.py": "the conformance suite runs in tests",

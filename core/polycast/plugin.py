@@ -11,12 +11,13 @@
 - Manifests: :class:`Plugin` is one, :func:`manifests` returns those installed, and :func:`lazy_names` imports the names
   of a package at their first use.
 - Changes to torch: :class:`Feature`, :class:`Patch`; a private name of torch: :func:`torch_name`.
-- Questions: :func:`check`, :func:`find_slow_reason` and :func:`drift_of` of a backend; :func:`decide` and
+- Questions: :func:`check`, :func:`find_slow_dtype` and :func:`drift_of` of a backend; :func:`decide` and
   :func:`explain_op` of a region; :func:`find_op`; :func:`dtype_name` and :func:`read_dtype`; :func:`all_recipes` and
   :func:`read_recipe`. The base of what tools return: :class:`Result`.
 - The region of another library: :class:`LibraryRegion`.
-- To run code without autocast or Dynamo: :func:`disable_autocast`, :func:`disable_dynamo`; to hold locks over a fork:
-  :func:`hold_during_fork`; to replace the forward of one module: :class:`InstanceForward`; to be told what happens:
+- To run code without autocast or Dynamo: :func:`disable_autocast`, :func:`disable_dynamo`; to call that of another
+  package: :func:`call_outside`; to hold locks over a fork: :func:`hold_during_fork`; to keep a file for the user:
+  :class:`CacheFile`; to replace the forward of one module: :class:`InstanceForward`; to be told what happens:
   :class:`events`.
 
 Users of regions import from ``polycast``, and errors from ``polycast.errors``.
@@ -53,18 +54,20 @@ if TYPE_CHECKING:
     from .region.explain_op import explain_op as explain_op
     from .region.instance_forward import InstanceForward as InstanceForward
     from .region.library_region import LibraryRegion as LibraryRegion
+    from .region.slow_dtype import find_slow_dtype as find_slow_dtype
     from .registry.backend import Availability as Availability
     from .registry.backend import Backend as Backend
     from .registry.backend import Extension as Extension
     from .registry.backend import LowBitKernel as LowBitKernel
-    from .registry.checks import find_slow_reason as find_slow_reason
     from .registry.hookspecs import hookimpl as hookimpl
     from .registry.matmul_kernels import float32_products as float32_products
     from .registry.recipe_kernels import check as check
     from .registry.recipe_kernels import recipe_kernels as recipe_kernels
     from .registry.registry import get_backend as get_backend
+    from .toolchain.cache_folder import CacheFile as CacheFile
     from .toolchain.load_ops import load_ops as load_ops
     from .torch_internals.builtin_functions import memory_of as memory_of
+    from .torch_internals.callers_state import call_outside as call_outside
     from .torch_internals.dispatcher import disable_autocast as disable_autocast
     from .torch_internals.lookup import torch_name as torch_name
     from .torch_internals.patcher import Feature as Feature
@@ -73,6 +76,7 @@ if TYPE_CHECKING:
 _PLACES = {
     "Availability": "registry.backend",
     "Backend": "registry.backend",
+    "CacheFile": "toolchain.cache_folder",
     "CastPolicy": "policy.cast_policy",
     "Extension": "registry.backend",
     "Feature": "torch_internals.patcher",
@@ -87,6 +91,7 @@ _PLACES = {
     "Result": "policy.result",
     "STANDARD_POLICIES": "policy.standard",
     "all_recipes": "policy.recipe",
+    "call_outside": "torch_internals.callers_state",
     "check": "registry.recipe_kernels",
     "choose_engine": "engine.choice",
     "decide": "region.explain_op",
@@ -97,7 +102,7 @@ _PLACES = {
     "events": "common.events",
     "explain_op": "region.explain_op",
     "find_op": "policy.schemas",
-    "find_slow_reason": "registry.checks",
+    "find_slow_dtype": "region.slow_dtype",
     "float32_products": "registry.matmul_kernels",
     "get_backend": "registry.registry",
     "hold_during_fork": "common.atfork",

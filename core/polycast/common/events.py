@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Generic, ParamSpec, TypeVar
 
+import torch
+
 from .atfork import hold_during_fork
 
 _L = TypeVar("_L")
@@ -20,6 +22,8 @@ class events:
             Compiled code notifies when it runs. With listeners, the engine decides each call anew, which is slower.
         calibration: the kernel, the op and its arguments in the order of the schema, of a call that a recipe would
             compute. On a thread with listeners, such calls run in float32.
+        slow_dtype: the device type and the dtype, when the first region without a recipe is made whose dtype is slow.
+            With listeners, polycast does not warn of it.
         own_work: True when this thread begins to work for polycast, with ops that do not belong to the program, such
             as those of a measurement, and False when it ends. Around such work, use ``events.own_work.during()``.
     """
@@ -89,4 +93,5 @@ class events:
 
     recipe_call: Event[Callable[[str, str, str, str | None, str], object]] = Event()
     calibration: Event[Callable[[Any, str, Sequence[Any]], object]] = Event()
+    slow_dtype: Event[Callable[[str, torch.dtype], object]] = Event()
     own_work: Event[Callable[[bool], object]] = Event()

@@ -85,12 +85,6 @@ def region_of_rule(
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def break_at_subclass() -> None:
-    """Break the graph where it makes a region of a subclass of torch's class, while torch is patched."""
-    _break("Dynamo does not trace the methods of torch.autocast, which its class inherits")
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def note_rule(device_type: str) -> None:
     """Note that what is being compiled depends on a rule for a module."""
     support_overrides(device_type)

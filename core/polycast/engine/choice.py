@@ -9,8 +9,7 @@ import torch
 
 from ..common import env
 from ..common.atfork import hold_during_fork
-from ..common.interrupts import raise_if_callers
-from ..errors import warn_user
+from ..errors import raise_if_callers, warn_user
 from ..policy.cast_policy import CastPolicy
 from ..registry.backend import Backend
 from ..torch_internals.dispatcher import excluded_keys
@@ -25,10 +24,12 @@ class Engine(state.StateMachine, Protocol):
     Attributes:
         name: ``"native"`` or ``"reference"``.
         origin: where its library came from, in words; empty for the engine in Python.
+        build_failure: why the native engine could not be built, if that is why this one runs.
     """
 
     name: str
     origin: str
+    build_failure: str
 
     def kernels(self, backend: Backend, policies: Mapping[str, CastPolicy], /) -> Kernels:
         """Install a backend's kernels for the ops of `policies`."""
@@ -67,8 +68,6 @@ class _Unchosen:
 
 
 _engine: Engine | None = None
-_build_failure = ""
-"""Why the native engine could not be built, if that is why the reference engine was chosen."""
 _lock = threading.RLock()
 hold_during_fork(lambda: [_lock])
 
@@ -105,11 +104,6 @@ def chosen() -> Engine | None:
     return _engine
 
 
-def build_failure() -> str:
-    """Return why the native engine could not be built; empty unless the reference engine runs because of that."""
-    return _build_failure
-
-
 def reset_engine() -> None:
     """Let the next region choose an engine; no region may be open and no kernels installed."""
     global _engine
@@ -119,16 +113,20 @@ def reset_engine() -> None:
 
 
 @functools.cache
-def _reference() -> Engine:
-    """Return this process's reference engine."""
+def _the_reference_engine() -> Engine:
     from .reference.engine import ReferenceEngine
 
     return ReferenceEngine()
 
 
+def _reference(build_failure: str = "") -> Engine:
+    """Return this process's reference engine, given why the native one could not be built."""
+    engine = _the_reference_engine()
+    engine.build_failure = build_failure
+    return engine
+
+
 def _choose(wanted: str, failure: Exception | None) -> Engine:
-    global _build_failure
-    _build_failure = ""
     if wanted == "reference":
         return _reference()
     from ..toolchain.cpp_library import BuildError
@@ -144,9 +142,8 @@ def _choose(wanted: str, failure: Exception | None) -> Engine:
         reason = str(error) if isinstance(error, BuildError) else f"{type(error).__name__}: {error}."
         if wanted == "native":
             raise RuntimeError(f"POLYCAST_ENGINE=native, but the native engine cannot be built: {reason}") from error
-    _build_failure = reason
     warn_user(
         f"polycast runs on its reference engine, which is slower: the native engine cannot be built: {reason} "
         "Set POLYCAST_ENGINE=reference to silence this warning."
     )
-    return _reference()
+    return _reference(reason)

@@ -8,8 +8,8 @@ from typing import Any
 from ..common.atfork import hold_during_fork
 from ..errors import InvalidBackendError, warn_user
 from ..policy.cast_policy import CastPolicy
-from ..policy.recipe_settings import COMPOSED_OPS
 from ..policy.schemas import find_op
+from ..policy.standard import COMPOSED_OPS
 from ..policy.validation import entry_problem
 from ..registry.backend import Backend
 from ..registry.registry import registry
@@ -50,21 +50,6 @@ def refusal(backend: Backend, name: str) -> str:
     """Return the error message of a banned op."""
     remedy = {**REMEDIES, **backend.remedies}.get(name, "Call it in a region with enabled=False, on float32 inputs.")
     return f"{name} is unsafe to autocast on {backend.device_type}. {remedy}"
-
-
-def runs_in_fast_dtype_only(op: str, backend: Backend) -> bool:
-    """Return whether autocast computes every op that a composed op calls in the fast dtype.
-
-    It does not where the table of the device has another policy for an op, or another library a kernel.
-    """
-    kernels = installed.get(backend.device_type)
-    table = {name: each.policy for name, each in registry.added_policies(backend).items()} | {**backend.policies}
-    ours = table.keys() | (kernels.ops if kernels is not None else ())
-    calls, lower = COMPOSED_OPS[op], CastPolicy.LOWER_PRECISION_FP
-    if any(table.get(each, lower) is not lower for each in calls):
-        return False
-    key = autocast_key(backend.device_type)
-    return not any(has_kernel_for_dispatch_key(each, key) for each in (op, *calls) if each not in ours)
 
 
 class Kernels(ABC):

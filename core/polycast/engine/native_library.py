@@ -7,7 +7,8 @@ from typing import Any
 
 from ..common.atfork import hold_during_fork
 from ..toolchain.cpp_library import BuildError, CppLibrary
-from .choice import build_failure, choose_engine
+from ..toolchain.load import BuildableLibrary, import_extension, load, try_build
+from .choice import choose_engine
 
 _HEADERS = "polycast.engine.native:common"
 _lock = threading.RLock()
@@ -17,11 +18,12 @@ _loaded: dict[tuple[CppLibrary, Any], Any] = {}
 
 
 @dataclass(frozen=True)
-class NativeLibrary(CppLibrary):
+class NativeLibrary(BuildableLibrary):
     """C++ sources in a plugin's package, compiled into an extension module for the native engine of this process.
 
     They may include the engine's headers in :file:`engine/native/common`, of which :file:`observing.h` declares what
-    the engine offers, and nothing else of the engine. ``polycast build`` compiles them ahead of their first use.
+    the engine offers, and nothing else of the engine. ``polycast build`` compiles them ahead of their first use: it
+    calls :meth:`build`, also of the library of the engine itself and of those of ops.
 
     Attributes:
         package: the package that contains the sources.
@@ -32,6 +34,13 @@ class NativeLibrary(CppLibrary):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "folders", (*self.folders, _HEADERS))
+
+    @staticmethod
+    def of_engine() -> BuildableLibrary:
+        """Return the library of the engine itself."""
+        from .native.engine_library import ENGINE
+
+        return ENGINE
 
     def load(self, user: str, bind: Callable[[Any, object], object]) -> Any:
         """Return the module, compiled, imported and bound to the engine if that has not been done.
@@ -52,21 +61,20 @@ class NativeLibrary(CppLibrary):
         if found is not None:
             return found
         if engine.name != "native":
-            reason = build_failure()
-            why = f"the native engine cannot be built: {reason}" if reason else "POLYCAST_ENGINE=reference. Unset it."
+            why = "POLYCAST_ENGINE=reference. Unset it."
+            if engine.build_failure:
+                why = f"the native engine cannot be built: {engine.build_failure}"
             raise RuntimeError(
                 f"{user} needs the native engine, and this process runs on the {engine.name} engine: {why}"
             )
-        from ..toolchain.load import import_extension, load, try_build  # imported here because it is slow to import
-        from .native.engine_library import ENGINE
-
         try:
             failure = try_build(self)  # before taking the lock: a fork waits for the lock, not for the compiler
             if failure is not None:
                 raise failure
             with _lock:
                 if (self, engine) not in _loaded:
-                    if ENGINE.read_sources() != engine.sources:  # it would be built from other headers than the engine
+                    # Otherwise it would be built from other headers than the engine.
+                    if self.of_engine().read_sources() != engine.sources:
                         raise BuildError(
                             "the C++ of polycast has changed since its engine was loaded. Restart the program."
                         )

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..common.cached_property import cached_property
 from ..policy.cast_policy import CastPolicy
-from ..policy.recipe_settings import COMPOSED_OPS, POINTWISE_OPS
+from ..policy.standard import COMPOSED_OPS
 from .disable_dynamo import disable_dynamo
 
 if TYPE_CHECKING:
@@ -72,12 +72,14 @@ class Override:
         """
         if self.recipe is None:
             return frozenset()
-        return self.recipe.overloads - self.policies.keys() - (COMPOSED_OPS.keys() if self.policies else frozenset())
+        return self.recipe.overloads - self.policies.keys() - (COMPOSED_OPS if self.policies else frozenset())
 
     @cached_property
     def added(self) -> frozenset[str]:
         """The ops that need a kernel whether or not they are in the backend's table."""
-        return (self.recipe_ops & POINTWISE_OPS).union(self.policies)
+        if self.recipe is None:
+            return frozenset(self.policies)
+        return (self.recipe_ops & self.recipe.without_policy - COMPOSED_OPS).union(self.policies)
 
     @disable_dynamo
     def over(self, parent: "Override | None") -> "Override":

@@ -16,9 +16,8 @@ from typing import Any, NamedTuple
 from ..common import env
 from ..common.announce import announce_if_slow
 from ..common.importing import importing
-from ..common.interrupts import PLUGIN_ERRORS, raise_if_callers, raise_if_callers_at_import
 from ..common.versions import name_and_version
-from ..errors import warn_user
+from ..errors import PLUGIN_ERRORS, raise_if_callers, raise_if_callers_at_import, warn_user
 from ..torch_internals.callers_state import call_outside
 from ..torch_internals.dispatcher import disable_autocast
 

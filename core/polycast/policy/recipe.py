@@ -58,10 +58,11 @@ class Recipe:
     needs_kernels: ClassVar[bool] = True
     """Whether a device supports the recipe only if its backend says so."""
     avoids_slow_dtypes: ClassVar[str | None] = None
-    """Text after the recipe's name in messages that suggest it in place of a slow fast dtype, such as
-    ``" (inference only)"``. None: they do not suggest it."""
+    """What messages add to its name where they suggest it in place of a slow dtype; None: they do not suggest it."""
     plan_class: ClassVar[str] = ""
     """The subclass of `Plan` that computes the recipe, as ``module:class``. It is imported at the first use."""
+    without_policy: ClassVar[frozenset[str]] = frozenset()
+    """The ops that it can compute although they have no policy, by dispatcher name."""
     loaders: ClassVar[Mapping[str, str]] = MappingProxyType({})
     """For each setting that policy files have as a path, relative to their folder, the function that returns the object
     in a file, as ``module:function``. The object has a ``saved_path()``."""

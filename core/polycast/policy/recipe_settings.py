@@ -12,17 +12,6 @@ from typing import Any, Literal, get_args, get_origin
 from ..torch_internals.private_names import constant_to_dynamo
 from .names import known_overloads, read_op
 
-POINTWISE_OPS = frozenset(f"aten::{name}" for name in ("gelu", "mish", "sigmoid", "silu", "tanh"))
-"""Elementwise ops without a policy that kernels of backends may compute for a recipe, with the same results."""
-COMPOSED_OPS = {
-    "aten::_transformer_encoder_layer_fwd": (
-        *("aten::_native_multi_head_attention", "aten::_addmm_activation", "aten::addmm", "aten::layer_norm"),
-        *("aten::native_layer_norm", "aten::add_.Tensor"),
-    )
-}
-"""Ops without a policy that a recipe can compute as a whole. By op, the ops that it calls."""
-WITHOUT_POLICY = COMPOSED_OPS.keys() | POINTWISE_OPS
-"""The ops that a recipe can compute although they have no policy."""
 NAME = r"\w+(-\w+)*"
 """A kind of recipes, or a word after it in the name of one."""
 _SIMPLE_TYPES = (bool, int, float, str)

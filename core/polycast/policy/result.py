@@ -1,9 +1,10 @@
 """`Result`: the base of values that print as text and tables, and convert to plain data."""
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import torch
 
@@ -21,17 +22,24 @@ Rows: TypeAlias = Sequence[Sequence[str]]
 
 
 class Result:
-    """The base of a result, a dataclass: ``print`` and notebooks show its tables and lines.
+    """The base of a result, a dataclass: ``print`` and notebooks show its heading, tables and lines.
 
     Subclasses say what these are; without tables and lines, a result shows its ``repr``.
     """
+
+    min_width: ClassVar[int] = 160
+    """The columns that the text may have, whatever those of the terminal are."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as plain data for JSON: dtypes, policies and recipes by name, inf and nan as texts."""
         return {name: plain_data(value) for name, value in vars(self).items()}
 
+    def heading(self) -> str:
+        """Return the line above the tables, if there is one."""
+        return ""
+
     def tables(self) -> Iterable[tuple[Sequence[str], Rows]]:
-        """Return the names of the columns and the rows of each table. Columns of numbers are shown on the right."""
+        """Return the names of the columns and the rows of each table. Columns of quantities are shown on the right."""
         return ()
 
     def lines(self) -> Sequence[str]:
@@ -42,18 +50,21 @@ class Result:
         from rich.console import Group
         from rich.text import Text
 
+        heading = [Text(self.heading()), Text()] if self.heading() else []
         shown = [part for table in self.tables() for part in (_rich_table(*table), Text())]
-        return Group(*shown, Text("\n".join(self.lines())))
+        return Group(*heading, *shown, Text("\n".join(self.lines())))
 
     def _repr_html_(self) -> str:
-        return "\n".join([*(html_table(*table) for table in self.tables()), html_lines(self.lines())])
+        tables = [html_table(*table, self.heading()) for table in self.tables()]
+        return "\n".join([*tables, html_lines(self.lines())])
 
     def __str__(self) -> str:
         from rich.console import Console
 
-        width = max(160, Console().width)
+        width = max(self.min_width, Console().width)
+        heading = [in_ascii(self.heading())] if self.heading() else []
         tables = [as_text(_rich_table(*table), width) for table in self.tables()]
-        return "\n\n".join([*tables, in_ascii("\n".join(self.lines()))])
+        return "\n\n".join([*heading, *tables, in_ascii("\n".join(self.lines()))])
 
 
 def _rich_table(columns: Sequence[str], rows: Rows) -> "Table":
@@ -62,18 +73,11 @@ def _rich_table(columns: Sequence[str], rows: Rows) -> "Table":
 
     table = Table(box=under_the_head(), show_edge=False)
     for number, column in enumerate(columns):
-        is_text = number == 0 or not all(_is_number(row[number]) for row in rows)
+        is_text = number == 0 or not all(re.match(r"[+-]?[\d.]|-$|inf|nan", row[number]) for row in rows)
         table.add_column(column, justify="left" if is_text else "right", overflow="fold", no_wrap=not is_text)
     for row in rows:
         table.add_row(*map(Text, row))
     return table
-
-
-def _is_number(cell: str) -> bool:
-    try:
-        return cell == "-" or float(cell) is not None
-    except ValueError:
-        return False
 
 
 def plain_data(value: Any) -> Any:

@@ -17,7 +17,6 @@ from ..engine.state import Settings
 from ..policy.cast_policy import CastPolicy
 from ..policy.names import OpName, known_overloads, read_op
 from ..policy.recipe import RecipeLike, read_recipe
-from ..policy.recipe_settings import WITHOUT_POLICY
 from ..policy.registered import registrations
 from ..policy.schemas import existing_op, flatten_arguments
 from ..policy.value import PolicyLike
@@ -44,6 +43,7 @@ def explain_op(
     kwargs: Mapping[str, Any] = MappingProxyType({}),
     policy: PolicyLike | None = None,
     recipe: RecipeLike | None = None,
+    enabled: bool | None = None,
 ) -> Explanation:
     """Return what autocast does to an op in this thread's region for a device, and which rule decides it.
 
@@ -55,6 +55,7 @@ def explain_op(
         args, kwargs: arguments of the op, to tell the dtype of each tensor; they may be fake, and a tensor on ``meta``
             counts as on the device. Without any, only the rule is told, for each overload of the name.
         policy, recipe: those of a region inside this thread's.
+        enabled: whether that is enabled; None: if autocast is. The device need not be present.
 
     Raises:
         TypeError: the op does not take the arguments, or is of another type.
@@ -67,19 +68,18 @@ def explain_op(
     own = override_of(policy, device_type, None if recipe is None else read_recipe(recipe))
     here = Settings(
         device_type,
-        torch.is_autocast_enabled(device_type),
+        torch.is_autocast_enabled(device_type) if enabled is None else enabled,
         state.current_dtype(device_type, backend.default_dtype),
         override=override if own is None else own.over(override),
         cache=cache,
     )
-    return explain_in(here, backend, op, args, dict(kwargs))
+    return _explain_in(here, backend, op, args, dict(kwargs))
 
 
-def explain_in(
-    region: Settings, backend: Backend, op: Op, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+def _explain_in(
+    region: Settings, backend: Backend, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Explanation:
-    """Explain an op in a region with these settings; see :func:`polycast.explain`."""
-    name, kwargs = read_op(op), kwargs or {}
+    name = read_op(op)
     if not args and not kwargs:
         found = [_without_arguments(each, region, backend) for each in known_overloads(name)]
         found.sort(key=lambda each: each.policy is None)
@@ -112,7 +112,7 @@ def _without_arguments(op: str, region: Settings, backend: Backend) -> Explanati
     override = region.override
     if override is None or override.recipe is None or op not in override.recipe_ops:
         return found
-    if policy is not CastPolicy.LOWER_PRECISION_FP and not (policy is None and op in WITHOUT_POLICY):
+    if policy is not CastPolicy.LOWER_PRECISION_FP and not (policy is None and op in override.recipe.without_policy):
         return found
     plan = plan_of(override, region.device_type)
     declined = None if plan is None else plan.why_no_kernel(op)

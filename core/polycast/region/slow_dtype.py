@@ -1,24 +1,73 @@
 """Warn once in a process, when a region is made, that its fast dtype is slow on the device."""
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+
 import torch
 
-from ..common.interrupts import PLUGIN_ERRORS, raise_if_callers
+from ..common.events import events
 from ..engine import state
-from ..errors import SlowDtypeWarning, warn_user
+from ..errors import PLUGIN_ERRORS, SlowDtypeWarning, raise_if_callers, warn_user
 from ..policy.dtypes import dtype_name
 from ..registry.backend import Backend
-from ..registry.checks import ask_slow_reason, find_slow_reason
+from ..registry.checks import ask_slow_reason
 from ..registry.registry import registry
 from ..torch_internals.callers_state import call_outside
 
-found: dict[tuple[str, torch.dtype], None] = {}
-"""The devices and slow dtypes of the regions so far."""
 _checked: set[tuple[str, torch.dtype]] = set()
-_is_left_to_summary = False
+
+
+@dataclass(frozen=True)
+class SlowDtype:
+    """A fast dtype that is slow on a device.
+
+    Attributes:
+        backend: the backend of the device.
+        dtype: the dtype.
+        reason: why it is slow, as the end of a sentence.
+    """
+
+    backend: Backend
+    dtype: torch.dtype
+    reason: str
+
+    def __str__(self) -> str:
+        """Return the beginning of a sentence that says why the dtype is slow."""
+        return f"{dtype_name(self.dtype)} is slow on {self.backend.device_type}: {self.reason}"
+
+    def faster_recipes(self) -> Mapping[str, str]:
+        """Return the names of the recipes that avoid slow dtypes on the device, as far as known without compiling C++.
+
+        The values are what messages add to the names.
+        """
+        from ..policy.recipe import all_recipes  # few programs are warned
+        from ..registry.recipe_kernels import check_recipe
+        from ..toolchain.load import BuildableLibrary
+
+        backend, recipes = self.backend, [each for each in all_recipes() if each.avoids_slow_dtypes is not None]
+        packages = (name for each in (backend, *registry.extensions(backend.device_type)) for name in each.ops_in_cpp)
+        built = all(BuildableLibrary.of_ops(package).is_built() for package in packages)
+        recipes = [each for each in recipes if (built or not each.needs_kernels) and check_recipe(backend, each)]
+        return {each.kind: each.avoids_slow_dtypes or "" for each in sorted(recipes, key=lambda each: each.kind)}
+
+
+def find_slow_dtype(backend: Backend, dtype: torch.dtype) -> SlowDtype | None:
+    """Return why a fast dtype is slow on a device, and which recipes are faster; None if it is not slow.
+
+    The backend says so (`Backend.slow_reason`), or a plugin that knows better (`Plugin.slow_reasons`).
+    """
+    from ..policy import manifests
+
+    reason = ask_slow_reason(backend, dtype)
+    for plugin in manifests.functions("slow_reasons"):
+        reason = plugin.ask(backend.device_type, dtype, reason, default=reason)
+    return None if reason is None else SlowDtype(backend, dtype, reason)
 
 
 def warn_if_slow(backend: Backend, dtype: torch.dtype) -> bool:
     """Warn if a dtype is slow on a device, at its first region in this process that has no recipe.
+
+    Listeners to ``events.slow_dtype`` are notified in place of a warning.
 
     Returns:
         Whether later regions do not warn.
@@ -30,50 +79,20 @@ def warn_if_slow(backend: Backend, dtype: torch.dtype) -> bool:
     if override is not None and override.recipe is not None and override.recipe.ops:
         return False
     # Plugins are asked only if the backend says that the dtype is slow: most programs need none.
-    text = None if ask_slow_reason(backend, dtype) is None else describe(backend, dtype)
-    if text is not None:
-        if not _is_left_to_summary:
-            ways = [f'recipe="{kind}"{note}' for kind, note in faster_recipes(backend).items()]
-            ways += [f"dtype={other}" for other in _faster_dtypes(backend)]
-            ways.append("float32, without a region")
-            warn_user(
-                f"{text}. It saves memory but no time. Faster: {', '.join(ways)}. To silence this: "
-                'warnings.simplefilter("ignore", polycast.errors.SlowDtypeWarning).',
-                SlowDtypeWarning,
-            )
-        found[key] = None
+    slow = None if ask_slow_reason(backend, dtype) is None else find_slow_dtype(backend, dtype)
+    if slow is not None and events.slow_dtype:
+        events.slow_dtype.notify(*key)
+    elif slow is not None:
+        ways = [f'recipe="{kind}"{note}' for kind, note in slow.faster_recipes().items()]
+        ways += [f"dtype={other}" for other in _faster_dtypes(backend)]
+        ways.append("float32, without a region")
+        warn_user(
+            f"{slow}. It saves memory but no time. Faster: {', '.join(ways)}. To silence this: "
+            'warnings.simplefilter("ignore", polycast.errors.SlowDtypeWarning).',
+            SlowDtypeWarning,
+        )
     _checked.add(key)
     return True
-
-
-def leave_to_summary() -> None:
-    """Do not warn in this process from now on, but fill :data:`found`."""
-    global _is_left_to_summary
-    _is_left_to_summary = True
-
-
-def describe(backend: Backend, dtype: torch.dtype) -> str | None:
-    """Return the beginning of a sentence that says why a dtype is slow on a device; None if it is not."""
-    reason = find_slow_reason(backend, dtype)
-    return None if reason is None else f"{dtype_name(dtype)} is slow on {backend.device_type}: {reason}"
-
-
-def faster_recipes(backend: Backend) -> dict[str, str]:
-    """Return the names of the recipes that avoid slow dtypes on a device, as far as known without compiling C++.
-
-    The values are what messages add to the names.
-    """
-    from ..policy.recipe import all_recipes  # few programs are warned
-    from ..registry.recipe_kernels import check_recipe
-    from ..toolchain.load_ops import is_built
-
-    recipes = sorted(
-        (each for each in all_recipes() if each.avoids_slow_dtypes is not None), key=lambda each: each.kind
-    )
-    packages = (name for each in (backend, *registry.extensions(backend.device_type)) for name in each.ops_in_cpp)
-    built = all(map(is_built, packages))
-    known = [recipe for recipe in recipes if (built or not recipe.needs_kernels) and check_recipe(backend, recipe)]
-    return {recipe.kind: recipe.avoids_slow_dtypes or "" for recipe in known}
 
 
 def _faster_dtypes(backend: Backend) -> list[torch.dtype]:
@@ -82,4 +101,4 @@ def _faster_dtypes(backend: Backend) -> list[torch.dtype]:
     except PLUGIN_ERRORS as error:
         raise_if_callers(error)
         return []
-    return [each for each in supported if find_slow_reason(backend, each) is None]
+    return [each for each in supported if find_slow_dtype(backend, each) is None]

@@ -14,8 +14,14 @@ import torch
 from ..common.announce import announce_if_slow
 from ..common.env import canonical_name
 from ..common.importing import acquire, importing
-from ..common.interrupts import CALLERS_ERRORS, PLUGIN_ERRORS, is_interrupt
-from ..errors import BackendBrokenError, BackendConflictError, BackendNotFoundError
+from ..errors import (
+    CALLERS_ERRORS,
+    PLUGIN_ERRORS,
+    BackendBrokenError,
+    BackendConflictError,
+    BackendNotFoundError,
+    is_interrupt,
+)
 from ..torch_internals.callers_state import call_outside
 from ..torch_internals.dispatcher import disable_autocast
 from .backend import Availability, Backend, validate

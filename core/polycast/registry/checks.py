@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..common import generation
-from ..common.interrupts import PLUGIN_ERRORS, raise_if_callers
+from ..errors import PLUGIN_ERRORS, raise_if_callers
 from ..torch_internals.callers_state import call_outside
 from .backend import Availability, Backend, Extension
 
@@ -43,19 +43,6 @@ def ask_slow_reason(backend: Backend, dtype: torch.dtype) -> str | None:
         raise_if_callers(error)
         return None
     return reason if isinstance(reason, str) and reason else None
-
-
-def find_slow_reason(backend: Backend, dtype: torch.dtype) -> str | None:
-    """Return why a fast dtype is slow on a device, as the end of a sentence; None if it is not.
-
-    The backend says so (`Backend.slow_reason`), or a plugin that knows better (`Plugin.slow_reasons`).
-    """
-    from ..policy import manifests
-
-    reason = ask_slow_reason(backend, dtype)
-    for plugin in manifests.functions("slow_reasons"):
-        reason = plugin.ask(backend.device_type, dtype, reason, default=reason)
-    return reason
 
 
 def _answer(given: Extension, method: str, *arguments: object) -> Availability:

@@ -11,8 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 from ..common.announce import announce_if_slow
 from ..common.importing import acquire, importing
-from ..common.interrupts import PLUGIN_ERRORS, raise_if_callers_at_import
-from ..errors import BackendBrokenError, BackendConflictError, warn_user
+from ..errors import PLUGIN_ERRORS, BackendBrokenError, BackendConflictError, raise_if_callers_at_import, warn_user
 from ..policy.cast_policy import CastPolicy
 from ..torch_internals.callers_state import call_outside
 from ..torch_internals.dispatcher import disable_autocast

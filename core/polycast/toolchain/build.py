@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ..common.announce import announce
-from ..common.interrupts import raise_if_callers
+from ..errors import raise_if_callers
 from .build_cache import CachedBuild
 from .cache_folder import make_folders
 from .compiler import checksum, compile_library, first_error

@@ -6,9 +6,14 @@ and that nobody else can write. An untrusted cache is not repaired: it may have 
 
 import os
 import stat
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 from .cpp_library import BuildError
+
+_Result = TypeVar("_Result")
 
 
 class UntrustedCacheError(BuildError):
@@ -31,6 +36,69 @@ def cache_directory() -> Path:
     if not home.is_absolute():
         raise BuildError("no home directory is known to cache it in. Set XDG_CACHE_HOME to a folder of yours, or HOME.")
     return home / ".cache" / "polycast"
+
+
+class CacheFile:
+    """A text file in polycast's cache, which only the user can write.
+
+    Attributes:
+        path: its path.
+
+    Raises:
+        OSError: no home directory is known.
+    """
+
+    def __init__(self, folder: str, name: str) -> None:
+        self._cache = _or_os_error(cache_directory)
+        self.path = self._cache / folder / name
+
+    def read(self) -> str | None:
+        """Return the text, or None if there is no such file.
+
+        Raises:
+            OSError: it cannot be read, or other users could have written it.
+            UnicodeDecodeError: it is no text.
+        """
+        if not self.path.exists():
+            return None
+        _or_os_error(check_folders, self._cache, self.path.parent)
+        problem = others_can_write(self.path)
+        if problem is not None:
+            raise PermissionError(f"{problem}, so it may be somebody else's")
+        return self.path.read_text(encoding="utf-8")
+
+    def make_folder(self) -> None:
+        """Create the folder of the file, accessible to the user only.
+
+        Raises:
+            OSError: it cannot be created, or other users can write to it.
+        """
+        _or_os_error(make_folders, self._cache, self.path.parent)
+
+    def write(self, text: str) -> None:
+        """Write the file atomically, replacing any earlier one.
+
+        Raises:
+            OSError: it cannot be written, or other users could.
+        """
+        self.make_folder()
+        with tempfile.NamedTemporaryFile(
+            "w", dir=self.path.parent, suffix=".tmp", encoding="utf-8", delete=False
+        ) as file:
+            try:
+                file.write(text)
+                file.close()
+                os.replace(file.name, self.path)
+            except BaseException:
+                Path(file.name).unlink(missing_ok=True)
+                raise
+
+
+def _or_os_error(function: Callable[..., _Result], *args: Path) -> _Result:
+    try:
+        return function(*args)
+    except BuildError as error:
+        raise PermissionError(str(error)) from error
 
 
 def make_folders(cache: Path, folder: Path) -> None:

@@ -12,7 +12,7 @@ _SHARED_HEADERS = "include"
 _OWN_SOURCES_HINT = "Install polycast with all its files."
 
 
-class BuildError(Exception):
+class BuildError(RuntimeError):
     """A C++ library cannot be built or loaded. The text gives the reason, the remedy and the log, if any."""
 
 
@@ -38,19 +38,6 @@ class CppLibrary:
     folders: tuple[str, ...] = (".",)
     sources_hint: str = _OWN_SOURCES_HINT
     uses_excerpts: bool = True
-
-    @classmethod
-    def of_ops(cls, package: str) -> "CppLibrary":
-        """Return the library of the ops that a backend's package registers."""
-        return cls(
-            package,
-            package.replace(".", "_"),
-            f"the ops of {package}",
-            "remove that file to try again",
-            sources_hint=f"They belong to the distribution of {package}: if that is yours, list *.cpp and *.h in its "
-            "package data; else install it with all its files.",
-            uses_excerpts=False,
-        )
 
     def read_sources(self) -> Mapping[str, bytes]:
         """Return the sources by file name. The package may be inside an archive.

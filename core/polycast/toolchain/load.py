@@ -9,14 +9,68 @@ from pathlib import Path
 from types import ModuleType
 from typing import TypeVar
 
-from ..common.interrupts import raise_if_callers
-from ..errors import warn_user
-from .build import get_or_build
+from ..errors import raise_if_callers, warn_user
+from .build import find_build, get_or_build
 from .cache_folder import UntrustedCacheError, cache_directory
 from .cpp_library import BuildError, CppLibrary
-from .prebuilt import Prebuilt, find_prebuilt, note_unloadable
+from .prebuilt import Prebuilt, build_prebuilt, find_prebuilt, note_unloadable
 
 _Loaded = TypeVar("_Loaded")
+_origins: dict[str, str] = {}
+"""The origins of the libraries that are loaded, by name."""
+
+
+class BuildableLibrary(CppLibrary):
+    """A library, for tools that build it, and say where it is."""
+
+    @staticmethod
+    def of_ops(package: str) -> "BuildableLibrary":
+        """Return the library of the ops that a package registers; see :func:`load_ops`."""
+        return BuildableLibrary(
+            package,
+            package.replace(".", "_"),
+            f"the ops of {package}",
+            "remove that file to try again",
+            sources_hint=f"They belong to the distribution of {package}: if that is yours, list *.cpp and *.h in its "
+            "package data; else install it with all its files.",
+            uses_excerpts=False,
+        )
+
+    def find(self) -> str | None:
+        """Return where the library is or would be loaded from, in words; None if it is yet to be compiled.
+
+        Raises:
+            RuntimeError: it cannot be compiled, as far as known.
+        """
+        if self.name in _origins:
+            return _origins[self.name]
+        prebuilt = find_prebuilt(self)
+        if prebuilt is not None:
+            return describe_prebuilt(prebuilt)
+        built = find_build(cache_directory(), self)
+        return None if built is None else describe_built(built)
+
+    def is_built(self) -> bool:
+        """Return whether the library can be loaded without compiling it."""
+        try:
+            return self.find() is not None
+        except (BuildError, OSError):
+            return False
+
+    def build(self) -> str:
+        """Compile the library unless it came with polycast or is compiled; return where it is, in words.
+
+        Raises:
+            RuntimeError: it cannot be compiled. The next call tries again.
+        """
+        prebuilt = find_prebuilt(self)
+        if prebuilt is not None:
+            return describe_prebuilt(prebuilt)
+        return describe_built(get_or_build(cache_directory(), self, retry=True))
+
+    def prebuild(self, folder: Path) -> Path:
+        """Compile the library for a wheel; see :func:`.build_prebuilt`."""
+        return build_prebuilt(folder, self)
 
 
 def try_build(library: CppLibrary) -> Exception | None:
@@ -43,7 +97,9 @@ def load(library: CppLibrary, open_: Callable[[Path], _Loaded]) -> tuple[_Loaded
     Warns:
         UserWarning: other users can write to the cache, so the library was built for this process alone.
     """
-    return load_prebuilt(library, open_) or load_built(cache_directory(), library, open_)
+    loaded, origin = load_prebuilt(library, open_) or load_built(cache_directory(), library, open_)
+    _origins[library.name] = origin
+    return loaded, origin
 
 
 def load_prebuilt(library: CppLibrary, open_: Callable[[Path], _Loaded]) -> tuple[_Loaded, str] | None:

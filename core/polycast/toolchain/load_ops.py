@@ -6,20 +6,15 @@ from pathlib import Path
 import torch
 
 from ..common.atfork import hold_during_fork
-from ..common.interrupts import raise_if_callers
+from ..errors import raise_if_callers
 from ..registry.backend import Availability
-from .build import find_build
-from .cache_folder import cache_directory
-from .cpp_library import BuildError, CppLibrary
-from .load import describe_built, describe_prebuilt, load, try_build
-from .prebuilt import find_prebuilt
+from .cpp_library import BuildError
+from .load import BuildableLibrary, load, try_build
 
 _lock = threading.RLock()
 hold_during_fork(lambda: [_lock])
 _answers: dict[str, Availability] = {}
 """By package."""
-_origins: dict[str, str] = {}
-"""The origins of the packages whose ops are loaded."""
 
 
 def load_ops(package: str) -> Availability:
@@ -47,7 +42,7 @@ def load_ops(package: str) -> Availability:
     """
     answer = _answers.get(package)
     if answer is None:
-        failure = try_build(CppLibrary.of_ops(package))
+        failure = try_build(BuildableLibrary.of_ops(package))
         with _lock:  # an op can be registered once
             answer = _answers.get(package)
             if answer is None:
@@ -56,43 +51,15 @@ def load_ops(package: str) -> Availability:
 
 
 def _load(package: str, failure: Exception | None) -> Availability:
-    library = CppLibrary.of_ops(package)
+    library = BuildableLibrary.of_ops(package)
     try:
         if failure is not None:
             raise failure
-        loaded = load(library, _register)
+        load(library, _register)
     except (BuildError, OSError) as error:
         raise_if_callers(error)
         return Availability(False, f"the C++ of {package} cannot be loaded: {error}")
-    _, _origins[package] = loaded
     return Availability(True)
-
-
-def origin(package: str) -> str:
-    """Return where the ops of a package are or would be loaded from, for messages; compile nothing."""
-    try:
-        return _find_origin(package) or "not compiled yet, as `polycast build` does"
-    except (BuildError, OSError) as error:
-        return f"none: {error}"
-
-
-def is_built(package: str) -> bool:
-    """Return whether the ops of a package can be loaded without compiling them."""
-    try:
-        return _find_origin(package) is not None
-    except (BuildError, OSError):
-        return False
-
-
-def _find_origin(package: str) -> str | None:
-    if package in _origins:
-        return _origins[package]
-    library = CppLibrary.of_ops(package)
-    prebuilt = find_prebuilt(library)
-    if prebuilt is not None:
-        return describe_prebuilt(prebuilt)
-    built = find_build(cache_directory(), library)
-    return None if built is None else describe_built(built)
 
 
 def _register(path: Path) -> None:

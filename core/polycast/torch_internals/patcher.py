@@ -19,8 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..common.interrupts import is_callers
-from ..errors import warn_user
+from ..errors import is_callers, warn_user
 
 _NOTHING = object()
 

@@ -6,13 +6,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import typer
 
-from polycast.toolchain.build import get_or_build
-from polycast.toolchain.cache_folder import cache_directory
-from polycast.toolchain.cpp_library import BuildError, CppLibrary
-from polycast.toolchain.load import describe_built, describe_prebuilt
-from polycast.toolchain.prebuilt import find_prebuilt
+from polycast.plugin import NativeLibrary
 
-from .compiled import libraries, packages_of_ops
+from .compiled import Library, libraries, packages_of_ops
 from .terminal import library_errors
 
 
@@ -35,23 +31,19 @@ def run() -> None:
             for library, answer in zip(wanted, answers, strict=True):
                 try:
                     typer.echo(f"{library.description}: {answer.result()}")
-                except BuildError as error:
+                except RuntimeError as error:
                     typer.echo(f"polycast: {library.description} cannot be built: {error}", err=True)
                     failed = True
         except KeyboardInterrupt:
             pool.shutdown(cancel_futures=True)  # otherwise the queued ones would still be compiled
             raise
     for package, device_type in unavailable.items():
-        typer.echo(f"{CppLibrary.of_ops(package).description}: not compiled: {device_type} cannot be used now")
+        typer.echo(f"{NativeLibrary.of_ops(package).description}: not compiled: {device_type} cannot be used now")
     if failed:
         raise typer.Exit(1)
 
 
-def _build(library: CppLibrary) -> str:
-    """Compile a library if needed, and return where it is as text."""
-    prebuilt = find_prebuilt(library)
-    if prebuilt is not None:
-        return describe_prebuilt(prebuilt)
+def _build(library: Library) -> str:
+    """Compile a library if needed, and return where it is, and how long it took."""
     started = time.perf_counter()
-    built = get_or_build(cache_directory(), library, retry=True)
-    return f"{describe_built(built)} ({time.perf_counter() - started:.1f} s)"
+    return f"{library.build()} ({time.perf_counter() - started:.1f} s)"

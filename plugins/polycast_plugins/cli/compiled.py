@@ -1,15 +1,16 @@
 """The C++ libraries of this machine: the native engine, those of plugins, and the ops of backends."""
 
 from collections.abc import Mapping
+from typing import Any, TypeAlias
 
 from polycast import backends
-from polycast.engine.native.engine_library import ENGINE
-from polycast.plugin import manifests
-from polycast.toolchain.cpp_library import CppLibrary
-from polycast.toolchain.load_ops import origin
+from polycast.plugin import NativeLibrary, manifests
+
+Library: TypeAlias = Any
+"""A :class:`polycast.plugin.NativeLibrary`, or what its `of_engine` and `of_ops` return."""
 
 
-def common_libraries(problems: list[str] | None = None) -> list[CppLibrary]:
+def common_libraries(problems: list[str] | None = None) -> list[Library]:
     """Return the libraries that are the same for all devices: the native engine and those of plugins.
 
     Args:
@@ -18,7 +19,7 @@ def common_libraries(problems: list[str] | None = None) -> list[CppLibrary]:
     Raises:
         RuntimeError: one cannot be imported, and `problems` is None.
     """
-    found: list[CppLibrary] = [ENGINE]
+    found: list[Library] = [NativeLibrary.of_engine()]
     for each in manifests():
         for path in each.plugin.libraries:
             try:
@@ -30,9 +31,9 @@ def common_libraries(problems: list[str] | None = None) -> list[CppLibrary]:
     return found
 
 
-def libraries(problems: list[str] | None = None) -> list[CppLibrary]:
+def libraries(problems: list[str] | None = None) -> list[Library]:
     """Return all libraries for this machine; see :func:`packages_of_ops` and :func:`common_libraries`."""
-    return [*common_libraries(problems), *map(CppLibrary.of_ops, packages_of_ops())]
+    return [*common_libraries(problems), *map(NativeLibrary.of_ops, packages_of_ops())]
 
 
 def packages_of_ops(state: str = "ready") -> Mapping[str, str]:
@@ -47,4 +48,11 @@ def packages_of_ops(state: str = "ready") -> Mapping[str, str]:
 
 def origins() -> Mapping[str, str]:
     """Return where the ops of each package come from; raises as :func:`packages_of_ops` does."""
-    return {package: origin(package) for package in packages_of_ops()}
+    return {package: _origin(NativeLibrary.of_ops(package)) for package in packages_of_ops()}
+
+
+def _origin(library: Library) -> str:
+    try:
+        return library.find() or "not compiled yet, as `polycast build` does"
+    except (RuntimeError, OSError) as error:
+        return f"none: {error}"

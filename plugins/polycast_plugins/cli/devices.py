@@ -1,5 +1,6 @@
 """``polycast devices``: list the backends."""
 
+import importlib.metadata
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -11,7 +12,6 @@ from rich.text import Text
 from polycast import BackendStatus, backends
 from polycast.errors import BackendBrokenError
 from polycast.plugin import all_recipes, check, dtype_name, get_backend, manifests
-from polycast.registry.registry import registry
 
 from .compiled import origins
 from .terminal import blame_at_end, console, engine_lines, library_errors, print_json, print_line, print_rows
@@ -98,12 +98,17 @@ def known_devices() -> Iterator[ListedDevice]:
     Raises:
         ValueError: a ``POLYCAST_`` variable has an invalid value.
     """
-    statuses, loaders = backends(), registry.loaders()
+    statuses = backends()
     with blame_at_end() as where:
         for name in statuses:
-            candidates = loaders[name].candidates if name in loaders else ()
-            where(f"the plugin of {name!r}: {', '.join(map(str, candidates))}")
+            where(f"the plugin of {name!r}: {_offers(name)}")
             yield _ask(statuses[name])
+
+
+def _offers(device_type: str) -> str:
+    """Return the distributions that have a backend for a device, each with its version and its module."""
+    offers = importlib.metadata.entry_points(group="polycast.backends", name=device_type)
+    return ", ".join(f"{each.dist.name} {each.dist.version} ({each.value})" for each in offers if each.dist is not None)
 
 
 def _ask(status: BackendStatus) -> ListedDevice:

@@ -13,8 +13,7 @@ from typing import Annotated
 import torch
 import typer
 
-from polycast.engine.installation import torch_ops
-from polycast.plugin import STANDARD_POLICIES, torch_name
+from polycast.plugin import STANDARD_POLICIES, Backend, drift_of, torch_name
 
 _privateuse1_name: Callable[[], str] = torch_name(
     "torch._C._get_privateuse1_backend_name",
@@ -94,11 +93,20 @@ def _in_tree(name: str) -> bool:
     return name != _privateuse1_name()
 
 
+class _Standard(Backend):
+    """The backend that is written."""
+
+    policies = STANDARD_POLICIES
+
+    def __init__(self, device_type: str) -> None:
+        self.device_type = device_type
+
+
 def _render(name: str) -> dict[Path, str]:
     """Return the contents of the package by path."""
     stem = "".join(part.capitalize() for part in name.split("_"))
     in_tree = _in_tree(name)
-    failures = sorted(torch_ops(name) - STANDARD_POLICIES.keys()) if in_tree else []
+    failures = drift_of(_Standard(name)).only_in_torch if in_tree else ()
     names = {
         "device": name,
         "package": _package(name),

@@ -8,12 +8,8 @@ import torch
 import typer
 from rich.console import Console
 
-from polycast import CastPolicy, Explanation
-from polycast.engine.state import Settings
-from polycast.plugin import Backend, drift_of, get_backend, read_recipe
-from polycast.policy.names import read_policy
-from polycast.region.explain_op import explain_in
-from polycast.region.policies import override_of
+from polycast import CastPolicy
+from polycast.plugin import Backend, drift_of, explain_op, get_backend
 
 from .terminal import console, library_errors, print_json, print_line, print_table, table
 
@@ -23,7 +19,10 @@ def show(
         str, typer.Argument(metavar="DEVICE", help="The device, such as cpu or cuda; it need not be present.")
     ],
     cast_policy: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Show only the ops with this cast policy, such as fp32.")
+        CastPolicy | None,
+        typer.Option(
+            metavar="NAME", case_sensitive=False, help="Show only the ops with this cast policy, such as fp32."
+        ),
     ] = None,
     explain: Annotated[
         str | None, typer.Option(metavar="OP", help="Explain what a region does with an op, and by which rule.")
@@ -52,9 +51,9 @@ def show(
         raise typer.BadParameter("--recipe needs --explain OP.")
     with library_errors():
         backend = get_backend(device)
-        wanted = None if cast_policy is None else read_policy(cast_policy, "--cast-policy")
-        explained = None if explain is None else _explained(explain, backend, policy, recipe)
-    if explained is not None:
+        if explain is not None:
+            explained = explain_op(explain, device, policy=policy, recipe=recipe, enabled=True)
+    if explain is not None:
         if as_json:
             print_json(explained.to_dict())
         else:
@@ -66,20 +65,13 @@ def show(
         return
     order = list(CastPolicy)
     ops = sorted(
-        ((name, its) for name, its in backend.policies.items() if wanted in (None, its)),
+        ((name, its) for name, its in backend.policies.items() if cast_policy in (None, its)),
         key=lambda op: (order.index(op[1]), op[0]),
     )
     if as_json:
         print_json([{"op": name, "policy": its.value} for name, its in ops])
     else:
         _print(backend.device_type, ops)
-
-
-def _explained(op: str, backend: Backend, policy_file: Path | None, recipe: str | None) -> Explanation:
-    """Explain an op in a region of the backend's default dtype; the device need not be present."""
-    override = override_of(policy_file, backend.device_type, None if recipe is None else read_recipe(recipe))
-    region = Settings(backend.device_type, True, backend.default_dtype, override=override)
-    return explain_in(region, backend, op)
 
 
 def _print(device_type: str, ops: Sequence[tuple[str, CastPolicy]]) -> None:

@@ -7,8 +7,7 @@ adds them to a wheel. If one cannot be imported or built, the others still are, 
 import sys
 from pathlib import Path
 
-from polycast.toolchain.cpp_library import BuildError, CppLibrary
-from polycast.toolchain.prebuilt import build_prebuilt
+from polycast.plugin import NativeLibrary
 
 from .compiled import common_libraries
 
@@ -16,10 +15,10 @@ from .compiled import common_libraries
 def main(folder: str, *packages: str) -> int:
     """Build the libraries in a folder, print where each is, and return the exit status."""
     problems: list[str] = []
-    for library in (*common_libraries(problems), *map(CppLibrary.of_ops, packages)):
+    for library in (*common_libraries(problems), *map(NativeLibrary.of_ops, packages)):
         try:
-            print(build_prebuilt(Path(folder), library))
-        except BuildError as error:
+            print(library.prebuild(Path(folder)))
+        except RuntimeError as error:
             problems.append(f"{library.description} cannot be built: {error}")
     for problem in problems:
         print(f"polycast: {problem}", file=sys.stderr)

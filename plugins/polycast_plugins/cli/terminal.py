@@ -19,7 +19,6 @@ from rich import box
 from rich.console import Console, RenderableType
 from rich.table import Table
 
-from polycast.engine.choice import build_failure
 from polycast.errors import SlowDtypeWarning
 from polycast.plugin import choose_engine
 
@@ -165,7 +164,7 @@ def engine_lines() -> list[str]:
         engine = choose_engine()
     if engine.name == "native":
         return [f"Engine: native, {engine.origin}"]
-    failure = build_failure()
+    failure = engine.build_failure
     if not failure:
         why = "because POLYCAST_ENGINE=reference. Unset it for the native engine."
         return [f"Engine: reference, {why}", f"{_COST}."]

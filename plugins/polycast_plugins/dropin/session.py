@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from polycast import Policy, WeightCache
-from polycast.plugin import choose_engine, get_backend
-from polycast.region import slow_dtype
+from polycast.plugin import choose_engine, events, find_slow_dtype, get_backend
 
 from .overrides import RunOverrides
 from .patch import WRAP, patch_torch
@@ -43,6 +42,14 @@ class Options:
     recipe: str | None = None
 
 
+_slow: dict[tuple[str, torch.dtype], None] = {}
+"""The devices and slow dtypes of polycast's own regions in the program."""
+
+
+def _note_slow_dtype(device_type: str, dtype: torch.dtype) -> None:
+    _slow[device_type, dtype] = None
+
+
 def start(options: Options, *, is_first: bool = True, summarizes: bool = False) -> None:
     """Patch torch in this process until it ends, and in those that multiprocessing spawns from it.
 
@@ -51,7 +58,7 @@ def start(options: Options, *, is_first: bool = True, summarizes: bool = False) 
         is_first: whether this is the process that the user started.
         summarizes: write the summary when this process ends, after all that the program writes.
     """
-    slow_dtype.leave_to_summary()
+    events.slow_dtype.add(_note_slow_dtype)
     cache = WeightCache() if options.weight_cache else None
     recipe = None
     if summarizes and options.recipe is not None:
@@ -98,13 +105,12 @@ def _summary(overrides: RunOverrides, recipe: "RecipeSummary | None") -> str:
 
 def _slow_dtypes(overrides: RunOverrides) -> Iterator[str]:
     """Yield a line for each device and dtype of the program's regions that is slow there."""
-    for device_type, dtype in dict.fromkeys([*slow_dtype.found, *overrides.dtypes]):
-        backend = get_backend(device_type)
-        text = slow_dtype.describe(backend, dtype)
-        if text is not None:
-            faster = slow_dtype.faster_recipes(backend).items()
+    for device_type, dtype in dict.fromkeys([*_slow, *overrides.dtypes]):
+        slow = find_slow_dtype(get_backend(device_type), dtype)
+        if slow is not None:
+            faster = slow.faster_recipes().items()
             ways = [f"--recipe {kind}{note}" for kind, note in faster if kind != overrides.recipe]
-            yield f"{text}{'. Faster: ' * bool(ways)}{', '.join(ways)}"
+            yield f"{slow}{'. Faster: ' * bool(ways)}{', '.join(ways)}"
 
 
 class _StartWhenUnpickled:

@@ -110,9 +110,7 @@ def _init(
     cache_enabled: bool | None = None,
 ) -> None:
     if is_dynamo_compiling():  # of a subclass: Dynamo makes regions of torch's class itself
-        from polycast.compilers.dynamo import break_at_subclass
-
-        break_at_subclass()
+        torch._dynamo.graph_break("Dynamo does not trace the methods of torch.autocast, which its class inherits")
     if (
         isinstance(self, _UnmanagedAutocast)
         or not PATCH_TORCH.is_made()  # called by a wrapper that another library left on the class

@@ -8,8 +8,8 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from polycast.plugin import Plan, disable_autocast, find_op
-from polycast.torch_internals.dispatcher import dispatch_key_for_device, has_kernel_for_dispatch_key
 
+from .cases import has_kernel
 from .choose_way import dtype_of
 from .recorded_ways import RecordedOperands, Ways
 from .workloads import size_hint
@@ -115,10 +115,9 @@ def _is_fused(args: Sequence[Any], dtype: torch.dtype) -> bool:
     ):
         return False  # torch computes it by other ops, or raises
     choose = find_op("aten::_fused_sdp_choice")
-    backend = dispatch_key_for_device(query.device.type)
     if choose is None or has_groups or any(find_op(each) is None for each in (_FUSED, _FUSED_BACKWARD)):
         return False
-    if not has_kernel_for_dispatch_key(_FUSED, backend):
+    if not has_kernel(_FUSED, query.device.type):
         return False
     choice: int = choose(query, key, value, mask, 0.0, is_causal, scale=scale)
     return choice == int(SDPBackend.FLASH_ATTENTION.value)

@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from polycast.plugin import find_op
-from polycast.torch_internals.dispatcher import dispatch_key_for_device, has_kernel_for_dispatch_key
+from polycast.plugin import find_op, torch_name
 
 from .operands import Operands
 from .ways import MeasuredWay
@@ -33,6 +32,16 @@ _ATTENTION = "aten::_scaled_dot_product_flash_attention_for_cpu"
 """Its backward is measured where torch has this op, on the CPU: elsewhere no dtype is slow enough in it to matter."""
 _LSTM = "aten::mkldnn_rnn_layer"
 """LSTMs are measured where torch has this op of oneDNN: the recipe "fastest" chooses a way for no other."""
+_UNKNOWN = "profiles have no attention, LSTM and encoder layer"
+_key_of_device: Callable[[str], str] | None = torch_name("torch._C._dispatch_key_for_device", None, _UNKNOWN)
+_has_kernel: Callable[[str, str], bool] | None = torch_name(
+    "torch._C._dispatch_has_kernel_for_dispatch_key", None, _UNKNOWN
+)
+
+
+def has_kernel(op: str, device_type: str) -> bool:
+    """Return whether torch has a kernel for an op on a device, given by its name in the dispatcher."""
+    return bool(_has_kernel and _key_of_device and _has_kernel(op, _key_of_device(device_type)))
 
 
 @dataclass(frozen=True)
@@ -85,7 +94,7 @@ class Case:
         """Return whether it is measured on a device, given whether calls are queued there."""
         if self.is_large and not is_queued:
             return False
-        return self.needs is None or has_kernel_for_dispatch_key(self.needs, dispatch_key_for_device(device_type))
+        return self.needs is None or has_kernel(self.needs, device_type)
 
     def is_at_least(self, other: "Case") -> bool:
         """Return whether it has at least the rows and the size of another case."""

@@ -9,10 +9,8 @@ import torch
 from typing_extensions import Self
 
 import polycast
-from polycast.common.interrupts import raise_if_callers
-from polycast.plugin import Backend
-from polycast.registry.registry import registry
-from polycast.torch_internals.callers_state import call_outside
+from polycast.errors import raise_if_callers
+from polycast.plugin import Backend, call_outside
 
 from .device_profile import DeviceProfile
 
@@ -37,7 +35,9 @@ class Conditions:
             raise_if_callers(error)
             details = {"error": f"device_details() raised {type(error).__name__}: {error}"}
         device = details.pop("name", device_type)
-        version = registry.version(backend) or f"{type(backend).__module__}.{type(backend).__qualname__}"
+        status = polycast.backends()[device_type]
+        version = f"{status.distribution} {status.version}".strip()
+        version = version or f"{type(backend).__module__}.{type(backend).__qualname__}"
         versions = {"polycast": polycast.__version__, "torch": str(torch.__version__), "backend": version}
         return cls(device_type, device, torch.get_num_threads(), versions, details)
 

@@ -5,24 +5,19 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar
 
 from typing_extensions import Self
 
-from polycast.common.cached_property import cached_property
-from polycast.common.plain_text import as_text
+from polycast.plugin import Result
 
 from . import measurement_table
 from .measurement import FLOAT32, PREEMPTED, Measurement, Omission, is_positive, is_valid
 
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-
 _FORMAT = 2
-_WIDTH = 1000  # tables are as wide as they need
 _NOISY = 0.25
 """A profile is noisy if more than this fraction of its measurements is."""
 BUSY = 0.15
@@ -30,7 +25,7 @@ BUSY = 0.15
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class DeviceProfile:
+class DeviceProfile(Result):
     """What is fast on a device, from :func:`profile`. Immutable; profiles with equal contents are equal.
 
     ``print`` shows a table of times relative to float32: ``~`` marks noisy ones, ``*`` extrapolated ones.
@@ -47,8 +42,10 @@ class DeviceProfile:
         omissions: what was not measured, and why.
         other_load: the part of the processors' time that other processes, or a limit, took while it was measured.
         date: when it was measured, such as ``"2026-05-01 09:30 UTC"``; empty if it was not.
+        digest: the digest of the contents, 16 hexadecimal digits.
     """
 
+    min_width: ClassVar[int] = 1000  # tables are as wide as they need
     device_type: str
     device: str
     threads: int
@@ -59,23 +56,18 @@ class DeviceProfile:
     omissions: tuple[Omission, ...] = ()
     other_load: float = 0.0
     date: str = ""
+    digest: str = field(init=False)
+    _curves: Mapping[tuple[str, str], Mapping[int, Mapping[int, float]]] = field(init=False)
 
     def __post_init__(self) -> None:
         for name in ("versions", "details"):
             object.__setattr__(self, name, MappingProxyType(dict(sorted(getattr(self, name).items()))))
-
-    @cached_property
-    def digest(self) -> str:
-        """The digest of the contents, 16 hexadecimal digits."""
-        return hashlib.sha256(json.dumps(self._contents(), sort_keys=True).encode()).hexdigest()[:16]
-
-    @cached_property
-    def _curves(self) -> Mapping[tuple[str, str], Mapping[int, Mapping[int, float]]]:
-        """See `curves_of`."""
+        digest = hashlib.sha256(json.dumps(self._contents(), sort_keys=True).encode()).hexdigest()[:16]
+        object.__setattr__(self, "digest", digest)
         curves: dict[tuple[str, str], dict[int, dict[int, float]]] = {}
         for each in sorted(self.measurements, key=lambda each: (each.size, each.rows)):
             curves.setdefault((each.op, each.way), {}).setdefault(each.size, {})[each.rows] = each.seconds
-        return curves
+        object.__setattr__(self, "_curves", curves)
 
     @property
     def is_noisy(self) -> bool:
@@ -241,20 +233,23 @@ class DeviceProfile:
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self).from_json, (self.to_json(),)
 
-    @property
-    def _heading(self) -> str:
+    def heading(self) -> str:
+        """See :class:`polycast.plugin.Result`."""
         threads = f"{self.threads} thread{'s' * (self.threads != 1)}"
         date = f", {self.date}" * bool(self.date) + ", noisy" * self.is_noisy
         return f"{self.device_type}: {self.device}, {threads}, reads {self.bandwidth / 1e9:.3g} GB/s{date}"
 
-    def __rich__(self) -> "RenderableType":
-        return measurement_table.as_rich(self._heading, self.measurements, self.omissions)
+    def tables(self) -> list[tuple[Sequence[str], Sequence[Sequence[str]]]]:
+        """See :class:`polycast.plugin.Result`."""
+        columns, *rows = measurement_table.cells(self.measurements)
+        return [(columns, rows)]
+
+    def lines(self) -> list[str]:
+        """See :class:`polycast.plugin.Result`."""
+        return measurement_table.legend(self.omissions)
 
     def __repr__(self) -> str:
-        return as_text(self.__rich__(), _WIDTH)
-
-    def _repr_html_(self) -> str:
-        return measurement_table.as_html(self._heading, self.measurements, self.omissions)
+        return str(self)
 
 
 def curves_of(profile: DeviceProfile, op: str, way: str) -> Mapping[int, Mapping[int, float]]:

@@ -7,17 +7,13 @@ from typing import Any, NamedTuple
 import torch
 from typing_extensions import override
 
-from polycast.engine.casts.cast_cache import CastCache
-from polycast.engine.kernels import runs_in_fast_dtype_only
-from polycast.plugin import Backend, LowBitKernel, Plan, dtype_name, events, recipe_kernels
-from polycast.policy.recipe_settings import COMPOSED_OPS, POINTWISE_OPS, resolve
-from polycast.policy.registered import policies_for
-from polycast.torch_internals.callers_state import call_outside
+from polycast import CastPolicy
+from polycast.plugin import Backend, LowBitKernel, Plan, call_outside, decide, dtype_name, events, recipe_kernels
 
 from .attention import RecordedAttention
 from .choose_way import NO_FAST_KERNEL, Conversions, Way, choose, is_unsupported, name_of
 from .device_profile import DeviceProfile
-from .fastest_recipe import Fastest
+from .fastest_recipe import COMPOSED_OPS, POINTWISE_OPS, Fastest
 from .recorded import NO_GRADIENTS, Recorded, recorded_call
 from .recorded_ways import Ways, choose_recorded
 from .workloads import Workload, size_hint, weight_position, workload_of
@@ -38,6 +34,13 @@ _MASK = 18
 """The position of a composed op's mask, after the weights. It has the dtype of the input."""
 _RECURRENT = "aten::mkldnn_rnn_layer"
 """oneDNN has no kernel for it on some processors where its other kernels of the fast dtype run."""
+_INNER_OPS = (
+    *("aten::bmm", "aten::matmul", "aten::linear", "aten::gelu", "aten::relu"),
+    *("aten::_masked_softmax", "aten::_softmax", "aten::softmax.int"),
+)
+"""The ops that those of a composed op call, outside of autocast."""
+_OF_OTHERS = "a kernel that is not polycast's"
+"""The rule of an `Explanation` for an op that another library has a kernel for."""
 _UNKEPT = (Plan.INTERCEPTED, Plan.SUBCLASS, NO_PROFILE)
 """Reasons that may not hold for the next call with the same metadata."""
 
@@ -71,8 +74,8 @@ class FastestPlan(Plan):
     @property
     def profile(self) -> DeviceProfile | None:
         """The recipe's profile; None while this process knows only its digest, as in compiled code from a cache."""
-        profile = resolve(self.recipe.profile)
-        return profile if isinstance(profile, DeviceProfile) else None
+        profile: DeviceProfile | None = self.recipe.known("profile")
+        return profile
 
     def _kernel_for(self, op: str, args: Sequence[Any]) -> OfferedKernel | str:
         """Return the first kernel of an op that has one that supports a call, or why none does."""
@@ -91,14 +94,16 @@ class FastestPlan(Plan):
 
     @override
     def why_no_kernel(self, op: str) -> str | None:
-        if op in COMPOSED_OPS and not runs_in_fast_dtype_only(op, self.backend):
-            return OTHER_OPS
+        if op in COMPOSED_OPS and (reason := self._why_not_from_ops(op)) is not None:
+            return reason
         if op in POINTWISE_OPS:
             return None if op in self.kernels else self.NO_KERNEL
         return None if self.profile is not None else NO_PROFILE
 
     @override
-    def explain(self, op: str, args: Sequence[Any], cache: CastCache | None, dtype: torch.dtype) -> Plan.Computed | str:
+    def explain(
+        self, op: str, args: Sequence[Any], cache: Plan.Cache | None, dtype: torch.dtype
+    ) -> Plan.Computed | str:
         found = self.plan_call(op, args, cache, dtype)
         if isinstance(found, str):
             return found
@@ -108,7 +113,7 @@ class FastestPlan(Plan):
 
     @override
     def perform(
-        self, op: str, args: Sequence[Any], cache: CastCache | None, checked: bool
+        self, op: str, args: Sequence[Any], cache: Plan.Cache | None, checked: bool
     ) -> tuple[Any, Plan.Action | None]:
         dtype = torch.get_autocast_dtype(self.device_type)
         if not checked and self.is_intercepted():
@@ -125,7 +130,7 @@ class FastestPlan(Plan):
         return result, None if events.recipe_call else action
 
     def plan_call(
-        self, op: str, args: Sequence[Any], cache: CastCache | None, dtype: torch.dtype, checked: bool = False
+        self, op: str, args: Sequence[Any], cache: Plan.Cache | None, dtype: torch.dtype, checked: bool = False
     ) -> "PlannedCall | str":
         """Return the way to compute a call, or why there is no choice and it runs in the fast dtype.
 
@@ -205,9 +210,19 @@ class FastestPlan(Plan):
         weights = args[1:_MASK]
         if any(isinstance(arg, torch.Tensor) and arg.dtype in self.FLOATS - {torch.float32} for arg in weights):
             return NARROW_WEIGHT
-        if any(name.startswith("aten::") for name in policies_for(self.device_type)):
+        return self._why_not_from_ops(op)
+
+    def _why_not_from_ops(self, op: str) -> str | None:
+        """Return why a composed op is not computed as a whole, given what decides for the ops that it calls."""
+        decided = [decide(each, self.device_type) for each in (op, *COMPOSED_OPS[op])]
+        inner = (decide(each, self.device_type) for each in _INNER_OPS)
+        if any(rule.startswith("register_op") for _, rule, _ in (*decided, *inner)):
             return REGISTERED
-        return None if runs_in_fast_dtype_only(op, self.backend) else OTHER_OPS
+        policies = {policy for policy, _, _ in decided}
+        if policies - {None, CastPolicy.LOWER_PRECISION_FP}:
+            return OTHER_OPS
+        has_kernels = policies != {None}  # otherwise all kernels are torch's, until the first region
+        return OTHER_OPS if has_kernels and any(rule == _OF_OTHERS for _, rule, _ in decided) else None
 
     def _ways_by_kernel(self, op: str, args: Sequence[Any], position: int, dtype: torch.dtype) -> tuple[Way, ...]:
         """Return the ways by the kernel of an op, if it supports a call."""
@@ -218,7 +233,7 @@ class FastestPlan(Plan):
             return ()
         return (Way.KERNEL, Way.FLOAT32_KERNEL) if found.kernel.takes_float32 else (Way.KERNEL,)
 
-    def _conversions(self, args: Sequence[Any], cache: CastCache | None) -> Conversions:
+    def _conversions(self, args: Sequence[Any], cache: Plan.Cache | None) -> Conversions:
         """Return the elements to convert."""
         narrow, wide, weight = [], [], []
         for arg in args:
@@ -234,7 +249,7 @@ class FastestPlan(Plan):
         return Conversions(sum(narrow), sum(wide), sum(weight), more_to_fast, max(len(narrow) - 1, 0))
 
     def _compute(
-        self, found: "PlannedCall", op: str, args: Sequence[Any], cache: CastCache | None, dtype: torch.dtype
+        self, found: "PlannedCall", op: str, args: Sequence[Any], cache: Plan.Cache | None, dtype: torch.dtype
     ) -> tuple[Any, Plan.Action | None]:
         ways = found.ways if found.recorded is not None and _is_recorded(args) else None
         if found.recorded is not None and ways is not None and not ways.are_all_fast:

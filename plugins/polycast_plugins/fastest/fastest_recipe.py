@@ -14,6 +14,15 @@ _OPS = (
     *("scaled_dot_product_attention", "sigmoid", "silu", "tanh"),
 )
 """The default of `ops`, sorted."""
+POINTWISE_OPS = frozenset(f"aten::{name}" for name in ("gelu", "mish", "sigmoid", "silu", "tanh"))
+"""Elementwise ops without a policy that kernels of backends compute, with the same results."""
+COMPOSED_OPS = {
+    "aten::_transformer_encoder_layer_fwd": (
+        *("aten::_native_multi_head_attention", "aten::_addmm_activation", "aten::addmm", "aten::layer_norm"),
+        *("aten::native_layer_norm", "aten::add_.Tensor"),
+    )
+}
+"""Ops without a policy that are computed as a whole. By op, the ops that it calls."""
 
 
 class Fastest(Recipe):
@@ -58,6 +67,7 @@ class Fastest(Recipe):
     needs_kernels = False
     avoids_slow_dtypes = ""
     plan_class = "polycast_plugins.fastest.fastest_plan:FastestPlan"
+    without_policy = POINTWISE_OPS | COMPOSED_OPS.keys()
     profile: Any = None
     ops: Sequence[str] = _OPS
     min_size: int = 0

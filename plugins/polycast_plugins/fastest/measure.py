@@ -6,9 +6,8 @@ from datetime import datetime, timezone
 
 import torch
 
-from polycast.common.interrupts import raise_if_callers
-from polycast.plugin import Backend, events
-from polycast.torch_internals.callers_state import call_outside
+from polycast.errors import raise_if_callers
+from polycast.plugin import Backend, call_outside, events
 
 from .conditions import Conditions
 from .device_profile import DeviceProfile

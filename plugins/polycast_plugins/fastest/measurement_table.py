@@ -1,51 +1,23 @@
 """Show measurements as a table: the time of float32, and the times of other ways relative to it."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
-
-from polycast.common.html_table import html_lines, html_table
-from polycast.common.plain_text import under_the_head
 
 from .measurement import FLOAT32, Measurement, Omission
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
 
 _LEGEND = "Times relative to float32. ~: noisy, *: extrapolated."
 
 
-def as_rich(heading: str, measurements: Sequence[Measurement], omissions: Iterable[Omission]) -> "RenderableType":
-    """Return a rich table with a heading, and a line for each omission."""
-    from rich.console import Group
-    from rich.table import Table
-    from rich.text import Text
-
-    shown = Table(box=under_the_head(), show_edge=False)
-    columns, *rows = _cells(measurements)
-    for number, column in enumerate(columns):
-        shown.add_column(column, justify="left" if number == 0 else "right", no_wrap=True)
-    for row in rows:
-        shown.add_row(*row)
-    return Group(Text(heading), Text(), shown, Text(), Text("\n".join([_LEGEND, *_sentences(omissions)])))
-
-
 def as_lines(heading: str, measurements: Sequence[Measurement], omissions: Iterable[Omission]) -> list[str]:
     """Return a line for each row, for places that are too narrow for the table."""
-    columns, *rows = _cells(measurements)
+    columns, *rows = cells(measurements)
     lines = [heading, ""]
     for op, count, size, *times in rows:
         shown = ", ".join(f"{way} {time}" for way, time in zip(columns[3:], times, strict=True) if time != "-")
         lines.append(f"{op}, {count} row{'s' * (count != '1')}{f' of {size}' if size != '-' else ''}: {shown}")
-    return [*lines, "", _LEGEND, *_sentences(omissions)]
+    return [*lines, "", *legend(omissions)]
 
 
-def as_html(heading: str, measurements: Sequence[Measurement], omissions: Iterable[Omission]) -> str:
-    """Return an HTML table with a heading, and a line for each omission."""
-    columns, *rows = _cells(measurements)
-    return "\n".join([html_table(columns, rows, heading), html_lines([_LEGEND, *_sentences(omissions)])])
-
-
-def _cells(measurements: Sequence[Measurement]) -> Iterator[list[str]]:
+def cells(measurements: Sequence[Measurement]) -> Iterator[list[str]]:
     """Yield the rows of the table, the header first; casts last, with their times."""
     matmuls = [each for each in measurements if each.op != "cast"]
     ways = [way for way in dict.fromkeys(each.way for each in matmuls) if way != FLOAT32]
@@ -83,5 +55,6 @@ def _count(size: int) -> str:
     return f"{size / 2**20:.3g} M" if size >= 2**20 else f"{size / 2**10:.3g} K" if size >= 2**10 else str(size)
 
 
-def _sentences(omissions: Iterable[Omission]) -> list[str]:
-    return [f"Not measured: {each.op} in {each.way}: {each.reason}" for each in dict.fromkeys(omissions)]
+def legend(omissions: Iterable[Omission]) -> list[str]:
+    """Return the lines below the table: what its signs mean, and what was not measured."""
+    return [_LEGEND, *(f"Not measured: {each.op} in {each.way}: {each.reason}" for each in dict.fromkeys(omissions))]

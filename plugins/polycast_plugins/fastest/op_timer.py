@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from polycast.common.interrupts import is_interrupt
+from polycast.errors import is_interrupt
 
 from .cases import OPS, Case, cases
 from .measured_calls import Unsupported, check, prepare

@@ -1,14 +1,10 @@
 """The files of profiles in polycast's cache, which only the user can write."""
 
 import contextlib
-import os
 import sys
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 
-from polycast.toolchain.cache_folder import cache_directory, check_folders, make_folders, others_can_write
-from polycast.toolchain.cpp_library import BuildError
+from polycast.plugin import CacheFile
 
 from .conditions import Conditions
 from .device_profile import DeviceProfile
@@ -37,44 +33,31 @@ def read(conditions: Conditions) -> DeviceProfile | None:
         ProfileFileError: there is one, but it is not used.
     """
     try:
-        path = _path(conditions)
-        if not path.exists():
+        file = _file(conditions)
+        text = file.read()
+        if text is None:
             return None
-        check_folders(path.parent.parent, path.parent)
-        problem = others_can_write(path)
-        if problem is not None:
-            raise ProfileFileError(f"{problem}, so it may be somebody else's")
-        profile = DeviceProfile.from_json(path.read_text(encoding="utf-8"))
-    except (BuildError, OSError) as error:
+        profile = DeviceProfile.from_json(text)
+    except OSError as error:
         raise ProfileFileError(str(error)) from error
     except ValueError as error:
-        raise ProfileFileError(f"{path} is damaged: {error}") from error
+        raise ProfileFileError(f"{file.path} is damaged: {error}") from error
     difference = conditions.difference(profile)
     if difference is not None:
-        raise ProfileFileError(f"{path} was measured elsewhere: {difference}")
+        raise ProfileFileError(f"{file.path} was measured elsewhere: {difference}")
     return profile
 
 
-def write(conditions: Conditions, profile: DeviceProfile) -> Path:
-    """Write a profile to the cache atomically, replacing any earlier one, and return its path.
+def write(conditions: Conditions, profile: DeviceProfile) -> None:
+    """Write a profile to the cache, replacing any earlier one.
 
     Raises:
         ProfileFileError: it cannot be written, or others could.
     """
     try:
-        path = _path(conditions)
-        make_folders(path.parent.parent, path.parent)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", encoding="utf-8", delete=False) as file:
-            try:
-                file.write(profile.to_json())
-                file.close()
-                os.replace(file.name, path)
-            except BaseException:
-                Path(file.name).unlink(missing_ok=True)
-                raise
-    except (BuildError, OSError) as error:
+        _file(conditions).write(profile.to_json())
+    except OSError as error:
         raise ProfileFileError(str(error)) from error
-    return path
 
 
 @contextlib.contextmanager
@@ -84,15 +67,15 @@ def locked(conditions: Conditions) -> Iterator[None]:
 
     lock = None
     try:
-        path = _path(conditions)
-        make_folders(path.parent.parent, path.parent)
-        lock = FileLock(path.with_name(f"{conditions.device_type}.lock"))
+        file = _file(conditions)
+        file.make_folder()
+        lock = FileLock(file.path.with_name(f"{conditions.device_type}.lock"))
         try:
             lock.acquire(timeout=_QUIET_WAIT)
         except Timeout:
             announce(f"waiting for another process that measures {conditions.device_type} ...")
             lock.acquire(timeout=_LONGEST_WAIT)
-    except (BuildError, OSError, NotImplementedError, Timeout):  # measuring twice is no error
+    except (OSError, NotImplementedError, Timeout):  # measuring twice is no error
         pass
     try:
         yield
@@ -101,5 +84,5 @@ def locked(conditions: Conditions) -> Iterator[None]:
             lock.release()
 
 
-def _path(conditions: Conditions) -> Path:
-    return cache_directory() / FOLDER / conditions.file_name
+def _file(conditions: Conditions) -> CacheFile:
+    return CacheFile(FOLDER, conditions.file_name)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from polycast.common.interrupts import is_interrupt
+from polycast.errors import is_interrupt
 
 try:
     import resource

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from polycast.common.interrupts import raise_if_callers
+from polycast.errors import raise_if_callers
 from polycast.plugin import Backend, LowBitKernel, Recipe, all_recipes, check, dtype_name, recipe_kernels
 
 from .measurement import Omission

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 import polycast
-from polycast.plugin import Backend, check, disable_autocast, find_slow_reason, get_backend
+from polycast.plugin import Backend, check, disable_autocast, find_slow_dtype, get_backend
 
 from .recorder import MatmulRow
 
@@ -40,7 +40,7 @@ def slow_reasons(devices: Mapping[str, Iterable[str]]) -> dict[str, str]:
         for name in names:
             dtype = getattr(torch, name)
             reason = _slow_reason(backend, dtype)
-            if reason and find_slow_reason(backend, dtype) is not None:  # a plugin may know better
+            if reason and find_slow_dtype(backend, dtype) is not None:  # a plugin may know better
                 found[f"{device} {name}"] = reason
     return found
 

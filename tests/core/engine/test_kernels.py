@@ -10,7 +10,7 @@ import torch
 import polycast
 from polycast import CastPolicy
 from polycast.engine.installation import kernels_of, torch_ops
-from polycast.policy.recipe_settings import COMPOSED_OPS
+from polycast.policy.standard import COMPOSED_OPS
 
 pytestmark = pytest.mark.usefixtures("engine")
 

@@ -8,8 +8,8 @@ import torch
 import polycast
 from polycast import CastPolicy
 from polycast.engine.installation import kernels_of
-from polycast.policy.recipe_settings import COMPOSED_OPS
 from polycast.policy.registered import registrations
+from polycast.policy.standard import COMPOSED_OPS
 
 LOWER = CastPolicy.LOWER_PRECISION_FP
 NAME = "polycast_test::scale"

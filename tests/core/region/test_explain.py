@@ -10,10 +10,7 @@ from tests.core.rounding import Rounded
 import polycast
 from polycast import CastPolicy, Policy
 from polycast.engine.override import make_override
-from polycast.engine.state import Settings
 from polycast.plugin import explain_op
-from polycast.region.explain_op import explain_in
-from polycast.registry.registry import registry
 
 X = torch.ones(2, 2)
 
@@ -95,14 +92,6 @@ def test_the_inner_region_decides_and_is_named():
 
 def override(policies, rule="region's policy", name=""):
     return make_override("cpu", frozenset(policies.items()), rule, name, None, None)
-
-
-def test_an_override_names_its_rules():
-    rule = override({"aten::mm": CastPolicy.FP32}, "module rule", "encoder.*")
-    region = Settings("cpu", True, torch.bfloat16, override=rule.over(override({"aten::bmm": CastPolicy.FP32})))
-    found = explain_in(region, registry.find("cpu"), "mm")
-    assert (found.policy, found.rule, found.rule_name) == (CastPolicy.FP32, "module rule", "encoder.*")
-    assert explain_in(region, registry.find("cpu"), "bmm").rule == "region's policy"
 
 
 def test_the_layers_of_an_override_do_not_grow_with_nesting():

@@ -63,15 +63,16 @@ def test_a_rule_decides_before_the_policies_of_regions_outside_and_inside():
 def test_explain_op_names_the_rule_of_a_module():
     class Explaining(nn.Module):
         def forward(self):
-            return polycast.plugin.explain_op("mm", "cpu")
+            return polycast.plugin.explain_op("mm", "cpu"), polycast.plugin.explain_op("bmm", "cpu")
 
     model = nn.ModuleDict({"one": Explaining()})
     polycast.apply_policy(model, Policy(modules={"one": {"mm": "fp32"}}))
-    with polycast.autocast("cpu"):
-        found = model["one"]()
+    with polycast.autocast("cpu", policy={"bmm": "fp32"}):
+        found, other = model["one"]()
     assert (found.rule, found.policy) == ("module rule", polycast.CastPolicy.FP32)
     assert "module rule" in str(found)
     assert "one" in found.rule_name
+    assert other.rule == "region's policy"
 
 
 def test_two_threads_with_two_policies_over_one_model():

@@ -11,13 +11,12 @@ from tests.core.rounding import Rounded
 import polycast
 from polycast.policy import manifests, recipe
 from polycast.region import slow_dtype
-from polycast.toolchain import load_ops
+from polycast.toolchain.load import BuildableLibrary
 
 
 @pytest.fixture(autouse=True)
 def forgotten(monkeypatch):
     """Forget which dtypes regions have had in this process."""
-    monkeypatch.setattr(slow_dtype, "found", {})
     monkeypatch.setattr(slow_dtype, "_checked", set())
     polycast.plugin.refresh("cpu")
     yield
@@ -77,7 +76,7 @@ def test_nothing_is_compiled_for_the_names(slow, monkeypatch):
 
     slow.ops_in_cpp = ("acme.native",)
     monkeypatch.setattr(slow, "recipe_availability", recipe_availability, raising=False)
-    monkeypatch.setattr(load_ops, "is_built", lambda package: False)
+    monkeypatch.setattr(BuildableLibrary, "is_built", lambda library: False)
     (found,) = warned(lambda: polycast.autocast("cpu"))
     assert "Faster: dtype=torch.float16" in str(found.message)
 
@@ -124,20 +123,20 @@ def test_a_plugin_may_know_that_a_dtype_is_not_slow(slow, know_better):
 
 def test_a_plugin_is_asked_with_what_the_one_before_it_says(slow, know_better):
     know_better(lambda *args: "first", lambda device_type, dtype, reason: f"{reason}, second")
-    assert polycast.plugin.find_slow_reason(slow, torch.bfloat16) == "first, second"
+    assert polycast.plugin.find_slow_dtype(slow, torch.bfloat16).reason == "first, second"
 
 
 def test_a_dtype_that_only_a_plugin_calls_slow_is_told_without_a_warning(hand_made, know_better):
     backend = hand_made("cpu", default_dtype=torch.bfloat16)
     know_better(lambda *args: "it is")
     assert warned(lambda: polycast.autocast("cpu")) == []
-    assert slow_dtype.describe(backend, torch.bfloat16) == "bfloat16 is slow on cpu: it is"
+    assert str(polycast.plugin.find_slow_dtype(backend, torch.bfloat16)) == "bfloat16 is slow on cpu: it is"
 
 
 def test_a_plugin_that_fails_is_left_out_with_a_warning(slow, know_better):
     know_better(lambda *args: 1 / 0)
     with pytest.warns(UserWarning, match=r"acme:why, of a plugin, failed: ZeroDivisionError"):
-        assert polycast.plugin.find_slow_reason(slow, torch.bfloat16) == "it has no such unit"
+        assert polycast.plugin.find_slow_dtype(slow, torch.bfloat16).reason == "it has no such unit"
 
 
 def test_region_with_a_recipe_does_not_warn(slow, engine, monkeypatch):
@@ -209,3 +208,14 @@ def test_it_is_printed_once_by_default(monkeypatch):
     assert done.stderr.startswith("<string>:9: ")
     ignoring = [sys.executable, "-W", "ignore:bfloat16 is slow", "-c", PROGRAM]
     assert subprocess.run(ignoring, capture_output=True, text=True, check=True).stderr == ""
+
+
+def test_listeners_are_told_in_place_of_a_warning(slow):
+    told = dict[str, torch.dtype]()
+    events = polycast.plugin.events
+    events.slow_dtype.add(told.__setitem__)
+    try:
+        assert warned(lambda: polycast.autocast("cpu")) == []
+    finally:
+        events.slow_dtype.remove(told.__setitem__)
+    assert told == {"cpu": torch.bfloat16}

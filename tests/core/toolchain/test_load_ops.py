@@ -10,11 +10,13 @@ import torch
 
 import polycast
 from polycast.engine.native.engine_library import ENGINE
+from polycast.toolchain import load
 from polycast.toolchain import load_ops as ops
 from polycast.toolchain.build import get_or_build
 from polycast.toolchain.prebuilt import no_compiler
 
 PACKAGE = "acme_ops.native"
+LIBRARY = load.BuildableLibrary.of_ops(PACKAGE)
 
 
 @pytest.fixture(scope="module")
@@ -60,21 +62,22 @@ def test_ops_are_built_once_with_a_message(compiler, home, loaded, capfd):
 
 @pytest.mark.slow
 def test_origin_before_and_after_loading(compiler, home, loaded, monkeypatch):
-    monkeypatch.setattr(ops, "_origins", {})
-    assert ops.origin(PACKAGE) == "not compiled yet, as `polycast build` does"
+    monkeypatch.setattr(load, "_origins", {})
+    assert LIBRARY.find() is None
     assert compiler.calls == 0
     assert polycast.plugin.load_ops(PACKAGE)
-    assert ops.origin(PACKAGE) == f"compiled here: {loaded[0]}"
-    ops._origins.clear()
-    assert ops.origin(PACKAGE) == f"compiled here: {loaded[0]}"
+    assert LIBRARY.find() == f"compiled here: {loaded[0]}"
+    load._origins.clear()
+    assert LIBRARY.find() == f"compiled here: {loaded[0]}"
 
 
 def test_origin_of_ops_that_failed_to_build(compiler, home, loaded, monkeypatch):
-    monkeypatch.setattr(ops, "_origins", {})
+    monkeypatch.setattr(load, "_origins", {})
     compiler.behave(status=3)
     assert not polycast.plugin.load_ops(PACKAGE)
     (log,) = home.rglob("*.log")
-    assert ops.origin(PACKAGE).startswith(f"none: it failed before; its output is in {log}.")
+    with pytest.raises(RuntimeError, match=f"^it failed before; its output is in {log}\\."):
+        LIBRARY.find()
 
 
 @pytest.mark.slow

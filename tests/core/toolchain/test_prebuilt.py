@@ -19,7 +19,7 @@ from polycast.toolchain.archive import Archive, pack
 from polycast.toolchain.cache_folder import UntrustedCacheError
 from polycast.toolchain.compiler import checksum, digest_of_headers, find_compiler, headers_of_torch
 from polycast.toolchain.cpp_library import BuildError, CppLibrary
-from polycast.toolchain.load import load_prebuilt
+from polycast.toolchain.load import BuildableLibrary, load_prebuilt
 from polycast.toolchain.prebuilt import Prebuilt, find_prebuilt
 
 HEADERS = ["ATen/core/TensorBase.h", "c10/core/TensorImpl.h"]
@@ -105,7 +105,7 @@ def test_the_headers_of_torch_that_a_library_is_compiled_from_are_listed(tmp_pat
     compiler = find_compiler()
     if compiler is None:
         pytest.skip("there is no compiler here")
-    library, source = CppLibrary.of_ops("acme"), b"#include <c10/core/Device.h>\n#include <vector>\n"
+    library, source = BuildableLibrary.of_ops("acme"), b"#include <c10/core/Device.h>\n#include <vector>\n"
     headers = headers_of_torch(compiler, library, {"acme.cpp": source}, tmp_path)
     assert {"c10/core/Device.h", "c10/core/DeviceType.h"} <= set(headers)
     assert [header for header in headers if not (Path(torch.__file__).parent / "include" / header).is_file()] == []

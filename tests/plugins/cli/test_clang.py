@@ -3,8 +3,8 @@
 import pytest
 
 from polycast.engine.native.engine_library import ENGINE
+from polycast.plugin import NativeLibrary
 from polycast.toolchain.compiler import compile_library, find_compiler
-from polycast.toolchain.cpp_library import CppLibrary
 from polycast_plugins.cli.compiled import common_libraries
 
 OF_PLUGINS = [each for each in common_libraries() if each != ENGINE]
@@ -12,7 +12,7 @@ OF_PLUGINS = [each for each in common_libraries() if each != ENGINE]
 
 @pytest.mark.parametrize(
     "wanted",
-    [*OF_PLUGINS, CppLibrary.of_ops("polycast_plugins.quantize.cpu.native")],
+    [*OF_PLUGINS, NativeLibrary.of_ops("polycast_plugins.quantize.cpu.native")],
     ids=lambda library: library.name,
 )
 def test_clang_compiles_what_gcc_does(wanted, monkeypatch, tmp_path):

@@ -10,10 +10,10 @@ import torch
 
 import polycast
 from polycast.engine import installation
-from polycast.toolchain import load
+from polycast.toolchain import cache_folder, load
 from polycast.toolchain.prebuilt import no_compiler
 from polycast_plugins.cli import app
-from polycast_plugins.fastest import profile, profile_file
+from polycast_plugins.fastest import profile
 
 KEYS = [
     "device_type",
@@ -157,7 +157,7 @@ def test_devices_json_has_the_same_keys_for_every_device(polycast_command):
 
 
 def test_devices_json_of_a_ready_device(polycast_command, monkeypatch, tmp_path):
-    monkeypatch.setattr(profile_file, "cache_directory", lambda: tmp_path)  # has no profile of an earlier test
+    monkeypatch.setattr(cache_folder, "cache_directory", lambda: tmp_path)  # has no profile of an earlier test
     profile.forget()
     assert listed(polycast_command("devices", "--json"))["cpu"] == {
         "device_type": "cpu",

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 import polycast
 from polycast.registry.registry import registry
-from polycast.toolchain import load_ops as ops
+from polycast.toolchain import load
 from polycast_plugins.cli import app, doctor
 
 SECTIONS = [
@@ -84,8 +84,8 @@ def test_it_shows_the_engine_and_its_origin(engine, examine):
 def test_it_shows_the_origin_of_ops(examine, hand_made, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("CXX", "true")  # a compiler that says nothing of itself, and is not called for more
-    monkeypatch.setattr(ops, "_origins", {})
-    monkeypatch.setattr(ops, "find_prebuilt", lambda library: None)
+    monkeypatch.setattr(load, "_origins", {})
+    monkeypatch.setattr(load, "find_prebuilt", lambda library: None)
     hand_made("cpu", ops_in_cpp=["polycast_plugins.quantize.cpu.native"])
     _, found = examine()
     assert found["ops"] == [

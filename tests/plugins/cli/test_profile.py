@@ -5,9 +5,9 @@ import json
 import pytest
 
 import polycast
+from polycast.toolchain import cache_folder
 from polycast_plugins.fastest import measure as measuring
 from polycast_plugins.fastest import profile as profiles
-from polycast_plugins.fastest import profile_file
 from polycast_plugins.fastest.conditions import Conditions
 from polycast_plugins.fastest.measurement import Measurement
 
@@ -26,7 +26,7 @@ def kept(tmp_path, monkeypatch):
         )
 
     monkeypatch.setattr(measuring, "measure", measure)
-    monkeypatch.setattr(profile_file, "cache_directory", lambda: tmp_path / "polycast")
+    monkeypatch.setattr(cache_folder, "cache_directory", lambda: tmp_path / "polycast")
     profiles.forget()
     yield tmp_path / "polycast" / "profiles"
     profiles.forget()

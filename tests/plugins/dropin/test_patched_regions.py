@@ -36,7 +36,6 @@ def test_copies_have_the_attributes_of_a_program(engine):
 @pytest.fixture
 def emulated(hand_made, monkeypatch):
     """Serve cpu by a backend that emulates bfloat16; forget which dtypes regions have had in this process."""
-    monkeypatch.setattr(slow_dtype, "found", {})
     monkeypatch.setattr(slow_dtype, "_checked", set())
     monkeypatch.setattr(manifests, "functions", lambda table: [])
     hand_made("cpu", default_dtype=torch.bfloat16, slow_reason=lambda dtype: "it has no such unit")

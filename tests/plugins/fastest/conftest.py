@@ -7,8 +7,9 @@ import pytest
 import torch
 
 import polycast
+from polycast.toolchain import cache_folder
 from polycast_plugins.fastest import measure as measuring
-from polycast_plugins.fastest import op_timer, profile_file, stopwatch
+from polycast_plugins.fastest import op_timer, stopwatch
 from polycast_plugins.fastest import profile as profiles
 from polycast_plugins.fastest.cases import Case
 from polycast_plugins.fastest.conditions import Conditions
@@ -24,7 +25,7 @@ BFLOAT16 = MeasuredWay("bfloat16", torch.bfloat16, torch.bfloat16)
 @pytest.fixture
 def kept(tmp_path, monkeypatch):
     """Return the folder of the profiles, which is not there yet."""
-    monkeypatch.setattr(profile_file, "cache_directory", lambda: tmp_path / "polycast")
+    monkeypatch.setattr(cache_folder, "cache_directory", lambda: tmp_path / "polycast")
     monkeypatch.delenv("POLYCAST_PROFILE", raising=False)
     profiles.forget()
     yield tmp_path / "polycast" / "profiles"

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 import polycast
-from polycast.plugin import find_slow_reason
-from polycast.region.slow_dtype import faster_recipes
+from polycast.plugin import find_slow_dtype
 from polycast_plugins.fastest import profile as profiles
 from polycast_plugins.fastest.measurement import Measurement
 from polycast_plugins.observe.backend_queries import slow_reasons
@@ -29,35 +28,35 @@ def profiled(hand_made, monkeypatch):
 
 def test_dtype_that_is_fast_by_the_profile_is_not_slow(profiled):
     backend = profiled({128: 0.5, 1024: 1.05}, reason="it has no such unit")
-    assert find_slow_reason(backend, torch.bfloat16) is None
+    assert find_slow_dtype(backend, torch.bfloat16) is None
     assert slow_reasons({"cpu": ["bfloat16"]}) == {}
 
 
 def test_dtype_that_is_slow_by_the_profile_is_slow(profiled):
     backend = profiled({128: 1.3, 1024: 1.83})
-    assert find_slow_reason(backend, torch.bfloat16) == "matrix products of 1024 rows take 1.8 of float32's time"
+    assert find_slow_dtype(backend, torch.bfloat16).reason == "matrix products of 1024 rows take 1.8 of float32's time"
 
 
 def test_backend_says_why_a_dtype_is_slow_by_the_profile(profiled):
     backend = profiled({128: 1.3}, reason="it has no such unit")
     times = "(time of linear layers relative to float32: 1.3 for 1 row and 1.3 for 128 rows)"
-    assert find_slow_reason(backend, torch.bfloat16) == f"it has no such unit {times}"
+    assert find_slow_dtype(backend, torch.bfloat16).reason == f"it has no such unit {times}"
     assert slow_reasons({"cpu": ["bfloat16"]}) == {"cpu bfloat16": "it has no such unit"}
 
 
 def test_extrapolated_times_count(profiled):
     backend = profiled({128: 1.6}, extrapolated=True)
-    assert find_slow_reason(backend, torch.bfloat16) == "matrix products of 128 rows take 1.6 of float32's time"
+    assert find_slow_dtype(backend, torch.bfloat16).reason == "matrix products of 128 rows take 1.6 of float32's time"
 
 
 def test_noisy_times_do_not_count(profiled):
-    assert find_slow_reason(profiled({128: 1.8}, noisy=True), torch.bfloat16) is None
+    assert find_slow_dtype(profiled({128: 1.8}, noisy=True), torch.bfloat16) is None
     polycast.plugin.unregister_backend("cpu")
-    assert find_slow_reason(profiled({128: 0.8}, reason="why", noisy=True), torch.bfloat16).startswith("why")
+    assert find_slow_dtype(profiled({128: 0.8}, reason="why", noisy=True), torch.bfloat16).reason.startswith("why")
 
 
 def test_dtype_that_was_not_measured_is_left_to_the_backend(profiled):
-    assert find_slow_reason(profiled({128: 0.5}, reason="why"), torch.float16) == "why"
+    assert find_slow_dtype(profiled({128: 0.5}, reason="why"), torch.float16).reason == "why"
 
 
 HINT = "(`polycast profile cpu` measures how much)"
@@ -65,15 +64,15 @@ HINT = "(`polycast profile cpu` measures how much)"
 
 def test_without_a_profile_the_backend_is_asked(hand_made):
     backend = hand_made("cpu", slow_reason=lambda dtype: "it says so")
-    assert find_slow_reason(backend, torch.bfloat16) == f"it says so {HINT}"
+    assert find_slow_dtype(backend, torch.bfloat16).reason == f"it says so {HINT}"
 
 
 def test_named_profile_that_is_bad_is_as_none(hand_made, monkeypatch):
     monkeypatch.setenv("POLYCAST_PROFILE", "/nowhere.json")
     backend = hand_made("cpu", slow_reason=lambda dtype: "it says so")
-    assert find_slow_reason(backend, torch.bfloat16) == f"it says so {HINT}"
+    assert find_slow_dtype(backend, torch.bfloat16).reason == f"it says so {HINT}"
 
 
 def test_warning_suggests_the_recipe(hand_made):
     backend = hand_made("cpu", slow_reason=lambda dtype: "it says so")
-    assert faster_recipes(backend) == {"fastest": ""}
+    assert find_slow_dtype(backend, torch.bfloat16).faster_recipes() == {"fastest": ""}

@@ -89,14 +89,14 @@ PyObject* make_registrations(PyTypeObject*, PyObject* arguments, PyObject*) {
 
 IsCapturing capturing(PyObject* function) { return IsCapturing(function == Py_None ? Object() : Object::borrow(function)); }
 
-// impl(name, number, policy, has_recipes, refusal, with_dtype, is_capturing)
+// impl(name, number, policy, refusal, with_dtype, written, writing_flag, is_capturing)
 PyObject* registrations_impl(PyObject* self, PyObject* arguments) {
   const char *name, *refusal, *with_dtype;
   long long number;
-  int policy, has_recipes, writing_flag;
+  int policy, writing_flag;
   PyObject *written, *is_capturing;
-  parse(arguments, "sLipszO!iO", &name, &number, &policy, &has_recipes, &refusal, &with_dtype, &PyTuple_Type, &written, &writing_flag, &is_capturing);
-  Op op{number, static_cast<Policy>(policy), has_recipes != 0, refusal, convert_items(written, &PyLong_AsSize_t), writing_flag, std::nullopt};
+  parse(arguments, "sLiszO!iO", &name, &number, &policy, &refusal, &with_dtype, &PyTuple_Type, &written, &writing_flag, &is_capturing);
+  Op op{number, static_cast<Policy>(policy), refusal, convert_items(written, &PyLong_AsSize_t), writing_flag, std::nullopt};
   Holder<KernelRegistrations>::unwrap(self)->impl(name, std::move(op), with_dtype, capturing(is_capturing));
   return Py_NewRef(Py_None);
 }

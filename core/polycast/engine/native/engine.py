@@ -13,7 +13,6 @@ from typing_extensions import override
 from ...common.atfork import hold_during_fork
 from ...errors import StaleWeightError
 from ...policy.cast_policy import CastPolicy
-from ...policy.recipe_settings import WITHOUT_POLICY
 from ...policy.schemas import hidden_writes, overload_with_dtype
 from ...registry.backend import Backend, overrides_is_capturing
 from ...torch_internals.dispatcher import OpOverload
@@ -82,6 +81,7 @@ class NativeEngine:
 
     def __init__(self, extension: ModuleType, origin: str, sources: Mapping[str, bytes]) -> None:
         self.origin = origin
+        self.build_failure = ""
         self.sources = sources
         extension.bind(
             {
@@ -204,7 +204,6 @@ class _NativeKernels(Kernels):
             name,
             self._engine.number(name),
             _POLICIES["NONE" if policy is None else policy.name],
-            policy is CastPolicy.LOWER_PRECISION_FP or (policy is None and name in WITHOUT_POLICY),
             refusal(self.backend, name),
             None if with_dtype is None else f"{with_dtype._schema.name}.{with_dtype._schema.overload_name}",
             *hidden_writes(op),

@@ -4,11 +4,10 @@ import functools
 from pathlib import Path
 
 from ...toolchain.cache_folder import cache_directory
-from ...toolchain.cpp_library import CppLibrary
-from ...toolchain.load import import_extension, load_built, load_prebuilt
+from ...toolchain.load import BuildableLibrary, import_extension, load_built, load_prebuilt
 from .engine import NativeEngine
 
-ENGINE = CppLibrary(str(__package__), "polycast_native", "the native engine", folders=(".", "common"))
+ENGINE = BuildableLibrary(str(__package__), "polycast_native", "the native engine", folders=(".", "common"))
 
 
 def load() -> NativeEngine:

@@ -19,7 +19,6 @@ constexpr c10::DispatchKeySet kSkippableKeys{
 struct Op {
   int64_t number;
   Policy policy;
-  bool has_recipes;  // whether a recipe can compute it: it has LOWER_PRECISION_FP, or is in WITHOUT_POLICY of recipe_settings.py
   std::string refusal;  // the error of a BANNED op
   std::vector<size_t> written;  // positions of the tensors that it writes, though its schema does not say so
   int writing_flag;             // position of the flag without which it does not; -1: it always does
@@ -38,7 +37,7 @@ class Kernel final : public c10::OperatorKernel {
         skipped_(keys_ | kSkippableKeys),
         is_composed_(
             op_.policy == Policy::kNone && handle.operator_name() == c10::OperatorName("aten::_transformer_encoder_layer_fwd", "")),
-        policy_for_recipes_(op_.has_recipes ? Policy::kLowerPrecisionFp : op_.policy),
+        policy_for_recipes_(op_.policy == Policy::kNone ? Policy::kLowerPrecisionFp : op_.policy),
         skips_autograd_(can_skip_autograd(op_, handle)),
         multiplies_batches_(handle.operator_name() == c10::OperatorName("aten::linear", "") ||
                             handle.operator_name() == c10::OperatorName("aten::matmul", "")),
@@ -288,7 +287,7 @@ class Kernel final : public c10::OperatorKernel {
   const c10::DispatchKeySet keys_;   // the Autocast key
   const c10::DispatchKeySet below_;  // all below it
   const c10::DispatchKeySet device_keys_, skipped_;
-  const bool is_composed_;  // one of COMPOSED_OPS in recipe_settings.py
+  const bool is_composed_;  // one of COMPOSED_OPS in policy/standard.py
   const Policy policy_for_recipes_;
   const bool skips_autograd_;
   const bool multiplies_batches_;  // by one matrix

@@ -34,6 +34,7 @@ class ReferenceEngine(PythonStateMachine):
 
     name = "reference"
     origin = ""
+    build_failure = ""
 
     def __init__(self) -> None:
         super().__init__()

@@ -14,8 +14,8 @@ from torch.library import Library, fallthrough_kernel
 from typing_extensions import override
 
 from ...policy.cast_policy import CastPolicy
-from ...policy.recipe_settings import COMPOSED_OPS, WITHOUT_POLICY
 from ...policy.schemas import flatten_arguments, hidden_writes
+from ...policy.standard import COMPOSED_OPS
 from ...registry.backend import Backend
 from ...torch_internals.dispatcher import DispatchKeySet, OpOverload, excluding, keys_below, redispatch
 from ..casts.cast_cache import cache_by_identity
@@ -95,7 +95,7 @@ class _Kernel:
     @disable_dynamo
     def __call__(self, keys: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         policy = self._machine.policy(self._name, self._device_type, self._policy)
-        if self._may_have_recipe(policy) and self._machine.has_recipe(self._name, self._device_type):
+        if policy in (None, CastPolicy.LOWER_PRECISION_FP) and self._machine.has_recipe(self._name, self._device_type):
             from ..recipes import compute  # most regions have no recipe
             from ..recipes.in_dtype import should_make_contiguous
 
@@ -123,9 +123,6 @@ class _Kernel:
             return self._run(
                 apply_rule(policy or CastPolicy.PASSTHROUGH, OpCall(self._op, args, kwargs), fast, self._is_eligible)
             )
-
-    def _may_have_recipe(self, policy: CastPolicy | None) -> bool:
-        return policy is CastPolicy.LOWER_PRECISION_FP or (policy is None and self._name in WITHOUT_POLICY)
 
     def _run(self, call: OpCall) -> Any:
         op, args, kwargs, dtype = call

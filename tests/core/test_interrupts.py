@@ -6,7 +6,7 @@ import weakref
 
 import pytest
 
-from polycast.common.interrupts import is_interrupt
+from polycast.errors import is_interrupt
 
 
 class Alarm(Exception):
