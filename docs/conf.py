@@ -66,7 +66,9 @@ nitpick_ignore_regex = [
     ),
     (
         "py:.*",
-        r"(polycast\.)?([a-z_0-9]+\.)*_\w+|polycast\.(common\.atfork|engine\.(choice|drift|override|state)|policy\.manifests|region\.suspend)\.\w+",
+        r"(polycast\.)?([a-z_0-9]+\.)*_\w+|polycast\.(common\.atfork|policy\.manifests|region\.suspend|"
+        r"engine\.(casts\.cast_cache|choice|drift|override|recipes\.(actions|plan\.Plan)|state)|"
+        r"registry\.recipe_kernels)\.\w+",
     ),
 ]
 

@@ -17,8 +17,8 @@
 - The region of another library: :class:`LibraryRegion`.
 - To run code without autocast or Dynamo: :func:`disable_autocast`, :func:`disable_dynamo`; to call that of another
   package: :func:`call_outside`; to hold locks over a fork: :func:`hold_during_fork`; to keep a file for the user:
-  :class:`CacheFile`; to replace the forward of one module: :class:`InstanceForward`; to be told what happens:
-  :class:`events`.
+  :class:`CacheFile`; to read a tensor's memory: :func:`memory_of`; to replace the forward of one module:
+  :class:`InstanceForward`; to be told what happens: :class:`events`.
 
 Users of regions import from ``polycast``, and errors from ``polycast.errors``.
 """

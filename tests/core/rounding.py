@@ -44,7 +44,10 @@ class RoundedPlan(Plan):
         return reason or small or self.Computed()
 
     def perform(self, op, args, cache, checked):
-        result = self.INTERCEPTED if self.is_intercepted() else self.compute(op, args, cache)
+        if self.in_function():  # which may go backward
+            result = self.RECORDS
+        else:
+            result = self.INTERCEPTED if self.is_intercepted() else self.compute(op, args, cache)
         if result is self.INTERCEPTED and op in self.kernels and self.is_traced():
             result = self.in_graph(op, args, cache)
         elif isinstance(result, str):

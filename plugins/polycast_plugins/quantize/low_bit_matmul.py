@@ -24,9 +24,9 @@ class LowBitMatmul:
     Attributes:
         takes_batches: whether `multiply` takes activations of any number of dimensions. If not, it gets matrices.
         operators: optional; by op, such as ``"aten::linear"``, an operator in C++ that computes it, in place of
-            `multiply`; see :class:`LowBitKernel`.
+            `multiply`; see :class:`polycast.plugin.LowBitKernel`.
         constants: the last arguments of these operators.
-        equalizes: whether `prepack` takes the factors of an equalization too; see :class:`LowBitKernel`.
+        equalizes: whether `prepack` takes the factors of an equalization too; see `polycast.plugin.LowBitKernel`.
 
     Example:
         >>> from polycast_plugins.quantize import LowBitMatmul

@@ -109,8 +109,8 @@ class Plan(ABC):
                 they are of no subclass or transform, that nothing intercepts ops, and that autograd records nothing.
 
         Returns:
-            The results, or None: the op is then computed in the fast dtype. And what the native engine does for calls
-            with the same metadata, or None: Python is asked each time.
+            The results, or None if the op falls back; and what the native engine does for calls with the same metadata,
+            or None if Python is asked each time.
         """
 
     def notify(self, op: str, reason: str | None, way: str = "", package: str = "") -> None:
