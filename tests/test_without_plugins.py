@@ -27,6 +27,10 @@ for name in ("observe", "compare", "no_such_name"):
         getattr(polycast, name)
     except AttributeError as error:
         print(error)
+try:
+    polycast.autocast("cpu", recipe="int8")
+except ValueError as error:
+    print(error)
 for package in (polycast, polycast_backends):
     for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
         if not module.name.endswith(("__main__", "_triton")):
@@ -77,6 +81,7 @@ def test_regions_policies_and_caches_work_and_names_of_plugins_say_whose_they_ar
         f"{absent.format('observe', 'observe')} Install polycast again",
         f"{absent.format('compare', 'precision')} Install polycast again",
         "module 'polycast' has no attribute 'no_such_name'",
+        "'int8' is not a recipe: it is of the plugin 'quantize', which is not installed. Install polycast again",
         "[]",
     ]
 

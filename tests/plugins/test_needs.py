@@ -77,6 +77,8 @@ def test_each_manifest_needs_plugins_that_exist():
 
 def test_the_core_knows_whose_a_name_of_an_absent_plugin_is():
     assert {name: tuple(each.names) for name, each in MANIFESTS.items() if each.names} == public_names._OWN
+    assert {name: tuple(each.methods) for name, each in MANIFESTS.items() if each.methods} == public_names._METHODS
+    assert {name: tuple(each.recipes) for name, each in MANIFESTS.items() if each.recipes} == public_names._RECIPES
 
 
 @pytest.mark.slow

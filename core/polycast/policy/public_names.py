@@ -1,9 +1,10 @@
-"""The names that plugins add to ``polycast``, such as ``polycast.observe``."""
+"""The names that plugins add to ``polycast``, such as ``polycast.observe``, and what to say of absent ones."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from . import manifests
+if TYPE_CHECKING:
+    from .manifests import Manifests
 
 _OWN = {
     "dropin": ("patch_torch",),
@@ -15,12 +16,14 @@ _OWN = {
 }
 """The names of polycast's own plugins, for the error where such a plugin is not installed."""
 _METHODS = {"quantize": ("WeightCache.load", "WeightCache.save")}
-"""The methods of classes of the core that plugins implement."""
+"""The methods of classes of the core that they implement."""
+_RECIPES = {"fastest": ("fastest",), "quantize": ("float8", "int4", "int8")}
+"""The kinds of their recipes."""
 
 
 def names() -> set[str]:
     """Return the names that the installed plugins add."""
-    return {name for each in manifests.manifests() for name in each.plugin.names}
+    return {name for each in _manifests() for name in each.plugin.names}
 
 
 def find(name: str) -> Any:
@@ -30,7 +33,7 @@ def find(name: str) -> Any:
         AttributeError: no installed plugin has it.
         RuntimeError: several plugins have it, or it cannot be imported.
     """
-    found = manifests.manifests().find("names", name)
+    found = _manifests().find("names", name)
     if found is None:
         raise AttributeError(f"module 'polycast' has no attribute {name!r}{_remedy(name, _OWN)}")
     return found
@@ -43,10 +46,21 @@ def method(name: str) -> Callable[..., Any]:
         NotImplementedError: no installed plugin has it.
         RuntimeError: several plugins have it, or it cannot be imported.
     """
-    found: Callable[..., Any] | None = manifests.manifests().find("methods", name)
+    found: Callable[..., Any] | None = _manifests().find("methods", name)
     if found is None:
         raise NotImplementedError(f"polycast has no {name}{_remedy(name, _METHODS)}")
     return found
+
+
+def _manifests() -> "Manifests":
+    from . import manifests  # a region with a WeightCache needs none
+
+    return manifests.manifests()
+
+
+def remedy_for_recipe(kind: str) -> str:
+    """Return the end of a sentence that says whose a kind of recipes is, if it is that of an absent plugin, or ""."""
+    return _remedy(kind, _RECIPES)
 
 
 def _remedy(name: str, table: Mapping[str, Sequence[str]]) -> str:

@@ -285,6 +285,11 @@ def _of_name(recipe: str, of_kind: type[Recipe] | None) -> Recipe:
     words = recipe.split(":")[1:]
     setting_of = {} if of_kind is None else _words(of_kind)
     settings = {setting_of[word]: word for word in words if word in setting_of}
+    if of_kind is None:
+        from .public_names import remedy_for_recipe
+
+        if remedy := remedy_for_recipe(recipe.partition(":")[0]):
+            raise ValueError(f"{recipe!r} is not a recipe{remedy}")
     if of_kind is None or len(settings) < len(words):
         known = [
             name for kind, each in all_kinds().items() for name in (kind, *(f"{kind}:{word}" for word in _words(each)))

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from typing_extensions import Self
 
-from ...policy.public_names import method
+from ...policy import public_names
 from .. import state
 from ..installation import watch_writes
 from .cast_cache import CastCache, EntryKind
@@ -94,7 +94,7 @@ class WeightCache(CastCache):
         """
         if model is not None:
             _check_model(model)
-        method("WeightCache.save")(self, Path(path), model)
+        public_names.method("WeightCache.save")(self, Path(path), model)
 
     @classmethod
     def load(
@@ -131,7 +131,7 @@ class WeightCache(CastCache):
         if verify not in ("all", "sample"):
             raise ValueError(f"verify must be 'all' or 'sample', got {verify!r}")
         cache = cls(max_bytes)
-        method("WeightCache.load")(cache, Path(path), model, verify)
+        public_names.method("WeightCache.load")(cache, Path(path), model, verify)
         return cache
 
 
