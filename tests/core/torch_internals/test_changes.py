@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.core.rounding import Rounded
 from torch.utils.checkpoint import checkpoint
 
 import polycast
@@ -135,7 +136,7 @@ def use_everything():
     with polycast.autocast("cpu"):
         torch.export.export(model, (X,), strict=False)
     polycast.apply_policy(torch.compile(layer(), backend="eager"), polycast.Policy(modules={"": "fp32"}))
-    with polycast.autocast("cpu", recipe=polycast.Int8()):
+    with polycast.autocast("cpu", recipe=Rounded()):
         pass
 
     class Scripted(torch.nn.Module):
@@ -149,7 +150,7 @@ def use_everything():
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("engine")
+@pytest.mark.usefixtures("engine", "int8_kernels")
 def test_uninstall_leaves_nothing_of_polycast_in_torch(monkeypatch):
     monkeypatch.setattr(installation, "caches_alive", ())  # a cache that another test leaves keeps the hooks on writes
     assert changed_in_torch() == {}
@@ -164,7 +165,7 @@ def test_uninstall_leaves_nothing_of_polycast_in_torch(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("engine")
+@pytest.mark.usefixtures("engine", "int8_kernels")
 def test_all_that_is_changed_is_in_the_table():
     use_everything()
     declared = [name for _, change in ROWS for name in change.names]

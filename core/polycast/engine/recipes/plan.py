@@ -255,7 +255,10 @@ class Plan(ABC):
 
     @staticmethod
     def new_id() -> int:
-        """Return an id for prepacked weights that no others have."""
+        """Return an id for prepacked weights that no others have.
+
+        Keep it outside of the plan, which is made again after a refresh: the weights are found by their id.
+        """
         return next(_unused_ids)
 
     def veto(self, op: str, args: Sequence[Any]) -> str | None:
