@@ -76,10 +76,9 @@ stress: $(VENV)/polycast.stamp
 	POLYCAST_ENGINE=reference $(VENV)/bin/python tests/core/engine/stress.py $(STEPS)
 
 # The native engine's tests under AddressSanitizer and ThreadSanitizer, each with its own cache of builds, since a build by
-# another compiler command would be used. Tests that fork while threads run are left out: the sanitizers do not hold their
-# locks over a fork. So is a test of memory: AddressSanitizer does not return freed memory; and one that calls each op of torch
-# with any arguments: some divide by zero. setarch turns off address
-# randomization, which ThreadSanitizer does not support.
+# another compiler command would be used. Left out are tests that fork while threads run: the sanitizers do not hold their
+# locks over a fork; tests of memory: AddressSanitizer does not return what is freed; and one that calls each op of torch
+# with any arguments: some divide by zero. setarch turns off address randomization, which ThreadSanitizer does not support.
 SANITIZED ?= tests/core/engine tests/plugins/observe tests/core/region
 SANITIZED_OPS ?= $(wildcard tests/plugins/quantize/test_int*.py) tests/plugins/quantize/test_few_rows.py
 RACE_STEPS ?= 1000
