@@ -285,7 +285,7 @@ def int8_kernels():
 
 
 class RecipeCalls(Counter):
-    """Counts of the calls that recipes compute or fall back for."""
+    """Counts of the calls that recipes compute or decline."""
 
     def note(self, device_type, recipe, op, reason, package):
         self[device_type, recipe, op, reason or ""] += 1
@@ -298,7 +298,7 @@ class RecipeCalls(Counter):
 
 @pytest.fixture
 def recipe_counts():
-    """Return a context manager that counts the ops that recipes compute or fall back for, on either engine."""
+    """Return a context manager that counts the ops that recipes compute or decline, on either engine."""
 
     @contextlib.contextmanager
     def count():

@@ -123,7 +123,7 @@ class FastestPlan(Plan):
         if isinstance(found, str):
             if op not in POINTWISE_OPS:  # which runs as without the recipe
                 self.notify(op, found)
-            return None, None if events.recipe_call or found in _UNKEPT else self.FALL_BACK
+            return None, None if events.recipe_call or found in _UNKEPT else self.DECLINED
         if events.recipe_call:
             self.notify(op, None, name_of(found.way, dtype), self._package_of(found, op, args))
         result, action = self._compute(found, op, args, cache, dtype)
@@ -268,7 +268,7 @@ class FastestPlan(Plan):
                 action = action._replace(prepack_id=self.AS_IT_IS)
             result = kernel.run((weight,), *args)
             return _cast_results(result, dtype), action
-        return None, self.FALL_BACK
+        return None, self.DECLINED
 
 
 class PlannedCall(NamedTuple):

@@ -258,7 +258,7 @@ class _Calls(DispatchMode):  # type: ignore[misc]
         found.output.update(dict.fromkeys(_floating(tensor for _, tensor in tensors_in(output))))
 
     def note_declined(self, _device: str, _recipe: str, op: str, reason: str | None, _package: str) -> None:
-        """Note that a recipe falls back for an op, and why."""
+        """Note that a recipe declines an op, and why."""
         if self._open and reason is not None:
             self._open[-1].declined[op] = reason
 

@@ -131,7 +131,7 @@ class Record:
     Attributes:
         outputs, gradients: the errors in forward and in backward.
         parted_in: the modules in which the two runs made different calls.
-        recipe_counts: counts the ops that recipes compute, and those for which they fall back, in the tested run.
+        recipe_counts: counts the ops that recipes compute, and those that they decline, in the tested run.
     """
 
     def __init__(self, profile: ModelProfile, advance: Callable[[str], None]) -> None:

@@ -94,7 +94,7 @@ class KernelPlan(Plan):
     def choose(
         self, op: str, args: Sequence[Any], checked: bool = False, with_vetoes: bool = True
     ) -> PlannedKernel | str:
-        """Return the kernel that computes a call, or why the op falls back to the fast dtype.
+        """Return the kernel that computes a call, or why the recipe declines the call.
 
         It may still do so if its weight cannot be prepacked.
 
@@ -152,7 +152,7 @@ class KernelPlan(Plan):
         result: torch.Tensor | str
         action: Plan.Action | None = None
         if self.in_function():
-            result, action = IN_FUNCTION, self.FALL_BACK
+            result, action = IN_FUNCTION, self.DECLINED
         elif not checked and self.is_intercepted():
             result = self.INTERCEPTED
         elif events.calibration.here():
@@ -185,7 +185,7 @@ class KernelPlan(Plan):
             self.notify(op, None, package="" if isinstance(found, str) else found.package)
 
     def _calibrate(self, op: str, args: Sequence[Any]) -> torch.Tensor | str:
-        """Notify this thread's listeners of a call, and compute it in float32; or return why it falls back."""
+        """Notify this thread's listeners of a call, and compute it in float32; or return why the recipe declines it."""
         found = self.choose(op, args, with_vetoes=False)  # batches may have other sizes than the program's
         if isinstance(found, str):
             return found
@@ -196,10 +196,10 @@ class KernelPlan(Plan):
     def _compute(
         self, op: str, args: Sequence[Any], cache: Plan.Cache | None, checked: bool = False
     ) -> tuple[torch.Tensor | str, Plan.Action | None]:
-        """Return the result of an op, or why it falls back; and the action that does the same, or None."""
+        """Return the result of an op, or why the recipe declines it; and the action that does the same, or None."""
         found = self.choose(op, args, checked)
         if isinstance(found, str):
-            return found, self.FALL_BACK
+            return found, self.DECLINED
         kernel = found.kernel
         weight: torch.Tensor = args[kernel.weight]
         if self.may_capture and self.backend.is_capturing():

@@ -317,7 +317,7 @@ def _region(device: Device, recipe: Recipe, cache: WeightCache | None) -> autoca
 
 @contextmanager
 def _outcomes() -> Iterator[list[str | None]]:
-    """Yield a list that gets, for each op under a recipe in this thread, why the recipe fell back; None: it ran."""
+    """Yield a list that gets, for each op under a recipe in this thread, why the recipe declined it; None: it ran."""
     found: list[str | None] = []
 
     def note(device_type: str, recipe: str, op: str, reason: str | None, package: str) -> None:

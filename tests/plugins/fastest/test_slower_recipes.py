@@ -39,7 +39,7 @@ def use(monkeypatch, tmp_path, profile_of):
 
 @pytest.fixture
 def declined(recipe_counts):
-    """Return a function that makes a call in a region with int8, and returns why it fell back; "" if not."""
+    """Return a function that makes a call in a region with int8, and returns why the recipe declined it; "" if not."""
 
     def declined():
         with recipe_counts() as counts, autocast("cpu", recipe=RECIPE):

@@ -63,7 +63,7 @@ def linear(engine, either_kernels):
 
 @pytest.fixture
 def declined(recipe_counts):
-    """Return a function that runs a layer with int8 and returns why it fell back; empty if it did not."""
+    """Return a function that runs a layer with int8 and returns why the recipe declined it; empty if it did not."""
 
     def declined(layer, **settings):
         with recipe_counts() as counts, polycast.autocast("cpu", recipe=polycast.Int8(min_size=1), **settings):

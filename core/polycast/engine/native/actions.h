@@ -23,7 +23,7 @@ struct RecipeCall {
   const IsCapturing& is_capturing;
 };
 
-// The results of a call; none if it falls back.
+// The results of a call; none if the recipe declines it.
 using Results = torch::jit::Stack;
 
 // Convert a constant of a kernel from Python; return nothing for other types.
@@ -151,7 +151,7 @@ std::optional<Tensors> find_parts(const Action& action, const RecipeCall& call, 
   return store->find_prepacked(weight == &tensor ? Source(tensor) : Source(tensor, *weight), action.prepack_id);
 }
 
-// Compute a call that does not fall back, and that autograd records or not, as Python has decided. Return nothing if Python has to be
+// Compute a call that the recipe does not decline, and that autograd records or not, as Python has decided. Return nothing if Python has to be
 // asked.
 std::optional<Results> compute(const Action& action, const RecipeCall& call, torch::jit::Stack& arguments, bool records) {
   const ScalarType fast = at::autocast::get_autocast_dtype(call.device);

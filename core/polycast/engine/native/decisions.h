@@ -18,8 +18,8 @@ struct Action {
   // The numbers of recipes/actions.py, which bind() checks.
   static constexpr int kCachedCast = 0, kAsItIs = -1;  // the operator takes the cached cast, or the weight itself
   static constexpr std::array<const char*, 2> kPrepackNames = {"AS_IT_IS", "CACHED_CAST"};
-  enum class Kind : long { kFallBack, kFloat32, kRecorded, kOperator };
-  static constexpr std::array<const char*, 4> kKindNames = {"FALL_BACK", "FLOAT32", "RECORDED", "OPERATOR"};
+  enum class Kind : long { kDeclined, kFloat32, kRecorded, kOperator };
+  static constexpr std::array<const char*, 4> kKindNames = {"DECLINED", "FLOAT32", "RECORDED", "OPERATOR"};
 
   Kind kind;
   size_t weight = 0;

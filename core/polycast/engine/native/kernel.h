@@ -71,7 +71,7 @@ class Kernel final : public c10::OperatorKernel {
     return tensor.contiguous();
   }
 
-  // Compute the op by the recipe, or as it is once Python has left the region; return no results if it falls back to the fast dtype.
+  // Compute the op by the recipe, or as it is once Python has left the region; return no results if the recipe declines it.
   template <class Arguments>
   C10_NOINLINE Results call_recipe(c10::DispatchKeySet keys, const Arguments& arguments) const {
     const uint64_t changes = region_changes;

@@ -81,7 +81,7 @@ std::optional<bool> runs_in_function() {
   return backward == recomputing_backward ? std::nullopt : std::optional(backward != -1);
 }
 
-// Convert the results that Python returns: a tensor, a tuple of tensors and None for undefined ones, or None if the call falls back.
+// Convert the results that Python returns: a tensor, a tuple of tensors and None for undefined ones, or None if the recipe declines it.
 Results results_of(PyObject* given) {
   if (given == Py_None) {
     return {};
@@ -97,8 +97,8 @@ Results results_of(PyObject* given) {
   return results;
 }
 
-// Ask Python to compute a call. If `metadata` is not null, keep what it decides for calls with the same. Return no results if the call
-// falls back to the fast dtype.
+// Ask Python to compute a call. If `metadata` is not null, keep what it decides for calls with the same. Return no results if the recipe
+// declines the call.
 C10_NOINLINE Results ask_python(const RecipeCall& call, c10::ArrayRef<c10::IValue> arguments, const CallMetadata* metadata) {
   const uint64_t epoch = Decisions::epoch();
   const Gil gil;
@@ -188,7 +188,7 @@ struct BoxedArguments {
   torch::jit::Stack box() const { return values.vec(); }
 };
 
-// Compute an op by the recipe of this thread's region; return no results if it falls back to the fast dtype.
+// Compute an op by the recipe of this thread's region; return no results if the recipe declines it.
 template <class Arguments>
 C10_NOINLINE Results call_recipe(const RecipeCall& call, const Arguments& arguments) {
   const std::optional<bool> in_function = runs_in_function();
@@ -202,7 +202,7 @@ C10_NOINLINE Results call_recipe(const RecipeCall& call, const Arguments& argume
   }
   metadata.finish();
   const auto action = Decisions::of_thread().find(metadata);
-  if (action != nullptr && action->kind == Action::Kind::kFallBack) {
+  if (action != nullptr && action->kind == Action::Kind::kDeclined) {
     return {};
   }
   torch::jit::Stack boxed = arguments.box();

@@ -16,7 +16,7 @@ Results: TypeAlias = torch.Tensor | tuple[torch.Tensor | None, ...]
 class ActionKind(IntEnum):
     """The kinds of actions."""
 
-    FALL_BACK = 0
+    DECLINED = 0
     """Compute the op in the fast dtype, as without the recipe."""
     FLOAT32 = 1
     """Cast tensors to float32, compute the op, and cast its results to the fast dtype. Autograd may record it."""

@@ -28,7 +28,7 @@ from .in_dtype import in_dtype
 def traced(
     op: str, plan: Any, args: Sequence[Any], cache: CastCache | None, find: Callable[[Backend, str], Any]
 ) -> torch.Tensor | str:
-    """Call the operator of an op in traced code; return its result, or why the op falls back.
+    """Call the operator of an op in traced code; return its result, or why the recipe declines it.
 
     Args:
         op, plan, args, cache: see `Plan.in_graph`.

@@ -29,7 +29,7 @@ _unused_ids = itertools.count(1)
 _CONSTANTS = (bool, int, float, str, torch.dtype, type(None))
 
 Performed: TypeAlias = tuple[Results | None, actions.Action | None]
-"""The results, or None if the op falls back; and the action for calls with the same metadata; None: ask each time."""
+"""The results, or None if the recipe declines the op; and the action for calls with the same metadata, if any."""
 
 
 class Plan(ABC):
@@ -46,8 +46,8 @@ class Plan(ABC):
         may_capture: whether calls may be captured into a graph of the device, which has its own memory: no action calls
             an operator then, and :meth:`Backend.is_capturing` is asked at each call.
         FLOATS: the dtypes that recipes convert.
-        INTERCEPTED, NO_KERNEL, NO_WEIGHT, NOT_CACHED, RECORDS, SMALL, SUBCLASS: reasons why a call falls back.
-        FALL_BACK: the action that computes an op in the fast dtype, as without the recipe.
+        INTERCEPTED, NO_KERNEL, NO_WEIGHT, NOT_CACHED, RECORDS, SMALL, SUBCLASS: reasons to decline a call.
+        DECLINED: the action that computes an op as without the recipe.
         FLOAT32: the action that casts tensors to float32, computes the op, and casts its results to the fast dtype.
             Autograd may record it.
         CACHED_CAST, AS_IT_IS: for :meth:`operator_action`, in place of an id.
@@ -78,7 +78,7 @@ class Plan(ABC):
     RECORDS = "autograd records it, and quantized kernels have no backward"
     SMALL = "the weight is smaller than the recipe's min_size"
     SUBCLASS = "a tensor is of a subclass that sees each op itself, or has no memory"
-    FALL_BACK, FLOAT32 = Action(ActionKind.FALL_BACK), Action(ActionKind.FLOAT32)
+    DECLINED, FLOAT32 = Action(ActionKind.DECLINED), Action(ActionKind.FLOAT32)
     CACHED_CAST, AS_IT_IS = actions.CACHED_CAST, actions.AS_IT_IS
 
     def __init__(self, backend: Backend, recipe: Recipe) -> None:
@@ -109,8 +109,8 @@ class Plan(ABC):
                 they are of no subclass or transform, that nothing intercepts ops, and that autograd records nothing.
 
         Returns:
-            The results, or None if the op falls back; and what the native engine does for calls with the same metadata,
-            or None if Python is asked each time.
+            The results, or None if the recipe declines the op; and what the native engine does for calls with the same
+            metadata, or None if Python is asked each time.
         """
 
     def notify(self, op: str, reason: str | None, way: str = "", package: str = "") -> None:
@@ -118,7 +118,7 @@ class Plan(ABC):
 
         Args:
             op: by its name in the dispatcher.
-            reason: why the op falls back; None: it was computed.
+            reason: why the recipe declines it; None: it was computed.
             way: the way in which it was computed, of a recipe that has several.
             package: the distribution whose kernel computed it; empty if torch's did.
         """
@@ -132,7 +132,7 @@ class Plan(ABC):
 
     @abstractmethod
     def explain(self, op: str, args: Sequence[Any], cache: CastCache | None, dtype: torch.dtype) -> Computed | str:
-        """Return how a call is computed, given arguments that may be fake; or why it falls back.
+        """Return how a call is computed, given arguments that may be fake; or why the recipe declines it.
 
         Args:
             op, args, cache: as of :meth:`perform`.
@@ -220,7 +220,7 @@ class Plan(ABC):
         return in_dtype(op, args, dtype)
 
     def in_graph(self, op: str, args: Sequence[Any], cache: CastCache | None) -> torch.Tensor | str:
-        """Leave an op to code that a compiler traces; return its result there, or why it falls back.
+        """Leave an op to code that a compiler traces; return its result there, or why the recipe declines it.
 
         The code has an operator in place of the op, which calls :meth:`compute` when it runs.
 
@@ -230,7 +230,7 @@ class Plan(ABC):
         return operators.traced(op, self, args, cache, _plan_of_text)
 
     def compute(self, op: str, args: Sequence[Any], cache: CastCache | None) -> torch.Tensor | str:
-        """Compute an op in compiled code, and :meth:`notify`; return its result, or why it falls back.
+        """Compute an op in compiled code, and :meth:`notify`; return its result, or why the recipe declines it.
 
         A plan that calls :meth:`in_graph` overrides it.
         """
