@@ -7,10 +7,12 @@ another name, where a copy finds its own.
 
 import inspect
 from collections.abc import Callable
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar, NoReturn, TypeAlias
 
 from torch import nn
 from typing_extensions import Self
+
+from . import cast_arguments
 
 FORWARD = "forward"
 _BOUND = "_polycast_bound"
@@ -26,9 +28,11 @@ class InstanceForward:
         kept_as: the attribute of the module that holds it too, one for each subclass.
         module: the module.
         inner: the forward that the instance had before; None if it had none, and its class's is called.
+        CastArguments: the casts of the arguments of one call, for a forward in another dtype.
     """
 
     kept_as: ClassVar[str]
+    CastArguments: TypeAlias = cast_arguments.CastArguments
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module

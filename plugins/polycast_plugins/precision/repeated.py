@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from polycast.region.cast_arguments import CastArguments
+from polycast.plugin import InstanceForward
 from polycast_plugins.observe import RandomState
 
 from .calls import CallKey, OpenCall, may_come_from_policy
@@ -219,7 +219,7 @@ class _Inner:
 
     def __init__(self, sides: Sides, module: torch.nn.Module, in_backward: bool) -> None:
         self._sides, self._module, self._in_backward = sides, module, in_backward
-        self._casts: CastArguments | None = None
+        self._casts: InstanceForward.CastArguments | None = None
         self._stack = ExitStack()
         self._others: list[Any] = []
 
@@ -258,7 +258,7 @@ class _Inner:
             self._casts.restore()
 
 
-def _casts(sides: Sides, module: torch.nn.Module) -> CastArguments | None:
+def _casts(sides: Sides, module: torch.nn.Module) -> InstanceForward.CastArguments | None:
     """Return what casts the arguments of a module of the reference; None if they need no cast."""
     device, tested, reference = sides.tested.region.device, sides.tested, sides.reference
     fast = tested.region.fast_dtype
@@ -266,9 +266,9 @@ def _casts(sides: Sides, module: torch.nn.Module) -> CastArguments | None:
     if not tested.is_enabled or (called is not None and fast in called.dtypes):
         return None
     if not reference.is_enabled:
-        return CastArguments(device, torch.float32)
+        return InstanceForward.CastArguments(device, torch.float32)
     other = reference.region.fast_dtype
-    return None if other is fast else CastArguments(device, other, of=fast)
+    return None if other is fast else InstanceForward.CastArguments(device, other, of=fast)
 
 
 @contextmanager
