@@ -1,5 +1,9 @@
-"""`Result`: the base of values that print as text and tables, and convert to plain data."""
+"""`Result`: the base of values that print as text and tables, and convert to plain data.
 
+Text is in ASCII, which a stream of any encoding can write; notebooks show HTML.
+"""
+
+import io
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -8,13 +12,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import torch
 
-from ..common.html_table import html_lines, html_table
-from ..common.plain_text import as_text, in_ascii, under_the_head
 from .cast_policy import CastPolicy
 from .dtypes import dtype_name
 from .recipe import Recipe
 
 if TYPE_CHECKING:
+    from rich.box import Box
     from rich.console import RenderableType
     from rich.table import Table
 
@@ -64,7 +67,8 @@ class Result:
         width = max(self.min_width, Console().width)
         heading = [in_ascii(self.heading())] if self.heading() else []
         tables = [as_text(_rich_table(*table), width) for table in self.tables()]
-        return "\n\n".join([*heading, *tables, in_ascii("\n".join(self.lines()))])
+        lines = [in_ascii("\n".join(self.lines()))] if self.lines() else []
+        return "\n\n".join([*heading, *tables, *lines])
 
 
 def _rich_table(columns: Sequence[str], rows: Rows) -> "Table":
@@ -99,3 +103,60 @@ def plain_data(value: Any) -> Any:
     if is_dataclass(value):
         return {field.name: plain_data(getattr(value, field.name)) for field in fields(value)}
     return value
+
+
+def as_text(shown: "RenderableType", width: int) -> str:
+    """Render a rich object as plain ASCII text."""
+    from rich.console import Console
+
+    console = Console(file=_Ascii(), width=width, color_system=None, markup=False, highlight=False, emoji=False)
+    with console.capture() as captured:
+        console.print(shown)
+    return in_ascii("\n".join(line.rstrip() for line in captured.get().rstrip().splitlines()))
+
+
+def in_ascii(text: str) -> str:
+    """Escape the characters of a text that are not ASCII, as ``ascii()`` does."""
+    return text.encode("ascii", "backslashreplace").decode("ascii")
+
+
+def under_the_head() -> "Box":
+    """Return a box style whose only line is below the table's header."""
+    from rich.box import Box
+
+    return Box("    \n    \n -- \n    \n    \n    \n    \n    \n", ascii=True)
+
+
+class _Ascii(io.StringIO):
+    """A stream whose encoding makes rich draw tables in ASCII."""
+
+    encoding = "ascii"
+
+
+def html_table(columns: Sequence[str], rows: Iterable[Iterable[object]], heading: str = "") -> str:
+    """Return a table, with its heading above it."""
+    lines = [
+        "<table>",
+        *([f"<caption>{_escape(heading)}</caption>"] if heading else []),
+        f"<thead><tr>{_row('th', columns)}</tr></thead>",
+        "<tbody>",
+        *(f"<tr>{_row('td', row)}</tr>" for row in rows),
+        "</tbody>",
+        "</table>",
+    ]
+    return "\n".join(lines)
+
+
+def html_lines(lines: Iterable[str]) -> str:
+    """Return lines of text, each as a paragraph."""
+    return "\n".join(f"<p>{_escape(line)}</p>" for line in lines)
+
+
+def _escape(text: str) -> str:
+    import html  # imported here, as a script may have a module of this name beside it
+
+    return html.escape(text)
+
+
+def _row(tag: str, cells: Iterable[object]) -> str:
+    return "".join(f"<{tag}>{_escape(str(cell))}</{tag}>" for cell in cells)

@@ -9,7 +9,6 @@ from typing import Any, NoReturn, TypeAlias
 from typing_extensions import Self, final
 
 from ..common.cached_property import cached_property
-from ..common.html_table import html_table
 from ..torch_internals.dispatcher import autocast_supported_devices
 from . import files
 from .cast_policy import CastPolicy
@@ -17,6 +16,7 @@ from .modules import ModuleRule, read_rules
 from .names import hint, read_policy
 from .op_policies import OpPolicies
 from .recipe import Recipe
+from .result import html_table
 
 _EMPTY: Mapping[str, Any] = MappingProxyType({})
 

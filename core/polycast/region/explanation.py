@@ -5,10 +5,9 @@ from dataclasses import dataclass
 
 import torch
 
-from ..common.html_table import html_lines, html_table
 from ..policy.cast_policy import CastPolicy
 from ..policy.dtypes import dtype_name
-from ..policy.result import Result
+from ..policy.result import Result, html_lines, html_table
 
 NO_RULE = "none"
 OTHERS_KERNEL = "a kernel that is not polycast's"

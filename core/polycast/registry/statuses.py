@@ -3,28 +3,25 @@
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Any, ClassVar
 
 from typing_extensions import override
 
-from ..common.html_table import html_table
-from ..common.plain_text import as_text, under_the_head
 from ..policy.dtypes import dtype_name
+from ..policy.result import Result, Rows, plain_data
 from .backend_loader import BackendStatus
 
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-
 _COLUMNS = ("device", "state", "default", "distribution", "reason")
-_WIDTH = 1000  # tables are as wide as they need
 
 
-class BackendStatuses(Mapping[str, BackendStatus]):
+class BackendStatuses(Mapping[str, BackendStatus], Result):
     """The status of each device type, in alphabetical order; each is found when it is first read, and then kept.
 
     Args:
         find: a function for each device type that returns its status, and may import a plugin.
     """
+
+    min_width: ClassVar[int] = 1000  # tables are as wide as they need
 
     def __init__(self, find: Mapping[str, Callable[[], BackendStatus]]) -> None:
         self._find = dict(sorted(find.items()))
@@ -51,22 +48,22 @@ class BackendStatuses(Mapping[str, BackendStatus]):
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), ({name: partial(replace, status) for name, status in self.items()},)
 
-    def _rows(self) -> Iterator[tuple[str, ...]]:
-        for status in self.values():
-            dtype = "-" if status.default_dtype is None else dtype_name(status.default_dtype)
-            source = f"{status.distribution} {status.version}".strip() or "-"
-            yield status.device_type, status.state, dtype, source, status.reason
+    def _row(self, status: BackendStatus) -> tuple[str, ...]:
+        dtype = "-" if status.default_dtype is None else dtype_name(status.default_dtype)
+        source = f"{status.distribution} {status.version}".strip() or "-"
+        return status.device_type, status.state, dtype, source, status.reason
 
-    def __rich__(self) -> "RenderableType":
-        from rich.table import Table
+    @override
+    def to_dict(self) -> dict[str, Any]:
+        return {device_type: plain_data(status) for device_type, status in self.items()}
 
-        table = Table(*_COLUMNS, box=under_the_head(), show_edge=False)
-        for row in self._rows():
-            table.add_row(*row)
-        return table
+    @override
+    def tables(self) -> list[tuple[tuple[str, ...], Rows]]:
+        return [(_COLUMNS, [self._row(status) for status in self.values()])]
+
+    @override
+    def lines(self) -> list[str]:
+        return []
 
     def __repr__(self) -> str:
-        return as_text(self.__rich__(), _WIDTH)
-
-    def _repr_html_(self) -> str:
-        return html_table(_COLUMNS, self._rows())
+        return str(self)
