@@ -11,14 +11,14 @@
 - Manifests: :class:`Plugin` is one, :func:`manifests` returns those installed, and :func:`lazy_names` imports the names
   of a package at their first use.
 - Changes to torch: :class:`Feature`, :class:`Patch`; a private name of torch: :func:`torch_name`.
-- Questions: :func:`check`, :func:`find_slow_dtype` and :func:`drift_of` of a backend; :func:`decide` and
-  :func:`explain_op` of a region; :func:`find_op`; :func:`dtype_name` and :func:`read_dtype`; :func:`all_recipes` and
-  :func:`read_recipe`. The base of what tools return: :class:`Result`.
-- The region of another library: :class:`LibraryRegion`.
-- To run code without autocast or Dynamo: :func:`disable_autocast`, :func:`disable_dynamo`; to call that of another
+- Queries of a backend: :func:`check`, :func:`find_slow_dtype`, :func:`drift_of`; of a region: :func:`decide`,
+  :func:`explain_op`; of ops, dtypes and recipes by name: :func:`find_op`, :func:`dtype_name`, :func:`read_dtype`,
+  :func:`all_recipes`, :func:`read_recipe`. The base class of what tools return: :class:`Result`.
+- The base class of regions that stand in for those of another library: :class:`LibraryRegion`.
+- To run code without autocast or Dynamo: :func:`disable_autocast`, :func:`disable_dynamo`; to call code of another
   package: :func:`call_outside`; to hold locks over a fork: :func:`hold_during_fork`; to keep a file for the user:
   :class:`CacheFile`; to read a tensor's memory: :func:`memory_of`; to replace the forward of one module:
-  :class:`InstanceForward`; to be told what happens: :class:`events`.
+  :class:`InstanceForward`; to be notified of what happens: :class:`events`.
 
 Users of regions import from ``polycast``, and errors from ``polycast.errors``.
 """

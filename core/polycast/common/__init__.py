@@ -1,1 +1,1 @@
-"""Modules that any other may import: environment variables, locks at forks, cached properties, text tables."""
+"""Modules that any other may import: environment variables, events, locks at forks, cached properties."""

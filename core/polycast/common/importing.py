@@ -1,4 +1,4 @@
-"""Import code of others, without waiting for ever for Python, which locks each module that is being imported."""
+"""Import code of plugins without deadlocks: Python locks each module while it is imported."""
 
 import os
 import sys
@@ -11,11 +11,11 @@ from typing import Any
 from .atfork import hold_during_fork
 
 LONGEST_WAIT = 10
-"""Seconds to wait for an import, which may hang, or wait for this thread."""
+"""Seconds to wait for an import, which may hang or be waiting for this thread."""
 
 
 class _Import:
-    """An import that a thread makes now: a lock that only forks wait for."""
+    """An import in progress, as a lock that only forks wait for."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -37,7 +37,7 @@ if hasattr(os, "register_at_fork"):
 def acquire(lock: Any) -> bool:
     """Acquire an RLock that is held during an import, and return whether it was acquired.
 
-    A thread that imports a module itself waits for a limited time, since the other import may need that module.
+    A thread that is importing a module waits for a limited time, since the other import may need that module.
     """
     return bool(lock.acquire(timeout=LONGEST_WAIT if _is_in_import() else -1))
 
@@ -51,7 +51,7 @@ def _is_in_import() -> bool:
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Let a fork of another thread wait for the import in the block: the child could never finish it."""
+    """Make forks in other threads wait for the import in the block, which the child could never finish."""
     mine = _Import()
     mine.acquire()
     try:

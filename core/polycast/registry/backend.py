@@ -96,7 +96,7 @@ class LowBitKernel:
         """Return why the kernel does not support a call, for messages; None if it does.
 
         Called with fake tensors too. It may read dtypes, sizes, strides, devices, `requires_grad` and the grad mode,
-        but no values, and must return the same for the same: the native engine keeps the answer.
+        but no values. The native engine keeps the answer, which must depend on nothing else.
         """
         return None
 

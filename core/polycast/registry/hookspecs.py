@@ -14,9 +14,9 @@ hookimpl = pluggy.HookimplMarker(PROJECT)
 
 @hookspec
 def polycast_backend() -> Backend:  # type: ignore[empty-body]
-    """Return the backend. Called once per process, when the device is first used, or observed."""
+    """Return the backend. Called once per process, when the device is first used or observed."""
 
 
 @hookspec
 def polycast_extension() -> Extension:  # type: ignore[empty-body]
-    """Return what the package adds to a device. Called once per process, when the device is first used, or observed."""
+    """Return what the package adds to a device. Called once per process, when the device is first used or observed."""

@@ -1,6 +1,6 @@
 """Higher-order ops, such as ``cond`` and ``flex_attention``, at the Autocast keys of devices that torch left out.
 
-torch lets them fall through the keys of the CPU, CUDA and XPU. At any other, they raise NotImplementedError.
+torch lets them fall through the keys of the CPU, CUDA and XPU. At other Autocast keys they raise NotImplementedError.
 """
 
 from collections.abc import Callable
@@ -15,8 +15,8 @@ from .private_names import keys_that_higher_order_ops_skip, named_higher_order_o
 class HigherOrderOps:
     """Makes the higher-order ops work at a device's Autocast key, until :meth:`remove`.
 
-    Those without a kernel there fall through, also those that are defined later, but for ``flex_attention``, which
-    casts its query, key and value to the fast dtype, as torch's kernel for CUDA.
+    Ops without a kernel there fall through, even if they are defined later. The exception is ``flex_attention``, which
+    casts its query, key and value to the fast dtype, as torch's kernel for CUDA does.
     """
 
     def __init__(self, key: str, device_type: str) -> None:

@@ -1,6 +1,6 @@
-"""The recipes Int8, Int4 and Float8, and their kernels; also those that the recipe "fastest" uses on the CPU.
+"""The recipes Int8, Int4 and Float8, and their kernels; also the kernels of the recipe "fastest" for the CPU.
 
-The manifest is in a module of its own, because the first region imports this package, for its extensions.
+The manifest is in a module of its own, because the first region imports this package to find the extensions.
 """
 
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""The table of contents of a saved cache: the weights, and what was made of each."""
+"""The table of contents of a saved cache: the weights, and the casts and prepacked weights made of them."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -47,7 +47,7 @@ class SavedWeight:
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """A tensor of the file, of which the memory is dense in some order."""
+    """A tensor in the file. Its memory is dense, with the dimensions in any order."""
 
     name: str
     shape: tuple[int, ...]
@@ -58,7 +58,7 @@ class SavedTensor:
 
 @dataclass(frozen=True)
 class SavedEntry:
-    """An entry of the cache: of a parameter or a view of one, a cast to a dtype or a prepacked weight."""
+    """An entry of the cache: the cast to a dtype, or the prepacked weight, of a parameter or a view of one."""
 
     weight: str
     view: View | None

@@ -1,9 +1,9 @@
 """Digests of tensors, which tell whether two have the same values.
 
-The digest is that of all bytes: one of a part would miss the change of a single row, as editing a model or training its
-embeddings makes. That of a sample tells models apart, and leaves most pages of mapped weights unread. Both are SHA-256,
-for which most processors have instructions. hashlib releases the GIL, so threads hash the chunks of all tensors at
-once: several GB in a second.
+A digest covers all bytes: otherwise it could miss a change of a single row, as by editing a model or training its
+embeddings. A sample digest suffices to tell models apart, and leaves most pages of mapped weights unread. Both are
+SHA-256, for which most processors have instructions. hashlib releases the GIL, so threads hash the chunks of all
+tensors at once: several GB in a second.
 """
 
 import hashlib
@@ -35,7 +35,7 @@ def digests(tensors: Sequence[torch.Tensor]) -> list[str]:
 
 
 def sample_digests(tensors: Sequence[torch.Tensor]) -> list[str]:
-    """Return a digest of each tensor: of its dtype and shape, and of a sample of its values, from begin to end."""
+    """Return a digest of each tensor: of its dtype and shape, and of a sample of its values, from start to end."""
     with torch.no_grad():
         return [_sample_digest(tensor.cpu().contiguous()) for tensor in tensors]
 

@@ -20,7 +20,7 @@ _SHOWN = 40
 _SAMPLES = 32
 """The rows and the columns of a weight that its fingerprint is made of."""
 _saved: dict[str, str] = {}
-"""By digest, the file that an equalization was last saved to or loaded from: equal ones are other objects."""
+"""By digest, the file that an equalization was last saved to or loaded from. Equal ones may be different objects."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,9 +31,9 @@ class EqualizedWeight:
         name: its name in the model, with the view of it that is multiplied, if that is not all of it.
         shape: its size as a matrix, output features by input channels.
         strength: how far outliers are moved from the activations into the weight, from 0 to 1; 0: not at all, because
-            that lowers the error little or not.
-        error: the relative error of its products on the data by the recipe, as it is equalized.
-        plain_error: the same without equalization.
+            that would not lower the error enough.
+        error: the relative error of its products on the data, under the recipe, with these factors.
+        plain_error: the same without factors.
         parameter, size: the name and the size of the parameter.
         view: the matrix in the parameter; see ``weight_views.py``.
         fingerprint: the fingerprint of its values.
@@ -110,7 +110,7 @@ class Equalization(Result):
         return f"equalized with strength {found.strength:g}"
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the equalization to a file of safetensors: the factors by name of the weight.
+        """Write the equalization to a safetensors file: the factors, by name of the weight.
 
         Raises:
             OSError: the file cannot be written.
@@ -150,8 +150,8 @@ class Equalization(Result):
         Raises:
             OSError: the file cannot be read.
             TypeError: `model` is neither a module nor None.
-            ValueError: the file is damaged or no equalization; it is of another model, with what differs; or a weight
-                has no values yet.
+            ValueError: the file is damaged or no equalization; it is of another model (the error says what differs); or
+                a weight has no values yet.
         """
         if model is not None and not isinstance(model, torch.nn.Module):
             raise TypeError(f"model must be a torch.nn.Module or None, got {type(model).__name__}")

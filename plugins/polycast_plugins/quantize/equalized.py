@@ -1,4 +1,4 @@
-"""Equalize weights as they are prepacked: find the factors that a recipe has for each."""
+"""Equalize weights when they are prepacked, by the factors that a recipe has for each."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -46,7 +46,7 @@ def _equalization_of(recipe: Recipe) -> Any:
     """Return the equalization of a recipe, or None.
 
     Raises:
-        RuntimeError: the recipe was made of its text, in compiled code, and this process does not have it.
+        RuntimeError: the recipe was read from text, in compiled code, and this process lacks the equalization.
     """
     if getattr(recipe, "equalization", None) is None:
         return None

@@ -37,7 +37,7 @@ IN_FUNCTION = (
 _lock = threading.RLock()  # reentrant: the garbage collector may run ops
 hold_during_fork(lambda: [_lock])
 _ids: list[tuple[weakref.ref[Extension], dict[Hashable, int]]] = []
-"""The ids of prepacked weights by backend or extension; another instance of its class may prepack differently."""
+"""The ids of prepacked weights by backend or extension, since two instances of one class may prepack differently."""
 _formats: dict[int, PrepackedFormat] = {}
 """By their id, the format of prepacked weights."""
 
@@ -49,10 +49,10 @@ class PlannedKernel:
     Attributes:
         kernel: the kernel.
         package: the distribution that supplies it; empty for a backend that is registered by hand.
-        prepack_id: the id of the weights that it prepacks: the same for those that are interchangeable.
-        format: how it prepacks weights, in text that all processes share.
+        prepack_id: the id of the weights that it prepacks; interchangeable weights have the same id.
+        format: how it prepacks weights, in text that is the same in all processes.
         prepack: prepacks a weight; returns None if it cannot.
-        action: calls its operator; None without one, or if Python must check for a capture.
+        action: calls its operator; None if it has none, or if Python must check for a capture.
     """
 
     kernel: LowBitKernel
@@ -96,7 +96,7 @@ class KernelPlan(Plan):
     ) -> PlannedKernel | str:
         """Return the kernel that computes a call, or why the recipe declines the call.
 
-        It may still do so if its weight cannot be prepacked.
+        A recipe may also decline a call because its weight cannot be prepacked.
 
         Args:
             op: by its name in the dispatcher.
@@ -120,7 +120,7 @@ class KernelPlan(Plan):
         return self.veto(op, args) or found
 
     def first(self, op: str, args: Sequence[Any]) -> PlannedKernel | str:
-        """Return the first kernel of an op that has one that supports a call, or why none does."""
+        """Return the first kernel that supports a call, or why none does. The op must have a kernel."""
         reasons: dict[str, None] = {}
         for each in self.planned[op]:
             reason = each.kernel.unsupported_reason(*args)

@@ -25,7 +25,7 @@ Verify: TypeAlias = Literal["all", "sample"]
 
 _REMEDY = "Save a new one: run the model in a region with a WeightCache, and call its save()."
 _lock = threading.Lock()
-"""Held while views of weights are made, which keep other threads from adding entries on the reference engine."""
+"""Held while views of weights exist: on the reference engine, other threads cannot cache their casts meanwhile."""
 hold_during_fork(lambda: [_lock])
 
 
@@ -123,9 +123,9 @@ def _are_prepacked_alike(
     kernels: Mapping[PrepackedFormat, PlannedKernel],
     parameters: Mapping[str, nn.Parameter],
 ) -> dict[str, bool]:
-    """Prepack one weight of each format, the smallest; return by description whether it has the bytes of the file.
+    """Prepack the smallest weight of each format; return, by description, whether it has the bytes of the file.
 
-    A kernel may have changed without another version.
+    A kernel may have changed without a new version.
     """
     found = {}
     for wanted, planned in kernels.items():
@@ -139,7 +139,7 @@ def _are_prepacked_alike(
 
 
 def _check_formats(is_alike: Mapping[str, bool]) -> None:
-    """Raise ValueError if the backend prepacks a weight, of the same values, in other bytes."""
+    """Raise ValueError if the backend prepacks an equal weight to other bytes."""
     for what, is_same in is_alike.items():
         if not is_same:
             raise ValueError(f"the backend prepacks {what} differently here")

@@ -1,4 +1,4 @@
-"""`LowBitMatmul`: the kernels of linear, matmul, mm and addmm, from one matrix multiplication in low bit."""
+"""`LowBitMatmul`: the kernels of linear, matmul, mm and addmm, from one low-bit matrix multiplication."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from types import MappingProxyType
@@ -16,9 +16,9 @@ _SIZE_MISMATCH = "the sizes do not fit"
 
 
 class LowBitMatmul:
-    """Multiplies activations by a weight in low bit. A backend subclasses it.
+    """Multiplies activations by a low-bit weight. A backend subclasses it.
 
-    polycast makes the kernels of four ops from it: they read the ops' arguments, reject sizes that do not match,
+    polycast makes the kernels of four ops from it: they read the ops' arguments, support only sizes that match,
     transpose weights and reshape results.
 
     Attributes:
@@ -73,8 +73,8 @@ class LowBitMatmul:
     def unsupported_reason(self, x: torch.Tensor, size: Sequence[int], bias: torch.Tensor | None) -> str | None:
         """Return why `multiply` does not support a call with matching, nonzero sizes; None if it does.
 
-        Called with fake tensors too. It may read dtypes, sizes, strides and devices, but no values, and must return the
-        same for the same: the native engine keeps the answer.
+        Called with fake tensors too. It may read dtypes, sizes, strides and devices, but no values. The native engine
+        keeps the answer, which must depend on nothing else.
 
         Args:
             x: activations, [..., K].

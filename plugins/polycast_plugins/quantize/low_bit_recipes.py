@@ -27,12 +27,12 @@ class LowBitRecipe(Recipe):
         """Return how far the recipe may round activations and a weight. The conformance suite tests kernels by it.
 
         Args:
-            x: float64 [M, K]; what may have a scale of its own is a row.
+            x: float64 [M, K]; each row may have a scale of its own.
             weight: float64 [N, K], a row for each output feature.
 
         Returns:
-            For each element of `x`, and of `weight`, the largest error. None, unless a subclass overrides it: the
-            values that kernels compute are not tested.
+            The largest error of each element of `x`, and of `weight`. None, the default: the values that kernels
+            compute are not tested.
         """
         return None
 
@@ -117,7 +117,7 @@ class Int4(LowBitRecipe):
     def rounding_errors(self, x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         padded = torch.nn.functional.pad(weight, (0, -weight.shape[1] % self.group_size))
         groups = _largest(padded.reshape(-1, self.group_size), by_row=True).reshape(padded.shape)
-        return _int8_errors(x, by_row=True), groups[:, : weight.shape[1]] / 16  # half of one of 16 levels
+        return _int8_errors(x, by_row=True), groups[:, : weight.shape[1]] / 16  # half the step between 16 levels
 
 
 class Float8(LowBitRecipe):
@@ -161,13 +161,13 @@ def _largest(values: torch.Tensor, by_row: bool) -> torch.Tensor:
 
 
 def _int8_errors(values: torch.Tensor, by_row: bool) -> torch.Tensor:
-    """Return half of one of 255 levels, and a thousandth more for the rounding of scales."""
+    """Return half the step between 255 levels, plus a thousandth for the rounding of scales."""
     return _largest(values, by_row) / 127 / 2 * 1.001
 
 
 def _float8_errors(values: torch.Tensor, by_row: bool) -> torch.Tensor:
-    """Return half of the last of 4 bits, where the largest value is 448 and the smallest are multiples of 2**-9.
+    """Return half the value of the last of 4 bits; at least half of 2**-9, the smallest step, if the largest is 448.
 
-    A hundredth more is for the rounding of scales and sums.
+    A hundredth is added for the rounding of scales and sums.
     """
     return torch.maximum(values.abs() / 16, _largest(values, by_row) / 448 / 2**10) * 1.01

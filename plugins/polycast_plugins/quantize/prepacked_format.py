@@ -10,7 +10,7 @@ from polycast.plugin import Extension, LowBitKernel, Recipe
 
 @dataclass(frozen=True)
 class PrepackedFormat:
-    """Identifies how a weight was prepacked: by which kernel, for which recipe, in text that all processes share.
+    """Identifies the kernel and the recipe of a prepacked weight, in text that is the same in all processes.
 
     Attributes:
         device: the device type.
@@ -29,7 +29,7 @@ class PrepackedFormat:
 
 
 def format_of(given: Extension, package: str, recipe: Recipe, op: str, kernel: LowBitKernel) -> PrepackedFormat:
-    """Return the format of a kernel's prepacked weights, which a package supplies, given by name and version."""
+    """Return the format of a kernel's prepacked weights, given the name and version of the kernel's package."""
     constants = ", ".join(_constants(kernel))
     layout = "" if kernel.prepack_key is None else f" ({_text(kernel.prepack_key)})"
     return PrepackedFormat(

@@ -1,4 +1,4 @@
-"""`Products`: the products by a model's weights on data, and the factors that lower their errors the most."""
+"""`Products`: the products of a model's weights with activations, and the factors that lower their errors most."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -14,11 +14,11 @@ from .weight_views import TRANSPOSED, WHOLE, first_of, parameters_by_name, view_
 _SEED = 0
 _STRENGTHS = (0.35, 0.5, 0.65, 0.8)
 _WORTH = 0.95
-"""Factors cost time at each call: they have to lower the error to this part of it."""
+"""Factors cost time at each call, so they must lower the error to this fraction."""
 _SMALLEST = 2.0**-20
 """The smallest magnitudes of a weight's channels that count, relative to the largest: others hardly matter."""
 _ROWS = 64
-"""The rows in a sample. With fewer terms than output features, they take a small part of the weight's memory."""
+"""The rows in a sample. These are few compared with the output features of most weights, so they take little memory."""
 
 
 class Products:
@@ -49,7 +49,7 @@ class Products:
         if key in self.found and self.found[key][1] != view:  # the matrix and the transposed one
             key = f"{name}[{view or 'whole'}]"
         if key not in self.found:
-            values = fingerprint_of(matrix)  # by which kernels find factors: equal weights have the same
+            values = fingerprint_of(matrix)  # kernels find factors by it, so equal weights have the same
             product = self._by_values.get(values) or EqualizedProduct(
                 kernel, op, weight.detach(), matrix.detach(), self._generator
             )

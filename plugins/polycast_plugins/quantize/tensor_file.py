@@ -1,7 +1,7 @@
 """Files of tensors in the format of safetensors, written without copies and mapped into memory when they are read.
 
-The writer of the package aligns tensors to eight bytes. Here the sizes that cache lines divide come first, at an
-alignment of cache lines, because kernels read them at each call.
+The writer of the package aligns tensors to eight bytes. Here tensors of whole cache lines come first, aligned to
+cache lines, because kernels read them at each call.
 """
 
 import contextlib

@@ -12,14 +12,14 @@ the offset of the matrix in a contiguous parameter, its size, and its strides.""
 def parameters_by_name(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     """Return the parameters of a model by name.
 
-    Tied ones are there by each of their names; those of a compiled model by their names in the model itself.
+    A tied parameter has an entry for each of its names. Those of a compiled model have their names in the model itself.
     """
     named = model.named_parameters(remove_duplicate=False)
     return {name.replace("_orig_mod.", ""): parameter for name, parameter in named}
 
 
 def first_of(texts: Iterable[str], separator: str = ", ", limit: int = 3) -> str:
-    """Return the first texts joined, and the number of others."""
+    """Join the first texts, and say how many others there are."""
     given = list(texts)
     shown, others = separator.join(given[:limit]), len(given) - limit
     return f"{shown}{separator.strip(', ')} and {others} more" if others > 0 else shown

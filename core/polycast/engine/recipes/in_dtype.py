@@ -15,7 +15,7 @@ _overload = functools.cache(existing_op)
 
 
 def in_dtype(op: str, args: Sequence[Any], dtype: torch.dtype) -> Any:
-    """Return what an op, given by its name, returns on its arguments in a dtype."""
+    """Cast the arguments of an op, given by its name, to a dtype, and return what it computes from them."""
     overload = _overload(op)
     if dtype is torch.float32 and should_make_contiguous(op, args):
         args = (args[0].to(dtype, memory_format=torch.contiguous_format).contiguous(), *args[1:])

@@ -35,22 +35,22 @@ Performed: TypeAlias = tuple[Results | None, actions.Action | None]
 class Plan(ABC):
     """Computes the ops of one recipe with one backend, for a generation. Equal recipes share it.
 
-    A recipe names the class of its plan as `plan_class`. A subclass overrides the abstract methods; the others answer
-    what it has to know of a call, and compute parts of it.
+    A recipe names the class of its plan as `plan_class`. A subclass overrides the abstract methods, and calls the
+    others, which answer questions about a call and compute parts of it.
 
     Attributes:
         Action: how the native engine computes calls like one that was performed: :meth:`perform` returns it.
         Cache: the type of a region's cache: that of a :class:`polycast.WeightCache`.
         generation: the number of the generation in which it was made.
-        kernels: the kernels for the recipe by op: of each, the one that is asked first.
-        may_capture: whether calls may be captured into a graph of the device, which has its own memory: no action calls
-            an operator then, and :meth:`Backend.is_capturing` is asked at each call.
+        kernels: by op, the kernel for the recipe that is asked first.
+        may_capture: whether the device may capture calls into a graph, such as a CUDA graph. If so, no action calls an
+            operator, and :meth:`Backend.is_capturing` is asked at each call.
         FLOATS: the dtypes that recipes convert.
         INTERCEPTED, NO_KERNEL, NO_WEIGHT, NOT_CACHED, RECORDS, SMALL, SUBCLASS: reasons to decline a call.
         DECLINED: the action that computes an op as without the recipe.
         FLOAT32: the action that casts tensors to float32, computes the op, and casts its results to the fast dtype.
             Autograd may record it.
-        CACHED_CAST, AS_IT_IS: for :meth:`operator_action`, in place of an id.
+        CACHED_CAST, AS_IT_IS: for :meth:`operator_action`, in place of the id of a prepacked weight.
     """
 
     class Computed(NamedTuple):
@@ -58,7 +58,7 @@ class Plan(ABC):
 
         Attributes:
             way: the name of the way that the recipe has chosen; empty for a recipe with one way.
-            reason: why, or what else is to say of it.
+            reason: why, or another remark.
             dtype: the dtype that the recipe casts tensors to; None for a kernel.
             package: the distribution whose kernel computes it; empty if torch's does, or if it is unknown.
         """
@@ -99,7 +99,7 @@ class Plan(ABC):
 
     @abstractmethod
     def perform(self, op: str, args: Sequence[Any], cache: CastCache | None, checked: bool) -> Performed:
-        """Compute an op, and :meth:`notify`.
+        """Compute an op, and call :meth:`notify`.
 
         Args:
             op: by its name in the dispatcher.
@@ -114,7 +114,7 @@ class Plan(ABC):
         """
 
     def notify(self, op: str, reason: str | None, way: str = "", package: str = "") -> None:
-        """Notify the listeners to ``events.recipe_call``, unless a compiler traces: compiled code does when it runs.
+        """Notify the listeners to ``events.recipe_call``, unless a compiler traces: its code notifies when it runs.
 
         Args:
             op: by its name in the dispatcher.
@@ -182,7 +182,7 @@ class Plan(ABC):
 
     @staticmethod
     def weight_of(tensor: torch.Tensor) -> torch.Tensor | None:
-        """Return the weight that a tensor is or is a plain view of, or None; also for traced tensors.
+        """Return a weight itself, or the weight that a tensor is a plain view of; else None. Tensors may be traced.
 
         Weights are frozen parameters, and float32 leaves that require grad.
         """
@@ -216,13 +216,13 @@ class Plan(ABC):
 
     @staticmethod
     def in_dtype(op: str, args: Sequence[Any], dtype: torch.dtype) -> Any:
-        """Return what an op, given by its name, returns on its arguments in a dtype."""
+        """Cast the arguments of an op, given by its name, to a dtype, and return what it computes from them."""
         return in_dtype(op, args, dtype)
 
     def in_graph(self, op: str, args: Sequence[Any], cache: CastCache | None) -> torch.Tensor | str:
-        """Leave an op to code that a compiler traces; return its result there, or why the recipe declines it.
+        """Replace an op by an operator in traced code; return its result there, or why the recipe declines it.
 
-        The code has an operator in place of the op, which calls :meth:`compute` when it runs.
+        When the code runs, the operator calls :meth:`compute`.
 
         Args:
             op, args, cache: as of :meth:`perform`; `op` is in `kernels`.
@@ -230,7 +230,7 @@ class Plan(ABC):
         return operators.traced(op, self, args, cache, _plan_of_text)
 
     def compute(self, op: str, args: Sequence[Any], cache: CastCache | None) -> torch.Tensor | str:
-        """Compute an op in compiled code, and :meth:`notify`; return its result, or why the recipe declines it.
+        """Compute an op in compiled code, and call :meth:`notify`; return its result, or why the recipe declines it.
 
         A plan that calls :meth:`in_graph` overrides it.
         """
@@ -247,7 +247,7 @@ class Plan(ABC):
 
         Args:
             weight: the weight, or a view of one.
-            cache: the region's WeightCache; None: the process has one for regions without.
+            cache: the region's WeightCache; None: the cache of the process.
             prepack_id: the id of what `prepack` makes, from :meth:`new_id`.
             prepack: prepacks the weight; returns None if it cannot, and so does this.
         """
@@ -255,14 +255,14 @@ class Plan(ABC):
 
     @staticmethod
     def new_id() -> int:
-        """Return an id for prepacked weights that no others have.
+        """Return a new id for prepacked weights, which are found by it.
 
-        Keep it outside of the plan, which is made again after a refresh: the weights are found by their id.
+        Keep it outside the plan, so that the new plan after a refresh finds them.
         """
         return next(_unused_ids)
 
     def veto(self, op: str, args: Sequence[Any]) -> str | None:
-        """Return why a kernel should not compute a call, as a plugin says it: its manifest has `vetoes`; or None."""
+        """Return why a kernel should not compute a call, by the `vetoes` in the manifests of plugins; or None."""
         vetoes = manifests.functions("vetoes")
         given = (veto.ask(self.device_type, self.recipe.kind, op, args) for veto in vetoes)
         return next((each for each in given if isinstance(each, str)), None)
@@ -290,7 +290,7 @@ class Plan(ABC):
 
         Args:
             weight: the position of the weight among the op's arguments.
-            constants: of an attention, the dtypes to compute its forward and its backward in.
+            constants: for attention, the dtypes to compute the forward and the backward in.
         """
         return actions.Action(ActionKind.RECORDED, weight, constants=constants)
 
