@@ -18,12 +18,15 @@ def lazy_names(module: str, places: Mapping[str, str]) -> Callable[[str], Any]:
     def get(name: str) -> Any:
         if name not in places:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        from .importing import importing  # imported here, as plugins import names when they are imported themselves
+
         owner = sys.modules[module]
         assert owner.__spec__ is not None
         gc_enabled = gc.isenabled()
         gc.disable()  # a finalizer may use a name of a module that is partially imported
         try:
-            value = getattr(importlib.import_module(f".{places[name]}", owner.__spec__.parent), name)
+            with importing():
+                value = getattr(importlib.import_module(f".{places[name]}", owner.__spec__.parent), name)
             setattr(owner, name, value)
         finally:
             if gc_enabled:

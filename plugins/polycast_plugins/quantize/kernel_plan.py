@@ -221,9 +221,9 @@ class KernelPlan(Plan):
         return result if result.dtype is dtype else result.to(dtype), found.action
 
 
-def format_of_id(prepack_id: int) -> PrepackedFormat:
-    """Return the format of the prepacked weights that have an id."""
-    return _formats[prepack_id]
+def format_of_id(prepack_id: int) -> PrepackedFormat | None:
+    """Return the format of the prepacked weights that have an id; None for those of other plans."""
+    return _formats.get(prepack_id)
 
 
 def _prepack_id(given: Extension, recipe: Recipe, op: str, kernel: LowBitKernel) -> int:

@@ -98,8 +98,8 @@ def _kernel(wanted: PrepackedFormat) -> PlannedKernel:
     missing = [name for name, value in recipe.settings.items() if value is not None and recipe.known(name) is None]
     if missing:
         raise ValueError(
-            f"it has weights for the recipe {recipe!r}, whose {missing[0]} this process does not have: load that "
-            "first, as Equalization.load does"
+            f"it has weights for the recipe {recipe!r}, whose {missing[0]} this process does not have: make "
+            "the recipe first, such as Int8(equalization=Equalization.load(path))"
         )
     plan = Plan.of(get_backend(wanted.device), recipe)
     if wanted.op not in plan.kernels:

@@ -17,6 +17,7 @@ from . import tensor_file
 from .contents import SavedContents, SavedEntry, SavedTensor, SavedWeight, versions
 from .digests import digests, sample_digests
 from .kernel_plan import format_of_id
+from .prepacked_format import PrepackedFormat
 
 _NOTHING = (
     "There is nothing to save: the cache has no casts or prepacked weights of the model's parameters. Run the model in "
@@ -32,9 +33,12 @@ def save(cache: WeightCache, path: Path, model: nn.Module | None) -> None:
     entries = sorted((each for each in stored if id(each.weight) in names), key=_order(names))
     if not entries:
         raise ValueError(_NOTHING)
+    made = [_made(each, names[id(each.weight)]) for each in entries]
     weights = {names[id(each.weight)]: each.weight for each in entries}
     tensors: dict[str, torch.Tensor] = {}
-    layouts = [_layouts(number, each, names[id(each.weight)], tensors) for number, each in enumerate(entries)]
+    layouts = [
+        _layouts(number, each, made[number], names[id(each.weight)], tensors) for number, each in enumerate(entries)
+    ]
     hashed = [*weights.values(), *tensors.values()]
     found = zip(digests(hashed), sample_digests(hashed), strict=True)
     saved_weights = {name: SavedWeight.of(weight, *next(found)) for name, weight in weights.items()}
@@ -44,10 +48,10 @@ def save(cache: WeightCache, path: Path, model: nn.Module | None) -> None:
         SavedEntry(
             names[id(each.weight)],
             each.view,
-            dtype_name(each.kind) if isinstance(each.kind, torch.dtype) else format_of_id(each.kind),
+            made_by,
             tuple(SavedTensor(name, sizes, strides, *by_tensor[name]) for name, sizes, strides in of_entry),
         )
-        for each, of_entry in zip(entries, layouts, strict=True)
+        for each, made_by, of_entry in zip(entries, made, layouts, strict=True)
     ]
     tensor_file.write(path, tensors, SavedContents(versions(), saved_weights, saved).metadata())
 
@@ -67,14 +71,27 @@ def _names(model: nn.Module) -> dict[int, str]:
     return {id(parameter): name for name, parameter in model.named_parameters()}
 
 
+def _made(entry: Any, weight: str) -> str | PrepackedFormat:
+    """Return the dtype of a cast, or the format of a prepacked weight."""
+    if isinstance(entry.kind, torch.dtype):
+        return dtype_name(entry.kind)
+    found = format_of_id(entry.kind)
+    if found is None:
+        raise ValueError(
+            f"{weight!r} cannot be saved: it is prepacked by a recipe whose plan is not of this plugin. Save a cache "
+            "that was used with other recipes only."
+        )
+    return found
+
+
 def _layouts(
-    number: int, entry: Any, weight: str, tensors: dict[str, torch.Tensor]
+    number: int, entry: Any, made: str | PrepackedFormat, weight: str, tensors: dict[str, torch.Tensor]
 ) -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:
     """Add the tensors of an entry to those of the file; return the name, shape and strides of each."""
     found = []
     for position, tensor in enumerate(entry.tensors):
         if not tensor_file.can_be_written(tensor) or not torch.ops.aten.is_non_overlapping_and_dense(tensor):
-            maker = format_of_id(entry.kind).kernel if isinstance(entry.kind, int) else "a cast"
+            maker = "a cast" if isinstance(made, str) else made.kernel
             raise ValueError(
                 f"{weight!r} cannot be saved: {maker} made a tensor of {dtype_name(tensor.dtype)}, {tensor.layout}, "
                 f"with sizes {list(tensor.shape)} and strides {list(tensor.stride())}. Only dense tensors of dtypes "

@@ -54,6 +54,44 @@ def test_statistics_that_are_only_read_keep_their_version(engine, op):
     assert torch.equal(mean, torch.zeros(3, dtype=torch.bfloat16))
 
 
+def test_a_norm_can_be_used_outside_of_the_region_too(engine):
+    norm = nn.BatchNorm2d(3).bfloat16()
+    outside = norm(X.bfloat16())
+    with polycast.autocast("cpu", policy={"batch_norm": "fp32"}):
+        inside = norm(X)
+    (outside.float().sum() + inside.sum()).backward()
+    assert norm.running_mean._version == 0
+
+
+def test_statistics_made_in_inference_mode_are_written(engine):
+    with torch.inference_mode():
+        mean, var = stats(torch.bfloat16)
+    with torch.no_grad(), polycast.autocast("cpu", policy={"batch_norm": "fp32"}):
+        call("batch_norm", X, mean, var, True)
+    expected = stats(torch.float32)
+    call("batch_norm", X, *expected, True)
+    assert torch.equal(mean, expected[0].bfloat16())
+
+
+def test_one_tensor_may_be_both_statistics(engine):
+    both, expected = torch.zeros(3, dtype=torch.bfloat16), torch.zeros(3)
+    with polycast.autocast("cpu", policy={"batch_norm": "fp32"}):
+        call("batch_norm", X, both, both, True)
+    call("batch_norm", X, expected, expected, True)
+    assert torch.equal(both, expected.bfloat16())
+
+
+def test_a_cached_cast_of_a_written_statistic_is_dropped(engine):
+    mean, var = (nn.Parameter(each, requires_grad=False) for each in stats(torch.float32))
+    cache = polycast.WeightCache()
+    with torch.no_grad(), polycast.autocast("cpu", cache=cache, policy={"batch_norm": "lower_precision_fp"}):
+        before = mean.reshape(1, 3) @ torch.eye(3)
+        call("batch_norm", X, mean, var, True)
+        after = mean.reshape(1, 3) @ torch.eye(3)
+    assert before.count_nonzero() == 0
+    assert torch.equal(after.float(), mean.reshape(1, 3))
+
+
 def test_a_norm_without_statistics_is_cast(engine):
     with polycast.autocast("cpu", policy={"batch_norm": "fp32"}):
         y = nn.functional.batch_norm(X.bfloat16(), None, None, training=True)

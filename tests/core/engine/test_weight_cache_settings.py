@@ -152,3 +152,16 @@ def test_what_saves_a_cache_is_a_plugins(monkeypatch, tmp_path):
     for call in (lambda: cache.save("saved"), lambda: polycast.WeightCache.load("saved", torch.nn.Linear(2, 2))):
         with pytest.raises(NotImplementedError, match="WeightCache.* is of the plugin 'quantize', which is not inst"):
             call()
+
+
+@pytest.mark.parametrize("tensors", [[], [torch.ones(3, 3, dtype=torch.bfloat16)], [torch.ones(4, 4)]])
+def test_a_cast_that_does_not_fit_its_weight_is_not_adopted(tensors):
+    weight = torch.nn.Parameter(torch.ones(4, 4))
+    with pytest.raises(ValueError, match=r"tensors must be one of sizes \(4, 4\) and torch.bfloat16, got \["):
+        polycast.WeightCache().adopt(weight, None, torch.bfloat16, tensors)
+
+
+def test_an_entry_for_which_there_is_no_room_is_not_adopted():
+    weight = torch.nn.Parameter(torch.ones(4, 4))
+    with pytest.raises(ValueError, match="or there is no room for it in 10 bytes"):
+        polycast.WeightCache(max_bytes=10).adopt(weight, None, torch.bfloat16, [weight.detach().bfloat16()])

@@ -157,7 +157,7 @@ def test_an_equalization_that_this_process_does_not_have(path, model, int8_kerne
     recipe_settings.objects.clear()
     assert refused(path, model) == (
         "it has weights for the recipe Int8(min_size=1, equalization=<ObjectDigest abc>), whose equalization this "
-        "process does not have: load that first, as Equalization.load does"
+        "process does not have: make the recipe first, such as Int8(equalization=Equalization.load(path))"
     )
 
 

@@ -4,8 +4,11 @@ import errno
 import os
 
 import pytest
+import torch
 
+import polycast
 from polycast import WeightCache
+from polycast.plugin import Plan
 from polycast_plugins.quantize import saving, tensor_file
 
 from .saved_layers import INT8, run
@@ -100,5 +103,14 @@ def test_prepacked_weights_that_cannot_be_saved(path, model, int8_kernels, monke
     cache = WeightCache()
     run(model, cache, INT8)
     with pytest.raises(ValueError, match=r"'0\.weight' cannot be saved: .*Int8Linear.* made a tensor of float32, "):
+        cache.save(path)
+    assert os.listdir(path.parent) == []
+
+
+def test_a_weight_that_the_plan_of_another_plugin_has_prepacked_cannot_be_saved(path, model):
+    cache = WeightCache()
+    with polycast.autocast("cpu", cache=cache):
+        Plan.prepacked(model[0].weight, cache, Plan.new_id(), lambda weight: (weight.detach().to(torch.int8),))
+    with pytest.raises(ValueError, match=r"'0\.weight' cannot be saved: it is prepacked by a recipe whose plan is not"):
         cache.save(path)
     assert os.listdir(path.parent) == []

@@ -63,8 +63,14 @@ class WeightCache(CastCache):
             tensors: the cast alone, or the parts of the prepacked weight.
 
         Raises:
-            ValueError: it cannot be cached: there is no room, or something may write the weight unseen.
+            ValueError: a cast has other sizes or another dtype; or it cannot be cached: there is no room, or something
+                may write the weight unseen.
         """
+        if isinstance(kind, torch.dtype):
+            sizes = tuple(weight.shape) if view is None else tuple(view[0])
+            found = [(tuple(each.shape), each.dtype) for each in tensors]
+            if found != [(sizes, kind)]:
+                raise ValueError(f"tensors must be one of sizes {sizes} and {kind}, got {found}")
         watch_writes()
         with torch.inference_mode(False), torch.no_grad():
             source = weight
@@ -72,7 +78,8 @@ class WeightCache(CastCache):
                 sizes, strides, offset = view
                 source = weight.as_strided(sizes, strides, weight.storage_offset() + offset)
             if not state.machine.store(self).adopt(source, kind, tensors):
-                raise ValueError(f"cannot be cached: {WRITTEN_UNSEEN}")
+                room = "" if self.max_bytes is None else f"; or there is no room for it in {self.max_bytes} bytes"
+                raise ValueError(f"cannot be cached: {WRITTEN_UNSEEN}{room}")
 
     def save(self, path: str | os.PathLike[str], model: nn.Module | None = None) -> None:
         """Write the casts and prepacked weights of a model to a file, for :meth:`load`.

@@ -141,10 +141,7 @@ class Kernel final : public c10::OperatorKernel {
     }
     handle.callBoxed(stack);
     if (C10_UNLIKELY(!written.empty())) {
-      const at::NoGradGuard no_grad;
-      for (const auto& [tensor, cast] : written) {
-        tensor.copy_(cast);
-      }
+      write_back(written);
     }
   }
 
@@ -230,12 +227,32 @@ class Kernel final : public c10::OperatorKernel {
         c10::IValue& value = argument(stack, position);
         if (value.isTensor() && spec.applies_to(value.toTensor())) {
           const Tensor tensor = value.toTensor();
-          value = tensor.to(spec.dtype);
-          written.emplace_back(tensor, value.toTensor());
+          const auto same = std::find_if(written.begin(), written.end(), [&](const auto& each) { return each.first.is_same(tensor); });
+          if (same != written.end()) {
+            value = same->second;
+          } else {
+            value = tensor.to(spec.dtype);
+            written.emplace_back(tensor, value.toTensor());
+          }
         }
       }
     }
     return written;
+  }
+
+  // Give tensors the values of their casts, as the op would have: it writes without a new version. What intercepts ops has to see it.
+  C10_NOINLINE static void write_back(const std::vector<std::pair<Tensor, Tensor>>& written) {
+    const at::NoGradGuard no_grad;
+    for (const auto& [tensor, cast] : written) {
+      std::optional<at::AutoDispatchBelowADInplaceOrView> below_versions;
+      if (caching_is_safe()) {
+        below_versions.emplace();
+      }
+      tensor.copy_(cast);
+      if (tensor.has_storage()) {
+        invalidate({storage_of(tensor)});
+      }
+    }
   }
 
   void cast_stack(const CastSpec& spec, torch::jit::Stack* stack) const {

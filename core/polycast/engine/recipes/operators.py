@@ -6,12 +6,14 @@ the cache of this thread's region, or in the one that it names if the region is 
 
 import functools
 import re
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.library import Library
 
+from ...common.atfork import hold_during_fork
 from ...policy.schemas import existing_op
 from ...registry.backend import Backend
 from ...registry.registry import registry
@@ -23,6 +25,9 @@ from ..casts.not_prepacked import INTERCEPTED, NO_WEIGHT
 from ..casts.weights import parameter_of
 from ..disable_dynamo import disable_dynamo
 from .in_dtype import in_dtype
+
+_lock = threading.RLock()
+hold_during_fork(lambda: [_lock])
 
 
 def traced(
@@ -63,9 +68,14 @@ def _with_view(args: Sequence[Any], layout: Sequence[int] = ()) -> Sequence[Any]
     return (*args[:position], view, *args[position + 1 :])
 
 
-@functools.cache
 def operator_of(op: str, find: Callable[[Backend, str], Any]) -> Any:
     """Return the operator of an op, defining it at the first call."""
+    with _lock:
+        return _define(op, find)
+
+
+@functools.cache
+def _define(op: str, find: Callable[[Backend, str], Any]) -> Any:
     overload = existing_op(op)
     name = "low_bit_" + op.replace("::", "_").replace(".", "_")
     arguments, _, returns = str(overload._schema).partition("(")[2].rpartition(") -> ")

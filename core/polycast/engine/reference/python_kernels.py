@@ -139,9 +139,13 @@ class _Kernel:
             *(casts.get(id(value), cast(value)) for value in args),
             **{name: casts.get(id(value), cast(value)) for name, value in kwargs.items()},
         )
-        with torch.no_grad():
-            for tensor in written:
-                tensor.copy_(casts[id(tensor)])
+        for tensor in written:
+            if caching_is_safe():  # as the op: without a new version
+                with torch.inference_mode():
+                    tensor.data.copy_(casts[id(tensor)])
+            else:
+                with torch.no_grad():
+                    tensor.copy_(casts[id(tensor)])
         return result
 
     def _written(self, call: OpCall) -> list[torch.Tensor]:
