@@ -31,7 +31,7 @@ answer = [[each.package for each in seen.low_bit], str(seen)]
 def test_the_package_of_the_guide_works(run, distribution):
     page = (Path(__file__).parents[2] / "docs/extensions.md").read_text(encoding="utf-8")
     module, *_ = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    (program,) = re.findall(r"```py\n(.*?)```", page, re.DOTALL)
+    program, *_ = re.findall(r"```py\n(.*?)```", page, re.DOTALL)
     distribution("acme-ternary", {"cpu": "acme_ternary"}, {"acme_ternary.py": module}, group="polycast.extensions")
     answer = run(
         "polycast.plugin.get_backend('cpu')\nprinted = []\n"

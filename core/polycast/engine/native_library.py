@@ -23,7 +23,7 @@ class NativeLibrary(BuildableLibrary):
 
     They may include the engine's headers in :file:`engine/native/common`, of which :file:`observing.h` declares what
     the engine offers, and nothing else of the engine. ``polycast build`` compiles them ahead of their first use: it
-    calls :meth:`build`, also of the library of the engine itself and of those of ops.
+    calls ``build()``, also of the library of the engine itself and of those of ops.
 
     Attributes:
         package: the package that contains the sources.

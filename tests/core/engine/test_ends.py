@@ -278,6 +278,8 @@ def suspended(cycle):
         torch.mm(x, kept)
         yield cycle
 
+gc.collect()
+gc.freeze()  # so that each of the collections below is short
 for allocations in range(300):
     gc.disable()
     gc.collect()
