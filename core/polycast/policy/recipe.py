@@ -58,7 +58,7 @@ class Recipe:
     needs_kernels: ClassVar[bool] = True
     """Whether a device supports the recipe only if its backend says so."""
     avoids_slow_dtypes: ClassVar[str | None] = None
-    """What messages add to its name where they suggest it in place of a slow dtype; None: they do not suggest it."""
+    """Ends the name of the recipe where messages suggest it in place of a slow dtype; None: they do not suggest it."""
     plan_class: ClassVar[str] = ""
     """The subclass of `Plan` that computes the recipe, as ``module:class``. It is imported at the first use."""
     without_policy: ClassVar[frozenset[str]] = frozenset()

@@ -1,4 +1,4 @@
-"""What `explain_op` says of a recipe's ops."""
+"""Explain ops of a recipe by `explain_op`."""
 
 import pytest
 import torch

@@ -45,7 +45,7 @@ class WeightCacheStats:
 
 
 class StoredEntry(NamedTuple):
-    """What a cache has of a weight.
+    """Describes a cast or a prepacked weight in a cache.
 
     Attributes:
         weight: the weight that it belongs to.

@@ -54,7 +54,7 @@ class Plan(ABC):
     """
 
     class Computed(NamedTuple):
-        """How a recipe computes a call, for `explain`.
+        """Describes how a recipe computes a call, for `explain`.
 
         Attributes:
             way: the name of the way that the recipe has chosen; empty for a recipe with one way.
