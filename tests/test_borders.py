@@ -67,11 +67,10 @@ def crossings():
     found = set()
     for path in [*CORE.rglob("*.py"), *PLUGINS.rglob("*.py")]:
         here = owner(path)
-        if path != CORE / "__init__.py":
-            published = published_for(path)
-            for module, name in imports(path):
-                if owner(file_of(module)) != here and module not in published:
-                    found.add(f"{here}: {module} {name}".rstrip())
+        published = published_for(path)
+        for module, name in imports(path):
+            if owner(file_of(module)) != here and module not in published:
+                found.add(f"{here}: {module} {name}".rstrip())
     return sorted(found)
 
 

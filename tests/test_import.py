@@ -157,7 +157,7 @@ def test_dir_and_help_show_the_public_names_only():
 def test_the_core_has_few_public_names():
     import polycast
 
-    assert len(polycast._LAZY_NAMES) <= 42
+    assert len(polycast._own) <= 42
     assert len(polycast.plugin.__all__) <= 45
 
 

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 import polycast_plugins.observe
+from polycast.common.lazy_names import places
 from polycast.plugin import Plugin
-from polycast.policy import public_names
+from polycast.policy.manifests import _OF_PLUGINS
 
 FOLDER = Path(polycast_plugins.observe.__file__).parents[1]
 PLUGINS = sorted(path.parent.name for path in FOLDER.glob("*/__init__.py"))
@@ -76,9 +77,11 @@ def test_each_manifest_needs_plugins_that_exist():
 
 
 def test_the_core_knows_whose_a_name_of_an_absent_plugin_is():
-    assert {name: tuple(each.names) for name, each in MANIFESTS.items() if each.names} == public_names._OWN
-    assert {name: tuple(each.methods) for name, each in MANIFESTS.items() if each.methods} == public_names._METHODS
-    assert {name: tuple(each.recipes) for name, each in MANIFESTS.items() if each.recipes} == public_names._RECIPES
+    stub = {name: place for name, place in places("polycast").items() if not place.startswith(".")}
+    names = {name: path for each in MANIFESTS.values() for name, path in each.names.items()}
+    assert names == {name: f"{place}:{name}" for name, place in stub.items()}
+    others = {name: plugin for plugin, each in MANIFESTS.items() for name in (*each.methods, *each.recipes)}
+    assert others == _OF_PLUGINS
 
 
 @pytest.mark.slow

@@ -1,36 +1,51 @@
-"""Names of a module that are imported when they are first used."""
+"""Names of a module that are imported when they are first used: those that its stub, the ``.pyi`` file, imports."""
 
+import ast
 import gc
 import importlib
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 
-def lazy_names(module: str, places: Mapping[str, str]) -> Callable[[str], Any]:
-    """Return the ``__getattr__`` of a module.
+def places(module: str) -> dict[str, str]:
+    """Return what the stub of a module imports as public: the module of each name, relative ones with their dots."""
+    spec: Any = sys.modules[module].__spec__
+    stub = ast.parse(spec.loader.get_data(f"{spec.origin}i"))
+    return {
+        alias.name: "." * node.level + node.module
+        for node in stub.body
+        if isinstance(node, ast.ImportFrom) and node.module is not None
+        for alias in node.names
+        if alias.asname == alias.name
+    }
+
+
+def lazy_names(module: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """Return the ``__getattr__``, the ``__dir__`` and the ``__all__`` of a module that has a stub.
+
+    The stub is what type checkers read. It has a line such as ``from .part import Name as Name`` for each name.
 
     Args:
         module: its name.
-        places: the module that has each name, relative to the package of the module.
     """
+    owner: Any = sys.modules[module]
+    found = {name: place for name, place in places(module).items() if place.startswith(".")}
 
     def get(name: str) -> Any:
-        if name not in places:
+        if name not in found:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
         from .importing import importing  # imported here, as plugins import names when they are imported themselves
 
-        owner = sys.modules[module]
-        assert owner.__spec__ is not None
         gc_enabled = gc.isenabled()
         gc.disable()  # a finalizer may use a name of a module that is partially imported
         try:
             with importing():
-                value = getattr(importlib.import_module(f".{places[name]}", owner.__spec__.parent), name)
+                value = getattr(importlib.import_module(found[name], owner.__spec__.parent), name)
             setattr(owner, name, value)
         finally:
             if gc_enabled:
                 gc.enable()
         return value
 
-    return get
+    return get, lambda: sorted(found), sorted(found)

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from ..common import env
 from ..common.announce import announce_if_slow
 from ..common.importing import importing
+from ..common.lazy_names import places
 from ..common.versions import name_and_version
 from ..errors import PLUGIN_ERRORS, raise_if_callers, raise_if_callers_at_import, warn_user
 from ..torch_internals.callers_state import call_outside
@@ -23,6 +24,11 @@ from ..torch_internals.dispatcher import disable_autocast
 
 GROUP = "polycast.plugins"
 PROJECT = "polycast"
+_OF_PLUGINS = {
+    **dict.fromkeys(("WeightCache.load", "WeightCache.save", "float8", "int4", "int8"), "quantize"),
+    "fastest": "fastest",
+}
+"""Whose a method or a recipe is, for errors where polycast's own plugins are absent; the stub has the names."""
 
 
 @dataclass(frozen=True)
@@ -254,3 +260,39 @@ def functions(table: str) -> Sequence[PluginFunction]:
     for problem in problems:  # once the others are kept: a filter may turn this warning into an error
         warn_user(problem)
     return found
+
+
+def method(name: str) -> Callable[..., Any]:
+    """Return the function that implements a method of a class of the core, ``Class.method``, in a plugin.
+
+    Raises:
+        NotImplementedError: no installed plugin has it.
+        RuntimeError: several plugins have it, or it cannot be imported.
+    """
+    found: Callable[..., Any] | None = manifests().find("methods", name)
+    if found is None:
+        raise NotImplementedError(f"polycast has no {name}{remedy(name)}")
+    return found
+
+
+def public_name(name: str) -> Any:
+    """Return the object that a plugin adds to ``polycast`` under a name.
+
+    Raises:
+        AttributeError: no installed plugin has it.
+        RuntimeError: several plugins have it, or it cannot be imported.
+    """
+    found = manifests().find("names", name)
+    if found is None:
+        place = places(PROJECT).get(name, ".")  # such as polycast_plugins.observe.observer
+        raise AttributeError(f"module 'polycast' has no attribute {name!r}{_remedy(place.split('.')[1])}")
+    return found
+
+
+def remedy(name: str) -> str:
+    """Return the end of a sentence that says whose a method or recipe is, if one of an absent plugin of ours, or ""."""
+    return _remedy(_OF_PLUGINS.get(name))
+
+
+def _remedy(plugin: str | None) -> str:
+    return f": it is of the plugin {plugin!r}, which is not installed. Install polycast again" if plugin else ""

@@ -286,10 +286,10 @@ def _of_name(recipe: str, of_kind: type[Recipe] | None) -> Recipe:
     setting_of = {} if of_kind is None else _words(of_kind)
     settings = {setting_of[word]: word for word in words if word in setting_of}
     if of_kind is None:
-        from .public_names import remedy_for_recipe
+        from .manifests import remedy
 
-        if remedy := remedy_for_recipe(recipe.partition(":")[0]):
-            raise ValueError(f"{recipe!r} is not a recipe{remedy}")
+        if whose := remedy(recipe.partition(":")[0]):
+            raise ValueError(f"{recipe!r} is not a recipe{whose}")
     if of_kind is None or len(settings) < len(words):
         known = [
             name for kind, each in all_kinds().items() for name in (kind, *(f"{kind}:{word}" for word in _words(each)))

@@ -1,18 +1,8 @@
 """The recipe "fastest", which computes each op the fastest way, by a profile of what is fast on the device."""
 
-from typing import TYPE_CHECKING
-
 from polycast.plugin import Plugin, lazy_names
 
-if TYPE_CHECKING:
-    from .profiled_ops import OpSeconds as OpSeconds
-    from .profiled_ops import op_seconds as op_seconds
-
-_PLACES = {"OpSeconds": "profiled_ops", "op_seconds": "profiled_ops"}
-"""The module of each name that other plugins import."""
-
-if not TYPE_CHECKING:  # type checkers would accept any name
-    __getattr__ = lazy_names(__name__, _PLACES)
+__getattr__, __dir__, __all__ = lazy_names(__name__)
 
 plugin = Plugin(
     names={

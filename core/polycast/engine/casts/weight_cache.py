@@ -9,7 +9,6 @@ import torch
 from torch import nn
 from typing_extensions import Self
 
-from ...policy import public_names
 from .. import state
 from ..installation import watch_writes
 from .cast_cache import CastCache, EntryKind
@@ -101,7 +100,9 @@ class WeightCache(CastCache):
         """
         if model is not None:
             _check_model(model)
-        public_names.method("WeightCache.save")(self, Path(path), model)
+        from ...policy.manifests import method  # a region needs none
+
+        method("WeightCache.save")(self, Path(path), model)
 
     @classmethod
     def load(
@@ -138,7 +139,9 @@ class WeightCache(CastCache):
         if verify not in ("all", "sample"):
             raise ValueError(f"verify must be 'all' or 'sample', got {verify!r}")
         cache = cls(max_bytes)
-        public_names.method("WeightCache.load")(cache, Path(path), model, verify)
+        from ...policy.manifests import method
+
+        method("WeightCache.load")(cache, Path(path), model, verify)
         return cache
 
 
