@@ -115,7 +115,7 @@ wheels: $(VENV)/package.stamp
 		rm -rf $(VENV)-engine; \
 		$(PYTHON) -m venv $(VENV)-engine; \
 		$(VENV)-engine/bin/python -m pip install --quiet --no-compile "$$torch" numpy "$$(echo dist/*-none-any.whl)"; \
-		$(VENV)-engine/bin/python -m polycast_plugins.cli.prebuild build/engines polycast_plugins.quantize.cpu.native; \
+		$(VENV)-engine/bin/python tools/prebuild.py build/engines polycast_plugins.quantize.cpu.native; \
 		rm -rf $(VENV)-engine; \
 	done
 	$(VENV)/bin/python tools/platform_wheel.py dist/*-none-any.whl build/engines dist

@@ -15,10 +15,9 @@ from polycast.toolchain.build import get_or_build
 from polycast.toolchain.cache_folder import cache_directory
 from polycast_plugins.cli.compiled import libraries
 
-from .core.toolchain.test_prebuilt import HEADERS, put_into
+from .core.toolchain.test_prebuilt import HEADERS, platform_wheel, put_into
 
-ROOT = Path(__file__).parents[1]
-TOOL, PROJECT = ROOT / "tools" / "platform_wheel.py", ROOT / "pyproject.toml"
+PROJECT = Path(__file__).parents[1] / "pyproject.toml"
 
 
 @pytest.fixture
@@ -29,10 +28,7 @@ def library():
 
 @pytest.fixture
 def tool():
-    spec = importlib.util.spec_from_file_location("platform_wheel", TOOL)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return platform_wheel()
 
 
 @pytest.mark.slow

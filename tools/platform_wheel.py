@@ -1,22 +1,23 @@
 """Add prebuilt engines to a wheel: ``python tools/platform_wheel.py PURE_WHEEL ENGINES FOLDER``.
 
-ENGINES is the folder that ``python -m polycast_plugins.cli.prebuild`` has filled, once for each version of torch. The
-wheel is for Python 3.10 and later, and for the oldest Linux that auditwheel allows.
+ENGINES is the folder that ``tools/prebuild.py`` has filled, once for each version of torch. The wheel is for Python
+3.10 and later, and for the oldest Linux that auditwheel allows.
 """
 
 import argparse
 import base64
 import hashlib
+import io
+import json
 import re
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import tempfile
 import zipfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-
-from polycast.toolchain.archive import pack
 
 PLACE = "polycast/toolchain/prebuilt"
 MAX_BYTES = 5_000_000
@@ -98,6 +99,26 @@ def archives_of(engines: Path) -> Iterator[tuple[str, bytes]]:
     for name, content in files:
         print(f"{name} has {len(content):,} bytes")
         yield f"{PLACE}/{name}", content
+
+
+def pack(builds: Path) -> Iterator[tuple[str, bytes]]:
+    """Return archives of the builds, one for each library, and their indices of checksums, by file name."""
+    for name in sorted({path.stem for path in builds.glob("*/*.so")}):
+        built = {path.parent.name: path for path in sorted(builds.glob(f"*/{name}.so"))}
+        content = io.BytesIO()
+        with tarfile.open(fileobj=content, mode="w:xz", preset=9) as archive:
+            for suffix in (".headers", ".so"):  # the lists first, which are read without what follows
+                for key, path in built.items():
+                    _add(archive, f"{key}{suffix}", path.with_suffix(suffix).read_bytes())
+        yield f"{name}.tar.xz", content.getvalue()
+        checksums = {key: hashlib.sha256(path.read_bytes()).hexdigest() for key, path in built.items()}
+        yield f"{name}.json", json.dumps(checksums, indent=1).encode()
+
+
+def _add(archive: tarfile.TarFile, name: str, content: bytes) -> None:
+    member = tarfile.TarInfo(name)
+    member.size = len(content)
+    archive.addfile(member, io.BytesIO(content))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,14 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 KEPT = (
     *("CHANGELOG.md", "LICENSE", "MANIFEST.in", "Makefile", "README.md", "backends", "core", "pyproject.toml"),
-    *("tests/backends", "tests/collecting.py", "tests/conftest.py", "tests/core", "tests/launcher.py"),
+    *(
+        "tests/backends",
+        "tests/collecting.py",
+        "tests/conftest.py",
+        "tests/core",
+        "tests/launcher.py",
+        "tools/platform_wheel.py",
+    ),
 )
 _OF_PLUGINS = re.compile(r'^(\[project\.scripts\]|\w+ = "polycast_plugins\b.*|"polycast_plugins\b.*)\n', re.MULTILINE)
 

@@ -36,7 +36,7 @@ from .registry.recipe_kernels import check as check
 from .registry.recipe_kernels import recipe_kernels as recipe_kernels
 from .registry.registry import get_backend as get_backend
 from .toolchain.cache_folder import CacheFile as CacheFile
-from .toolchain.load_ops import load_ops as load_ops
+from .toolchain.load import load_ops as load_ops
 from .torch_internals.builtin_functions import memory_of as memory_of
 from .torch_internals.callers_state import call_outside as call_outside
 from .torch_internals.dispatcher import disable_autocast as disable_autocast

@@ -3,6 +3,9 @@
 It compiles for Python's limited API, so a library serves every Python from 3.10 on. A free-threaded Python has no
 limited API, and needs libraries of its own.
 
+Some of torch's headers take long to parse, or fit one Python only. Single structs are cut out of the installed ones, so
+that their layout is that of the torch that is compiled for.
+
 What only compiling needs is imported there: beside a script, a module of the user may have the name ``shlex``.
 """
 
@@ -32,6 +35,7 @@ class Compiler(NamedTuple):
 
 # torch.utils.cpp_extension knows torch's folders too, but its import looks for CUDA and prints about it.
 _TORCH = Path(torch.__file__).parent
+INCLUDE = _TORCH / "include"
 PYTHON_ABI = EXTENSION_SUFFIXES[0].split(".")[1] if "t" in getattr(sys, "abiflags", "") else "abi3"
 PLATFORM = f"{sys.platform}-{platform.machine()}"
 
@@ -50,6 +54,15 @@ FLAGS = (
     *(("-DPy_LIMITED_API=0x030A0000",) if PYTHON_ABI == "abi3" else ()),
 )
 
+_EXCERPTS = {
+    "THPVariable": "torch/csrc/autograd/python_variable.h",
+    "python_error": "torch/csrc/Exceptions.h",
+    "ToCopyBackward0": "torch/csrc/autograd/generated/Functions.h",
+}
+"""The structs that are cut out, and the header of each."""
+EXCERPTED_HEADERS = tuple(_EXCERPTS.values())
+# Some headers include all ops and need none of their functions.
+_REPLACEMENTS = {"ATen/ATen.h": "#pragma once\n#include <ATen/core/Tensor.h>\n"}
 _ERROR = re.compile(r"^.*(?:\berror: |undefined reference to ).*$", re.MULTILINE)
 """A line in which a compiler or a linker says what is wrong."""
 
@@ -85,7 +98,7 @@ def compile_library(
     """
     import shlex
 
-    compile_ = _compile_command(compiler, library, sources, path.parent)
+    compile_ = compile_command(compiler, library, sources, path.parent)
     libraries = (f"-L{_TORCH / 'lib'}", "-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python")
     # The process that loads the library provides Python's symbols; macOS's linker has to be told.
     undefined = ("-undefined", "dynamic_lookup") if sys.platform == "darwin" else ()
@@ -95,63 +108,57 @@ def compile_library(
         steps = [["ccache", *compile_, "-c", "-o", "unit.o"], [*shlex.split(compiler.command), "unit.o", *link]]
     output = ""
     for step in steps:
-        done = _run_in(path.parent, step)
+        done = run_in(path.parent, step)
         output += f"{shlex.join(step)}\n{done.stdout}"
         if done.returncode != 0:
             break
     return done.returncode, output
 
 
-def headers_of_torch(compiler: Compiler, library: CppLibrary, sources: Mapping[str, bytes], folder: Path) -> list[str]:
-    """Return the paths, in torch's include folder, of the headers that a library is compiled from.
-
-    Args:
-        compiler, library, sources: as for :func:`compile_library`.
-        folder: an empty folder.
-
-    Raises:
-        BuildError: the compiler cannot list them.
-    """
-    from .header_excerpts import EXCERPTED_HEADERS
-
-    done = _run_in(folder, [*_compile_command(compiler, library, sources, folder), "-M"])
-    if done.returncode != 0:
-        raise BuildError(f"the compiler lists no headers: {done.stdout}")
-    include = str(_TORCH / "include") + os.sep
-    paths = {word.removeprefix(include) for word in done.stdout.split() if word.startswith(include)}
-    return sorted(paths | (set(EXCERPTED_HEADERS) if library.uses_excerpts else set()))
-
-
-def digest_of_headers(headers: Iterable[str]) -> str:
-    """Return a digest of headers in the include folder of the installed torch; they may be missing."""
-    digest = hashlib.sha256()
-    for header in headers:
-        path = _TORCH / "include" / header
-        digest.update(f"{header}\0{checksum(path) if path.is_file() else ''}\0".encode())
-    return digest.hexdigest()
-
-
-def _compile_command(compiler: Compiler, library: CppLibrary, sources: Mapping[str, bytes], folder: Path) -> list[str]:
-    """Write the sources to a folder, and return the command that compiles them there."""
+def compile_command(compiler: Compiler, library: CppLibrary, sources: Mapping[str, bytes], folder: Path) -> list[str]:
+    """Write the sources to a folder, and return the command that compiles them there; raises as `compile_library`."""
     import shlex
     import sysconfig
 
     for name, text in sources.items():  # the package may be inside an archive
         (folder / name).write_bytes(text)
     if library.uses_excerpts:
-        from .header_excerpts import write_excerpts
-
-        write_excerpts(_TORCH / "include", folder / "excerpts")
+        _write_excerpts(folder / "excerpts")
     excerpts = ("excerpts",) if library.uses_excerpts else ()
-    includes = (*excerpts, str(_TORCH / "include"), sysconfig.get_path("include"))
+    includes = (*excerpts, str(INCLUDE), sysconfig.get_path("include"))
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
     units = sorted(name for name in sources if name.endswith(".cpp"))
     return [*shlex.split(compiler.command), *FLAGS, abi, *(f"-isystem{include}" for include in includes), *units]
 
 
-def _run_in(folder: Path, command: list[str]) -> "subprocess.CompletedProcess[str]":
-    """Run a compiler in a folder, which has its temporary files too. Names are relative: ccache compares them."""
-    return _run(command, stderr=subprocess.STDOUT, cwd=folder, env={**os.environ, "TMPDIR": str(folder)})
+def _write_excerpts(folder: Path) -> None:
+    """Write the excerpts to a folder, which the compiler has to search before torch's headers."""
+    excerpts = {f"excerpt_{name}.h": _extract_struct(INCLUDE / header, name) for name, header in _EXCERPTS.items()}
+    for path, text in {**excerpts, **_REPLACEMENTS}.items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_text(text)
+
+
+def _extract_struct(header: Path, name: str) -> str:
+    try:
+        text = header.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise BuildError(f"the header {header} is missing. Install torch with its headers.") from None
+    pattern = rf"^struct (?:TORCH_\w+ )?{name}\b[^;{{]*\{{\n(?:(?!struct |\}};).*\n)*\}};$"
+    found = re.findall(pattern, text, re.MULTILINE)
+    if not found:
+        raise BuildError(f"no struct {name} is found in {header}: this torch is newer than this polycast.")
+    # If the struct begins twice, under #if, the first beginning is for Windows.
+    return re.sub(r"^#.*\n", "", found[-1], flags=re.MULTILINE) + "\n"
+
+
+def digest_of_headers(headers: Iterable[str]) -> str:
+    """Return a digest of headers in the include folder of the installed torch; they may be missing."""
+    digest = hashlib.sha256()
+    for header in headers:
+        path = INCLUDE / header
+        digest.update(f"{header}\0{checksum(path) if path.is_file() else ''}\0".encode())
+    return digest.hexdigest()
 
 
 def first_error(output: str) -> str:
@@ -168,14 +175,12 @@ def checksum(library: Path) -> str:
     return hashlib.sha256(library.read_bytes()).hexdigest()
 
 
+def run_in(folder: Path, command: list[str]) -> "subprocess.CompletedProcess[str]":
+    """Run a compiler in a folder, which has its temporary files too. Names are relative: ccache compares them."""
+    return _run(command, stderr=subprocess.STDOUT, cwd=folder, env={**os.environ, "TMPDIR": str(folder)})
+
+
 def _run(command: list[str], **options: Any) -> "subprocess.CompletedProcess[str]":
     """Run a compiler, whose output may have any encoding."""
-    return subprocess.run(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        encoding="utf-8",
-        errors="backslashreplace",
-        check=False,
-        **options,
-    )
+    streams: Any = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, **options}
+    return subprocess.run(command, encoding="utf-8", errors="backslashreplace", check=False, **streams)

@@ -4,20 +4,29 @@ import contextlib
 import importlib.machinery
 import importlib.util
 import tempfile
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import TypeVar
 
+import torch
+
+from ..common.atfork import hold_during_fork
 from ..errors import raise_if_callers, warn_user
+from ..registry.backend import Availability
 from .build import find_build, get_or_build
 from .cache_folder import UntrustedCacheError, cache_directory
 from .cpp_library import BuildError, CppLibrary
-from .prebuilt import Prebuilt, build_prebuilt, find_prebuilt, note_unloadable
+from .prebuilt import Prebuilt, find_prebuilt
 
 _Loaded = TypeVar("_Loaded")
 _origins: dict[str, str] = {}
 """The origins of the libraries that are loaded, by name."""
+_ops_lock = threading.RLock()
+hold_during_fork(lambda: [_ops_lock])
+_ops: dict[str, Availability] = {}
+"""Whether ops are loaded, by package."""
 
 
 class BuildableLibrary(CppLibrary):
@@ -44,11 +53,10 @@ class BuildableLibrary(CppLibrary):
         """
         if self.name in _origins:
             return _origins[self.name]
-        prebuilt = find_prebuilt(self)
-        if prebuilt is not None:
-            return describe_prebuilt(prebuilt)
+        if (prebuilt := find_prebuilt(self)) is not None:
+            return _describe_prebuilt(prebuilt)
         built = find_build(cache_directory(), self)
-        return None if built is None else describe_built(built)
+        return None if built is None else _describe_built(built)
 
     def is_built(self) -> bool:
         """Return whether the library can be loaded without compiling it."""
@@ -63,14 +71,9 @@ class BuildableLibrary(CppLibrary):
         Raises:
             RuntimeError: it cannot be compiled. The next call tries again.
         """
-        prebuilt = find_prebuilt(self)
-        if prebuilt is not None:
-            return describe_prebuilt(prebuilt)
-        return describe_built(get_or_build(cache_directory(), self, retry=True))
-
-    def prebuild(self, folder: Path) -> Path:
-        """Compile the library for a wheel; see :func:`.build_prebuilt`."""
-        return build_prebuilt(folder, self)
+        if (prebuilt := find_prebuilt(self)) is not None:
+            return _describe_prebuilt(prebuilt)
+        return _describe_built(get_or_build(cache_directory(), self, retry=True))
 
 
 def try_build(library: CppLibrary) -> Exception | None:
@@ -111,15 +114,15 @@ def load_prebuilt(library: CppLibrary, open_: Callable[[Path], _Loaded]) -> tupl
     if found is None:
         return None
     try:
-        return open_(found.unpack_into(cache_directory())), describe_prebuilt(found)
+        return open_(found.unpack_into(cache_directory())), _describe_prebuilt(found)
     except (BuildError, ImportError, OSError) as error:
         raise_if_callers(error)
     try:
         with tempfile.TemporaryDirectory(prefix="polycast-") as private:
-            return open_(found.archive.unpack(found.key, Path(private))), describe_prebuilt(found)
+            return open_(found.unpack(Path(private))), _describe_prebuilt(found)
     except (BuildError, ImportError, OSError) as error:  # it may need a newer libc
         raise_if_callers(error)
-        note_unloadable(found, error)
+        found.note_unloadable(error)
         return None
 
 
@@ -135,13 +138,13 @@ def load_built(cache: Path, library: CppLibrary, open_: Callable[[Path], _Loaded
     try:
         path = get_or_build(cache, library)
         try:
-            return _open(path, open_), describe_built(path)
+            return _open(path, open_), _describe_built(path)
         except BuildError:
             # The compiler of another machine may have made it, for another libc.
             with contextlib.suppress(BuildError):
                 own = get_or_build(cache, library, own=True)
                 if own != path:
-                    return _open(own, open_), describe_built(own)
+                    return _open(own, open_), _describe_built(own)
             raise
     except UntrustedCacheError as error:
         untrusted = error
@@ -166,13 +169,11 @@ def import_extension(path: Path) -> ModuleType:
     return module
 
 
-def describe_prebuilt(prebuilt: Prebuilt) -> str:
-    """Return the origin of a prebuilt library, for messages."""
-    return f"came with polycast: {prebuilt.archive.path}"
+def _describe_prebuilt(prebuilt: Prebuilt) -> str:
+    return f"came with polycast: {prebuilt.archive}"
 
 
-def describe_built(path: Path) -> str:
-    """Return the origin of a library from the cache, for messages."""
+def _describe_built(path: Path) -> str:
     return f"compiled here: {path}"
 
 
@@ -182,3 +183,50 @@ def _open(path: Path, open_: Callable[[Path], _Loaded]) -> _Loaded:
     except (ImportError, OSError) as error:
         raise_if_callers(error)
         raise BuildError(f"{path} does not load: {error}. Remove it to have it built again.") from error
+
+
+def load_ops(package: str) -> Availability:
+    """Build the C++ in a package, unless it is built already for this torch, and load the ops that it registers.
+
+    The package contains ``.cpp`` and ``.h`` files, which register ops with ``TORCH_LIBRARY`` and need no Python. They
+    are compiled by the compiler of the native engine, without options for a processor: a function that needs certain
+    instructions declares them as its target, and products are fused with sums only where it says so. They may include
+    ``parallel.h``, for loops over torch's threads, and ``huge_pages.h``, for weights. A failure is
+    returned, for the backend to pass on.
+
+    Args:
+        package: the name of the package, such as ``"polycast_plugins.quantize.cpu.native"``.
+
+    Returns:
+        Whether the ops are loaded and, if not, why.
+
+    Warns:
+        UserWarning: other users can write to the cache of builds, so the ops were built for this process alone.
+
+    Example:
+        >>> import polycast
+        >>> polycast.plugin.load_ops("polycast.policy").available  # it contains no C++
+        False
+    """
+    if package not in _ops:
+        library = BuildableLibrary.of_ops(package)
+        failure = try_build(library)
+        with _ops_lock:  # an op can be registered once
+            if package not in _ops:
+                _ops[package] = _load_ops(library, failure)
+    return _ops[package]
+
+
+def _load_ops(library: CppLibrary, failure: Exception | None) -> Availability:
+    try:
+        if failure is not None:
+            raise failure
+        load(library, _register_ops)
+    except (BuildError, OSError) as error:
+        raise_if_callers(error)
+        return Availability(False, f"the C++ of {library.package} cannot be loaded: {error}")
+    return Availability(True)
+
+
+def _register_ops(path: Path) -> None:
+    torch.ops.load_library(path)  # type: ignore[no-untyped-call]

@@ -8,9 +8,8 @@ import sysconfig
 import pytest
 
 from polycast.engine.native.engine_library import ENGINE
-from polycast.toolchain import header_excerpts
 from polycast.toolchain.build import get_or_build
-from polycast.toolchain.compiler import FLAGS, compile_library, find_compiler, first_error
+from polycast.toolchain.compiler import FLAGS, _extract_struct, compile_library, find_compiler, first_error
 from polycast.toolchain.cpp_library import BuildError
 
 CCACHE = """#!/bin/sh
@@ -64,7 +63,7 @@ struct After {
 def test_extract_a_struct_from_a_header(tmp_path):
     header = tmp_path / "header.h"
     header.write_text(HEADER)
-    assert header_excerpts._extract_struct(header, "Wanted") == (
+    assert _extract_struct(header, "Wanted") == (
         "struct TORCH_API Wanted : public Base {\n  using Base::Base;\n  void release() override {\n\n  }\n"
         "  int value;\n};\n"
     )
@@ -73,10 +72,10 @@ def test_extract_a_struct_from_a_header(tmp_path):
 def test_a_missing_header_or_struct_is_a_build_error(tmp_path):
     header = tmp_path / "header.h"
     with pytest.raises(BuildError, match=r"header.h is missing\. Install torch with its headers\."):
-        header_excerpts._extract_struct(header, "Wanted")
+        _extract_struct(header, "Wanted")
     header.write_text("struct Other {\n};\n")
     with pytest.raises(BuildError, match="no struct Wanted is found in .*: this torch is newer than this polycast"):
-        header_excerpts._extract_struct(header, "Wanted")
+        _extract_struct(header, "Wanted")
 
 
 @pytest.mark.parametrize("command", ["c++", "clang++"])

@@ -11,7 +11,6 @@ import torch
 import polycast
 from polycast.engine.native.engine_library import ENGINE
 from polycast.toolchain import load
-from polycast.toolchain import load_ops as ops
 from polycast.toolchain.build import get_or_build
 from polycast.toolchain.prebuilt import no_compiler
 
@@ -40,17 +39,17 @@ def _importable(installed, monkeypatch):
 def loaded(monkeypatch):
     """Return the paths of libraries that are loaded from now on."""
     found = []
-    monkeypatch.setattr(ops, "_register", found.append)
-    ops._answers.clear()
+    monkeypatch.setattr(load, "_register_ops", found.append)
+    load._ops.clear()
     yield found
-    ops._answers.clear()
+    load._ops.clear()
 
 
 @pytest.mark.slow
 def test_ops_are_built_once_with_a_message(compiler, home, loaded, capfd):
     assert polycast.plugin.load_ops(PACKAGE) == polycast.plugin.load_ops(PACKAGE) == polycast.plugin.Availability(True)
     assert capfd.readouterr().err == f"polycast: building the ops of {PACKAGE}, once for this torch ...\n"
-    ops._answers.clear()
+    load._ops.clear()
     assert polycast.plugin.load_ops(PACKAGE)
     assert capfd.readouterr().err == ""
     assert compiler.calls == 1
@@ -103,13 +102,13 @@ def test_the_reason_of_a_failed_build_has_the_log_and_how_to_retry(compiler, hom
         "fixed, remove that file to try again."
     )
     compiler.behave(status=0)
-    ops._answers.clear()
+    load._ops.clear()
     assert (
         f"it failed before: ops.cpp:1:9: error: no room; its output is in {log}. Remove that file to try "
         "again." in polycast.plugin.load_ops(PACKAGE).reason
     )
     log.unlink()
-    ops._answers.clear()
+    load._ops.clear()
     assert polycast.plugin.load_ops(PACKAGE)
 
 
@@ -148,16 +147,16 @@ def test_ops_may_include_all_of_aten(tmp_path, monkeypatch, home):
 
 
 def test_the_reason_for_a_library_that_does_not_load(compiler, home, monkeypatch):
-    ops._answers.clear()
+    load._ops.clear()
 
     def refuse(library):
         raise OSError("undefined symbol: somewhere")
 
-    monkeypatch.setattr(ops, "_register", refuse)
+    monkeypatch.setattr(load, "_register_ops", refuse)
     reason = polycast.plugin.load_ops(PACKAGE).reason
     assert reason.startswith(f"the C++ of {PACKAGE} cannot be loaded: ")
     assert reason.endswith(".so does not load: undefined symbol: somewhere. Remove it to have it built again.")
-    ops._answers.clear()
+    load._ops.clear()
 
 
 @pytest.mark.skipif(not hasattr(os, "geteuid"), reason="this system has other owners and permissions")

@@ -14,9 +14,8 @@ from polycast.engine.native.engine_library import ENGINE
 from polycast.toolchain.build import find_build, get_or_build
 from polycast.toolchain.cache_folder import cache_directory
 from polycast.toolchain.cpp_library import BuildError
-from polycast.toolchain.load import BuildableLibrary
 from polycast.toolchain.prebuilt import no_compiler
-from polycast_plugins.cli import app, prebuild
+from polycast_plugins.cli import app
 from polycast_plugins.cli.compiled import common_libraries
 
 WRITES = "open(sys.argv[sys.argv.index('-o') + 1], 'w').write('a library')"
@@ -203,26 +202,3 @@ def test_a_library_that_cannot_be_imported_does_not_stop_the_other_builds(compil
     )
     assert [line.partition(":")[0] for line in result.stdout.splitlines()] == [each.description for each in OWN]
     assert result.exit_code == 1
-
-
-def test_what_cannot_be_imported_or_built_for_a_wheel_is_reported_and_the_others_are_built(
-    offer, monkeypatch, tmp_path, capsys
-):
-    def build(library, folder):
-        if library == OPS:
-            raise BuildError("the compiler failed")
-        return folder / library.name
-
-    offer("acme", "libraries=('acme_code:LIBRARY',)", "import acme_runtime")
-    monkeypatch.setattr(BuildableLibrary, "prebuild", build)
-    assert prebuild.main(str(tmp_path), OPS.package) == 1
-    said = capsys.readouterr()
-    assert said.out.splitlines() == [str(tmp_path / each.name) for each in OWN]
-    missing, failed = said.err.splitlines()
-    assert missing.startswith("polycast: acme_code:LIBRARY cannot be imported. The plugin 'acme' ")
-    assert failed == f"polycast: {OPS.description} cannot be built: the compiler failed"
-
-
-def test_the_exit_status_of_a_build_for_a_wheel_is_0_if_all_is_built(monkeypatch, tmp_path):
-    monkeypatch.setattr(BuildableLibrary, "prebuild", lambda library, folder: folder / library.name)
-    assert prebuild.main(str(tmp_path), OPS.package) == 0

@@ -1,7 +1,7 @@
 // Python objects through the limited API, so that one build serves every Python from 3.10 on.
 //
 // torch's own headers for this include pybind11, which is tied to one Python version and slow to parse. So torch's functions
-// are declared here, and its structs come from excerpts of the installed headers (see toolchain/header_excerpts.py).
+// are declared here, and its structs come from excerpts of the installed headers (see toolchain/compiler.py).
 
 #pragma once
 
