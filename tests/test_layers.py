@@ -237,13 +237,13 @@ MAY_NAME_A_DEVICE = {
     "engine/overlap.py": "a mask is in host memory",
     "engine/reference/store.py": "host memory may be shared by processes",
     "precision/evidence.py": "the processor of the machine",
+    "quantize/unfused.py": "ops that torch fuses on the CPU only",
     "observe/step_log.py": "the generator of the host's random numbers",
     "precision/runs.py": "torch's default device is thread-local",
     "fastest/operands.py": "the numbers are drawn on the host",
     "fastest/profile_command.py": "the default of a command",
     "fastest/stopwatch.py": "the load of the host's processors",
     "observe/grad_scaler.py": "the default of torch.amp.GradScaler; values in host memory are read without waiting",
-    "region/unfused.py": "ops that torch fuses on the CPU only",
     "torch_internals/dispatcher.py": "the fallback for torch's list of devices",
 }
 """The modules of the core, besides the command and the conformance suite, that name a device, and why."""

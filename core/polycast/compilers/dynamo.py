@@ -87,7 +87,7 @@ def region_of_rule(
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def note_rule(device_type: str) -> None:
     """Note that what is being compiled depends on a rule for a module."""
-    support_overrides(device_type)
+    support_overrides(device_type, None)
     backward.mark()
 
 
@@ -139,7 +139,7 @@ def _move_to_graph(region: Any, override: Override | None, cache: CastCache | No
     if override is None and cache is None:
         return
     if override is not None:
-        support_overrides(region.device)
+        support_overrides(region.device, override)
         backward.mark()
     if changes.REGIONS_IN_GRAPHS.is_refused():
         _break(_UNSUPPORTED)

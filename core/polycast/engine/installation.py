@@ -15,6 +15,7 @@ from . import state
 from .casts.cast_cache import caches_alive, process_cache
 from .choice import choose_engine, chosen, reset_engine
 from .kernels import Kernels, autocast_key, installed
+from .override import Override
 from .state import Settings, ready, ready_with_cache
 
 _lock = threading.RLock()
@@ -137,7 +138,7 @@ def install_for(settings: Settings) -> None:
             raise
     if not settings.has_more_than_torch:
         return
-    support_overrides(settings.device_type)
+    support_overrides(settings.device_type, override)
     # Otherwise each entry has to look at the compiler's stance.
     if kernels is not None and changes.overrides_are_guarded():
         if override is None:
@@ -146,12 +147,13 @@ def install_for(settings: Settings) -> None:
             override.ready_key = kernels
 
 
-def support_overrides(device_type: str) -> None:
+def support_overrides(device_type: str, override: Override | None) -> None:
     """Make the changes to torch that regions with an override or a cache take."""
     from .snapshot import guard_on
 
     guard_on(device_type)
-    for feature in changes.FOR_OVERRIDES:
+    recipe = None if override is None else override.recipe
+    for feature in (*changes.FOR_OVERRIDES, *(() if recipe is None else recipe.features)):
         feature.make()
 
 

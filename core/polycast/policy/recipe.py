@@ -8,6 +8,7 @@ from typing import Any, ClassVar, TypeAlias, TypeVar, get_type_hints
 
 from typing_extensions import Self, dataclass_transform
 
+from ..torch_internals.patcher import Feature
 from . import recipe_settings
 from .names import hint, known_overloads, read_op
 from .recipe_kinds import all_kinds, define, find_kind
@@ -63,6 +64,8 @@ class Recipe:
     """The subclass of `Plan` that computes the recipe, as ``module:class``. It is imported at the first use."""
     without_policy: ClassVar[frozenset[str]] = frozenset()
     """The ops that it can compute although they have no policy, by dispatcher name."""
+    features: ClassVar[Sequence[Feature]] = ()
+    """The changes to torch that are made when a region with the recipe is first entered."""
     loaders: ClassVar[Mapping[str, str]] = MappingProxyType({})
     """For each setting that policy files have as a path, relative to their folder, the function that returns the object
     in a file, as ``module:function``. The object has a ``saved_path()``."""

@@ -160,34 +160,6 @@ COMPILED_MODELS = Feature(
         ),
     ),
 )
-FUSED_ATTENTION = Feature(
-    "fused attention",
-    "In eval mode nn.MultiheadAttention and nn.TransformerEncoder take their fused path, without recipes.",
-    (
-        Change(
-            "torch.backends.mha",
-            ("torch.backends.mha.get_fastpath_enabled",),
-            "polycast.region.fused_attention:ask_for_recipe",
-        ),
-    ),
-    on_undo="polycast.torch_internals.private_names:forget_rules_of_dynamo",
-)
-FUSED_LSTM = Feature(
-    "fused LSTM",
-    "nn.LSTM is computed by oneDNN on the CPU, without recipes.",
-    (Change("torch._VF", ("torch._VF.lstm",), "polycast.region.unfused:compute_lstm_by_step"),),
-)
-EXPERTS = Feature(
-    "experts",
-    "torch.nn.functional.grouped_mm is computed in the dtype of its inputs, without recipes.",
-    (
-        Change(
-            "torch.nn.functional",
-            ("torch.nn.functional.grouped_mm",),
-            "polycast.region.unfused:compute_experts_one_by_one",
-        ),
-    ),
-)
 WRITES = Feature(
     "writes",
     "Cached casts may be stale after writes through DLPack, with the version set back, in dispatch modes or by "
@@ -260,7 +232,7 @@ ALIASES = Feature(
 )
 SETUP_CONTEXT = Feature("setup_context", "", (), on_undo="polycast.region.custom_function:restore_setup_context")
 
-FOR_OVERRIDES = (GUARDS, CACHE_KEYS, BACKWARD, NESTED_REGIONS, CHECKPOINT, FUSED_ATTENTION, FUSED_LSTM, EXPERTS)
+FOR_OVERRIDES = (GUARDS, CACHE_KEYS, BACKWARD, NESTED_REGIONS, CHECKPOINT)
 """The features that regions with an override or a cache need; torch's autocast state holds neither."""
 
 

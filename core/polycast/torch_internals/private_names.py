@@ -225,11 +225,3 @@ def script_name(cls: type) -> str | None:
         compiled = _compile_class(cls, _no_source())
     name: str = compiled.qualified_name()
     return name
-
-
-def forget_rules_of_dynamo() -> None:
-    """Clear Dynamo's rules by function, which it has looked up by name, perhaps while a function was replaced."""
-    trace_rules = sys.modules.get("torch._dynamo.trace_rules")
-    clear = getattr(getattr(trace_rules, "get_torch_obj_rule_map", None), "cache_clear", None)
-    if clear is not None:
-        clear()

@@ -7,11 +7,42 @@ from typing import Any, Literal
 import torch
 from typing_extensions import override
 
-from polycast.plugin import Recipe
+from polycast.plugin import Feature, Recipe
 
 MATMULS = ("addmm", "linear", "matmul", "mm")
 _LOADERS: Mapping[str, str] = MappingProxyType(
     {"equalization": "polycast_plugins.quantize.equalization:Equalization.load"}
+)
+_UNFUSED = "polycast_plugins.quantize.unfused"
+_FEATURES = (
+    Feature(
+        "fused attention",
+        "In eval mode nn.MultiheadAttention and nn.TransformerEncoder take their fused path, without recipes.",
+        (
+            (
+                "torch.backends.mha",
+                ("torch.backends.mha.get_fastpath_enabled",),
+                f"{_UNFUSED}:disable_fused_attention",
+            ),
+        ),
+        on_undo=f"{_UNFUSED}:forget_rules_of_dynamo",
+    ),
+    Feature(
+        "fused LSTM",
+        "nn.LSTM is computed by oneDNN on the CPU, without recipes.",
+        (("torch._VF", ("torch._VF.lstm",), f"{_UNFUSED}:compute_lstm_by_step"),),
+    ),
+    Feature(
+        "experts",
+        "torch.nn.functional.grouped_mm is computed in the dtype of its inputs, without recipes.",
+        (
+            (
+                "torch.nn.functional",
+                ("torch.nn.functional.grouped_mm",),
+                f"{_UNFUSED}:compute_experts_one_by_one",
+            ),
+        ),
+    ),
 )
 
 
@@ -22,6 +53,7 @@ class LowBitRecipe(Recipe):
     """
 
     plan_class = "polycast_plugins.quantize.kernel_plan:KernelPlan"
+    features = _FEATURES
 
     def rounding_errors(self, x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Return how far the recipe may round activations and a weight. The conformance suite tests kernels by it.

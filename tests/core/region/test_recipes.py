@@ -214,3 +214,16 @@ def test_the_reason_of_one_that_is_available_is_told_once(engine, layer, monkeyp
 def test_an_invalid_recipe_raises(engine, recipe, error):
     with pytest.raises(error, match="recipe"):
         autocast("cpu", recipe=recipe)
+
+
+def test_the_changes_to_torch_of_a_recipe_are_made_in_its_regions_until_uninstalled(layer, monkeypatch):
+    feature = polycast.plugin.Feature("of a recipe", "", ())
+    monkeypatch.setattr(Rounded, "features", [feature])
+    region = autocast("cpu", recipe=RECIPE)
+    with autocast("cpu", policy={"mm": "fp32"}):
+        assert not feature.is_made()
+    for _ in range(2):
+        with region:
+            assert feature.is_made()
+        polycast.uninstall()
+        assert not feature.is_made()

@@ -16,9 +16,11 @@ from ...policy.dtypes import dtype_name
 from ...policy.recipe import Recipe
 from ...registry.backend import Backend, LowBitKernel, overrides_is_capturing
 from ...torch_internals.private_names import has_python_key, is_intercepted, tracing_context
+from .. import state
 from ..casts import cast_cache, not_prepacked, traced, weights
 from ..casts.cast_cache import CastCache
 from ..inference import in_function
+from ..kernels import installed
 from . import actions, operators
 from .actions import ActionKind, Results
 from .in_dtype import FLOATS, in_dtype
@@ -96,6 +98,18 @@ class Plan(ABC):
     def of(backend: Backend, recipe: Recipe) -> "Plan":
         """Return the plan of a recipe on a backend."""
         return _plan_of(generation.number, backend, recipe)
+
+    @staticmethod
+    def recipes_for(op: str) -> dict[str, Recipe]:
+        """Return, by device, the recipes of this thread's enabled regions that compute an op."""
+        found = {}
+        for device_type in tuple(installed):
+            override, _ = state.machine.innermost(device_type)
+            if override is None or override.recipe is None or op not in override.recipe_ops:
+                continue
+            if torch.is_autocast_enabled(device_type):
+                found[device_type] = override.recipe
+        return found
 
     @abstractmethod
     def perform(self, op: str, args: Sequence[Any], cache: CastCache | None, checked: bool) -> Performed:

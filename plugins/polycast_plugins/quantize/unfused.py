@@ -1,40 +1,29 @@
 """Compute by parts what torch computes in one op, in regions whose recipe computes the parts.
 
-The one op is out of reach for kernels of recipes: an LSTM of oneDNN, which is an op for each layer; and a product of
-many experts, for which autocast has no policy.
+The one op is out of reach for kernels of recipes: a fused attention layer; an LSTM of oneDNN, which is an op for each
+layer; and a product of many experts, for which autocast has no policy.
 """
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from ..engine import state
-from ..engine.inference import in_function
-from ..engine.recipes.plan import Plan
-from ..policy.recipe import Recipe
-from ..torch_internals.patcher import Patch
-from ..torch_internals.private_names import is_intercepted, skip_frames
+from polycast.plugin import Patch, Plan, disable_dynamo
 
 _HOST = "cpu"
+_LINEAR, _FUSED = "aten::linear", "aten::_native_multi_head_attention"
 _LARGE = 2**20
 """The elements of a weight from which on an LSTM by steps is faster in int8 than oneDNN's in the fast dtype. One step
 always is: oneDNN reorders the weights at each call."""
-
-
-def recipe_for(op: str, device_type: str) -> Recipe | None:
-    """Return the recipe that computes an op on a device in this thread's region, if it is enabled; else None."""
-    override, _ = state.machine.innermost(device_type)
-    if override is None or op not in override.recipe_ops:
-        return None
-    return override.recipe if torch.is_autocast_enabled(device_type) else None
 
 
 def _computes(op: str, weights: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> bool:
     """Return whether a recipe of lower precision computes an op with each of the weights, in inference on the host."""
     if torch.compiler.is_compiling():
         return False
-    recipe = recipe_for(op, _HOST)
+    recipe = Plan.recipes_for(op).get(_HOST)
     if recipe is None or not recipe.needs_kernels or any(each.numel() < recipe.min_size for each in weights):
         return False
     tensors = (*weights, *inputs)
@@ -43,18 +32,62 @@ def _computes(op: str, weights: Sequence[torch.Tensor], inputs: Sequence[torch.T
         return False
     if torch.is_grad_enabled() and any(each.requires_grad for each in tensors):
         return False
-    return not (in_function() or is_intercepted())
+    return not (Plan.in_function() or Plan.is_intercepted())
+
+
+def disable_fused_attention(patch: Patch) -> None:
+    """Disable the fused path of torch's attention modules in regions whose recipe computes linears.
+
+    In eval mode, nn.MultiheadAttention and nn.TransformerEncoder call one fused op. On cuda, torch disables it under
+    autocast; on other devices it does not. torch computes nested tensors only by the fused op, so for these it stays
+    enabled.
+    """
+    from torch.backends import mha
+
+    torchs = vars(mha)["get_fastpath_enabled"]
+    if torchs() is not mha._is_fastpath_enabled:
+        raise NotImplementedError("get_fastpath_enabled does not return _is_fastpath_enabled")
+
+    # It does not call torch's: Dynamo has a rule for the function by this name, and so would have none for torch's.
+    def get_fastpath_enabled() -> bool:
+        if not torch.jit.is_scripting():  # type: ignore[attr-defined]
+            return mha._is_fastpath_enabled and (not _recipe_computes_linears() or _is_for_nested_tensors())
+        return True
+
+    patch.replace(mha, "get_fastpath_enabled", get_fastpath_enabled)
+
+
+def _recipe_computes_linears() -> bool:
+    """Return whether this thread is in an enabled region whose recipe computes linears, and not the fused op."""
+    return bool(Plan.recipes_for(_LINEAR).keys() - Plan.recipes_for(_FUSED).keys())
+
+
+def _is_for_nested_tensors() -> bool:
+    """Return whether the forward that asks for the fused path was given a nested tensor."""
+    given = sys._getframe(2).f_locals.values()
+    return any(isinstance(each, torch.Tensor) and each.is_nested for each in given)
+
+
+for _function in (_recipe_computes_linears, _is_for_nested_tensors):
+    # As torch.compiler.assume_constant_result, without importing Dynamo: compiled code is guarded on the override.
+    setattr(_function, "_dynamo_marked_constant", True)
+
+
+def forget_rules_of_dynamo() -> None:
+    """Clear Dynamo's rules by function, which it has looked up by name, perhaps while a function was replaced."""
+    trace_rules = sys.modules.get("torch._dynamo.trace_rules")
+    clear = getattr(getattr(trace_rules, "get_torch_obj_rule_map", None), "cache_clear", None)
+    if clear is not None:
+        clear()
 
 
 def compute_lstm_by_step(patch: Patch) -> None:
     """Compute nn.LSTM by its linears, one for the inputs of a layer and one for each step."""
     torchs = torch._VF.lstm
 
+    @disable_dynamo  # which leaves torch's modules to eager code, and would compile this function, which they call
     def lstm(*args: Any) -> Any:
         return _lstm(*args) if _can_be_by_step(*args) else torchs(*args)
-
-    # Dynamo leaves torch's modules to eager code, and would compile this function, which they call.
-    skip_frames(lstm.__code__)
 
     # A script calls the op, which is found by the address of the function.
     from torch.jit import _builtins

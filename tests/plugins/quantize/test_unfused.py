@@ -2,13 +2,12 @@
 
 import pytest
 import torch
-from tests.core.rounding import Rounded
 from torch import nn
 from torch.nn import functional
 
 import polycast
 
-RECIPE = Rounded(min_size=1)
+RECIPE = polycast.Int8(min_size=1)
 
 
 @pytest.fixture(autouse=True)
@@ -21,7 +20,7 @@ def _inference(engine, int8_kernels):
 @pytest.fixture
 def small_pays(monkeypatch):
     """Take every LSTM for large enough."""
-    from polycast.region import unfused
+    from polycast_plugins.quantize import unfused
 
     monkeypatch.setattr(unfused, "_LARGE", 1)
 
@@ -96,9 +95,9 @@ def test_packed_sequences_and_projections_are_left_to_torch(small_pays):
 REGIONS = {
     "no recipe": {"recipe": "none"},
     "disabled": {"recipe": RECIPE, "enabled": False},
-    "not for linears": {"recipe": Rounded(ops=["conv2d"], min_size=1)},
+    "not for linears": {"recipe": polycast.Int8(ops=["conv2d"], min_size=1)},
     "policies": {"recipe": RECIPE, "policy": {"linear": "fp32", "mm": "fp32"}},
-    "small weights": {"recipe": Rounded()},
+    "small weights": {"recipe": polycast.Int8()},
 }
 
 
@@ -222,11 +221,11 @@ def test_torchs_scripts_are_as_before_after_uninstalling():
     )  # by address: an entry that stays would be taken for another function
 
 
-def test_an_lstm_trains_in_compiled_code_in_a_region_with_a_policy():
+def test_an_lstm_trains_in_compiled_code_whose_recipe_computes_no_linears():
     layer = nn.LSTM(4, 4)
     torch._dynamo.reset()
     with torch.enable_grad():
-        with polycast.autocast("cpu", policy={"softmax": "fp32"}):
+        with polycast.autocast("cpu", recipe=polycast.Int8(ops=["mm"])):
             output = torch.compile(layer, backend="aot_eager")(torch.randn(3, 2, 4))[0]
         output.float().sum().backward()
     torch._dynamo.reset()

@@ -5,14 +5,13 @@ import sys
 
 import pytest
 import torch
-from tests.core.rounding import Rounded
 from torch import nn
 from torch._dynamo import trace_rules
 from torch.backends import mha
 
 import polycast
 
-RECIPE = Rounded(min_size=1)
+RECIPE = polycast.Int8(min_size=1)
 X = torch.randn(2, 5, 8)
 
 
@@ -41,7 +40,7 @@ def test_the_linears_of_attention_modules_in_eval_mode_are_computed_by_the_recip
 
 def test_no_weight_that_the_recipe_declines_is_copied_for_each_batch():
     model = encoder()  # which transposes its input: batches are not one after another
-    with torch.autograd.profiler.profile() as profile, polycast.autocast("cpu", recipe=Rounded(min_size=2**16)):
+    with torch.autograd.profiler.profile() as profile, polycast.autocast("cpu", recipe=polycast.Int8(min_size=2**16)):
         result = model(X)
     assert {"aten::addmm", "aten::bmm"} & {event.key for event in profile.key_averages()} == {"aten::addmm"}
     torch.testing.assert_close(result.float(), model(X), atol=0.05, rtol=0.05)
@@ -53,7 +52,7 @@ def test_no_weight_that_the_recipe_declines_is_copied_for_each_batch():
     [
         ("none", {}),
         (RECIPE, {"enabled": False}),
-        (Rounded(ops=["mm"]), {}),
+        (polycast.Int8(ops=["mm"]), {}),
         (RECIPE, {"policy": {"linear": "fp32"}}),
     ],
     ids=["no recipe", "disabled", "not for linears", "a policy for linears"],
@@ -103,7 +102,7 @@ from torch import nn
 
 model = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval().requires_grad_(False)
 x = torch.randn(3, 7, 8)
-with torch.no_grad(), polycast.autocast("cpu", policy={"softplus": "fp32"}):
+with torch.no_grad(), polycast.autocast("cpu", recipe=polycast.Int8(ops=["mm"])):
     expected = model(x)
     assert "torch._dynamo" not in __import__("sys").modules
     assert torch.equal(torch.compile(model, backend="eager", fullgraph=True)(x), expected)
