@@ -5,15 +5,16 @@ import importlib
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias, TypeVar, get_args, get_origin, get_type_hints, runtime_checkable
 
 from .facts import LISTS, Facts
 from .findings import findings_of
+from .recorder import NumericsRow
 from .records import NumericsRecord
-from .step_records import NUMBERS, StepRecord, jsonable
+from .steps import NUMBERS, StepRecord, jsonable
 
 _R = TypeVar("_R")
 _MAX_NUMBER = 2**63
@@ -185,7 +186,7 @@ def write_scalars(writer: Writer, scalars: Mapping[str, float], step: int) -> No
 
 def scalars_of(facts: Facts) -> dict[str, float]:
     """Return the scalars of an observation, without those that it lacks."""
-    total = facts.total
+    total, gradients = facts.total, [each for each in facts.numerics if each.role == "backward"]
     scalars = {
         "fast_share": facts.fast_share,
         "fast_time_share": facts.fast_time_share,
@@ -198,7 +199,7 @@ def scalars_of(facts: Facts) -> dict[str, float]:
         "findings": len(findings_of(facts)),
         "seconds": facts.run.seconds,
         "underflow_share": share_of(facts.numerics, "underflowed"),
-        "gradient_underflow_share": share_of(facts.numerics, "underflowed", "backward"),
+        "gradient_underflow_share": share_of(gradients, "underflowed"),
         "overflow_share": share_of(facts.numerics, "overflowed"),
     }
     return {tag: value for tag, value in scalars.items() if value is not None}
@@ -210,8 +211,7 @@ def scalars_of_step(record: StepRecord) -> dict[str, float]:
     return {tag: float(value) for tag, value in scalars.items() if value is not None}
 
 
-def share_of(numerics: Iterable[NumericsRecord], name: str, role: str | None = None) -> float | None:
-    """Return the share of values that underflowed or overflowed, in one pass or both; None: none were counted."""
-    records = [record for record in numerics if role is None or record.role == role]
-    count = sum(record.count for record in records)
-    return sum(getattr(record, name) for record in records) / count if count else None
+def share_of(numerics: Sequence[NumericsRecord | NumericsRow], name: str) -> float | None:
+    """Return the share of values that underflowed or overflowed; None: none were counted."""
+    count = sum(each.count for each in numerics)
+    return sum(getattr(each, name) for each in numerics) / count if count else None

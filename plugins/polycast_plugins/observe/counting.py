@@ -2,7 +2,8 @@
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
+from typing import Any, TypeVar
 
 import torch
 
@@ -10,13 +11,12 @@ from polycast import CastPolicy
 from polycast.plugin import decide, dtype_name
 
 from .backend_queries import DeviceProfiles, slow_reasons, why_not_enabled
-from .facts import Facts, Run, combine, total_of, with_main_decision
-from .recipe_counts import FUSED, Matmul, MatmulRows
-from .recorder import CHAIN_KINDS, NO_MODULE, CountRow, NumericsRow, Reading, phase_of
+from .facts import Facts, Matmul, MatmulRows, Run, combine, total_of, with_main_decision
+from .recorder import CHAIN_KINDS, NO_MODULE, ChainRow, CountRow, Reading, phase_of
 from .records import Cast, Chain, Compiled, Counts, Decision, LowBit, Module, NonFinite, NumericsRecord, Op, Region
 from .remedies import Flow
-from .steps import first_nonfinite
 
+_R = TypeVar("_R")
 AUTOCAST_IS_OFF = "autocast is off"
 _CAST_SUMS = {
     "casts": "count",
@@ -28,6 +28,12 @@ _CAST_SUMS = {
     "recast_bytes": "recast_bytes",
 }
 """The fields of an op that are sums of fields of its casts."""
+
+_FUSED = dict.fromkeys(
+    ("aten::_native_multi_head_attention", "aten::_transformer_encoder_layer_fwd"),
+    "torch's fused path does not ask recipes (torch.backends.mha.set_fastpath_enabled(False) avoids it)",
+)
+"""The fused ops of torch's attention modules in eval mode, and why no recipe computes them."""
 
 
 def facts_of(reading: Reading, run: Run, low_bit: tuple[LowBit, ...]) -> Facts:
@@ -46,7 +52,7 @@ class _Counting:
         casts: list[Cast] = []
         flows: list[Flow] = []
         for row in self._reading.counts:
-            decision = Decision(row.device or "", *self._decide(row.op, row.device, row.fast, row.override), row.calls)
+            decision = Decision(row.device or "", *self._decide(row.op, row), row.calls)
             casts_of_row = self._casts(row)
             casts += casts_of_row
             op = _op(row, decision, casts_of_row)
@@ -74,42 +80,20 @@ class _Counting:
         )
 
     def _casts(self, row: CountRow) -> list[Cast]:
-        return [
-            Cast(
-                op=row.op,
-                phase=phase_of(row.backward),
-                module=self._reading.name_of(row.module),
-                source=dtype_name(cast.source),
-                target=dtype_name(cast.target),
-                of="weight" if cast.of_weight else "activation",
-                count=cast.count,
-                bytes=cast.bytes,
-                seconds=cast.seconds,
-                hits=cast.hits,
-                misses=cast.misses,
-                recasts=cast.recasts,
-                recast_bytes=cast.recast_bytes,
-            )
-            for cast in row.casts
-        ]
+        about = {"op": row.op, "phase": phase_of(row.backward), "module": self._reading.name_of(row.module)}
+        return [_record(Cast, cast, **about, of="weight" if cast.of_weight else "activation") for cast in row.casts]
 
     def _flows(self, row: CountRow, decision: Decision) -> Iterable[Flow]:
         for source in row.sources:
-            yield Flow(
+            yield _record(
+                Flow,
+                source,
                 op=row.op,
                 module=self._reading.name_of(row.module),
                 device=decision.device,
                 policy=decision.policy,
                 source=source.op or "",
                 source_module=self._reading.name_of(source.module),
-                dtype=dtype_name(source.dtype),
-                cast=_name_or_empty(source.cast),
-                is_first=source.is_first,
-                asked_from=_name_or_empty(source.asked_from),
-                count=source.count,
-                bytes=source.bytes,
-                casts=source.casts,
-                cast_bytes=source.cast_bytes,
             )
 
     def _fast_dtypes(self, regions: Iterable[Region]) -> dict[str, list[str]]:
@@ -151,19 +135,8 @@ class _Counting:
             reason = ""
             if not row.enabled:
                 reason = "a module rule asks for that" if row.by_module_rule else why_not_enabled(row.device, row.dtype)
-            found.append(
-                Region(
-                    where=f"{row.call_site} (module rule)" if row.by_module_rule else row.call_site,
-                    device=row.device,
-                    enabled=row.enabled,
-                    dtype=dtype_name(row.dtype),
-                    reason=reason,
-                    entries=row.entries,
-                    unused=row.unused,
-                    ops=row.ops,
-                    compiled=row.compiled,
-                )
-            )
+            where = f"{row.call_site} (module rule)" if row.by_module_rule else row.call_site
+            found.append(_record(Region, row, where=where, reason=reason))
         return combine(found)
 
     def _chains(self) -> tuple[Chain, ...]:
@@ -175,7 +148,7 @@ class _Counting:
                 "loss_in_fast_dtype" if kind in ("loss", "loss_root") else kind,
                 tuple(row.ops),
                 self._reading.name_of(row.module),
-                _name_or_empty(row.fast),
+                _plain(row.fast),
                 row.count,
                 row.bytes,
                 consumers,
@@ -184,7 +157,7 @@ class _Counting:
                 roots.append(chain)
                 continue
             about = row.ops[1] if kind == "unlisted_float32_op" else row.ops[0]
-            policy = self._decide(about, row.device, row.fast, row.override)[0]
+            policy = self._decide(about, row)[0]
             if kind == "unlisted_float32_op" and policy is not None:
                 continue
             if kind == "float32_by_one_input" and policy not in (None, "promote", "passthrough"):
@@ -202,19 +175,17 @@ class _Counting:
                 continue
             recipe, declined = row.recipe, row.declined
             if recipe is None:
-                recipe, declined = self._why_not_asked(row.op, row.device, row.fast, row.override)
+                recipe, declined = self._why_not_asked(row)
             found.append(
-                Matmul(
-                    op=row.op,
+                _record(
+                    Matmul,
+                    row,
                     phase=phase_of(row.backward),
                     module=self._reading.name_of(row.module),
-                    device=row.device or "",
                     recipe=recipe,
                     declined=declined or "",
                     dtype=next(iter(_by_name(row.computes)), ""),
-                    calls=row.calls,
                     seconds=sum(seconds for _, seconds in row.seconds),
-                    flops=row.flops,
                     rows=tuple(
                         MatmulRows(each.kind, each.rows, each.calls, each.flops, profiles.seconds(each, row.device))
                         for each in row.matmuls
@@ -223,17 +194,17 @@ class _Counting:
             )
         return tuple(sorted(combine(found), key=lambda each: (-each.flops, each.op, each.module or "")))
 
-    def _why_not_asked(self, op: str, device: str | None, dtype: torch.dtype | None, override: int) -> tuple[str, str]:
+    def _why_not_asked(self, row: CountRow) -> tuple[str, str]:
         """Return the active recipe, which was not asked for an op, and the reason; empty texts without a recipe."""
-        active = self._overrides.get(override)
-        if device is None or active is None or active.recipe is None or not active.recipe.overloads:
+        active = self._overrides.get(row.override)
+        if row.device is None or active is None or active.recipe is None or not active.recipe.overloads:
             return "", ""
-        policy, rule, _ = self._decide(op, device, dtype, override)
-        if op in FUSED:
-            reason = FUSED[op]
+        policy, rule, _ = self._decide(row.op, row)
+        if row.op in _FUSED:
+            reason = _FUSED[row.op]
         elif policy is None:
             reason = "autocast has no policy for it"
-        elif op in active.policies:
+        elif row.op in active.policies:
             reason = f"the {rule} names it"
         elif policy != CastPolicy.LOWER_PRECISION_FP.value:
             reason = f"its policy is {policy}"
@@ -242,20 +213,29 @@ class _Counting:
         return active.recipe.short, reason
 
     def _nonfinite(self) -> NonFinite | None:
-        row, first = self._reading.nonfinite, first_nonfinite(self._reading)
+        row, first = self._reading.nonfinite, self._reading.first_nonfinite()
         return None if row is None or first is None else NonFinite(**vars(first), count=row.count)
 
-    def _decide(
-        self, op: str, device: str | None, dtype: torch.dtype | None, override: int
-    ) -> tuple[str | None, str, str]:
-        """Return the policy of an op, the kind of rule that decided it, and the rule's name."""
-        if device is None or dtype is None:
+    def _decide(self, op: str, row: CountRow | ChainRow) -> tuple[str | None, str, str]:
+        """Return the policy of an op in the region of a row, the kind of rule that decided it, and the rule's name."""
+        if row.device is None or row.fast is None:
             return None, AUTOCAST_IS_OFF, ""
-        key = op, device, override
+        key = op, row.device, row.override
         if key not in self._decisions:
-            policy, rule, rule_name = decide(op, device, self._overrides.get(override))
+            policy, rule, rule_name = decide(op, row.device, self._overrides.get(row.override))
             self._decisions[key] = None if policy is None else policy.value, rule, rule_name
         return self._decisions[key]
+
+
+def _record(kind: type[_R], row: Any, **others: Any) -> _R:
+    """Return a record with the fields that it shares with a row, dtypes as names and None as ``""``, and others."""
+    names = {each.name for each in fields(kind)}  # type: ignore[arg-type]
+    shared = {name: _plain(value) for name, value in vars(row).items() if name in names}
+    return kind(**shared | others)
+
+
+def _plain(value: Any) -> Any:
+    return dtype_name(value) if isinstance(value, torch.dtype) else "" if value is None else value
 
 
 def _op(row: CountRow, decision: Decision, casts: Sequence[Cast]) -> Op:
@@ -266,7 +246,7 @@ def _op(row: CountRow, decision: Decision, casts: Sequence[Cast]) -> Op:
             input_dtypes=_by_name(row.inputs),
             compute_dtypes=_by_name(row.computes),
             output_dtypes=_by_name(row.outputs),
-            seconds={_name_or_empty(dtype): seconds for dtype, seconds in row.seconds},
+            seconds={_plain(dtype): seconds for dtype, seconds in row.seconds},
             **{field: sum(getattr(cast, each) for cast in casts) for field, each in _CAST_SUMS.items()},
             op=row.op,
             phase=phase_of(row.backward),
@@ -288,10 +268,6 @@ def _with_ancestors(name: str) -> Iterable[str]:
     yield ""
 
 
-def _name_or_empty(dtype: torch.dtype | None) -> str:
-    return "" if dtype is None else dtype_name(dtype)
-
-
 def _by_name(dtypes: Iterable[tuple[torch.dtype, int]]) -> dict[str, int]:
     return {dtype_name(dtype): count for dtype, count in sorted(dtypes, key=lambda each: -each[1])}
 
@@ -304,21 +280,6 @@ def _letters(name: str) -> str:
 def _numerics_of(reading: Reading) -> tuple[NumericsRecord, ...]:
     """Return the records, in the order of modules and ops, forward before backward."""
     ordered = sorted(reading.numerics, key=lambda row: (row.backward, row.module, row.op, row.of))
-    return combine(_numerics_record(row, reading.name_of(row.module)) for row in ordered)
-
-
-def _numerics_record(row: NumericsRow, module: str | None) -> NumericsRecord:
-    return NumericsRecord(
-        module=module,
-        op=row.op,
-        role=phase_of(row.backward),
-        dtype=dtype_name(row.dtype),
-        count=row.count,
-        amax=row.amax,
-        underflowed=row.underflowed,
-        overflowed=row.overflowed,
-        of=row.of,
-        source="" if row.source is None else dtype_name(row.source),
-        zeroed=row.zeroed,
-        nonfinite=row.nonfinite,
+    return combine(
+        _record(NumericsRecord, row, module=reading.name_of(row.module), role=phase_of(row.backward)) for row in ordered
     )

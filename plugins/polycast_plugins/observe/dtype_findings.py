@@ -5,8 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
-from .facts import Facts, add
-from .recipe_counts import Matmul, MatmulRows, is_by_recipe
+from .facts import Facts, Matmul, MatmulRows, add, is_by_recipe
 from .records import Finding, NumericsRecord
 from .remedies import name_of, nonfinite_remedy
 from .text import MUCH_UNDERFLOW, module_text, percent

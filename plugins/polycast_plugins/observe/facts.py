@@ -1,10 +1,11 @@
 """All counts of a run, and how the counts of two runs are added and subtracted."""
 
-from collections.abc import Iterable, Iterator, Mapping
+import threading
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
-from .recipe_counts import Matmul, MatmulRows, recipe_share
 from .records import (
     Cast,
     Chain,
@@ -22,6 +23,72 @@ from .records import (
 from .remedies import Flow
 
 _R = TypeVar("_R")
+
+
+@dataclass(frozen=True)
+class MatmulRows:
+    """Matmuls whose activations have the same number of rows.
+
+    Attributes:
+        op, rows: as in a `Measurement` of a :class:`polycast.DeviceProfile`. If there are many numbers of rows, the
+            others are rounded up to powers of two.
+        calls, flops: as in a :class:`Matmul`.
+        estimates: the seconds of these calls by the profile of the device, by way, such as ``"float32"`` and
+            ``"bfloat16"``; empty if the device has no profile.
+    """
+
+    op: str
+    rows: int
+    calls: int = 0
+    flops: float = 0.0
+    estimates: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Matmul:
+    """Calls of an op that multiplies matrices.
+
+    Attributes:
+        op, phase: the op: mm, addmm, bmm, linear, a convolution, attention, a recurrent layer. If one calls another,
+            the outermost is counted. An op that is none of these, such as an einsum outside of autocast, has the
+            operations of the ops that it calls.
+        module: the module that called it; None: none of the model's.
+        device: the device whose autocast it reached; empty: none.
+        recipe: the active recipe, ``"int8"``; empty: none.
+        declined: why the recipe did not compute it; empty: it did, or there was none.
+        dtype: the dtype that it computed in, or with a recipe returned; empty: unknown.
+        calls: the number of calls.
+        seconds: their time, casts included; 0.0 without ``timing=True``.
+        rows: the calls by the number of rows of their activations, as far as known.
+        flops: the floating-point operations by the sizes of the tensors, as in ``torch.utils.flop_counter``: two for
+            each product of two elements. Masks save none, and the dtype does not matter.
+    """
+
+    op: str
+    phase: str
+    module: str | None
+    device: str
+    recipe: str = ""
+    declined: str = ""
+    dtype: str = ""
+    calls: int = 0
+    seconds: float = 0.0
+    flops: float = 0.0
+    rows: tuple[MatmulRows, ...] = ()
+
+
+def is_by_recipe(matmul: Matmul) -> bool:
+    """Return whether a recipe computed a matmul."""
+    return bool(matmul.recipe) and not matmul.declined
+
+
+def recipe_share(matmuls: Sequence[Matmul]) -> float | None:
+    """Return the share of the operations that recipes computed; None without a recipe."""
+    total = sum(each.flops for each in matmuls)
+    if total <= 0 or not any(each.recipe for each in matmuls):
+        return None
+    return sum(each.flops for each in filter(is_by_recipe, matmuls)) / total
+
 
 _IDENTITY: dict[type[Any], tuple[str, ...]] = {
     Op: ("op", "phase"),
@@ -222,3 +289,23 @@ def combined(left: Facts, right: Facts, sign: int) -> Facts:
 
 def _combined_reasons(left: dict[str, str], right: dict[str, str], sign: int) -> dict[str, str]:
     return {**right, **left} if sign > 0 else {key: text for key, text in left.items() if key not in right}
+
+
+class RecipeCounts:
+    """Counts of calls by thread, so that threads need no lock."""
+
+    def __init__(self) -> None:
+        self._counts: dict[tuple[int, str, str, str, str, str], int] = {}
+
+    def note(self, device_type: str, recipe: str, op: str, reason: str | None, package: str) -> None:
+        """Count a call."""
+        key = threading.get_ident(), device_type, recipe, op, reason or "", package
+        self._counts[key] = self._counts.get(key, 0) + 1
+
+    def records(self) -> tuple[LowBit, ...]:
+        """Return the counts, the largest first."""
+        total: Counter[tuple[str, str, str, str, str]] = Counter()
+        for (_, *key), calls in self._counts.copy().items():
+            device, recipe, op, reason, package = key
+            total[device, recipe, op, reason, package] += calls
+        return tuple(LowBit(*key[:4], calls=calls, package=key[4]) for key, calls in total.most_common())

@@ -1,8 +1,9 @@
 """A gradient scaler that scales only if the fast dtype needs it."""
 
 import weakref
+from collections import deque
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -12,9 +13,12 @@ from polycast import get_autocast_dtype
 from polycast.errors import AutocastDisabledWarning, warn_user
 from polycast.plugin import check, events, get_backend
 
-from .step_records import MAX_NAMES, HistoryRecorder, Origin, ScalerHistory, SkippedStep
+from .records import Origin
+from .steps import MAX_NAMES, ScalerHistory, SkippedStep
 
 _MAX_PENDING = 100
+MAX_SKIPPED = 1000
+"""The number of skipped steps that a history keeps: the latest."""
 _HISTORY = "history"
 """The key of the history in a state."""
 
@@ -30,6 +34,29 @@ class ScalerListener(Protocol):
 
 
 listeners: events.Event[ScalerListener] = events.Event()
+
+
+class HistoryRecorder:
+    """Records a history, step by step."""
+
+    def __init__(self, history: ScalerHistory | None = None) -> None:
+        history = history or ScalerHistory()
+        self.steps, self._skips = history.steps, history.skips
+        self._scales = list(history.scales)
+        self._skipped = deque(history.skipped, MAX_SKIPPED)
+
+    def add(self, scale: float | None, skip: SkippedStep | None) -> None:
+        """Record a step: its scale, if it is known, and whether it was skipped."""
+        if scale is not None and (not self._scales or self._scales[-1][1] != scale):
+            self._scales.append((self.steps, scale))
+        if skip is not None:
+            self._skips += 1
+            self._skipped.append(replace(skip, step=self.steps))
+        self.steps += 1
+
+    def history(self) -> ScalerHistory:
+        """Return the history so far."""
+        return ScalerHistory(self.steps, tuple(self._scales), self._skips, tuple(self._skipped))
 
 
 @dataclass

@@ -11,9 +11,8 @@ from rich.console import Group
 
 from . import text as text_table
 from .conversions import TABLES, Writer, check_writer, frame_of, from_json, scalars_of, to_json, write_scalars
-from .facts import LISTS, Facts, Run, combined
+from .facts import LISTS, Facts, Matmul, Run, combined
 from .findings import findings_of
-from .recipe_counts import Matmul
 from .records import Cast, Compiled, Counts, Finding, LowBit, Module, NonFinite, NumericsRecord, Op, Region
 from .trace import ProfileLike, Trace, write_trace
 

@@ -18,14 +18,15 @@ from polycast.plugin import events
 
 from . import module_calls
 from .counting import facts_of
-from .facts import Facts, Run
+from .facts import Facts, RecipeCounts, Run
+from .grad_scaler import RecordingGradScaler
 from .grad_scaler import listeners as scaler_listeners
 from .module_calls import KnownModules, compiling
 from .observation import Observation
 from .observer_library import load_backend_of_accelerator, load_observer
-from .recipe_counts import RecipeCounts
 from .recorder import NONFINITE, Reading, read
-from .steps import Schedule, StepOrigins, Steps
+from .records import Origin
+from .steps import Schedule, SkippedStep, Steps
 from .trace import MAX_EVENTS, trace_of
 
 _THREADS = ("this", "all")
@@ -139,14 +140,18 @@ class observe_program(observe):
 class observe_step(observe):
     """Observe a step of a training run. Its records are made when they are read, because that may take longer."""
 
-    reading: Reading | None = None
-    """The counts of the last block."""
+    _last: Reading | None = None
+
+    @property
+    def reading(self) -> Reading | None:
+        """The counts of the block so far, or of the last block."""
+        return self._running[-1].read() if self._running else self._last
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if self._running:
-            self.reading = self._running.pop().stop(lazy=True)
+            self._last = self._running.pop().stop(lazy=True)
 
 
 class _Observing:
@@ -175,6 +180,8 @@ class _Observing:
             self._modules.add(model)
         self._recipe_counts = RecipeCounts()
         self._raised = False
+        self._nonfinite_before = 0
+        """How many ops had produced inf or nan by the end of the scaler's last step."""
         self._seconds = 0.0
         self._began: float | None = None
         """When the observed step, or the block, began; None in a step that is not observed."""
@@ -224,7 +231,7 @@ class _Observing:
             if self._run.nonfinite != "ignore" or self._run.numerics:
                 load_backend_of_accelerator()  # so that it can be asked whether it captures a graph
             if self._run.nonfinite != "ignore":
-                listen(scaler_listeners, StepOrigins(self.observation, self._recorder.nonfinite_count))
+                listen(scaler_listeners, self)
             self._began = time.perf_counter()
             started.callback(self._recorder.stop)
             self._recorder.start()
@@ -234,20 +241,31 @@ class _Observing:
         self._recipe_counts.note(device_type, recipe, op, reason, package)
         self._observer.note_recipe(recipe, reason or "")
 
+    def origin(self, scaler: RecordingGradScaler) -> Origin | None:
+        """Return the first op that produced inf or nan, if it is of this step: later ones are not kept."""
+        if self._nonfinite_before or not self._recorder.nonfinite_count():
+            return None
+        return self.read().first_nonfinite()
+
+    def updated(self, scaler: RecordingGradScaler, scale: float | None, skip: SkippedStep | None) -> None:
+        """Note how many such ops there were by the end of the step."""
+        self._nonfinite_before = self._recorder.nonfinite_count()
+
     def stop(self, *, lazy: bool = False) -> Reading:
         self._pause()
         if self._trace:
             self.observation._trace = trace_of(self._recorder, self._modules.named)
-        reading = self._read()
+        reading = self.read()
         find = functools.cache(functools.partial(facts_of, reading, self._run_so_far(), self._recipe_counts.records()))
         self.observation._end(find if lazy else find())
         self._modules.clear()
         return reading
 
     def _facts(self) -> Facts:
-        return facts_of(self._read(), self._run_so_far(), self._recipe_counts.records())
+        return facts_of(self.read(), self._run_so_far(), self._recipe_counts.records())
 
-    def _read(self) -> Reading:
+    def read(self) -> Reading:
+        """Return the counts so far."""
         return read(self._recorder, self._modules.named)
 
     def _run_so_far(self) -> Run:

@@ -6,6 +6,10 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 
+from polycast.plugin import dtype_name
+
+from .records import Origin
+
 NO_MODULE = -1
 
 CHAIN_KINDS = ("round_trip", "float32_by_one_input", "unlisted_float32_op", "loss", "loss_root")
@@ -194,6 +198,25 @@ class Reading:
     def name_of(self, module: int) -> str | None:
         """Return the name of a module."""
         return None if module == NO_MODULE else self.modules[module].name
+
+    @property
+    def gradients(self) -> list[NumericsRow]:
+        """The values of the backward pass."""
+        return [row for row in self.numerics if row.backward]
+
+    def first_nonfinite(self) -> Origin | None:
+        """Return the first op that produced inf or nan; None also without ``nonfinite="record"``."""
+        row = self.nonfinite
+        if row is None:
+            return None
+        return Origin(
+            op=row.op,
+            phase=phase_of(row.backward),
+            module=self.name_of(row.module),
+            what=" and ".join(name for name in ("inf", "nan") if getattr(row, name)),
+            dtype=dtype_name(row.dtype),
+            stack=tuple(row.stack or ()),
+        )
 
 
 def phase_of(backward: bool) -> str:

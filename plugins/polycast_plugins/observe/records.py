@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 Dtypes = Mapping[str, int]
-"""Counts by dtype."""
 
 
 def in_ascii(text: str) -> str:
@@ -278,16 +277,17 @@ class Chain:
 
 
 @dataclass(frozen=True)
-class NonFinite:
-    """The first op that turned finite inputs into inf or nan.
+class Origin:
+    """The first op of a step that turned finite inputs into inf or nan.
 
     Attributes:
-        op, phase, module: the op, and where it ran.
+        op: the name in the dispatcher: ``"aten::mm"``.
+        phase: ``"forward"`` or ``"backward"``.
+        module: the module that called it; None: none of the model's.
         what: ``"inf"``, ``"nan"`` or ``"inf and nan"``.
-        dtype: the dtype of the output.
-        stack: the Python stack of the call, innermost last, as ``"file:line function"``; in the backward pass, the
-            stack of the call of backward.
-        count: how many ops so far turned finite inputs into inf or nan.
+        dtype: the dtype of its output.
+        stack: the Python stack of the call, innermost last, as ``"file:line function"``; in the backward pass, that of
+            the call of backward. Empty unless it was asked for.
     """
 
     op: str
@@ -296,6 +296,25 @@ class NonFinite:
     what: str
     dtype: str
     stack: tuple[str, ...] = ()
+
+    @property
+    def text(self) -> str:
+        """The op, module, pass and dtype; ``str()`` of the origin is the same in ASCII."""
+        where = "outside of the model" if self.module is None else f"in {self.module or 'the model'!r}"
+        return f"{self.op} {where} ({self.phase}, {self.dtype}): {self.what}"
+
+    def __str__(self) -> str:
+        return in_ascii(self.text)
+
+
+@dataclass(frozen=True)
+class NonFinite(Origin):
+    """The first op of an observation that turned finite inputs into inf or nan.
+
+    Attributes:
+        count: how many ops so far did so.
+    """
+
     count: int = 1
 
 

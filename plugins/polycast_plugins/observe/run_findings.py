@@ -7,7 +7,7 @@ from typing import Any
 
 from .records import in_ascii
 from .remedies import FLOAT32_RANGE
-from .step_records import SkippedStep, StepRecord
+from .steps import SkippedStep, StepRecord
 from .text import MUCH_UNDERFLOW
 
 

@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 
 from .conversions import Writer, check_writer, frame_of_steps, scalars_of_step, write_scalars
 from .run_findings import RunFinding, findings_of_run, skipped_rows
-from .step_records import SkippedStep, StepRecord, line_of, records_of, without_lost_steps
+from .steps import SkippedStep, StepRecord, line_of, records_of, without_lost_steps
 
 _Path: TypeAlias = str | os.PathLike[str]
 _MAX_SHOWN = 10

@@ -21,8 +21,7 @@ from .observation import Observation
 from .observer import check_bools, check_option, observe, observe_step
 from .run_history import RunHistory
 from .step_log import StepLog
-from .step_records import StepRecord, line_of, records_of, without_lost_steps
-from .steps import Schedule, read_schedule
+from .steps import Schedule, StepRecord, line_of, read_schedule, records_of, without_lost_steps
 
 
 class StepFile:
@@ -196,7 +195,7 @@ class RunLog:
             check_writer(writer)
         self._options: dict[str, Any] = {"nonfinite": nonfinite, "timing": True, "numerics": numerics}
         observe(model, **self._options)  # raises if they are wrong
-        self._is_scheduled = read_schedule(schedule)
+        self._is_scheduled = None if schedule is None else read_schedule(schedule)
         self._follows_skipped = False
         self._model: weakref.ref[nn.Module] | None = None
         self._file = None if path is None else StepFile(Path(path))
@@ -276,7 +275,9 @@ class RunLog:
         self._add(step.record(number, time.perf_counter() - began))
 
     def _is_observed(self, number: int) -> bool:
-        return self._is_scheduled(number) or (self._options["nonfinite"] == "record" and self._follows_skipped)
+        if self._is_scheduled is not None and self._is_scheduled(number):
+            return True
+        return self._follows_skipped and self._options["nonfinite"] == "record"
 
     def _check_step(self, rerun: Callable[[], Any] | None) -> None:
         if rerun is not None and not callable(rerun):

@@ -11,12 +11,15 @@ import torch
 from torch import nn
 
 from polycast.errors import warn_user
+from polycast.plugin import dtype_name
 
+from .conversions import share_of
 from .grad_scaler import RecordingGradScaler
 from .observation import Observation
 from .observer import observe_step
-from .step_records import MAX_NAMES, Origin, SkippedStep, StepRecord
-from .steps import fast_time_share, first_nonfinite, origin_by_numerics, origin_of, underflow_share
+from .recorder import Reading, phase_of
+from .records import Origin
+from .steps import MAX_NAMES, SkippedStep, StepRecord
 
 SameRandomNumbers: TypeAlias = Callable[[], AbstractContextManager[None]]
 
@@ -80,7 +83,7 @@ def rerun_step(step: Callable[[], Any], model: nn.Module | None, random: SameRan
     observed = observe_step(model, nonfinite="record", stacks=True)
     with random(), _restored(model), observed:
         step()
-    return None if observed.reading is None else first_nonfinite(observed.reading)
+    return None if observed.reading is None else observed.reading.first_nonfinite()
 
 
 @contextmanager
@@ -138,29 +141,32 @@ class StepLog:
 
     def record(self, step: int, seconds: float) -> StepRecord:
         """Return the record of the step."""
-        reading = None if self.observed is None else self.observed.reading
+        reading = self._reading
         return StepRecord(
             step=step,
             loss=None if self._loss is None else float(self._loss),
             scale=self._scale,
             skipped=self._skipped,
             seconds=seconds,
-            fast_time_share=None if reading is None else fast_time_share(reading),
-            underflow_share=None if reading is None else underflow_share(reading),
-            gradient_underflow_share=None if reading is None else underflow_share(reading, of_gradients=True),
+            fast_time_share=None if reading is None else _fast_time_share(reading),
+            underflow_share=None if reading is None else share_of(reading.numerics, "underflowed"),
+            gradient_underflow_share=None if reading is None else share_of(reading.gradients, "underflowed"),
             skip=self._skip,
         )
+
+    @property
+    def _reading(self) -> Reading | None:
+        return None if self.observed is None else self.observed.reading
 
     def origin(self, scaler: RecordingGradScaler) -> Origin | None:
         """Return the first op of this step that produced inf or nan, by its observation or by running it again."""
         if not scaler.has_names:
             scaler.name_parameters(self._model)
-        found = None if self.seen is None else origin_of(self.seen)
+        reading = self._reading
+        found = None if reading is None else reading.first_nonfinite()
         if found is None and self._rerun is not None and self._random is not None:
             found = self._origin_by_rerun(self._rerun, self._random)
-        if found is None and self.seen is not None:
-            found = origin_by_numerics(self.seen.facts)
-        return found
+        return found or (None if reading is None else _first_overflow(reading))
 
     def _origin_by_rerun(self, rerun: Callable[[], Any], random: SameRandomNumbers) -> Origin | None:
         try:
@@ -178,6 +184,26 @@ class StepLog:
         if skip is not None and self._skip is not None:
             skip = _joined(self._skip, skip)
         self._skip = skip or self._skip
+
+
+def _fast_time_share(reading: Reading) -> float | None:
+    """Return the share of the time in ops that ops in the fast dtypes of the step's regions took."""
+    fast = {row.fast for row in reading.counts if row.device is not None}
+    fast |= {region.dtype for region in reading.regions if region.enabled}
+    seconds = [each for row in reading.counts for each in row.seconds]
+    total = sum(time for _, time in seconds)
+    in_fast = sum(time for dtype, time in seconds if dtype in fast - {None, torch.float32})
+    return in_fast / total if total else None
+
+
+def _first_overflow(reading: Reading) -> Origin | None:
+    """Return an op with an overflow: of the first module in the forward pass, else of the last in backward."""
+    overflows = sorted((row for row in reading.numerics if row.overflowed), key=lambda row: row.module)
+    if not overflows:
+        return None
+    first = next((row for row in overflows if not row.backward), overflows[-1])
+    module = reading.name_of(first.module)
+    return Origin(first.op, phase_of(first.backward), module, "inf or nan", dtype_name(first.dtype))
 
 
 def _joined(first: SkippedStep, second: SkippedStep) -> SkippedStep:

@@ -1,19 +1,15 @@
-"""The steps of an observed program: which ones a schedule selects, and what a step shows."""
+"""Steps of a program: the schedule that selects those to observe, and the records of training steps."""
 
 import functools
-from collections.abc import Callable
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, TypeAlias
 
-import torch
-
 from polycast.errors import warn_user
-from polycast.plugin import dtype_name
 
-from .facts import Facts
-from .grad_scaler import RecordingGradScaler
-from .observation import Observation
-from .recorder import Reading, phase_of
-from .step_records import Origin, SkippedStep
+from .records import Origin, in_ascii
 
 Schedule: TypeAlias = Callable[[int], Any]
 """A function of the number of a step, as ``torch.profiler.schedule`` returns."""
@@ -21,11 +17,7 @@ Schedule: TypeAlias = Callable[[int], Any]
 _LOOKED_AT = 10_000
 
 
-def _never(step: int) -> bool:
-    return False
-
-
-def _every(number: int, step: int) -> bool:
+def _is_multiple(number: int, step: int) -> bool:
     return step % number == 0
 
 
@@ -33,24 +25,21 @@ def _records(schedule: Schedule, step: int) -> bool:
     return "RECORD" in getattr(schedule(step), "name", "")
 
 
-def read_schedule(schedule: Schedule | int | None) -> Callable[[int], bool]:
-    """Return a function that returns whether a step is observed; None selects none.
+def read_schedule(schedule: Schedule | int) -> Callable[[int], bool]:
+    """Return a function, which can be pickled, that returns whether a step is observed.
 
     Raises:
-        TypeError: `schedule` is neither callable nor an int nor None.
+        TypeError: `schedule` is neither callable nor an int.
         ValueError: it observes no step.
     """
-    if schedule is None:
-        return _never
     if isinstance(schedule, int) and not isinstance(schedule, bool):
         if schedule < 1:
             raise ValueError(f"schedule must be at least 1 (each step), or None, got {schedule}")
-        return functools.partial(_every, schedule)
+        return functools.partial(_is_multiple, schedule)
     if not callable(schedule):
         raise TypeError(
             f"schedule must be an int n (every n-th step), torch.profiler.schedule(...) or None, got {schedule!r:.100}"
         )
-
     is_observed = functools.partial(_records, schedule)
     if not any(map(is_observed, range(_LOOKED_AT))):
         raise ValueError(
@@ -71,20 +60,19 @@ class Steps:
     """
 
     def __init__(self, schedule: Schedule | int | None) -> None:
-        self._selects = None if schedule is None else read_schedule(schedule)
+        self._selects = read_schedule(1 if schedule is None else schedule)
         self.ended = 0
         """The steps that have ended."""
         self.observed = 0
         """Those that were observed."""
-        self.is_observed = self._selects is None or self._selects(0)
+        self.is_observed = self._selects(0)
         """Whether the step that runs is observed."""
 
     def next(self) -> None:
         """End a step, and begin the next one."""
         self.ended += 1
         self.observed += self.is_observed
-        if self._selects is not None:
-            self.is_observed = self._selects(self.ended)
+        self.is_observed = self._selects(self.ended)
 
     def warn_if_unobserved(self) -> None:
         """Warn if the schedule has selected none of the steps."""
@@ -98,76 +86,221 @@ class Steps:
         warn_user(f"nothing was observed: the schedule selects none of the steps 0 to {self.ended}. {remedy}")
 
 
-def fast_time_share(reading: Reading) -> float | None:
-    """Return the share of the time in ops that ops in the fast dtypes of the step's regions took."""
-    fast = {row.fast for row in reading.counts if row.device is not None}
-    fast |= {region.dtype for region in reading.regions if region.enabled}
-    seconds = [each for row in reading.counts for each in row.seconds]
-    total = sum(time for _, time in seconds)
-    in_fast = sum(time for dtype, time in seconds if dtype in fast - {None, torch.float32})
-    return in_fast / total if total else None
+MAX_NAMES = 20
+"""The number of parameters that a history names of a skipped step."""
+_MAX_SHOWN = 10
 
 
-def underflow_share(reading: Reading, *, of_gradients: bool = False) -> float | None:
-    """Return the share of the values of the step, or of its backward pass, that underflowed."""
-    rows = [row for row in reading.numerics if row.backward or not of_gradients]
-    count = sum(row.count for row in rows)
-    return sum(row.underflowed for row in rows) / count if count else None
+@dataclass(frozen=True)
+class SkippedStep:
+    """A step that a gradient scaler skipped.
 
-
-def first_nonfinite(reading: Reading) -> Origin | None:
-    """Return the first op that produced inf or nan; None also without ``nonfinite="record"``."""
-    row = reading.nonfinite
-    if row is None:
-        return None
-    return Origin(
-        op=row.op,
-        phase=phase_of(row.backward),
-        module=reading.name_of(row.module),
-        what=" and ".join(name for name in ("inf", "nan") if getattr(row, name)),
-        dtype=dtype_name(row.dtype),
-        stack=tuple(row.stack or ()),
-    )
-
-
-def origin_of(seen: Observation) -> Origin | None:
-    """Return the first op that produced inf or nan, which ``nonfinite="record"`` finds."""
-    first = seen.nonfinite
-    if first is None:
-        return None
-    return Origin(first.op, first.phase, first.module, first.what, first.dtype, first.stack)
-
-
-def origin_by_numerics(facts: Facts) -> Origin | None:
-    """Return an op with an overflow: of the first module in the forward pass, else of the last in backward."""
-    order = {module.module: number for number, module in enumerate(facts.modules)}
-    overflows = [record for record in facts.numerics if record.overflowed]
-    forward = [record for record in overflows if record.role == "forward"]
-    pick = min if forward else max
-    if not overflows:
-        return None
-    first = pick(forward or overflows, key=lambda record: order.get(record.module or "", -1))
-    return Origin(first.op, first.role, first.module, "inf or nan", first.dtype)
-
-
-class StepOrigins:
-    """Reports to scalers the op that made a step non-finite, if an observation of many steps has found it.
-
-    An observation keeps the first such op only, so that is known for the first step with one.
-
-    Args:
-        seen: the observation.
-        nonfinite_count: returns how many ops have produced inf or nan so far.
+    Attributes:
+        step: the number of the step, from 0: how often ``update`` was called before.
+        scale: the scale of the step.
+        parameters: the parameters with non-finite gradients, the nearest to the loss (the last ones of the model)
+            first, at most 20. They have the names of the model or of the optimizer; without either, such as
+            ``"group 0, parameter 3 (64, 64)"``.
+        count: the number of these parameters; None: unknown, because a fused optimizer skipped the step on its device.
+        of: the number of parameters with gradients; None: unknown.
+        origin: the first op that produced inf or nan; None: nothing observed the step, see ``polycast.RunLog``.
     """
 
-    def __init__(self, seen: Observation, nonfinite_count: Callable[[], int]) -> None:
-        self._seen, self._count = seen, nonfinite_count
-        self._count_before = 0
+    step: int
+    scale: float
+    parameters: tuple[str, ...] = ()
+    count: int | None = None
+    of: int | None = None
+    origin: Origin | None = None
 
-    def origin(self, scaler: RecordingGradScaler) -> Origin | None:
-        """Return the first op, if it belongs to this step."""
-        return None if self._count_before or not self._count() else origin_of(self._seen)
+    def __str__(self) -> str:
+        return in_ascii(f"step {self.step}, scale {self.scale:g}{self.cause}")
 
-    def updated(self, scaler: RecordingGradScaler, scale: float | None, skip: SkippedStep | None) -> None:
-        """Note how many such ops there were by the end of the step."""
-        self._count_before = self._count()
+    @property
+    def cause(self) -> str:
+        """The parameters and the origin as text, behind a semicolon; empty if neither is known."""
+        named = ", ".join(self.parameters) + (", ..." if self.count and self.count > len(self.parameters) else "")
+        found = "" if self.count is None else f"; gradients of {self.count} of {self.of} parameters: {named}"
+        began = "" if self.origin is None else f"; first {self.origin.text}"
+        return found + began
+
+
+@dataclass(frozen=True)
+class ScalerHistory:
+    """The history of a gradient scaler, whose size is bounded by how often the scale has changed.
+
+    Attributes:
+        steps: how often ``update`` was called.
+        scales: each change of the scale, as (step, the scale from this step on).
+        skips: the number of skipped steps.
+        skipped: the latest 1,000 of these.
+    """
+
+    steps: int = 0
+    scales: tuple[tuple[int, float], ...] = ()
+    skips: int = 0
+    skipped: tuple[SkippedStep, ...] = ()
+
+    def scale_at(self, step: int) -> float | None:
+        """Return the scale of a step; None: the step is before the first or not over yet."""
+        before = [scale for first, scale in self.scales if first <= step < self.steps]
+        return before[-1] if before else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return JSON-safe values; an infinite scale, which JSON lacks, is text."""
+        return {
+            "steps": self.steps,
+            "scales": [[step, jsonable(scale)] for step, scale in self.scales],
+            "skips": self.skips,
+            "skipped": [skip_to_dict(each) for each in self.skipped],
+        }
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "ScalerHistory":
+        """Return the history with the values of :meth:`to_dict`.
+
+        Raises:
+            ValueError: these are not the values of a history.
+        """
+        try:
+            return cls(
+                steps=int(values["steps"]),
+                scales=tuple((int(step), float(scale)) for step, scale in values["scales"]),
+                skips=int(values["skips"]),
+                skipped=tuple(map(skip_from_dict, values["skipped"])),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"it is not the history of a scaler: {type(error).__name__}: {error}") from error
+
+    def __str__(self) -> str:
+        scale = f", scale {self.scales[-1][1]:g}" if self.scales else ""
+        return "\n  ".join([f"{self.steps} steps{scale}, {self.skips} skipped", *map(str, self.skipped[-_MAX_SHOWN:])])
+
+
+def skip_to_dict(skip: SkippedStep) -> dict[str, Any]:
+    """Return a skipped step as JSON-safe values."""
+    values = asdict(skip) | {"parameters": list(skip.parameters), "scale": jsonable(skip.scale)}
+    if skip.origin is not None:
+        values["origin"]["stack"] = list(skip.origin.stack)
+    return values
+
+
+def skip_from_dict(values: Mapping[str, Any]) -> SkippedStep:
+    """Return the skipped step with the values of :func:`skip_to_dict`; unknown ones are ignored."""
+    origin = values.get("origin")
+    if origin is not None:
+        origin = Origin(**_known(Origin, {**origin, "stack": tuple(origin.get("stack", ()))}))
+    known = _known(SkippedStep, {**values, "parameters": tuple(values["parameters"]), "origin": origin})
+    read = SkippedStep(**known)
+    return replace(read, scale=float(read.scale))
+
+
+def _known(kind: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a dataclass's fields, without those that a later version wrote."""
+    return {each.name: values[each.name] for each in fields(kind) if each.name in values}
+
+
+def jsonable(value: Any) -> Any:
+    """Return inf and nan, which JSON lacks, as text that ``float()`` reads, and other values as they are."""
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+NUMBERS = ("loss", "scale", "seconds", "fast_time_share", "underflow_share", "gradient_underflow_share")
+"""The fields that are floats or None."""
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """A training step. A field is None if it was not recorded.
+
+    Attributes:
+        step: the number of the step, from 0.
+        loss: the loss.
+        scale: the scale of the gradient scaler in this step.
+        skipped: whether the scaler skipped the step; if there are several, whether one of them did.
+        seconds: the time of the step.
+        fast_time_share: the share of the time in ops that ops in a fast dtype took; this and the following are those
+            of observed steps.
+        underflow_share: the share of the values that were computed or cast which became zero or subnormal.
+        gradient_underflow_share: the same of the backward pass.
+        skip: of a skipped step, the parameters with non-finite gradients, and the first op that produced inf or nan.
+    """
+
+    step: int
+    loss: float | None = None
+    scale: float | None = None
+    skipped: bool | None = None
+    seconds: float | None = None
+    fast_time_share: float | None = None
+    underflow_share: float | None = None
+    gradient_underflow_share: float | None = None
+    skip: SkippedStep | None = None
+
+    @property
+    def diverged(self) -> bool:
+        """Whether the loss is inf or nan."""
+        return self.loss is not None and not math.isfinite(self.loss)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return JSON-safe values of what was recorded; inf and nan, which JSON lacks, are text: ``"nan"``."""
+        values = {name: getattr(self, name) for name in ("step", *NUMBERS, "skipped")}
+        values["skip"] = None if self.skip is None else skip_to_dict(self.skip)
+        return {name: jsonable(value) for name, value in values.items() if value is not None}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "StepRecord":
+        """Return the record with the values of :meth:`to_dict`; unknown ones, which a later version wrote, are ignored.
+
+        Raises:
+            ValueError: these are not the values of a step.
+        """
+        try:
+            step, skipped, skip = values["step"], values.get("skipped"), values.get("skip")
+            if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+                raise ValueError(f"step must be an int of at least 0, got {step!r}")
+            if skipped is not None and not isinstance(skipped, bool):
+                raise ValueError(f"skipped must be true or false, got {skipped!r}")
+            numbers = {name: float(values[name]) for name in NUMBERS if values.get(name) is not None}
+            read = None if skip is None else skip_from_dict(skip)
+            return cls(step=step, skipped=skipped, skip=read, **numbers)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ValueError(f"it is not a step: {type(error).__name__}: {error}") from error
+
+
+def without_lost_steps(records: Iterable[StepRecord]) -> list[StepRecord]:
+    """Return records without the steps that a run lost when it went on from a checkpoint, with a lower step."""
+    kept: list[StepRecord] = []
+    for record in records:
+        while kept and kept[-1].step >= record.step:
+            kept.pop()
+        kept.append(record)
+    return kept
+
+
+def line_of(record: StepRecord) -> str:
+    """Return the line of a record in a file, with its end."""
+    return json.dumps(record.to_dict(), allow_nan=False) + "\n"
+
+
+def records_of(lines: Iterable[str]) -> Iterator[StepRecord]:
+    """Yield the records of a file's lines. The last line may be incomplete, because a process was killed as it wrote.
+
+    Raises:
+        ValueError: a line is not a step.
+    """
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            yield StepRecord.from_dict(json.loads(line))
+        except (ValueError, RecursionError) as error:
+            if _is_beginning_of_step(line):
+                return
+            raise ValueError(f"line {number}: {error}") from error
+
+
+def _is_beginning_of_step(line: str) -> bool:
+    """Return whether a line is an incomplete one of :func:`line_of`."""
+    first = '{"step": '
+    begun = line.rstrip("\0")  # a power failure leaves zeros
+    return not line.endswith(("\n", "}")) and (begun.startswith(first) or first.startswith(begun))

@@ -9,8 +9,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from .facts import Facts
-from .recipe_counts import matmul_lines
+from .facts import Facts, Matmul, is_by_recipe, recipe_share
 from .records import Decision, Finding, LowBit, Op, in_ascii
 
 MUCH_UNDERFLOW = 0.1
@@ -77,6 +76,9 @@ _MAX_OPS = 20
 _MAX_FINDINGS = 8
 _MAX_PLACES = 3
 _MAX_LOW_BIT = 8
+_MAX_MATMULS = 10
+_MIN_SHARE = 0.01
+"""The smallest share of the matmuls' operations that has a line."""
 _LONGEST_NAME = 60
 _LONGEST_LINE = 400
 _LONGEST_TEXT = 8000
@@ -177,6 +179,59 @@ def as_html(shown: Group) -> str:
     )
     console.print(shown)
     return console.export_html(inline_styles=True, code_format="<pre>{code}</pre>")
+
+
+def matmul_lines(matmuls: Sequence[Matmul]) -> Iterator[str]:
+    """Yield lines of text: the share that recipes computed, and the large matmuls that they did not."""
+    if recipe_share(matmuls) is None:
+        return
+    total = sum(each.flops for each in matmuls)
+    computed = list(filter(is_by_recipe, matmuls))
+    by_recipe = {each.recipe: 0.0 for each in computed or matmuls if each.recipe}
+    for each in computed:
+        by_recipe[each.recipe] += each.flops
+    shares = ", ".join(f"{recipe}: {flops / total:.0%}" for recipe, flops in by_recipe.items())
+    yield f"{shares} of the {_flops(total)} in matmuls"
+    others = list(_others(matmuls))
+    large = [(flops, text) for flops, text in others if flops >= _MIN_SHARE * total][:_MAX_MATMULS]
+    for flops, text in large:
+        yield f"{flops / total:.0%} not: {text}"
+    rest = sum(flops for flops, _ in others) - sum(flops for flops, _ in large)
+    if len(large) < len(others) and rest > 0:
+        count = len(others) - len(large)
+        yield f"{rest / total:.1%} not: {count} more, in Observation.matmuls"
+
+
+def _others(matmuls: Iterable[Matmul]) -> Iterator[tuple[float, str]]:
+    """Yield (operations, text) of what recipes did not compute, by op and reason, the largest first."""
+    groups: dict[tuple[str, str, str], list[Matmul]] = {}
+    for each in matmuls:
+        if not is_by_recipe(each):
+            reason = each.declined or ("no recipe is active" if each.device else "it runs outside of autocast")
+            groups.setdefault((each.op, each.phase, reason), []).append(each)
+    for (op, phase, reason), group in sorted(groups.items(), key=lambda item: -sum(each.flops for each in item[1])):
+        yield sum(each.flops for each in group), f"{_where(op, phase, group)}: {reason}"
+
+
+def _where(op: str, phase: str, group: Sequence[Matmul]) -> str:
+    by_module: dict[str, float] = {}
+    for each in group:
+        if each.module is not None:
+            by_module[each.module] = by_module.get(each.module, 0.0) + each.flops
+    text = op.removeprefix("aten::") + (" (backward)" if phase == "backward" else "")
+    if not by_module:
+        return text
+    largest = max(by_module, key=lambda module: by_module[module])
+    others = len(by_module) - 1
+    return f"{text} in {largest or 'the model'}" + (f" and {others} more module{'s' * (others > 1)}" if others else "")
+
+
+def _flops(number: float) -> str:
+    units = iter(("", "k", "M", "G", "T", "P"))
+    unit = next(units)
+    while number >= 1000 and unit != "P":
+        number, unit = number / 1000, next(units)
+    return f"{number:.3g} {unit}FLOPs"
 
 
 def recipe_lines(records: Iterable[LowBit]) -> Iterable[str]:

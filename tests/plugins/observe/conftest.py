@@ -11,10 +11,9 @@ import torch
 import polycast
 from polycast.engine import installation
 from polycast_plugins.fastest import slow_dtypes
-from polycast_plugins.observe import Observation, backend_queries
+from polycast_plugins.observe import Observation, Origin, SkippedStep, StepRecord, backend_queries
 from polycast_plugins.observe.facts import Facts, Run, total_of
 from polycast_plugins.observe.records import Chain, Counts, Decision, Module, Op
-from polycast_plugins.observe.step_records import Origin, SkippedStep, StepRecord
 
 
 @pytest.fixture(name="engine", params=["native"])  # the id of the parameter selects tests for sanitizers

@@ -11,8 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import polycast
-from polycast_plugins.observe import Observation
-from polycast_plugins.observe.recipe_counts import matmul_lines, recipe_share
+from polycast_plugins.observe import Facts, Observation, matmul_lines
 
 RECIPE = polycast.Int8(min_size=1)
 
@@ -221,6 +220,7 @@ def test_share_is_a_share_of_the_flops(model):
 
 
 def test_without_a_recipe_there_is_no_share(model):
+    assert Observation(Facts()).recipe_share is None
     seen = seen_of(model, recipe="none")
     assert seen.recipe_share is None
     assert {(each.recipe, each.declined) for each in seen.matmuls} == {("", "")}
@@ -302,7 +302,3 @@ def test_counts_add_up_subtract_and_can_be_saved(model, tmp_path):
     older = copy.deepcopy(one.to_dict())
     del older["matmuls"], older["recipe_share"]
     assert Observation.from_dict(older).matmuls == ()
-
-
-def test_no_matmuls_have_no_share():
-    assert recipe_share(()) is None

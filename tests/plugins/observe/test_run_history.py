@@ -8,10 +8,9 @@ import pytest
 import torch
 
 import polycast
-from polycast_plugins.observe import Observation
+from polycast_plugins.observe import Observation, Origin, SkippedStep, StepRecord
 from polycast_plugins.observe.facts import Facts
 from polycast_plugins.observe.records import NumericsRecord
-from polycast_plugins.observe.step_records import Origin, SkippedStep, StepRecord
 
 ORIGIN = Origin("aten::linear", "forward", "up", "inf", "float16", ("train.py:3 step",))
 

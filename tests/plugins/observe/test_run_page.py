@@ -5,8 +5,8 @@ import re
 import pytest
 
 import polycast
+from polycast_plugins.observe import Origin, SkippedStep, StepRecord
 from polycast_plugins.observe.report.run_page import charts_of, run_page_of, text_of
-from polycast_plugins.observe.step_records import Origin, SkippedStep, StepRecord
 
 NAN = float("nan")
 

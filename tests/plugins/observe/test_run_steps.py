@@ -8,8 +8,7 @@ import pytest
 import torch
 
 import polycast
-from polycast_plugins.observe import grad_scaler
-from polycast_plugins.observe.step_records import Origin, ScalerHistory, SkippedStep, StepRecord
+from polycast_plugins.observe import Origin, ScalerHistory, SkippedStep, StepRecord, grad_scaler
 
 pytestmark = pytest.mark.usefixtures("engine")
 

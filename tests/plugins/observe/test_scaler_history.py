@@ -9,9 +9,8 @@ import pytest
 import torch
 
 import polycast
-from polycast_plugins.observe import grad_scaler
-from polycast_plugins.observe.grad_scaler import listeners, recording
-from polycast_plugins.observe.step_records import MAX_SKIPPED, HistoryRecorder, Origin, ScalerHistory, SkippedStep
+from polycast_plugins.observe import Origin, ScalerHistory, SkippedStep, grad_scaler
+from polycast_plugins.observe.grad_scaler import MAX_SKIPPED, HistoryRecorder, listeners, recording
 
 
 def layers():

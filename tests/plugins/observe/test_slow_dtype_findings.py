@@ -12,9 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import polycast
 from polycast.plugin import events
 from polycast_plugins.fastest.measurement import Measurement
-from polycast_plugins.observe import Observation, backend_queries
+from polycast_plugins.observe import Matmul, MatmulRows, Observation, backend_queries
 from polycast_plugins.observe.facts import Facts, Run
-from polycast_plugins.observe.recipe_counts import Matmul, MatmulRows
 
 X, WEIGHT = torch.randn(128, 64), torch.randn(64, 64)
 OPS = ("linear", "matmul", "bmm")

@@ -12,9 +12,8 @@ import jinja2
 
 from polycast import __version__
 
-from ..recipe_counts import matmul_lines
 from ..records import Module, Op
-from ..text import duration, in_order, pattern, percent, ruled, size
+from ..text import duration, in_order, matmul_lines, pattern, percent, ruled, size
 from .page import PHASES, ModuleRow, OpRow, Page
 from .run_page import RunPage
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from ..run_findings import RunFinding, findings_of_run, skipped_rows
-from ..step_records import SkippedStep, StepRecord
+from ..steps import SkippedStep, StepRecord
 
 WIDTH, HEIGHT = 1000, 100
 _MAX_ROWS, _MAX_STEPS, _MAX_SKIPPED = 60, 1000, 100
