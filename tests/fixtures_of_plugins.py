@@ -6,7 +6,7 @@ import pytest
 
 import polycast
 from polycast.toolchain import cache_folder
-from polycast_plugins.fastest import cases, profile, profiled_ops, slower
+from polycast_plugins.fastest import cases, estimates, profile
 from polycast_plugins.fastest.measurement import Measurement
 
 
@@ -22,9 +22,12 @@ def _own_profiles(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def _no_profile(monkeypatch):
     """Hide the profile that an earlier test has measured, except from "fastest"; POLYCAST_PROFILE names one."""
-    find = slower.find
-    for module, name in ((slower, "find"), (profiled_ops, "find_profile")):
-        monkeypatch.setattr(module, name, lambda device: find(device) if os.environ.get("POLYCAST_PROFILE") else None)
+
+    def hide(find):
+        return lambda device: find(device) if os.environ.get("POLYCAST_PROFILE") else None
+
+    for name in ("find", "find_profile"):
+        monkeypatch.setattr(estimates, name, hide(getattr(estimates, name)))
     yield
     profile.forget()  # reads the variable again
 

@@ -15,6 +15,6 @@ plugin = Plugin(
     commands={"profile": "polycast_plugins.fastest.profile_command:run"},
     doctor={"profiles": "polycast_plugins.fastest.profile_command:describe"},
     devices={"profile": "polycast_plugins.fastest.profile_command:summary"},
-    vetoes=("polycast_plugins.fastest.slower:slower_reason",),
-    slow_reasons=("polycast_plugins.fastest.slow_dtypes:slow_reason",),
+    vetoes=("polycast_plugins.fastest.estimates:slower_reason",),
+    slow_reasons=("polycast_plugins.fastest.estimates:slow_reason",),
 )

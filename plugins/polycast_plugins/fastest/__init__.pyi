@@ -1,6 +1,6 @@
 from polycast.plugin import Plugin
 
-from .profiled_ops import OpSeconds as OpSeconds
-from .profiled_ops import op_seconds as op_seconds
+from .estimates import OpSeconds as OpSeconds
+from .estimates import op_seconds as op_seconds
 
 plugin: Plugin

@@ -1,16 +1,16 @@
-"""The ops that are measured, and their sizes."""
+"""The ops that are measured, their sizes, and the calls that compute them in a way."""
 
 import math
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from polycast.plugin import find_op, torch_name
+from polycast.plugin import LowBitKernel, find_op, torch_name
 
-from .operands import Operands
-from .ways import MeasuredWay
+from .operands import SMALL, MeasuredWay, Operands
 
 CONVOLUTIONS = ("conv2d", "small_conv2d", "depthwise_conv2d")
 ATTENTION, ATTENTION_BACKWARD = "scaled_dot_product_attention", "scaled_dot_product_attention_backward"
@@ -32,6 +32,8 @@ _ATTENTION = "aten::_scaled_dot_product_flash_attention_for_cpu"
 """Its backward is measured where torch has this op, on the CPU: elsewhere no dtype is slow enough in it to matter."""
 _LSTM = "aten::mkldnn_rnn_layer"
 """LSTMs are measured where torch has this op of oneDNN: the recipe "fastest" chooses a way for no other."""
+_PREPACKED_BYTES = 2**26
+_COPY_SECONDS = 0.01
 _UNKNOWN = "profiles have no attention, LSTM and encoder layer"
 _key_of_device: Callable[[str], str] | None = torch_name("torch._C._dispatch_key_for_device", None, _UNKNOWN)
 _has_kernel: Callable[[str, str], bool] | None = torch_name(
@@ -42,6 +44,10 @@ _has_kernel: Callable[[str, str], bool] | None = torch_name(
 def has_kernel(op: str, device_type: str) -> bool:
     """Return whether torch has a kernel for an op on a device, given by its name in the dispatcher."""
     return bool(_has_kernel and _key_of_device and _has_kernel(op, _key_of_device(device_type)))
+
+
+class Unsupported(Exception):
+    """A case cannot be computed in a way; the text says why."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +105,73 @@ class Case:
     def is_at_least(self, other: "Case") -> bool:
         """Return whether it has at least the rows and the size of another case."""
         return self.rows >= other.rows and self.size >= other.size
+
+    def check(self, way: MeasuredWay, operands: Operands) -> None:
+        """Raise Unsupported if no kernel computes the case in a way."""
+        if way.kernels is None or self.weight is None:
+            return
+        kernel = way.kernels.get(self.weight.op_name)
+        if kernel is None:
+            raise Unsupported("the backend has no kernel for it")
+        weight = _weights(kernel, self.weight, way, operands)[0]
+        reason = kernel.unsupported_reason(*self._kernel_arguments(self.weight, way, operands, weight))
+        if reason is not None:
+            raise Unsupported(reason)
+
+    def prepare(self, way: MeasuredWay, operands: Operands) -> Callable[[], object]:
+        """Return a function that computes the case once, with the next weight.
+
+        Raises:
+            Unsupported: the weight cannot be prepacked.
+        """
+        args, function, weight = self.arguments(way, operands), self.function, self.weight
+        if weight is None:
+            return lambda: function(*args)
+        if way.kernels is not None:
+            return self._by_kernel(way.kernels[weight.op_name], weight, way, operands)
+        before, after = args[: weight.position], args[weight.position :]
+        weights = operands.weights(*weight.shape, dtype=way.dtype)
+        next_weight = operands.in_turn(weights, weights[0].nbytes)
+        return lambda: function(*before, next_weight(), *after)
+
+    def _by_kernel(
+        self, kernel: LowBitKernel, op: WeightedOp, way: MeasuredWay, operands: Operands
+    ) -> Callable[[], object]:
+        weights = _weights(kernel, op, way, operands)
+        prepacked: Sequence[tuple[torch.Tensor, ...]]
+        if kernel.uses_cast:
+            prepacked = [(weight,) for weight in weights]
+        else:
+            prepacked = operands.kept((kernel, op.op_name, op.shape), lambda: _prepack(kernel, weights[0]))
+        next_prepacked = operands.in_turn(prepacked, sum(part.nbytes for part in prepacked[0]))
+        args = self._kernel_arguments(op, way, operands, weights[0])  # kernels read only the metadata of the weight
+        operator, constants = kernel.operator, (way.fast, *kernel.constants)
+        if operator is None:
+            return lambda: kernel.run(next_prepacked(), *args)
+        return lambda: operator(*args, *next_prepacked(), *constants)  # as the native engine calls it
+
+    def _kernel_arguments(
+        self, op: WeightedOp, way: MeasuredWay, operands: Operands, weight: torch.Tensor
+    ) -> tuple[Any, ...]:
+        args = self.arguments(way, operands)
+        return (*args[: op.position], weight, *args[op.position :], *op.keywords)
+
+
+def _weights(kernel: LowBitKernel, op: WeightedOp, way: MeasuredWay, operands: Operands) -> Sequence[torch.Tensor]:
+    return operands.weights(*op.shape, dtype=way.dtype if kernel.uses_cast else torch.float32)
+
+
+def _prepack(kernel: LowBitKernel, weight: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:
+    """Return a prepacked weight, and copies of it, so that each is read from memory."""
+    prepacked = kernel.prepack(weight)
+    if prepacked is None:
+        raise Unsupported("the weight cannot be prepacked")
+    copies = [tuple(prepacked)]
+    nbytes = max(1, sum(part.nbytes for part in prepacked))
+    deadline = time.perf_counter() + _COPY_SECONDS
+    while weight.numel() >= SMALL and nbytes * len(copies) < _PREPACKED_BYTES and time.perf_counter() < deadline:
+        copies.append(tuple(part.clone() for part in prepacked))
+    return copies
 
 
 def cases() -> list[Case]:

@@ -14,8 +14,7 @@ from typing_extensions import Self
 
 from polycast.plugin import Result
 
-from . import measurement_table
-from .measurement import FLOAT32, PREEMPTED, Measurement, Omission, is_positive, is_valid
+from .measurement import FLOAT32, PREEMPTED, Measurement, Omission, cells, is_positive, is_valid, legend
 
 _FORMAT = 2
 _NOISY = 0.25
@@ -241,12 +240,12 @@ class DeviceProfile(Result):
 
     def tables(self) -> list[tuple[Sequence[str], Sequence[Sequence[str]]]]:
         """See :class:`polycast.plugin.Result`."""
-        columns, *rows = measurement_table.cells(self.measurements)
+        columns, *rows = cells(self.measurements)
         return [(columns, rows)]
 
     def lines(self) -> list[str]:
         """See :class:`polycast.plugin.Result`."""
-        return measurement_table.legend(self.omissions)
+        return legend(self.omissions)
 
     def __repr__(self) -> str:
         return str(self)

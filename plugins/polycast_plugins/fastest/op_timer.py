@@ -17,12 +17,10 @@ import torch
 
 from polycast.errors import is_interrupt
 
-from .cases import OPS, Case, cases
-from .measured_calls import Unsupported, check, prepare
+from .cases import OPS, Case, Unsupported, cases
 from .measurement import FLOAT32, PREEMPTED, Measurement, Omission
-from .operands import Operands
+from .operands import MeasuredWay, Operands
 from .stopwatch import Stopwatch, disagree, load_of_others
-from .ways import MeasuredWay
 
 _ENDS = (1.1, 1.35, 1.6, 1.85, 2.1)
 """When passes end, in seconds from the beginning. The first includes making the memory that the cases use."""
@@ -133,9 +131,9 @@ class OpTimer:
             for way in self._ways_of(case):
                 if time.perf_counter() < end:
                     with contextlib.suppress(Exception):  # a pass finds out, and notes it
-                        check(case, way, self._operands)
+                        case.check(way, self._operands)
                         self._stopwatch.time(
-                            _with_dtype(prepare(case, way, self._operands), self._device_type, way.fast)
+                            _with_dtype(case.prepare(way, self._operands), self._device_type, way.fast)
                         )
 
     def measurements(self) -> tuple[Measurement, ...]:
@@ -232,13 +230,13 @@ class OpTimer:
         expected = self._rates.get((case.op, way.name), 0.0) * case.work  # 0: it is the first of the op
         start = time.perf_counter()
         try:
-            check(case, way, self._operands)
+            case.check(way, self._operands)
             self._hopeless[case, way.name] = ratio = self._hopeless_ratio(case, way)
             if ratio is not None:
                 return None
             if expected and (allowed.is_last or expected > min(_LONGEST_CALL, allowed.seconds)):
                 return None
-            call = _with_dtype(prepare(case, way, self._operands), self._device_type, way.fast)
+            call = _with_dtype(case.prepare(way, self._operands), self._device_type, way.fast)
             if not expected:
                 call()  # the first call of an op may read a library from the disk, or memory back from swap
             once, was_preempted = self._stopwatch.estimate(call, allowed.seconds / 10)

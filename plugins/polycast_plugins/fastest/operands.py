@@ -1,17 +1,37 @@
-"""Activations and weights for measurements."""
+"""`MeasuredWay`, a way to compute ops, and `Operands`, the activations and weights for measurements."""
 
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, TypeVar
 
 import torch
+
+from polycast.plugin import LowBitKernel
 
 _BYTES = 2**27
 """The memory of the weights: more than a processor's cache, so that each weight is read from memory, as in a model."""
 SMALL = 2**15
 """Weights of fewer elements stay in the cache."""
 _T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class MeasuredWay:
+    """A way to compute ops.
+
+    Attributes:
+        name: as in a `Measurement`.
+        dtype: the dtype of the activations, and of the weights unless a kernel prepacks them.
+        fast: the fast dtype that a kernel returns.
+        kernels: the first kernel of each op; None: torch's are used.
+    """
+
+    name: str
+    dtype: torch.dtype
+    fast: torch.dtype
+    kernels: Mapping[str, LowBitKernel] | None = None
 
 
 class Operands:

@@ -12,9 +12,8 @@ from polycast.plugin import Backend, get_backend, hold_during_fork
 from polycast.plugin import refresh as refresh_backend
 
 from . import profile_file
-from .conditions import Conditions
 from .device_profile import BUSY, DeviceProfile
-from .profile_file import announce
+from .profile_file import Conditions, announce
 
 
 @dataclass(frozen=True)

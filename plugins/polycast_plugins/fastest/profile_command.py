@@ -10,7 +10,7 @@ from rich.console import Console
 from polycast import DeviceProfile, backends, profile
 from polycast_plugins.cli import check_output, console, library_errors, print_json, print_line
 
-from .measurement_table import as_lines
+from .measurement import as_lines
 from .profile import look_up
 
 _ROWS = 128

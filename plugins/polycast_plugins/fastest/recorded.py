@@ -11,9 +11,8 @@ from .attention import RecordedAttention
 from .autograd_functions import Computation, Convolution, ConvolutionSettings, Gradients, RecordedProduct
 from .cases import ATTENTION
 from .choose_way import Way
-from .convolution_axes import by_axis, kernel_spans
 from .recorded_ways import RecordedOperands, Ways
-from .workloads import size_hint, weight_position
+from .workloads import by_axis, kernel_spans, size_hint, weight_position
 
 NO_GRADIENTS = "autograd records it, and its gradients are computed in the fast dtype only"
 

@@ -11,8 +11,17 @@ import torch
 from polycast.plugin import dtype_name
 
 from .cases import ATTENTION, ATTENTION_BACKWARD, CONVOLUTIONS
-from .choose_way import MARGIN, NO_FAST_KERNEL, Way, bucket, is_unsupported, name_of, seconds_by_way
-from .cost import seconds_to_cast, seconds_to_cast_weight
+from .choose_way import (
+    MARGIN,
+    NO_FAST_KERNEL,
+    Way,
+    bucket,
+    is_unsupported,
+    name_of,
+    seconds_by_way,
+    seconds_to_cast,
+    seconds_to_cast_weight,
+)
 from .device_profile import DeviceProfile
 from .workloads import Workload
 

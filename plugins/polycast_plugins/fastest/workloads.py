@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import torch
 
 from .cases import ATTENTION
-from .convolution_axes import by_axis, kernel_spans
 
 RECURRENT = "lstm"
 ENCODER_LAYER = "encoder_layer"
@@ -192,6 +191,20 @@ def _convolution_op(images: int, elements: int, weight: tuple[int, ...], groups:
         return "depthwise_conv2d" if weight[1] == 1 else "conv2d"
     is_large_kernel = len(weight) > 3 and min(weight[-2:]) > 3
     return "small_conv2d" if images == 1 and elements <= _FEW and not is_large_kernel else "conv2d"
+
+
+def by_axis(given: Any, axes: int) -> list[Any]:
+    """Return a number for each axis, given those, or one for all axes."""
+    numbers = list(given) if isinstance(given, Sequence) else [given]
+    return numbers * axes if len(numbers) == 1 else numbers
+
+
+def kernel_spans(dilations: Sequence[int], kernel: Sequence[int]) -> list[int]:
+    """Return how far apart the first and the last element of a dilated kernel are on each axis.
+
+    Padding by the name ``"same"`` adds as much, on both sides together.
+    """
+    return [step * (size - 1) for step, size in zip(dilations, kernel, strict=True)]
 
 
 def _numbers(given: Any, axes: int) -> list[int]:

@@ -8,8 +8,8 @@ import polycast
 from polycast.toolchain import cache_folder
 from polycast_plugins.fastest import measure as measuring
 from polycast_plugins.fastest import profile as profiles
-from polycast_plugins.fastest.conditions import Conditions
 from polycast_plugins.fastest.measurement import Measurement
+from polycast_plugins.fastest.profile_file import Conditions
 
 
 @pytest.fixture

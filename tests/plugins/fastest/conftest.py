@@ -12,11 +12,11 @@ from polycast_plugins.fastest import measure as measuring
 from polycast_plugins.fastest import op_timer, stopwatch
 from polycast_plugins.fastest import profile as profiles
 from polycast_plugins.fastest.cases import Case
-from polycast_plugins.fastest.conditions import Conditions
 from polycast_plugins.fastest.measurement import Measurement
 from polycast_plugins.fastest.op_timer import OpTimer
+from polycast_plugins.fastest.operands import MeasuredWay
+from polycast_plugins.fastest.profile_file import Conditions
 from polycast_plugins.fastest.stopwatch import Stopwatch
-from polycast_plugins.fastest.ways import MeasuredWay
 
 FLOAT32 = MeasuredWay("float32", torch.float32, torch.bfloat16)
 BFLOAT16 = MeasuredWay("bfloat16", torch.bfloat16, torch.bfloat16)

@@ -5,8 +5,8 @@ import pytest
 import polycast
 from polycast.registry.registry import registry
 from polycast_plugins.fastest import profile_file
-from polycast_plugins.fastest.conditions import Conditions
 from polycast_plugins.fastest.profile import find, forget
+from polycast_plugins.fastest.profile_file import Conditions
 
 
 @pytest.mark.parametrize("noise", [{"noisy": True}, {"other_load": 0.31}], ids=["times differ", "busy"])

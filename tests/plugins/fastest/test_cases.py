@@ -5,10 +5,8 @@ import torch
 
 from polycast_plugins.fastest import op_timer
 from polycast_plugins.fastest.cases import OPS, cases
-from polycast_plugins.fastest.measured_calls import prepare
-from polycast_plugins.fastest.operands import Operands
+from polycast_plugins.fastest.operands import MeasuredWay, Operands
 from polycast_plugins.fastest.stopwatch import Stopwatch
-from polycast_plugins.fastest.ways import MeasuredWay
 
 FLOAT32 = MeasuredWay("float32", torch.float32, torch.bfloat16)
 
@@ -38,7 +36,7 @@ def test_each_large_case_fits_in_the_memory(dtype):
     for case in cases():
         if case.is_large:
             name = "to bfloat16" if case.op == "cast" else "a way"
-            prepare(case, MeasuredWay(name, dtype, torch.bfloat16), operands)
+            case.prepare(MeasuredWay(name, dtype, torch.bfloat16), operands)
 
 
 def test_passes_take_longer_on_a_device_that_queues_calls(clock, monkeypatch):

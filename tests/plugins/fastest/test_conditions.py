@@ -8,8 +8,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import polycast
 from polycast_backends.cuda import CudaBackend
-from polycast_plugins.fastest.conditions import Conditions
 from polycast_plugins.fastest.profile import forget
+from polycast_plugins.fastest.profile_file import Conditions
 
 
 @contextlib.contextmanager

@@ -16,8 +16,7 @@ import polycast
 from polycast import Fastest, autocast
 from polycast_plugins.fastest import choose_way, recorded_ways
 from polycast_plugins.fastest.cases import ATTENTION_BACKWARD
-from polycast_plugins.fastest.choose_way import Conversions, Way, bucket, choose
-from polycast_plugins.fastest.cost import seconds_of
+from polycast_plugins.fastest.choose_way import Conversions, Way, bucket, choose, seconds_of
 from polycast_plugins.fastest.measurement import Measurement, Omission
 from polycast_plugins.fastest.recorded_ways import RecordedOperands, choose_recorded
 from polycast_plugins.fastest.workloads import Workload

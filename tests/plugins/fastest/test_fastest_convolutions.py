@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from polycast import DeviceProfile
-from polycast_plugins.fastest.choose_way import Conversions, Way, choose
-from polycast_plugins.fastest.cost import seconds_of
+from polycast_plugins.fastest.choose_way import Conversions, Way, choose, seconds_of
 from polycast_plugins.fastest.measurement import Measurement
 from polycast_plugins.fastest.workloads import workload_of
 

@@ -10,11 +10,10 @@ from polycast.registry.registry import registry
 from polycast_plugins.fastest import measure as measuring
 from polycast_plugins.fastest import op_timer, operands, stopwatch
 from polycast_plugins.fastest.cases import ATTENTION, ATTENTION_BACKWARD, CONVOLUTIONS, cases
-from polycast_plugins.fastest.measure import measure
+from polycast_plugins.fastest.measure import measure, ways_of
 from polycast_plugins.fastest.measurement import Omission
-from polycast_plugins.fastest.operands import Operands
+from polycast_plugins.fastest.operands import MeasuredWay, Operands
 from polycast_plugins.fastest.stopwatch import Stopwatch
-from polycast_plugins.fastest.ways import MeasuredWay, ways_of
 from polycast_plugins.fastest.workloads import workload_of
 
 

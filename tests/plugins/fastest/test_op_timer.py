@@ -10,8 +10,8 @@ from polycast_plugins.fastest import op_timer
 from polycast_plugins.fastest.cases import Case
 from polycast_plugins.fastest.measure import measure
 from polycast_plugins.fastest.measurement import PREEMPTED, Omission
+from polycast_plugins.fastest.operands import MeasuredWay
 from polycast_plugins.fastest.stopwatch import PreemptionWatch, Stopwatch
-from polycast_plugins.fastest.ways import MeasuredWay
 
 FLOAT32 = MeasuredWay("float32", torch.float32, torch.bfloat16)
 BFLOAT16 = MeasuredWay("bfloat16", torch.bfloat16, torch.bfloat16)

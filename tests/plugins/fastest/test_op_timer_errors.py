@@ -8,8 +8,8 @@ from polycast_plugins.fastest import op_timer
 from polycast_plugins.fastest.cases import cases
 from polycast_plugins.fastest.measurement import Omission
 from polycast_plugins.fastest.op_timer import OpTimer
+from polycast_plugins.fastest.operands import MeasuredWay
 from polycast_plugins.fastest.stopwatch import PreemptionWatch, Stopwatch
-from polycast_plugins.fastest.ways import MeasuredWay
 
 
 def test_what_raises_is_left_out_with_the_reason(clock, run, by_rows):

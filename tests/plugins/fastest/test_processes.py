@@ -15,7 +15,7 @@ import json, os, sys, threading, time
 import polycast
 from polycast_plugins.fastest import measure as measuring
 from polycast_plugins.fastest import profile as profiles
-from polycast_plugins.fastest.conditions import Conditions
+from polycast_plugins.fastest.profile_file import Conditions
 from polycast_plugins.fastest.measurement import Measurement
 
 measured = []

@@ -11,8 +11,8 @@ import torch
 import polycast
 from polycast.registry.registry import registry
 from polycast_plugins.fastest import profile_file
-from polycast_plugins.fastest.conditions import Conditions
 from polycast_plugins.fastest.profile import Lookup, find, forget, look_up
+from polycast_plugins.fastest.profile_file import Conditions
 
 only_posix = pytest.mark.skipif(not hasattr(os, "geteuid"), reason="this system has other owners and permissions")
 only_root = pytest.mark.skipif(

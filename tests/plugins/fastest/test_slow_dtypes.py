@@ -5,7 +5,7 @@ import torch
 
 import polycast
 from polycast.plugin import find_slow_dtype
-from polycast_plugins.fastest import profile as profiles
+from polycast_plugins.fastest import estimates
 from polycast_plugins.fastest.measurement import Measurement
 from polycast_plugins.observe.backend_queries import slow_reasons
 
@@ -19,7 +19,7 @@ def profiled(hand_made, monkeypatch):
         times = [Measurement("linear", rows, "float32", 1e-3) for rows in ratios]
         times += [Measurement("linear", rows, "bfloat16", 1e-3 * each, **changes) for rows, each in ratios.items()]
         found = polycast.DeviceProfile("cpu", "a processor", 1, {}, {}, tuple(times), 1e10)
-        monkeypatch.setattr(profiles, "look_up", lambda device_type: profiles.Lookup(backend, found))
+        monkeypatch.setattr(estimates, "find_profile", lambda device_type: found)
         assert polycast.plugin.get_backend("cpu") is backend
         return backend
 

@@ -9,8 +9,8 @@ from torch import nn
 
 import polycast
 from polycast import Int8, autocast
+from polycast_plugins.fastest import estimates
 from polycast_plugins.fastest import profile as profiles
-from polycast_plugins.fastest import slower
 
 pytestmark = pytest.mark.usefixtures("engine", "no_grad", "int8_kernels")
 
@@ -70,7 +70,7 @@ def test_another_number_of_threads_decides_again_for_known_sizes(monkeypatch, pr
         threads: profile_of(overhead=1e-15, cast=1e-15, int8=seconds, bfloat16=1.0)
         for threads, seconds in ((1, 0.5), (2, 2.0))
     }
-    monkeypatch.setattr(slower, "find", lambda device: by_threads[torch.get_num_threads()])
+    monkeypatch.setattr(estimates, "find", lambda device: by_threads[torch.get_num_threads()])
     before = torch.get_num_threads()
     try:
         with autocast("cpu", recipe=RECIPE):
@@ -131,4 +131,4 @@ def test_traced_calls_fall_back_too(use):
 def test_a_small_convolution_is_declined_by_the_times_of_larger_ones(use):
     use(int8=2.0, bfloat16=1.0)
     image, weight = torch.randn(1, 8, 6, 6), torch.randn(8, 8, 3, 3)
-    assert slower.slower_reason("cpu", "int8", "aten::conv2d", (image, weight)) is not None
+    assert estimates.slower_reason("cpu", "int8", "aten::conv2d", (image, weight)) is not None

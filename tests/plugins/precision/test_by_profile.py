@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import polycast
-from polycast_plugins.fastest import profiled_ops
+from polycast_plugins.fastest import estimates
 from polycast_plugins.precision.timing import BY_PROFILE, PLAIN_REGION
 from polycast_plugins.precision.tuner import modules_faster_in_float32
 
@@ -14,7 +14,7 @@ from polycast_plugins.precision.tuner import modules_faster_in_float32
 def profiled(profile_of, monkeypatch):
     """Return a function that gives cpu a profile with the times of bfloat16, by op, relative to float32."""
     return lambda **ratios: monkeypatch.setattr(
-        profiled_ops, "find_profile", lambda device_type: profile_of(bfloat16=ratios)
+        estimates, "find_profile", lambda device_type: profile_of(bfloat16=ratios)
     )
 
 
@@ -55,7 +55,7 @@ def test_modules_that_stay_in_float32_anyway_are_not_chosen(engine, profiled):
 
 
 def test_without_a_profile_there_is_no_choice(monkeypatch):
-    monkeypatch.setattr(profiled_ops, "find_profile", lambda device_type: None)
+    monkeypatch.setattr(estimates, "find_profile", lambda device_type: None)
     assert faster_in_float32(Model()) is None
 
 

@@ -10,7 +10,7 @@ from torch import nn
 import polycast
 from polycast import Int8
 from polycast.plugin import events
-from polycast_plugins.fastest import slower
+from polycast_plugins.fastest import estimates
 from polycast_plugins.quantize.products import Activations
 
 AVAILABLE = polycast.plugin.check(polycast.plugin.get_backend("cpu"), polycast.Int8())
@@ -178,7 +178,7 @@ def test_a_channel_that_was_always_zero_gets_a_usual_factor():
 
 def test_weights_are_seen_whose_products_by_as_many_rows_are_slower(profile_of, monkeypatch):
     profile = profile_of(overhead=1e-15, cast=1e-15, bfloat16=0.1, int8=1.0)
-    monkeypatch.setattr(slower, "find", lambda device_type: profile)
+    monkeypatch.setattr(estimates, "find", lambda device_type: profile)
     layer, x = linear(), with_outliers()
     with torch.no_grad(), polycast.autocast("cpu"):
         assert (

@@ -15,7 +15,7 @@ from torch import nn
 
 import polycast
 from polycast import Int8
-from polycast_plugins.fastest import slower
+from polycast_plugins.fastest import estimates
 from polycast_plugins.quantize.cpu.int8 import Int8Matmul
 from polycast_plugins.testing.low_bit import run_prepacked
 
@@ -70,7 +70,7 @@ class Model(nn.Module):
 
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch):
-    monkeypatch.setattr(slower, "find", lambda device_type: None)  # a profile may say that small products are slower
+    monkeypatch.setattr(estimates, "find", lambda device_type: None)  # a profile may say that small products are slower
     torch.manual_seed(0)
     polycast.clear_autocast_cache()
     yield

@@ -7,7 +7,7 @@ from torch import nn
 
 import polycast
 from polycast import Fastest, WeightCache, autocast
-from polycast_plugins.fastest.ways import ways_of
+from polycast_plugins.fastest.measure import ways_of
 from polycast_plugins.quantize.cpu.few_rows import FewRowsMatmul, few_rows_availability
 from polycast_plugins.testing.low_bit import run_prepacked
 
