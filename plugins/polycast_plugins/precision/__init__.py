@@ -6,15 +6,15 @@ __getattr__, __dir__, __all__ = lazy_names(__name__)
 
 plugin = Plugin(
     names={
-        "Reference": "polycast_plugins.precision.comparison:Reference",
+        "Reference": "polycast_plugins.precision.compare:Reference",
         "compare": "polycast_plugins.precision.compare:compare",
         "equalize": "polycast_plugins.precision.equalize:equalize",
         "explain": "polycast_plugins.precision.explain:explain",
         "tune": "polycast_plugins.precision.tune:tune",
     },
     commands={
-        "explain": "polycast_plugins.precision.explain_command:run",
-        "tune": "polycast_plugins.precision.tune_command:run",
+        "explain": "polycast_plugins.precision.model_command:run_explain",
+        "tune": "polycast_plugins.precision.model_command:run_tune",
     },
     needs=["fastest", "observe", "quantize"],
 )

@@ -6,11 +6,13 @@ modules in it as in the reference. The rest of its error comes from its inputs. 
 lockstep with their backward, where the gradients of a module's outputs take the part of inputs.
 """
 
+import os
 import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -20,15 +22,77 @@ from polycast.plugin import Recipe, check, get_backend, read_recipe
 from polycast_plugins.observe import RandomState
 
 from .calls import Calls, ModelCall, calls_of, device_of, run_eagerly, tensors_of
-from .comparison import Comparison, PolicyLike, Reference
 from .gradients import LOSS
 from .isolation import in_use
 from .measured import Loss, LossModule, check_loss
 from .profiling_run import ModelProfile, check_not_scripted, profiled
 from .record import Lockstep, Record
+from .results import Comparison
 from .runs import RunResult, run_both
 from .sides import Side, Sides
 from .values import Sums, tensors_in
+
+PolicyLike: TypeAlias = Policy | Mapping[Any, Any] | str | os.PathLike[str]
+"""The types that ``policy=`` accepts."""
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A run to compare with, which differs in what is given from the run that is compared.
+
+    Attributes:
+        model: another model, such as another checkpoint; its modules are matched by their names.
+        dtype: another fast dtype.
+        policy: another policy; ``{}`` for none.
+        recipe: another recipe; ``"none"`` for none.
+        enabled: whether it runs in a region; False for float32, outside all regions.
+        compiled: whether code of :func:`torch.compile` runs as such, or eagerly.
+
+    Example:
+        >>> import torch, polycast
+        >>> model, x = torch.nn.Linear(4, 4), torch.randn(2, 4)
+        >>> float16 = polycast.Reference(dtype=torch.float16)
+        >>> comparison = polycast.compare(model, x, dtype=torch.bfloat16, reference=float16)
+        >>> comparison.reference
+        'a region of float16 on cpu'
+    """
+
+    model: torch.nn.Module | None = None
+    dtype: torch.dtype | None = None
+    policy: PolicyLike | None = None
+    recipe: Recipe | str | None = None
+    enabled: bool | None = None
+    compiled: bool | None = None
+
+    @classmethod
+    def of(cls, value: object) -> "Reference":
+        """Return a reference: float32 for None, and a module as the model.
+
+        Raises:
+            TypeError: it is something else.
+        """
+        if value is None:
+            return cls(enabled=False, compiled=False)
+        if isinstance(value, torch.nn.Module):
+            return cls(value)
+        if isinstance(value, Mapping):
+            raise TypeError(
+                f"reference must be a polycast.Reference or a model, got a mapping ({type(value).__name__}). Load a "
+                "state dict into a copy of the model: other = copy.deepcopy(model); other.load_state_dict(...)"
+            )
+        if not isinstance(value, cls):
+            raise TypeError(
+                f"reference must be a polycast.Reference, a model, or None for float32; got {value!r}. For example: "
+                "reference=polycast.Reference(dtype=torch.float16)"
+            )
+        if value.model is not None and not isinstance(value.model, torch.nn.Module):
+            raise TypeError(f"the model of a Reference must be a torch.nn.Module, got {type(value.model).__name__}")
+        return value
+
+    def over(self, other: "Reference") -> "Reference":
+        """Return this reference with what is not given as in another."""
+        given: dict[str, Any] = {name: value for name, value in vars(self).items() if value is not None}
+        return replace(other, **given)
 
 
 def compare(

@@ -17,9 +17,8 @@ from polycast import Explanation, Policy, apply_policy, rules_of
 from polycast.plugin import Recipe, dtype_name, events, explain_op, get_backend
 
 from .calls import DispatchMode, ModelCall, device_of, in_this_thread, watched
-from .compare import enabled_region, wanted_recipe
-from .comparison import PolicyLike
-from .model_explanation import ModelExplanation, ModuleExplanation
+from .compare import PolicyLike, enabled_region, wanted_recipe
+from .results import ModelExplanation, ModuleExplanation
 from .values import tensors_in
 
 if TYPE_CHECKING:

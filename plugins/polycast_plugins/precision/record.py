@@ -9,11 +9,11 @@ import torch
 from polycast_plugins.observe import RandomState, RecipeCounts
 
 from .calls import CallKey, ModelCall, tensors_of
-from .comparison import GradientErrors, ModuleErrors
 from .gradients import GradientCall, Gradients, aligned
 from .measured import LossModule
 from .profiling_run import ModelProfile, ModuleProfile
 from .repeated import OwnGradients
+from .results import GradientErrors, ModuleErrors
 from .sides import Handoff, Side, Sides
 from .values import Sums, is_finite
 

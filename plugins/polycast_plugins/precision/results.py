@@ -1,83 +1,20 @@
-"""``Reference``, what ``compare`` compares with, and ``Comparison``, its result."""
+"""The results of ``compare``, and of ``explain`` for a model: values that print as tables and convert to plain data."""
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 
-from polycast import Policy
 from polycast.plugin import Recipe, Result, dtype_name
 from polycast_plugins.observe import LowBit, recipe_lines
 
 from .values import Error
 
-PolicyLike: TypeAlias = Policy | Mapping[Any, Any] | str | os.PathLike[str]
-"""The types that ``policy=`` accepts."""
 SCHEMA = 1
-"""The schema of :meth:`Comparison.to_dict`."""
+"""The schema of the plain data of a :class:`Comparison` and a :class:`ModelExplanation`."""
 _SHOWN = 40
-
-
-@dataclass(frozen=True)
-class Reference:
-    """A run to compare with, which differs in what is given from the run that is compared.
-
-    Attributes:
-        model: another model, such as another checkpoint; its modules are matched by their names.
-        dtype: another fast dtype.
-        policy: another policy; ``{}`` for none.
-        recipe: another recipe; ``"none"`` for none.
-        enabled: whether it runs in a region; False for float32, outside all regions.
-        compiled: whether code of :func:`torch.compile` runs as such, or eagerly.
-
-    Example:
-        >>> import torch, polycast
-        >>> model, x = torch.nn.Linear(4, 4), torch.randn(2, 4)
-        >>> float16 = polycast.Reference(dtype=torch.float16)
-        >>> comparison = polycast.compare(model, x, dtype=torch.bfloat16, reference=float16)
-        >>> comparison.reference
-        'a region of float16 on cpu'
-    """
-
-    model: torch.nn.Module | None = None
-    dtype: torch.dtype | None = None
-    policy: PolicyLike | None = None
-    recipe: Recipe | str | None = None
-    enabled: bool | None = None
-    compiled: bool | None = None
-
-    @classmethod
-    def of(cls, value: object) -> "Reference":
-        """Return a reference: float32 for None, and a module as the model.
-
-        Raises:
-            TypeError: it is something else.
-        """
-        if value is None:
-            return cls(enabled=False, compiled=False)
-        if isinstance(value, torch.nn.Module):
-            return cls(value)
-        if isinstance(value, Mapping):
-            raise TypeError(
-                f"reference must be a polycast.Reference or a model, got a mapping ({type(value).__name__}). Load a "
-                "state dict into a copy of the model: other = copy.deepcopy(model); other.load_state_dict(...)"
-            )
-        if not isinstance(value, cls):
-            raise TypeError(
-                f"reference must be a polycast.Reference, a model, or None for float32; got {value!r}. For example: "
-                "reference=polycast.Reference(dtype=torch.float16)"
-            )
-        if value.model is not None and not isinstance(value.model, torch.nn.Module):
-            raise TypeError(f"the model of a Reference must be a torch.nn.Module, got {type(value.model).__name__}")
-        return value
-
-    def over(self, other: "Reference") -> "Reference":
-        """Return this reference with what is not given as in another."""
-        given: dict[str, Any] = {name: value for name, value in vars(self).items() if value is not None}
-        return replace(other, **given)
 
 
 @dataclass(frozen=True)
@@ -255,3 +192,80 @@ def _measures(error: Error | None) -> list[str]:
 
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.2e}" if value else "0"
+
+
+@dataclass(frozen=True)
+class ModuleExplanation(Result):
+    """The dtypes of a module that runs ops itself, or has a rule.
+
+    Attributes:
+        name: its name in the model; empty for the model itself.
+        kind: its class.
+        calls: the number of its calls.
+        rule: the rule of :func:`polycast.apply_policy` that applies to it: its own, or that of the innermost module
+            around it; empty if there is none.
+        weights: the dtypes of its own floating-point parameters.
+        compute: by what its ops compute in, the number of ops: a dtype, such as ``"bfloat16"``, or a recipe, such as
+            ``"int8"``. Casts, views, and ops on integers do not count.
+        output: the dtypes of the floating-point tensors that it returns.
+        declined: why the recipe does not compute ops of this module, by op.
+    """
+
+    name: str
+    kind: str
+    calls: int
+    rule: str
+    weights: tuple[torch.dtype, ...]
+    compute: Mapping[str, int]
+    output: tuple[torch.dtype, ...]
+    declined: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class ModelExplanation(Result):
+    """The effect of autocast on the modules of a model. ``print`` and notebooks show a table.
+
+    Attributes:
+        device_type, dtype: the device and the dtype of the region.
+        recipe: the recipe of the region, if it has one.
+        modules: the modules that run ops themselves or have a rule, in the order of their first calls.
+    """
+
+    device_type: str
+    dtype: torch.dtype
+    recipe: Recipe | None
+    modules: tuple[ModuleExplanation, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the explanation as plain data for JSON."""
+        return {"schema": SCHEMA, "torch": torch.__version__, **super().to_dict()}
+
+    def tables(self) -> Iterator[tuple[tuple[str, ...], list[tuple[str, ...]]]]:
+        """Yield the table of modules."""
+        has_rules = any(each.rule for each in self.modules)
+        columns = ("module", "class", "weights", "computes in", "returns", *(["rule"] if has_rules else []))
+        yield columns, [row[: len(columns)] for row in self._rows()]
+
+    def _rows(self) -> Iterator[tuple[str, ...]]:
+        for each in self.modules:
+            compute = ", ".join(each.compute) or "-"
+            yield each.name or "(model)", each.kind, _names(each.weights), compute, _names(each.output), each.rule
+
+    def lines(self) -> list[str]:
+        """Return the region, and what its recipe declines."""
+        recipe = "" if self.recipe is None else f" and {self.recipe.short}"
+        reasons: dict[str, list[str]] = {}
+        for each in self.modules:
+            for op, reason in each.declined.items():
+                reasons.setdefault(f"{op.removeprefix('aten::')}: {reason}", []).append(each.name or "(model)")
+        declined = [f"Declined in {_some(names)}: {what}" for what, names in reasons.items()]
+        return [f"In a region of {dtype_name(self.dtype)}{recipe} on {self.device_type}.", *declined]
+
+
+def _names(dtypes: tuple[torch.dtype, ...]) -> str:
+    return ", ".join(map(dtype_name, dtypes)) or "-"
+
+
+def _some(names: list[str]) -> str:
+    others = f" and {len(names) - 3} other modules" if len(names) > 4 else ""
+    return ", ".join(names[:3] if others else names) + others

@@ -1,48 +1,96 @@
-"""``polycast tune``: search for a policy, and write its file."""
+"""``polycast explain`` and ``polycast tune``, for a model that a function of a script builds."""
 
 import enum
+import importlib.util
+import sys
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeAlias
 
 import torch
 import typer
 
 from polycast.plugin import read_dtype, read_recipe
-from polycast_plugins.cli import check_output, console, library_errors
+from polycast_plugins.cli import check_output, console, library_errors, print_json
 
-from .built import FastDtype, Target, built, function_of
 from .evidence import Tuned
+from .explain import explain
 from .tune import tune
 
-
-class Over(enum.Enum):
-    """The candidates of the search."""
-
-    MODULES = "modules"
-    OPS = "ops"
-
-
-class Objective(enum.Enum):
-    """The objective of the search."""
-
-    ACCURACY = "accuracy"
-    TIME = "time"
-
-
-class Reduction(enum.Enum):
-    """The distance over several batches."""
-
-    WORST = "worst"
-    MEAN = "mean"
+Over = enum.Enum("Over", {"MODULES": "modules", "OPS": "ops"})
+Objective = enum.Enum("Objective", {"ACCURACY": "accuracy", "TIME": "time"})
+Target: TypeAlias = Annotated[
+    str,
+    typer.Argument(
+        metavar="SCRIPT:BUILD", help="A Python file, and a function in it that returns a model and its inputs."
+    ),
+]
+FastDtype: TypeAlias = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="Use this fast dtype, such as float16. The default is the device's."),
+]
+_BUILD = (
+    "It must return (model, data), (model, data, metric) or (model, data, metric, loss), as polycast.tune takes them."
+)
 
 
-def run(
+def function_of(target: str) -> Any:
+    """Return the function that a target names; its file is imported as a module."""
+    name, colon, function = target.rpartition(":")
+    path = Path(name)
+    if not (colon and function.isidentifier()):
+        raise typer.BadParameter(f"{target!r}: expected a file and a function in it, such as model.py:build.")
+    if not path.is_file():
+        raise typer.BadParameter(f"{target!r}: there is no file {name!r}.")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise typer.BadParameter(f"{target!r}: {name!r} is not a Python file.")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(path.stem, module)
+    sys.path.insert(0, str(path.resolve().parent))
+    spec.loader.exec_module(module)
+    if not callable(getattr(module, function, None)):
+        raise typer.BadParameter(f"{target!r}: {name!r} has no function {function!r}. {_BUILD}")
+    return getattr(module, function)
+
+
+def built(target: str, result: Any) -> tuple[torch.nn.Module, Any, Any, Any]:
+    """Return the model, its data, the metric and the loss, or None, that the function of a target returned."""
+    if not (isinstance(result, tuple) and len(result) in (2, 3, 4) and isinstance(result[0], torch.nn.Module)):
+        raise typer.BadParameter(f"{target!r} returned {type(result).__name__}. {_BUILD}")
+    model, data, *functions = result
+    metric, loss = (*functions, None, None)[:2]
+    return model, data, metric, loss
+
+
+def run_explain(
     target: Target,
     device: Annotated[
         str | None, typer.Option(metavar="NAME", help="Run the region on this device. The default is the model's.")
     ] = None,
+    dtype: FastDtype = None,
+    policy: Annotated[Path | None, typer.Option(metavar="FILE", help="Use the policy of this file.")] = None,
+    recipe: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Use this recipe, such as int8, without gradients.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Show the dtypes that a model's modules compute in and return in a region. Nothing is computed."""
+    build = function_of(target)
+    with library_errors():
+        fast = None if dtype is None else read_dtype(dtype)
+    model, inputs, *_ = built(target, build())
+    with library_errors(), torch.set_grad_enabled(recipe is None):
+        found = explain(model, inputs, device_type=device, dtype=fast, policy=policy, recipe=recipe)
+    if as_json:
+        print_json(found.to_dict())
+    else:
+        console().print(found)
+
+
+def run_tune(
+    target: Target,
     dtype: FastDtype = None,
     tolerance: Annotated[
         float, typer.Option(metavar="NUMBER", help="Accept this error of the output, relative to float32.")
@@ -61,12 +109,6 @@ def run(
         str | None,
         typer.Option(metavar="NAME", help="Find what this recipe, such as int8, must leave out."),
     ] = None,
-    margin: Annotated[
-        float, typer.Option(metavar="SHARE", help="Stay this share below the tolerance, such as 0.2.")
-    ] = 0.0,
-    reduction: Annotated[
-        Reduction, typer.Option(metavar="NAME", help="Take the worst error of several batches, or the mean.")
-    ] = Reduction.WORST,
     exclude: Annotated[
         list[str] | None,
         typer.Option(metavar="GLOB", help="Leave these modules, or ops, in float32. Can be repeated."),
@@ -106,15 +148,12 @@ def run(
                 data,
                 metric,
                 tolerance=tolerance,
-                device_type=device,
                 dtype=fast,
                 over=over.value,
                 objective=objective.value,
                 budget=budget,
                 recipe=wanted,
                 loss=loss,
-                reduction=reduction.value,
-                margin=margin,
                 exclude=exclude or (),
                 candidates=candidates or None,
                 holdout=held_out,
