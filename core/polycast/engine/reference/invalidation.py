@@ -1,45 +1,29 @@
-"""Invalidation: dropping casts of weights whose memory was written, or exposed, without a new version."""
+"""Writes to weights without a new version: each is counted here, and casts of what was written before are invalid."""
 
+import itertools
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Set
-from typing import Protocol, TypeVar
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ...common.atfork import Lock, hold_during_fork
+from ...common.atfork import hold_during_fork
 from ...torch_internals.private_names import has_storage, without_torch_function
 from ..casts.weights import TensorBase
 
 _T = TypeVar("_T")
 
-
-class Invalidated(Protocol):
-    """A store of casts."""
-
-    @property
-    def lock(self) -> Lock:
-        """The store's lock, which is held during a fork."""
-
-    def invalidate(self, storages: Set[int]) -> None:
-        """Drop the casts of weights in storages that were written."""
-
-    def invalidate_all(self) -> None:
-        """Drop all casts but those that torch would keep, whatever is written."""
-
-    def forget(self, weight: torch.Tensor) -> None:
-        """Drop the entries of a weight, and the reference to it."""
-
-
-_stores: "weakref.WeakSet[Invalidated]" = weakref.WeakSet()
+_stores: "weakref.WeakSet[Any]" = weakref.WeakSet()
 _lock = threading.RLock()
 _pending: dict[int, StorageWeakRef] = {}
 """The storages that a collective may still write, by identity."""
-_tracked: set[int] = set()
-"""The storages of weights that were cast, by identity. Some of the casts may be gone."""
-
-
+_last_writes: dict[int, int] = {}
+"""By identity of the storages of weights that were cast, a number for their last write."""
+_next = itertools.count(1).__next__
+_last_write_of_all = 0
+"""A number for the last time that any weight may have been written."""
 _modes = 0
 """The number of dispatch modes that threads are in."""
 
@@ -52,13 +36,13 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
-def add_store(store: Invalidated) -> None:
-    """Invalidate a store's casts from now on, as long as it is alive."""
+def add_store(store: Any) -> None:
+    """Add a store of casts, as long as it is alive: its `forget` is called with weights to drop references to."""
     with _lock:
         _stores.add(store)
 
 
-def all_stores() -> list[Invalidated]:
+def all_stores() -> list[Any]:
     """Return the stores that are alive."""
     with _lock:
         return list(_stores)
@@ -67,11 +51,14 @@ def all_stores() -> list[Invalidated]:
 hold_during_fork(lambda: [_lock, *(store.lock for store in all_stores())])
 
 
-def track(weight: torch.Tensor) -> StorageWeakRef:
-    """Track aliases of a weight's memory; return a reference that reserves the identity of its storage."""
-    storage = TensorBase.untyped_storage(weight)
-    _tracked.add(storage._cdata)
-    return StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+def last_write(storage: int) -> int:
+    """Return a number for the last write to a storage, and note writes to it from now on."""
+    return _last_writes.setdefault(storage, 0)
+
+
+def last_write_of_all() -> int:
+    """Return a number for the last time that any weight may have been written."""
+    return _last_write_of_all
 
 
 def may_be_written(storage: int) -> bool:
@@ -92,13 +79,11 @@ def read(tensor: torch.Tensor, function: Callable[[], _T]) -> _T:
 
 def note_alias(tensor: torch.Tensor) -> None:
     """Drop the casts of weights on a tensor's memory, which was exposed to writes without a new version."""
-    if not _tracked:
+    if not _last_writes:
         return
     with without_torch_function():
-        if has_storage(tensor):
-            storage = TensorBase.untyped_storage(tensor)._cdata
-            if storage in _tracked and storage not in _thread.reading:
-                note_writes([tensor])
+        if has_storage(tensor) and TensorBase.untyped_storage(tensor)._cdata not in _thread.reading:
+            note_writes([tensor])
 
 
 def enter_mode() -> None:
@@ -126,28 +111,30 @@ def begin_capture() -> None:
 
 
 def note_writes(tensors: Iterable[torch.Tensor] | None, *, is_pending: bool = False) -> None:
-    """Drop the casts of weights that were written without a new version.
+    """Invalidate the casts of weights that were written without a new version.
 
     Args:
         tensors: the weights, or tensors on their memory; None if any weight may have been written.
         is_pending: whether the writes may go on. Then no casts are cached until the storages are freed.
     """
+    global _last_write_of_all
     if tensors is None:
-        for store in all_stores():
-            store.invalidate_all()
+        _last_write_of_all = _next()
         return
-    written = {
-        storage._cdata: StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-        for storage in (TensorBase.untyped_storage(tensor) for tensor in tensors if tensor.layout is torch.strided)
-    }
-    _tracked.difference_update(written)
+    storages = [TensorBase.untyped_storage(tensor) for tensor in tensors if tensor.layout is torch.strided]
+    for storage in storages:
+        if storage._cdata in _last_writes:
+            _last_writes[storage._cdata] = _next()
     if is_pending:
         with _lock:
-            for storage in [storage for storage, reference in _pending.items() if _is_freed(reference)]:
-                del _pending[storage]
-            _pending.update(written)
-    for store in all_stores():
-        store.invalidate(written.keys())
+            for freed in [storage for storage, reference in _pending.items() if _is_freed(reference)]:
+                del _pending[freed]
+            _pending.update({storage._cdata: reserve(storage) for storage in storages})
+
+
+def reserve(storage: torch.UntypedStorage) -> StorageWeakRef:
+    """Return a reference that keeps the identity of a storage from being used again."""
+    return StorageWeakRef(storage)  # type: ignore[no-untyped-call]
 
 
 def _is_freed(reference: StorageWeakRef) -> bool:

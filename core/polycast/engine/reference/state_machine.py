@@ -54,8 +54,7 @@ class PythonStateMachine:
         """See :class:`StateMachine`, as for the other methods."""
         regions = self._regions
         device_type = settings.device_type
-        frame = Frame(owner, settings, regions.innermost.get(device_type), regions.kernel)
-        regions.push(frame)
+        regions.frames += (Frame(owner, settings, regions.innermost(device_type), regions.kernel),)
         torch.set_autocast_enabled(device_type, settings.enabled)
         torch.set_autocast_dtype(device_type, settings.dtype)
         if settings.cache_enabled is not None:
@@ -66,24 +65,34 @@ class PythonStateMachine:
     def leave(self, owner: object) -> bool | None:
         """Remove a frame. Its state passes to the frame or kernels above it; if there are none, it is restored."""
         regions = self._regions
-        frame = regions.remove(owner)
-        if frame is None:
+        frames = regions.frames
+        place = len(frames) - 1
+        while place >= 0 and frames[place].owner is not owner:
+            place -= 1
+        if place < 0:
             return None
-        if frame.newer is not None:
-            frame.newer.cache_enabled_before = frame.cache_enabled_before
+        frame, newer = frames[place], frames[place + 1 :]
+        above = None
+        for each in newer:
+            if each.device_type == frame.device_type:
+                above = each
+                break
+        regions.frames = frames[:place] + newer
+        if newer:
+            newer[0].cache_enabled_before = frame.cache_enabled_before
         else:
             torch.set_autocast_cache_enabled(frame.cache_enabled_before)
-        regions.pass_on(frame)
+        regions.pass_on(frame, above)
         if torch.autocast_decrement_nesting() == 0:
             clear_torchs_cache()
-        if regions.newest is None:
+        if not regions.frames:
             regions.store.clear()
         return is_function_mode_enabled()
 
     def last(self) -> tuple[object, Settings] | None:
         """Return owner and settings of the last region."""
-        frame = self._regions.newest
-        return None if frame is None else (frame.owner, frame.settings)
+        frames = self._regions.frames
+        return (frames[-1].owner, frames[-1].settings) if frames else None
 
     def without_autocast(self, device_type: str, exclusion: AbstractContextManager[Any]) -> NoAutocast:
         """Return a context manager in which a kernel of a device runs; see :class:`NoAutocast`."""
@@ -91,23 +100,26 @@ class PythonStateMachine:
 
     def runs_kernel(self, device_type: str) -> bool:
         """Return whether a kernel of a device runs on this thread."""
-        return self._regions.runs_kernel(device_type)
+        kernel = self._regions.kernel
+        while kernel is not None and kernel.device_type != device_type:
+            kernel = kernel.outer
+        return kernel is not None
 
     def open_regions(self, device_type: str) -> int:
         """Return the number of regions for a device, over all threads."""
-        return sum(regions.depth.get(device_type, 0) for regions in self._living())
+        return sum(len(regions.of(device_type)) for regions in self._living())
 
     def _living(self) -> list[ThreadRegions]:
         return [regions for thread in self._threads.copy() if (regions := thread()) is not None]
 
     def innermost(self, device_type: str) -> tuple[Override | None, CastCache | None]:
         """Return override and cache of the innermost region for a device."""
-        frame = self._regions.innermost.get(device_type)
+        frame = self._regions.innermost(device_type)
         return (None, None) if frame is None else (frame.override, frame.cache)
 
     def nesting(self, device_type: str) -> int:
         """Return the number of regions for a device."""
-        return self._regions.depth.get(device_type, 0)
+        return len(self._regions.of(device_type))
 
     def dtype(self, device_type: str) -> torch.dtype:
         """Return the fast dtype of a device on this thread."""
@@ -168,9 +180,10 @@ class PythonStateMachine:
         Where dispatch modes see the casts, only those are kept that torch keeps, and only in the region: the modes may
         write weights unseen.
         """
-        if not self.nesting(device_type):
+        frame = self._regions.innermost(device_type)
+        if frame is None:
             return None
-        _, cache = self.innermost(device_type)
+        cache = frame.cache
         own = self._regions.store
         only_as_torch = not caching_is_safe()
         store = own if cache is None or only_as_torch else self.store(cache)
