@@ -1,17 +1,19 @@
 """Invalidate cached casts on writes that change no version: the part in Python, for both engines.
 
 torch's fused optimizers and collectives write so: the engines hook these ops, and those that make aliases. Optimizers
-of other libraries do too, as their kernels take pointers: a hook of torch.optim runs after each step. See
-alias_hooks.h and alias_hooks.py for methods that expose a weight's memory, and hidden_ops.py for ops that run where
-torch counts no versions, or without Python.
+of other libraries do too, as their kernels take pointers: a hook of torch.optim runs after each step. torch counts no
+versions below the key at which dispatch modes run. And a graph of a device, which has captured a part of the program or
+a whole training step, repeats its writes at each replay, without Python. See alias_hooks.h and alias_hooks.py for
+methods that expose a weight's memory.
 """
 
 import functools
 import operator
+import sys
 import weakref
 from collections.abc import Callable, Iterable
 from types import ModuleType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.autograd import grad_mode
@@ -22,145 +24,119 @@ from ...torch_internals import changes
 from ...torch_internals.builtin_functions import Builtin
 from ...torch_internals.patcher import Patch, expect, method_of
 from ..disable_dynamo import disable_dynamo
-from .hidden_ops import HiddenOps, tell_of_hidden_ops
 
-WRITING_OPS = (
-    *(
-        f"aten::_fused_{name}_{overload}"
-        for name in ("adagrad", "adam", "adamw", "sgd")
-        for overload in ("", ".tensor_lr")
-    ),
-    *(
-        f"aten::{name}"
-        for name in (
-            "_amp_foreach_non_finite_check_and_unscale_",
-            "_batch_norm_with_update",
-            "_cudnn_attention_forward_no_dropout_inplace",
-            "_cummax_helper",
-            "_cummin_helper",
-            "_flash_attention_forward_no_dropout_inplace",
-            "_fused_moving_avg_obs_fq_helper",
-            "_native_batch_norm_legit",
-            "batch_norm_gather_stats",
-            "batch_norm_gather_stats_with_counts",
-            "batch_norm_update_stats",
-            "cudnn_batch_norm",
-            "kron.out",
-            "miopen_batch_norm",
-            "native_batch_norm",
-            "rrelu_with_noise",
-        )
-    ),
+
+def _ops(namespace: str, names: str) -> list[str]:
+    return [f"{namespace}::{name}" for name in names.split()]
+
+
+WRITING_OPS = _ops(
+    "aten",
+    """
+    _amp_foreach_non_finite_check_and_unscale_ _batch_norm_with_update _cudnn_attention_forward_no_dropout_inplace
+    _cummax_helper _cummin_helper _flash_attention_forward_no_dropout_inplace
+    _fused_adagrad_ _fused_adagrad_.tensor_lr _fused_adam_ _fused_adam_.tensor_lr
+    _fused_adamw_ _fused_adamw_.tensor_lr _fused_sgd_ _fused_sgd_.tensor_lr
+    _fused_moving_avg_obs_fq_helper _native_batch_norm_legit batch_norm_gather_stats batch_norm_gather_stats_with_counts
+    batch_norm_update_stats cudnn_batch_norm kron.out miopen_batch_norm native_batch_norm rrelu_with_noise
+    """,
 )
 """The ops of torch that write to some of their arguments without changing the version."""
 
-EXPOSING_OPS = tuple(
-    f"aten::{name}"
-    for name in (
-        "_sparse_bsc_tensor_unsafe",
-        "_sparse_bsr_tensor_unsafe",
-        "_sparse_compressed_tensor_unsafe",
-        "_sparse_coo_tensor_with_dims_and_tensors",
-        "_sparse_csc_tensor_unsafe",
-        "_sparse_csr_tensor_unsafe",
-        "data",
-        *(
-            f"{name}.source_{kind}"
-            for name in ("set", "set_")
-            for kind in ("Storage", "Storage_storage_offset", "Tensor")
-        ),
-        "unsafe_split.Tensor",
-        "unsafe_split_with_sizes",
-    )
+EXPOSING_OPS = _ops(
+    "aten",
+    """
+    _sparse_bsc_tensor_unsafe _sparse_bsr_tensor_unsafe _sparse_compressed_tensor_unsafe
+    _sparse_coo_tensor_with_dims_and_tensors _sparse_csc_tensor_unsafe _sparse_csr_tensor_unsafe
+    data unsafe_split.Tensor unsafe_split_with_sizes
+    set.source_Storage set.source_Storage_storage_offset set.source_Tensor
+    set_.source_Storage set_.source_Storage_storage_offset set_.source_Tensor
+    """,
 )
 """The ops of torch that make aliases of their arguments with versions of their own."""
 
-COLLECTIVES = (
-    *(
-        f"c10d::{name}"
-        for name in (
-            "_allgather_base_",
-            "_reduce_scatter_base_",
-            "allgather_",
-            "allgather_coalesced_",
-            "allgather_into_tensor_coalesced_",
-            "allreduce_",
-            "allreduce_coalesced_",
-            "alltoall_",
-            "alltoall_base_",
-            "broadcast_",
-            "gather_",
-            "recv_",
-            "recv_any_source_",
-            "reduce_",
-            "reduce_scatter_",
-            "reduce_scatter_tensor_coalesced_",
-            "scatter_",
-        )
-    ),
-    *(
-        f"_c10d_functional::{name}"
-        for name in (
-            "all_gather_into_tensor_out",
-            "all_reduce_",
-            "all_reduce_coalesced_",
-            "batch_p2p_ops",
-            "broadcast_",
-            "irecv",
-            "reduce_scatter_tensor_out",
-        )
-    ),
+COLLECTIVES = _ops(
+    "c10d",
+    """
+    _allgather_base_ _reduce_scatter_base_ allgather_ allgather_coalesced_ allgather_into_tensor_coalesced_ allreduce_
+    allreduce_coalesced_ alltoall_ alltoall_base_ broadcast_ gather_ recv_ recv_any_source_ reduce_ reduce_scatter_
+    reduce_scatter_tensor_coalesced_ scatter_
+    """,
+) + _ops(
+    "_c10d_functional",
+    """
+    all_gather_into_tensor_out all_reduce_ all_reduce_coalesced_ batch_p2p_ops broadcast_ irecv
+    reduce_scatter_tensor_out
+    """,
 )
 """The ops of torch.distributed that write to their arguments, possibly after they have returned."""
 
-
-class WatchedWrites:
-    """The hooks, installed from construction until :meth:`remove`.
-
-    Args:
-        note_writes: is called with tensors that were written without a new version.
-        forget: is called with tensors whose entries, and references to them, are to be dropped.
-        read: is called with a tensor and a function that makes aliases of it, but does not write to them; returns the
-            function's result.
-        hidden_ops: is told of dispatch modes and graphs.
-    """
-
-    def __init__(
-        self,
-        note_writes: Callable[[Iterable[torch.Tensor] | None], None],
-        forget: Callable[[Iterable[torch.Tensor]], None],
-        read: Callable[[torch.Tensor, Callable[[], Any]], Any],
-        hidden_ops: HiddenOps,
-    ) -> None:
-        global _note_writes, _forget, _read
-        _note_writes, _forget, _read = note_writes, forget, read
-        self._handle: RemovableHandle = register_optimizer_step_post_hook(_after_step)
-        tell_of_hidden_ops(hidden_ops)
-        changes.WRITES.make()
-        changes.COMPILERS_READS.make()
-
-    def remove(self) -> None:
-        """Uninstall the hooks."""
-        global _note_writes, _forget, _read
-        self._handle.remove()
-        changes.WRITES.undo()
-        changes.COMPILERS_READS.undo()
-        tell_of_hidden_ops(None)
-        _note_writes = _forget = _ignore
-        _read = _call
+_GRAPHS = (
+    ("torch.cuda.graphs", "CUDAGraph"),
+    ("torch.xpu.graphs", "XPUGraph"),
+    ("torch.mtia.mtia_graph", "MTIAGraph"),
+    ("torch.accelerator.graphs", "Graph"),
+)
 
 
-def _ignore(_: Iterable[torch.Tensor] | None) -> None:
-    pass
+class Capture(Protocol):
+    """Notes what is written while a graph is captured."""
+
+    def end(self) -> None:
+        """Note that the capture has ended."""
+
+    def note_replay(self) -> None:
+        """Drop what is cached of the weights that a replay writes."""
 
 
-def _call(_: torch.Tensor, function: Callable[[], Any]) -> Any:
-    return function()
+class WriteListener(Protocol):
+    """The part of each engine."""
+
+    def note_writes(self, tensors: Iterable[torch.Tensor] | None, /) -> None:
+        """Drop what is cached of tensors that were written without a new version; None: any may have been."""
+
+    def forget(self, tensors: Iterable[torch.Tensor], /) -> None:
+        """Drop the entries of tensors, and the references to them."""
+
+    def read(self, tensor: torch.Tensor, function: Callable[[], Any], /) -> Any:
+        """Call a function that makes aliases of a tensor, but does not write to them."""
+
+    def enter_mode(self) -> None:
+        """Note that this thread has entered a dispatch mode."""
+
+    def leave_mode(self) -> None:
+        """Note that it has left one."""
+
+    def begin_capture(self) -> Capture | None:
+        """Note what is written from now on; None if the engine cannot."""
 
 
-_note_writes: Callable[[Iterable[torch.Tensor] | None], None] = _ignore
-_forget: Callable[[Iterable[torch.Tensor]], None] = _ignore
-_read: Callable[[torch.Tensor, Callable[[], Any]], Any] = _call
+_listener: WriteListener | None = None
+_handle: RemovableHandle | None = None
+
+
+def watch(listener: WriteListener) -> None:
+    """Install the hooks, and tell a listener."""
+    global _listener, _handle
+    _listener = listener
+    _handle = register_optimizer_step_post_hook(_after_step)
+    changes.WRITES.make()
+    changes.COMPILERS_READS.make()
+
+
+def unwatch() -> None:
+    """Uninstall the hooks."""
+    global _listener
+    if _handle is not None:
+        _handle.remove()
+    changes.WRITES.undo()
+    changes.COMPILERS_READS.undo()
+    _listener = None
+
+
+def _note_writes(tensors: Iterable[torch.Tensor] | None) -> None:
+    if _listener is not None:
+        _listener.note_writes(tensors)
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -195,7 +171,8 @@ def forget_swapped(patch: Patch) -> None:
             return getattr(weakref, name)
 
         def getweakrefs(self, tensor: Any) -> list[Any]:
-            _forget([tensor])
+            if _listener is not None:
+                _listener.forget([tensor])
             return weakref.getweakrefs(tensor)
 
     patch.replace(torch.utils, "weakref", ForgettingModule("weakref"))
@@ -228,9 +205,9 @@ def keep_while_described(patch: Patch) -> None:
     @disable_dynamo  # compiled autograd describes tensors in frames that Dynamo sees
     @functools.wraps(describe_tensor)
     def describe_and_keep(self: Any, t: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if type(t) not in (torch.Tensor, torch.nn.Parameter):  # other classes may run any code
+        if type(t) not in (torch.Tensor, torch.nn.Parameter) or _listener is None:  # other classes may run any code
             return describe_tensor(self, t, *args, **kwargs)
-        return _read(t, lambda: describe_tensor(self, t, *args, **kwargs))
+        return _listener.read(t, lambda: describe_tensor(self, t, *args, **kwargs))
 
     patch.replace(MetaTensorDescriber, "describe_tensor", describe_and_keep)
 
@@ -258,3 +235,80 @@ def keep_in_first_run(patch: Patch) -> None:
             _note_writes(None)
 
     patch.replace(mode, "__torch_dispatch__", dispatch_known)
+
+
+def watch_modes(patch: Patch) -> None:
+    """Tell of the dispatch modes that are entered and left, except torch's and polycast's: these write no weights."""
+    modes: Any = vars(sys.modules["torch.utils._python_dispatch"])["TorchDispatchMode"]
+    enter, leave = method_of(modes, "__enter__", "self"), method_of(modes, "__exit__", "self")
+
+    @functools.wraps(enter)
+    @disable_dynamo
+    def enter_watched(self: Any) -> Any:
+        listener = _listener_to(self)
+        if listener is not None:
+            listener.enter_mode()
+        try:
+            return enter(self)
+        except BaseException:
+            if listener is not None:
+                listener.leave_mode()
+            raise
+
+    @functools.wraps(leave)
+    @disable_dynamo
+    def leave_watched(self: Any, *args: Any) -> Any:
+        try:
+            return leave(self, *args)
+        finally:
+            listener = _listener_to(self)
+            if listener is not None:
+                listener.leave_mode()
+
+    patch.replace(modes, "__enter__", enter_watched)
+    patch.replace(modes, "__exit__", leave_watched)
+
+
+def _listener_to(mode: Any) -> WriteListener | None:
+    writes_nothing = type(mode).__module__.partition(".")[0] in ("torch", "polycast", "polycast_plugins")
+    return None if writes_nothing or torch.compiler.is_compiling() else _listener
+
+
+def watch_graphs(patch: Patch) -> None:
+    """Tell of captures and replays of graphs. What an earlier graph writes is unknown: its replays drop all casts."""
+    for module, name in _GRAPHS:
+        graph = getattr(sys.modules.get(module), name, None)
+        if graph is not None:
+            _watch_graph(patch, graph)
+
+
+def _watch_graph(patch: Patch, graph: type) -> None:
+    begin, end, replay = (method_of(graph, name, "self") for name in ("capture_begin", "capture_end", "replay"))
+
+    @functools.wraps(begin)
+    def capture_begin(self: Any, *args: Any, **kwargs: Any) -> None:
+        begin(self, *args, **kwargs)
+        self._polycast_capture = None if _listener is None else _listener.begin_capture()
+
+    @functools.wraps(end)
+    def capture_end(self: Any) -> None:
+        try:
+            end(self)
+        finally:
+            capture = getattr(self, "_polycast_capture", None)
+            if capture is not None:
+                capture.end()
+
+    @functools.wraps(replay)
+    def replay_watched(self: Any) -> None:
+        try:
+            replay(self)
+        finally:
+            capture = getattr(self, "_polycast_capture", None)
+            if capture is not None:
+                capture.note_replay()
+            else:
+                _note_writes(None)
+
+    for name, hook in (("capture_begin", capture_begin), ("capture_end", capture_end), ("replay", replay_watched)):
+        patch.replace(graph, name, hook)

@@ -19,7 +19,7 @@ from ...torch_internals.dispatcher import OpOverload
 from ..casts.cast_cache import CastCache, cache_by_identity, process_cache
 from ..casts.not_prepacked import NOT_PREPACKED
 from ..casts.traced import cast_of_traced
-from ..casts.unversioned_writes import COLLECTIVES, EXPOSING_OPS, WRITING_OPS, WatchedWrites
+from ..casts.unversioned_writes import COLLECTIVES, EXPOSING_OPS, WRITING_OPS, unwatch, watch
 from ..casts.weights import STALE, storages_are_rewritten
 from ..disable_dynamo import disable_dynamo
 from ..kernels import Kernels, autocast_key, refusal
@@ -103,7 +103,7 @@ class NativeEngine:
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=extension.forget_other_threads)
         self._extension = extension
-        self._watched: WatchedWrites | None = None
+        self._is_watching = False
         # See StateMachine.
         self.enter: Callable[[object, Settings], bool] = extension.enter
         self.leave: Callable[[object], bool | None] = extension.leave
@@ -169,17 +169,17 @@ class NativeEngine:
 
     def watch_writes(self) -> None:
         """Watch for writes to weights that do not increment the version."""
-        if self._watched is None:
+        if not self._is_watching:
             self._extension.watch_writes(WRITING_OPS, COLLECTIVES, EXPOSING_OPS)
-            extension = self._extension
-            self._watched = WatchedWrites(extension.note_writes, extension.forget, extension.read, extension)
+            watch(self._extension)
+            self._is_watching = True
 
     def unwatch_writes(self) -> None:
         """Undo :meth:`watch_writes`."""
-        if self._watched is not None:
+        if self._is_watching:
             self._extension.unwatch_writes()
-            self._watched.remove()
-            self._watched = None
+            unwatch()
+            self._is_watching = False
 
     def kernels(self, backend: Backend, policies: Mapping[str, CastPolicy]) -> Kernels:
         """Install a backend's kernels."""

@@ -18,10 +18,10 @@ from ...torch_internals.dispatcher import (
     keys_below,
     redispatch,
 )
-from ..casts.unversioned_writes import COLLECTIVES, EXPOSING_OPS, WRITING_OPS, WatchedWrites
+from ..casts.unversioned_writes import COLLECTIVES, EXPOSING_OPS, WRITING_OPS, unwatch, watch
 from ..kernels import Kernels
 from . import invalidation
-from .invalidation import forget, note_writes, read
+from .invalidation import note_writes
 from .python_kernels import PythonKernels
 from .rules import tensors_in
 from .state_machine import PythonStateMachine
@@ -38,7 +38,7 @@ class ReferenceEngine(PythonStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self._watched: WatchedWrites | None = None
+        self._is_watching = False
         self._libraries: dict[str, Library] = {}
 
     def kernels(self, backend: Backend, policies: Mapping[str, CastPolicy]) -> Kernels:
@@ -47,9 +47,10 @@ class ReferenceEngine(PythonStateMachine):
 
     def watch_writes(self) -> None:
         """Watch for writes to weights that do not increment the version."""
-        if self._watched is None:
+        if not self._is_watching:
+            self._is_watching = True
             changes.ALIASES.make()
-            self._watched = WatchedWrites(note_writes, forget, read, invalidation)
+            watch(invalidation)
             for name in WRITING_OPS:
                 self._hook(name, _writes)
             for name in (*COLLECTIVES, *EXPOSING_OPS):
@@ -78,10 +79,10 @@ class ReferenceEngine(PythonStateMachine):
 
     def unwatch_writes(self) -> None:
         """Undo :meth:`watch_writes`."""
-        if self._watched is not None:
+        if self._is_watching:
+            self._is_watching = False
             changes.ALIASES.undo()
-            self._watched.remove()
-            self._watched = None
+            unwatch()
             for library in self._libraries.values():
                 library._destroy()  # type: ignore[no-untyped-call]
             self._libraries = {}

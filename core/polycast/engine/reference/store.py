@@ -285,7 +285,8 @@ class PythonStore:
 
         Parts that do not overlap fit, in any dtype. Where each call takes another slice, caching would be of no use.
         """
-        of_weight, current = self._entries.get(weight, {}), stamp_of(weight)
+        of_weight: dict[_Key, Entry] = self._entries.get(weight, {})
+        current = stamp_of(weight)
         for key, entry in of_weight.copy().items():
             if key[1] and entry.stamp[:3] != current[:3]:  # the weight was written or moved
                 del of_weight[key]
