@@ -21,7 +21,7 @@ from torch._subclasses import FakeTensorMode
 
 import polycast
 from polycast.engine import installation
-from polycast.engine.recipes import compute
+from polycast.engine.recipes import plan
 from polycast.registry.registry import registry
 from polycast.toolchain import load
 
@@ -315,11 +315,11 @@ def recipe_counts():
 @pytest.fixture
 def asked(monkeypatch):
     """Return a list of the ops for which Python was asked to compute a call by a recipe."""
-    asked, perform = [], compute.perform
+    asked, perform = [], plan.perform
 
     def note(op, *args):
         asked.append(op.removeprefix("aten::"))
         return perform(op, *args)
 
-    monkeypatch.setattr(compute, "perform", note)
+    monkeypatch.setattr(plan, "perform", note)
     return asked

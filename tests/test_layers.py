@@ -129,9 +129,8 @@ CALLS_UP = {
     "common.cached_property",
     "common.events",
     "region.library_region",  # calls a method of plugins
-    "engine.recipes.compute",  # calls the plans of plugins
     "engine.recipes.operators",  # calls the plans of plugins
-    "engine.recipes.plan",  # makes the plans of plugins
+    "engine.recipes.plan",  # makes and calls the plans of plugins
     "policy.recipe",  # calls methods of the recipes of plugins
     "engine.state",  # calls the methods that region.autocast overrides
     "torch_internals.callers_state",  # calls methods of plugins

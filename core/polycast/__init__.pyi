@@ -25,8 +25,8 @@ from .engine.casts.cast_cache import WeightCacheStats as WeightCacheStats
 from .engine.casts.weight_cache import WeightCache as WeightCache
 from .engine.installation import install as install
 from .engine.installation import uninstall as uninstall
-from .engine.register_op import OpRegistration as OpRegistration
-from .engine.register_op import register_op as register_op
+from .engine.registration import OpRegistration as OpRegistration
+from .engine.registration import register_op as register_op
 from .policy.cast_policy import CastPolicy as CastPolicy
 from .policy.recipe import NoRecipe as NoRecipe
 from .policy.value import Policy as Policy

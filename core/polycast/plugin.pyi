@@ -2,13 +2,12 @@ from .common.atfork import hold_during_fork as hold_during_fork
 from .common.events import events as events
 from .common.lazy_names import lazy_names as lazy_names
 from .engine.choice import choose_engine as choose_engine
-from .engine.disable_dynamo import disable_dynamo as disable_dynamo
 from .engine.drift import drift_of as drift_of
 from .engine.native_library import NativeLibrary as NativeLibrary
 from .engine.recipes.plan import Plan as Plan
-from .engine.register_backend import refresh as refresh
-from .engine.register_backend import register_backend as register_backend
-from .engine.register_backend import unregister_backend as unregister_backend
+from .engine.registration import refresh as refresh
+from .engine.registration import register_backend as register_backend
+from .engine.registration import unregister_backend as unregister_backend
 from .policy.cast_policy import CastPolicy as CastPolicy
 from .policy.cast_policy import policy_table as policy_table
 from .policy.dtypes import dtype_name as dtype_name
@@ -43,3 +42,4 @@ from .torch_internals.dispatcher import disable_autocast as disable_autocast
 from .torch_internals.lookup import torch_name as torch_name
 from .torch_internals.patcher import Feature as Feature
 from .torch_internals.patcher import Patch as Patch
+from .torch_internals.private_names import disable_dynamo as disable_dynamo

@@ -76,7 +76,7 @@ def region_of_rule(
     region.__init__(device_type, dtype, enabled)  # type: ignore[misc]
     found = Override.of_text(device_type, override, MODULE_RULE, rule)
     if found.recipe is not None:
-        from ..engine.recipes.compute import resolved  # few programs have a rule with a recipe
+        from ..engine.recipes.plan import resolved  # few programs have a rule with a recipe
 
         recipe = resolved(found.recipe, device_type, measure=True)
         found = make_override(device_type, frozenset(found.policies.items()), MODULE_RULE, rule, recipe, None)

@@ -18,13 +18,12 @@ from typing_extensions import Self
 from ..engine import state
 from ..engine.casts.cached_cast import enter_in_graph, leave_in_graph
 from ..engine.casts.cast_cache import cache_by_identity
-from ..engine.disable_dynamo import disable_dynamo
 from ..engine.installation import install_for
 from ..engine.override import Override
 from ..engine.state import Settings
 from ..torch_internals import changes
 from ..torch_internals.patcher import Patch, expect, method_of
-from ..torch_internals.private_names import enter_autocast
+from ..torch_internals.private_names import disable_dynamo, enter_autocast
 from . import backward
 from .torch_autocast import TorchAutocast, UnpatchedAutocast
 

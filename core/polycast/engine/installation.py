@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from ..common import generation
 from ..common.atfork import hold_during_fork
 from ..errors import BackendNotFoundError
-from ..policy.registered import Registration, policies_for, refuse_conflict, registrations
+from ..policy.registered import policies_for, registrations
 from ..registry.registry import registry
 from ..torch_internals import changes
 from ..torch_internals.dispatcher import all_op_names, has_kernel_for_dispatch_key
@@ -18,8 +18,9 @@ from .kernels import Kernels, autocast_key, installed
 from .override import Override
 from .state import Settings, ready, ready_with_cache
 
-_lock = threading.RLock()
-hold_during_fork(lambda: [_lock])
+lock = threading.RLock()
+"""Held while kernels are installed and removed."""
+hold_during_fork(lambda: [lock])
 
 
 def install(device_type: str) -> None:
@@ -65,7 +66,7 @@ def uninstall(device_type: str | None = None) -> None:
         run_uninstalled(None, _undo_changes)
     else:
         run_uninstalled([registry.parse_device_type(device_type)], lambda: None)
-    with _lock:
+    with lock:
         engine = chosen()
         if engine is not None and not installed and not caches_alive:
             engine.unwatch_writes()
@@ -96,7 +97,7 @@ def run_uninstalled(device_types: Iterable[str] | None, change: Callable[[], obj
     Raises:
         RuntimeError: a region for one of the devices is open, or this thread runs a kernel; nothing changes.
     """
-    with _lock:
+    with lock:
         names = list(installed) if device_types is None else [name for name in device_types if name in installed]
         removed = {name: installed.pop(name) for name in names}
         ready.difference_update(names, removed.values())
@@ -160,7 +161,7 @@ def support_overrides(device_type: str, override: Override | None) -> None:
 def watch_writes() -> None:
     """Watch for writes to weights that do not increment the version, also before the first region."""
     engine = choose_engine()
-    with _lock:
+    with lock:
         engine.watch_writes()
 
 
@@ -174,7 +175,7 @@ def kernels_of(device_type: str, also: Iterable[str] = ()) -> Kernels:
             added = {op: each.policy for op, each in registry.added_policies(backend).items()}
             if registrations or added:
                 changes.CACHE_KEYS.make()
-            with _lock:
+            with lock:
                 is_unchanged = registry.find(device_type) is backend and chosen() is engine
                 if device_type not in installed and is_unchanged:
                     engine.watch_writes()
@@ -186,49 +187,10 @@ def kernels_of(device_type: str, also: Iterable[str] = ()) -> Kernels:
                     kernels.add(name, None)
             if device_type not in ready:
                 kernels.add_pending()
-                with _lock:
+                with lock:
                     if not kernels.pending and installed.get(device_type) is kernels:
                         ready.update((device_type, kernels))
             return kernels
-
-
-def register(new: Registration) -> None:
-    """Register a policy for ops, effective at once, also in open regions.
-
-    Raises:
-        ValueError: an op has another policy registered.
-    """
-    changes.CACHE_KEYS.make()
-    with _lock:
-        refuse_conflict(new)
-        registrations.append(new)
-        try:
-            for device_type, kernels in installed.items():
-                for name, policy in policies_for(device_type).items():
-                    kernels.add(name, policy, replace=True)
-        except BaseException:
-            registrations.remove(new)
-            raise
-        finally:
-            state.machine.forget_actions()
-
-
-def unregister(old: Registration) -> None:
-    """Remove a registered policy, if it is registered, and restore those before it.
-
-    Raises:
-        RuntimeError: a thread is in a region of a device whose kernels have to change, or this thread runs one of them;
-            nothing changes.
-    """
-    with _lock:
-        if old not in registrations:
-            return
-        others = [registration for registration in registrations if registration is not old]
-        changed = [name for name in installed if policies_for(name) != policies_for(name, others)]
-        run_uninstalled(changed, lambda: registrations.remove(old))
-        state.machine.forget_actions()
-        for device_type in changed:
-            kernels_of(device_type)
 
 
 def torch_ops(device_type: str) -> frozenset[str]:

@@ -19,8 +19,8 @@ from typing_extensions import Self
 
 from ..common import generation
 from ..common.atfork import hold_during_fork
+from ..torch_internals.private_names import disable_dynamo
 from .casts.cast_cache import CastCache, CastStore
-from .disable_dynamo import disable_dynamo
 from .override import Override
 
 

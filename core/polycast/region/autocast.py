@@ -11,10 +11,10 @@ from typing_extensions import Self
 from ..compilers.torch_autocast import TorchAutocast
 from ..compilers.torchscript import ScriptedAsTorch
 from ..engine import state
-from ..engine.disable_dynamo import disable_dynamo
 from ..engine.state import RegionBase, Settings
 from ..policy.names import OpName
 from ..registry.registry import registry
+from ..torch_internals.private_names import disable_dynamo
 from .entry import prepare
 from .resolve import resolve
 

@@ -20,10 +20,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from ..engine.disable_dynamo import disable_dynamo
 from ..engine.overlap import CONFLICT, RECORDED, UNWRITTEN, WRITTEN, overlap
 from ..engine.reference.rules import is_eligible
-from ..torch_internals.private_names import is_tracing, version_of
+from ..torch_internals.private_names import disable_dynamo, is_tracing, version_of
 from .cast_containers import ByIdentity, CastCopy, CastInPlace, rebuilt
 
 _ATOMS = frozenset({type(None), bool, int, float, str, torch.dtype, torch.device})

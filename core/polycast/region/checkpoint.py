@@ -11,10 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ..engine.disable_dynamo import disable_dynamo
 from ..engine.inference import as_in_forward, in_function
 from ..torch_internals.patcher import Patch
-from ..torch_internals.private_names import dynamo_disabled
+from ..torch_internals.private_names import disable_dynamo, dynamo_disabled
 from .capture import Snapshot, call_in, capture
 
 

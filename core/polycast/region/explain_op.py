@@ -11,7 +11,7 @@ import torch
 from ..engine import state
 from ..engine.kernels import autocast_key, installed, refusal
 from ..engine.override import Override
-from ..engine.recipes.compute import plan_of
+from ..engine.recipes.plan import plan_of
 from ..engine.reference.rules import OpCall, apply_rule, is_eligible
 from ..engine.state import Settings
 from ..policy.cast_policy import CastPolicy

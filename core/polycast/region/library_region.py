@@ -8,7 +8,7 @@ from typing_extensions import Self
 
 from ..compilers.export import record_entry, record_exit
 from ..engine import state
-from ..engine.disable_dynamo import disable_dynamo
+from ..torch_internals.private_names import disable_dynamo
 from .autocast import autocast
 from .decorate import decorate, in_block
 from .entry import enter

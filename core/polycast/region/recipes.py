@@ -30,7 +30,7 @@ def usable_recipe(given: RecipeLike, backend: Backend, enabled: bool) -> Recipe:
     recipe = read_recipe(given)
     if not recipe.ops:
         return recipe
-    from ..engine.recipes.compute import resolved  # most programs use no recipe
+    from ..engine.recipes.plan import resolved  # most programs use no recipe
 
     answer = check_recipe(backend, recipe) if enabled else Availability(True)
     if answer.available:

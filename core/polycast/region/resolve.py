@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..engine import state
-from ..engine.disable_dynamo import disable_dynamo
 from ..engine.state import Settings
 from ..errors import AutocastDisabledWarning, warn_user
 from ..registry.backend import Backend
 from ..registry.checks import check_availability, check_dtype
 from ..registry.registry import registry
+from ..torch_internals.private_names import disable_dynamo
 from .slow_dtype import warn_if_slow
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from typing_extensions import Self
 
 from ..compilers.export import record_entry, record_exit
 from ..engine import state
-from ..engine.disable_dynamo import disable_dynamo
 from ..engine.state import Settings
+from ..torch_internals.private_names import disable_dynamo
 from . import switched_off
 from .entry import enter
 

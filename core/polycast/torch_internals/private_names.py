@@ -12,6 +12,7 @@ from torch.autograd import forward_ad
 from .dispatcher import dispatch_key
 from .lookup import torch_name
 
+_F = TypeVar("_F", bound=Callable[..., Any])
 _T = TypeVar("_T")
 
 # ---- Tracing, transforms and modes.
@@ -194,10 +195,16 @@ _FrameAction: Any = torch_name("torch._C._dynamo.eval_frame._FrameAction", None,
 _set_strategy: Any = torch_name("torch._C._dynamo.eval_frame.set_code_exec_strategy", None, _REGION_SKIPPED)
 
 
-def skip_frames(code: Any) -> None:
-    """Make Dynamo skip the frames of a code object, and the frames below them."""
+def disable_dynamo(func: _F) -> _F:
+    """Make Dynamo skip the frames of `func` and its callees; when it traces a caller, it still inlines `func`.
+
+    As ``torch.compiler.disable``, without its import of Dynamo. After a graph break, Dynamo compiles each function that
+    is called by itself. Entering a region sets state outside of any graph: compiled by itself, it would fail or do
+    nothing.
+    """
     if not any(each is None for each in (_FrameExecStrategy, _FrameAction, _set_strategy)):
-        _set_strategy(code, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
+        _set_strategy(func.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
+    return func
 
 
 _NOT_IN_REGIONS = "torch.cond and other higher-order ops raise NotImplementedError in regions on most devices"

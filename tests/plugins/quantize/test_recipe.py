@@ -12,7 +12,7 @@ import polycast
 from polycast import Int8, WeightCache, autocast
 from polycast.engine import state
 from polycast.engine.casts.cast_cache import process_cache
-from polycast.engine.recipes.compute import plan_of
+from polycast.engine.recipes.plan import plan_of
 from polycast.plugin import Availability, Plan
 from polycast.region.policies import override_of
 from polycast.registry.registry import registry

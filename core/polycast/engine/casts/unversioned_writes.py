@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from ...torch_internals import changes
 from ...torch_internals.builtin_functions import Builtin
 from ...torch_internals.patcher import Patch, expect, method_of
-from ..disable_dynamo import disable_dynamo
+from ...torch_internals.private_names import disable_dynamo
 
 
 def _ops(namespace: str, names: str) -> list[str]:

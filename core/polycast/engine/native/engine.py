@@ -16,12 +16,12 @@ from ...policy.cast_policy import CastPolicy
 from ...policy.schemas import hidden_writes, overload_with_dtype
 from ...registry.backend import Backend, overrides_is_capturing
 from ...torch_internals.dispatcher import OpOverload
+from ...torch_internals.private_names import disable_dynamo
 from ..casts.cast_cache import CastCache, cache_by_identity, process_cache
 from ..casts.not_prepacked import NOT_PREPACKED
 from ..casts.traced import cast_of_traced
 from ..casts.unversioned_writes import COLLECTIVES, EXPOSING_OPS, WRITING_OPS, unwatch, watch
 from ..casts.weights import STALE, storages_are_rewritten
-from ..disable_dynamo import disable_dynamo
 from ..kernels import Kernels, autocast_key, refusal
 from ..override import Override
 from ..recipes.actions import AS_IT_IS, CACHED_CAST, ActionKind, Results
@@ -131,9 +131,9 @@ class NativeEngine:
     def _perform_recipe(
         self, op: int, device_type: str, checked: bool, *args: Any
     ) -> tuple[Results | None, _NativeAction | None]:
-        from ..recipes import compute  # most regions have no recipe
+        from ..recipes import plan  # most regions have no recipe
 
-        result, action = compute.perform(_names[op], device_type, args, checked)
+        result, action = plan.perform(_names[op], device_type, args, checked)
         if action is None:
             return result, None
         kind, weight, prepack_id, operator, constants = action

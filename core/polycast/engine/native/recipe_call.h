@@ -1,5 +1,5 @@
 // Ops that a region's recipe computes: by the action that Python has decided for calls like this one, or by Python, in
-// recipes/compute.py.
+// recipes/plan.py.
 //
 // Calling Python takes the GIL and may run anything, which may end the region.
 

@@ -31,7 +31,7 @@ class ActionKind(IntEnum):
 class Action(NamedTuple):
     """How to compute calls of an op in regions with a recipe.
 
-    `perform` in compute.py returns it with the result of a call. The native engine keeps it for calls with the same
+    `perform` in plan.py returns it with the result of a call. The native engine keeps it for calls with the same
     metadata, until :func:`forget_actions`, so it must depend on nothing but
 
     - the op, the plan and the fast dtype;

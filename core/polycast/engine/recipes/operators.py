@@ -18,12 +18,12 @@ from ...policy.schemas import existing_op
 from ...registry.backend import Backend
 from ...registry.registry import registry
 from ...torch_internals.dispatcher import disable_autocast, tracking_views
+from ...torch_internals.private_names import disable_dynamo
 from .. import state
 from ..casts.cached_cast import TAGS, number_in_graph
 from ..casts.cast_cache import CastCache, cache_by_identity
 from ..casts.not_prepacked import INTERCEPTED, NO_WEIGHT
 from ..casts.weights import parameter_of
-from ..disable_dynamo import disable_dynamo
 from .in_dtype import in_dtype
 
 _lock = threading.RLock()

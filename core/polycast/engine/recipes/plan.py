@@ -15,12 +15,14 @@ from ...policy import manifests
 from ...policy.dtypes import dtype_name
 from ...policy.recipe import Recipe
 from ...registry.backend import Backend, LowBitKernel, overrides_is_capturing
-from ...torch_internals.private_names import has_python_key, is_intercepted, tracing_context
+from ...registry.registry import registry
+from ...torch_internals.private_names import disable_dynamo, has_python_key, is_intercepted, tracing_context
 from .. import state
 from ..casts import cast_cache, not_prepacked, traced, weights
 from ..casts.cast_cache import CastCache
 from ..inference import in_function
 from ..kernels import installed
+from ..override import Override
 from . import actions, operators
 from .actions import ActionKind, Results
 from .in_dtype import FLOATS, in_dtype
@@ -82,6 +84,9 @@ class Plan(ABC):
     SUBCLASS = "a tensor is of a subclass that sees each op itself, or has no memory"
     DECLINED, FLOAT32 = Action(ActionKind.DECLINED), Action(ActionKind.FLOAT32)
     CACHED_CAST, AS_IT_IS = actions.CACHED_CAST, actions.AS_IT_IS
+    is_intercepted = staticmethod(is_intercepted)
+    in_dtype = staticmethod(in_dtype)
+    in_function = staticmethod(in_function)
 
     def __init__(self, backend: Backend, recipe: Recipe) -> None:
         self.generation = generation.number
@@ -180,19 +185,9 @@ class Plan(ABC):
         return tensor.is_meta or has_python_key(tensor)
 
     @staticmethod
-    def is_intercepted() -> bool:
-        """Return whether something records, transforms or watches the ops of this thread."""
-        return is_intercepted()
-
-    @staticmethod
     def is_traced() -> bool:
         """Return whether a compiler, tracer, transform or dispatch mode sees the ops: tensors may be fake then."""
         return not weights.caching_is_safe()
-
-    @staticmethod
-    def in_function() -> bool:
-        """Return whether an autograd.Function runs, so that gradients may be needed although autograd is off."""
-        return in_function()
 
     @staticmethod
     def weight_of(tensor: torch.Tensor) -> torch.Tensor | None:
@@ -227,11 +222,6 @@ class Plan(ABC):
             return tensor.to(dtype)
         cast: torch.Tensor = torch.ops.polycast.cached_cast(parameter, dtype, -1)
         return cast if tensor is parameter else cast.as_strided(tensor.shape, tensor.stride(), 0)
-
-    @staticmethod
-    def in_dtype(op: str, args: Sequence[Any], dtype: torch.dtype) -> Any:
-        """Cast the arguments of an op, given by its name, to a dtype, and return what it computes from them."""
-        return in_dtype(op, args, dtype)
 
     def in_graph(self, op: str, args: Sequence[Any], cache: CastCache | None) -> torch.Tensor | str:
         """Replace an op by an operator in traced code; return its result there, or why the recipe declines it.
@@ -322,3 +312,35 @@ def _plan_of_text(backend: Backend, recipe: str) -> Plan:
 @functools.lru_cache(maxsize=64)
 def _plan_of_recipes_text(generation: int, backend: Backend, recipe: str) -> Plan:
     return Plan.of(backend, Recipe.of_text(recipe))
+
+
+@disable_dynamo
+def perform(op: str, device_type: str, args: Sequence[Any], checked: bool = False) -> Performed:
+    """Compute an op by the recipe of this thread's region; see :meth:`.Plan.perform`.
+
+    Called with autocast off for the device.
+    """
+    override, cache = state.machine.innermost(device_type)
+    plan = None if override is None else plan_of(override, device_type)
+    return (None, None) if plan is None else plan.perform(op, args, cache, checked)
+
+
+def plan_of(override: Override, device_type: str) -> Plan | None:
+    """Return the plan of an override's recipe on a device; None if it has none."""
+    backend = registry.find(device_type)
+    plan: Plan | None = override.plan
+    if plan is None or plan.backend is not backend or plan.generation != generation.number:
+        if override.recipe is None:
+            return None
+        plan = override.plan = Plan.of(backend, override.recipe)
+    return plan
+
+
+def resolved(recipe: Recipe, device_type: str, measure: bool) -> Recipe:
+    """Return what the recipe's method of this name does, or did before in this generation."""
+    return _resolved(generation.number, torch.get_num_threads(), recipe, device_type, measure)
+
+
+@functools.lru_cache(maxsize=64)
+def _resolved(generation: int, threads: int, recipe: Recipe, device_type: str, measure: bool) -> Recipe:
+    return recipe.resolved(device_type, measure)

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from ...torch_internals.patcher import Patch
+from ...torch_internals.private_names import disable_dynamo
 from ..casts.weights import TensorBase
-from ..disable_dynamo import disable_dynamo
 from .invalidation import note_alias
 
 METHODS = ("numpy", "untyped_storage", "data_ptr", "apply_", "map_", "map2_")

@@ -18,10 +18,10 @@ from ...policy.schemas import flatten_arguments, hidden_writes
 from ...policy.standard import COMPOSED_OPS
 from ...registry.backend import Backend
 from ...torch_internals.dispatcher import DispatchKeySet, OpOverload, excluding, keys_below, redispatch
+from ...torch_internals.private_names import disable_dynamo
 from ..casts.cast_cache import cache_by_identity
 from ..casts.traced import cast_of_traced
 from ..casts.weights import Source, caching_is_safe, is_weight, only_modes_see_casts, weight_of
-from ..disable_dynamo import disable_dynamo
 from ..kernels import Kernels, refusal
 from .rules import OpCall, apply_rule, is_eligible
 from .state_machine import PythonStateMachine
@@ -96,13 +96,13 @@ class _Kernel:
     def __call__(self, keys: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         policy = self._machine.policy(self._name, self._device_type, self._policy)
         if policy in (None, CastPolicy.LOWER_PRECISION_FP) and self._machine.has_recipe(self._name, self._device_type):
-            from ..recipes import compute  # most regions have no recipe
+            from ..recipes import plan  # most regions have no recipe
             from ..recipes.in_dtype import should_make_contiguous
 
             with self._machine.without_autocast(self._device_type, self._exclude()):
                 if caching_is_safe() and should_make_contiguous(self._name, flatten_arguments(self._op, args, kwargs)):
                     args = (args[0].contiguous(), *args[1:])
-                result, _ = compute.perform(self._name, self._device_type, flatten_arguments(self._op, args, kwargs))
+                result, _ = plan.perform(self._name, self._device_type, flatten_arguments(self._op, args, kwargs))
                 if result is not None:
                     return result
             # Python may have left the region. If autocast is off now, there is nothing to cast.
