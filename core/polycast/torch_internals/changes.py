@@ -7,230 +7,183 @@ dispatch keys and the hooks that torch offers (of optimizers, of modules) change
 - ALIASES on the native engine, which replaces the functions in C: ``engine/native/alias_hooks.h``.
 """
 
-from .patcher import Change, Feature
+from typing import Any
+
+from .patcher import Feature
+
+
+def _feature(
+    name: str, lost: str, *changes: tuple[str, str, str], outlives_uninstall: bool = False, **functions: str
+) -> Feature:
+    """Return a feature of the core, whose functions are given without ``polycast.``.
+
+    A change is a module, a function, and names in the module or, if they begin with ``torch.``, elsewhere.
+    """
+    full = [
+        (
+            module,
+            tuple([each if each.startswith("torch.") else f"{module}.{each}" for each in names.split()]),
+            f"polycast.{function}",
+        )
+        for module, function, names in changes
+    ]
+    others: dict[str, Any] = {key: f"polycast.{function}" for key, function in functions.items()}
+    return Feature(name, lost, full, outlives_uninstall=outlives_uninstall, **others)
+
 
 _EAGER = (
     "From the first region with policy= or cache=, or the first register_op(), on, compiled functions run eagerly, "
     "which is slower: use a torch that polycast supports."
 )
-_GRAPH_CAPTURE = "torch._functorch._aot_autograd.graph_capture"
-_SUBGRAPHS = "torch._higher_order_ops.invoke_subgraph"
-
-GUARDS = Feature(
+GUARDS = _feature(
     "guards",
     _EAGER,
     (
-        Change(
-            "torch._dynamo",
-            (
-                "torch._dynamo.output_graph.OutputGraph.init_ambient_guards",
-                "torch._dynamo.guards.CheckFunctionManager.compile_check_fn",
-                "torch._dynamo.guards.GuardManagerWrapper.check",
-            ),
-            "polycast.compilers.guards:guard_dynamo",
-        ),
+        "torch._dynamo",
+        "compilers.guards:guard_dynamo",
+        "output_graph.OutputGraph.init_ambient_guards guards.CheckFunctionManager.compile_check_fn "
+        "guards.GuardManagerWrapper.check",
     ),
-    on_refusal="polycast.compilers.eager_fallback:start",
-    on_undo="polycast.compilers.eager_fallback:stop",
+    on_refusal="compilers.eager_fallback:start",
+    on_undo="compilers.eager_fallback:stop",
 )
-CACHE_KEYS = Feature(
+CACHE_KEYS = _feature(
     "keys of caches",
     _EAGER,
     (
-        Change(
-            "torch._functorch._aot_autograd.autograd_cache",
-            ("torch._functorch._aot_autograd.autograd_cache.AOTAutogradCacheDetails.__init__",),
-            "polycast.compilers.cache_key:extend_autograds",
-        ),
-        Change(
-            "torch._inductor.codecache",
-            ("torch._inductor.codecache.FxGraphHashDetails.__init__",),
-            "polycast.compilers.cache_key:extend_inductors",
-        ),
+        "torch._functorch._aot_autograd.autograd_cache",
+        "compilers.cache_key:extend_autograds",
+        "AOTAutogradCacheDetails.__init__",
     ),
-    on_refusal="polycast.compilers.eager_fallback:start",
-    on_undo="polycast.compilers.eager_fallback:stop",
+    ("torch._inductor.codecache", "compilers.cache_key:extend_inductors", "FxGraphHashDetails.__init__"),
+    on_refusal="compilers.eager_fallback:start",
+    on_undo="compilers.eager_fallback:stop",
 )
-BACKWARD = Feature(
+BACKWARD = _feature(
     "backward",
     "In compiled code, gradients of ops that policies keep in float32 are computed in the fast dtype.",
-    (Change(_GRAPH_CAPTURE, (f"{_GRAPH_CAPTURE}.create_joint",), "polycast.compilers.backward:wrap_joint"),),
+    ("torch._functorch._aot_autograd.graph_capture", "compilers.backward:wrap_joint", "create_joint"),
 )
-NESTED_REGIONS = Feature(
+NESTED_REGIONS = _feature(
     "nested regions",
     "In a compiled function that calls a torch.compiler.nested_compile_region in several autocast states, calls "
     "may compute as in another of these states.",
+    ("torch._guards", "compilers.nested_regions:key_cache_by_state", "InvokeSubgraphCache.*"),
     (
-        Change(
-            "torch._guards",
-            ("torch._guards.InvokeSubgraphCache.*",),
-            "polycast.compilers.nested_regions:key_cache_by_state",
-        ),
-        Change(
-            _SUBGRAPHS,
-            (
-                f"{_SUBGRAPHS}.InvokeSubgraphAutogradOp.forward",
-                f"{_SUBGRAPHS}.InvokeSubgraphAutogradOp.backward",
-                f"{_SUBGRAPHS}.trace_joint_graph_as_bwd",
-            ),
-            "polycast.compilers.nested_regions:trace_again_in_regions",
-        ),
-        Change(
-            "torch._higher_order_ops.utils",
-            ("torch._higher_order_ops.utils.registered_hop_fake_fns",),
-            "polycast.compilers.nested_regions:run_traced_without_autocast",
-        ),
+        "torch._higher_order_ops.invoke_subgraph",
+        "compilers.nested_regions:trace_again_in_regions",
+        "InvokeSubgraphAutogradOp.forward InvokeSubgraphAutogradOp.backward trace_joint_graph_as_bwd",
+    ),
+    (
+        "torch._higher_order_ops.utils",
+        "compilers.nested_regions:run_traced_without_autocast",
+        "registered_hop_fake_fns",
     ),
 )
-CACHED_CASTS = Feature(
+CACHED_CASTS = _feature(
     "cached casts",
     "Compiled code casts each weight at each call.",
+    ("torch._functorch._aot_autograd.graph_capture", "compilers.cached_casts:keep_from_callers", "_create_graph"),
     (
-        Change(
-            _GRAPH_CAPTURE,
-            (f"{_GRAPH_CAPTURE}._create_graph",),
-            "polycast.compilers.cached_casts:keep_from_callers",
-        ),
-        Change(
-            "torch._inductor.graph",
-            ("torch._inductor.graph.GraphLowering.output", "torch._inductor.lowering.lowerings"),
-            "polycast.compilers.cached_casts:keep_from_inductor",
-        ),
+        "torch._inductor.graph",
+        "compilers.cached_casts:keep_from_inductor",
+        "GraphLowering.output torch._inductor.lowering.lowerings",
     ),
 )
-REGIONS_IN_GRAPHS = Feature(
+REGIONS_IN_GRAPHS = _feature(
     "regions in graphs",
     "Regions with policy=, recipe= or cache= break the graph of compiled functions that enter them.",
     (
-        Change(
-            "torch._dynamo.variables.ctx_manager",
-            (
-                "torch._dynamo.variables.ctx_manager.AutocastModeVariable.__init__",
-                "torch._dynamo.variables.ctx_manager.AutocastModeVariable.python_type",
-            ),
-            "polycast.compilers.graph_regions:let_graphs_hold_overrides",
-        ),
-        Change(
-            "torch._dynamo.output_graph",
-            ("torch._dynamo.output_graph.OutputGraph.call_user_compiler",),
-            "polycast.compilers.graph_regions:leave_regions_of_failed_graphs",
-        ),
-        Change(
-            "torch.fx.passes.split_module",
-            ("torch.fx.passes.split_module.split_module",),
-            "polycast.compilers.graph_regions:let_graphs_with_regions_be_split",
-        ),
+        "torch._dynamo.variables.ctx_manager",
+        "compilers.graph_regions:let_graphs_hold_overrides",
+        "AutocastModeVariable.__init__ AutocastModeVariable.python_type",
     ),
+    (
+        "torch._dynamo.output_graph",
+        "compilers.graph_regions:leave_regions_of_failed_graphs",
+        "OutputGraph.call_user_compiler",
+    ),
+    ("torch.fx.passes.split_module", "compilers.graph_regions:let_graphs_with_regions_be_split", "split_module"),
 )
-GRAPHS_ON_DISK = Feature(
+GRAPHS_ON_DISK = _feature(
     "graphs on disk",
     "Each process compiles the functions that enter a region, instead of loading their code from disk.",
     (
-        Change(
-            "torch._functorch._aot_autograd.autograd_cache",
-            ("torch._functorch._aot_autograd.autograd_cache.check_node_safe",),
-            "polycast.compilers.cache_key:cache_graphs_with_regions",
-        ),
+        "torch._functorch._aot_autograd.autograd_cache",
+        "compilers.cache_key:cache_graphs_with_regions",
+        "check_node_safe",
     ),
 )
-CHECKPOINT = Feature(
+CHECKPOINT = _feature(
     "checkpoint",
     "torch.utils.checkpoint does not recompute with the policy= and cache= of its forward. In regions with either, "
     "call checkpoint(polycast.capture().wrap(function), ...).",
     (
-        Change(
-            "torch.utils.checkpoint",
-            (
-                "torch.utils.checkpoint.CheckpointFunction._backward_cls.run_function",
-                "torch.utils.checkpoint._CheckpointFrame.recompute_fn",
-            ),
-            "polycast.region.checkpoint:carry_in_checkpoints",
-        ),
+        "torch.utils.checkpoint",
+        "region.checkpoint:carry_in_checkpoints",
+        "CheckpointFunction._backward_cls.run_function _CheckpointFrame.recompute_fn",
     ),
 )
-COMPILED_MODELS = Feature(
+COMPILED_MODELS = _feature(
     "compiled models",
     "A model that is compiled while it has a rule itself may run uncompiled after the rule is removed: compile it "
     "again then.",
-    (
-        Change(
-            "torch._dynamo",
-            ("torch._dynamo.eval_frame.OptimizedModule._initialize",),
-            "polycast.region.compiled_models:look_past_rules",
-        ),
-    ),
+    ("torch._dynamo", "region.compiled_models:look_past_rules", "eval_frame.OptimizedModule._initialize"),
 )
-WRITES = Feature(
+WRITES = _feature(
     "writes",
     "Cached casts may be stale after writes through DLPack, with the version set back, in dispatch modes or by "
     "CUDA graphs, and torch.utils.swap_tensors refuses weights that have cached casts.",
     (
-        Change(
-            "torch.autograd.grad_mode",
-            ("torch.autograd.grad_mode._unsafe_preserve_version_counter.__exit__",),
-            "polycast.engine.casts.unversioned_writes:note_hidden_writes",
-        ),
-        Change("torch.utils", ("torch.utils.weakref",), "polycast.engine.casts.unversioned_writes:forget_swapped"),
-        Change(
-            "torch._C",
-            ("torch._C._to_dlpack", "torch._C._to_dlpack_versioned", "torch._C._autograd._get_data_attr"),
-            "polycast.engine.casts.unversioned_writes:export_aliases",
-        ),
-        Change(
-            "torch.utils._python_dispatch",
-            (
-                "torch.utils._python_dispatch.TorchDispatchMode.__enter__",
-                "torch.utils._python_dispatch.TorchDispatchMode.__exit__",
-            ),
-            "polycast.engine.casts.unversioned_writes:watch_modes",
-        ),
-        Change(
-            "torch.cuda.graphs",
-            ("torch.*.*Graph.capture_begin", "torch.*.*Graph.capture_end", "torch.*.*Graph.replay"),
-            "polycast.engine.casts.unversioned_writes:watch_graphs",
-        ),
+        "torch.autograd.grad_mode",
+        "engine.casts.unversioned_writes:note_hidden_writes",
+        "_unsafe_preserve_version_counter.__exit__",
+    ),
+    ("torch.utils", "engine.casts.unversioned_writes:forget_swapped", "weakref"),
+    (
+        "torch._C",
+        "engine.casts.unversioned_writes:export_aliases",
+        "_to_dlpack _to_dlpack_versioned _autograd._get_data_attr",
+    ),
+    (
+        "torch.utils._python_dispatch",
+        "engine.casts.unversioned_writes:watch_modes",
+        "TorchDispatchMode.__enter__ TorchDispatchMode.__exit__",
+    ),
+    (
+        "torch.cuda.graphs",
+        "engine.casts.unversioned_writes:watch_graphs",
+        "torch.*.*Graph.capture_begin torch.*.*Graph.capture_end torch.*.*Graph.replay",
     ),
     outlives_uninstall=True,
 )
-COMPILERS_READS = Feature(
+COMPILERS_READS = _feature(
     "reads of the compiler",
     "The first call of newly compiled code drops the cached casts of the weights that it uses.",
     (
-        Change(
-            "torch._subclasses.meta_utils",
-            ("torch._subclasses.meta_utils.MetaTensorDescriber.describe_tensor",),
-            "polycast.engine.casts.unversioned_writes:keep_while_described",
-        ),
-        Change(
-            "torch._functorch._aot_autograd.runtime_wrappers",
-            ("torch.*.runtime_wrappers._AnalyzeCustomOpInputOutputMode.__torch_dispatch__",),
-            "polycast.engine.casts.unversioned_writes:keep_in_first_run",
-        ),
+        "torch._subclasses.meta_utils",
+        "engine.casts.unversioned_writes:keep_while_described",
+        "MetaTensorDescriber.describe_tensor",
+    ),
+    (
+        "torch._functorch._aot_autograd.runtime_wrappers",
+        "engine.casts.unversioned_writes:keep_in_first_run",
+        "torch.*.runtime_wrappers._AnalyzeCustomOpInputOutputMode.__torch_dispatch__",
     ),
     outlives_uninstall=True,
 )
-ALIASES = Feature(
+ALIASES = _feature(
     "aliases",
     "Cached casts may be stale after writes through .data, an array or a storage.",
     (
-        Change(
-            "torch",
-            (
-                "torch.Tensor.data",
-                "torch.Tensor.numpy",
-                "torch.Tensor.untyped_storage",
-                "torch.Tensor.data_ptr",
-                "torch.Tensor.apply_",
-                "torch.Tensor.map_",
-                "torch.Tensor.map2_",
-            ),
-            "polycast.engine.reference.alias_hooks:hook_aliases",
-        ),
+        "torch",
+        "engine.reference.alias_hooks:hook_aliases",
+        "Tensor.data Tensor.numpy Tensor.untyped_storage Tensor.data_ptr Tensor.apply_ Tensor.map_ Tensor.map2_",
     ),
-    on_undo="polycast.engine.reference.alias_hooks:clear_method_lists",
+    on_undo="engine.reference.alias_hooks:clear_method_lists",
     outlives_uninstall=True,
 )
-SETUP_CONTEXT = Feature("setup_context", "", (), on_undo="polycast.region.custom_function:restore_setup_context")
+SETUP_CONTEXT = _feature("setup_context", "", on_undo="region.custom_function:restore_setup_context")
 
 FOR_OVERRIDES = (GUARDS, CACHE_KEYS, BACKWARD, NESTED_REGIONS, CHECKPOINT)
 """The features that regions with an override or a cache need; torch's autocast state holds neither."""

@@ -21,11 +21,11 @@ from polycast.torch_internals.patcher import Feature, _function
 
 CORE = str(Path(polycast.__file__).parent)
 FEATURES = {each.name: each for each in vars(changes).values() if isinstance(each, Feature)}
-ROWS = [(name, change) for name, feature in FEATURES.items() for change in feature.changes]
+ROWS = [(name, *change) for name, feature in FEATURES.items() for change in feature.changes]
 NAMES = [
-    (feature, change.module, name)
-    for feature, change in ROWS
-    for name in change.names
+    (feature, module, name)
+    for feature, module, names, _ in ROWS
+    for name in names
     if "*" not in name and not name.endswith(".python_type") and not FEATURES[feature].outlives_uninstall
 ]
 """The names of each row, except those that only some versions of torch have, and features that are undone by users."""
@@ -114,7 +114,7 @@ def changed_in_torch():
 
 def use_everything():
     """Make the changes of all features."""
-    for name in {change.module for _, change in ROWS}:
+    for name in {module for _, module, _, _ in ROWS}:
         importlib.import_module(name)
     model, cache = layer(), polycast.WeightCache()
     with polycast.autocast("cpu", policy={"mm": "fp32"}):
@@ -168,7 +168,7 @@ def test_uninstall_leaves_nothing_of_polycast_in_torch(monkeypatch):
 @pytest.mark.usefixtures("engine", "int8_kernels")
 def test_all_that_is_changed_is_in_the_table():
     use_everything()
-    declared = [name for _, change in ROWS for name in change.names]
+    declared = [name for _, _, names, _ in ROWS for name in names]
     found = changed_in_torch()
     tables = [value for value in (getattr(*owner_of(name), None) for _, _, name in NAMES) if isinstance(value, dict)]
     others = {name: value for name, value in found.items() if not any(value is table for table in tables)}
@@ -230,22 +230,19 @@ def test_uninstall_restores_the_setup_context_of_functions():
 
 
 def slow_where_inductor_is_imported(rows):
-    """Return parameters for tests; the second of each row is a module of torch, or has one."""
-    modules = [getattr(row[1], "module", row[1]) for row in rows]
-    slow = [[pytest.mark.slow] if module.startswith("torch._inductor") else [] for module in modules]
-    return [pytest.param(*row, marks=marks, id=row_id(row)) for row, marks in zip(rows, slow, strict=True)]
+    """Return parameters for tests: a feature, a module of torch, and more."""
+    return [
+        pytest.param(*row, marks=[pytest.mark.slow] * row[1].startswith("torch._inductor"), id=f"{row[0]}-{at}")
+        for at, row in enumerate(rows)
+    ]
 
 
-def row_id(row):
-    return f"{row[0]}-{getattr(row[-1], 'module', row[-1])}"
-
-
-@pytest.mark.parametrize(("feature", "change"), slow_where_inductor_is_imported(ROWS))
-def test_the_names_and_the_function_of_a_row_exist(feature, change):
-    importlib.import_module(change.module)
-    assert callable(_function(change.function))
+@pytest.mark.parametrize(("feature", "module", "names", "function"), slow_where_inductor_is_imported(ROWS))
+def test_the_names_and_the_function_of_a_row_exist(feature, module, names, function):
+    importlib.import_module(module)
+    assert callable(_function(function))
     assert not FEATURES[feature].on_refusal or callable(_function(FEATURES[feature].on_refusal))
-    for name in change.names:
+    for name in names:
         if "*" not in name and not name.startswith(ADDED):
             owner, attribute = owner_of(name)
             assert hasattr(owner, attribute), name
