@@ -4,32 +4,25 @@ import pytest
 
 from polycast.plugin import drift_of, find_op
 
-from . import expected
-from .casts import CastChecks
-from .compiling import CompileChecks
 from .contract import ContractChecks
-from .function_checks import FunctionChecks
-from .imports import ImportChecks
+from .feature_checks import FeatureChecks
 from .kernel_checks import KernelChecks, kernel_names
 from .kernel_options import KernelOptionChecks
 from .low_bit import offered_recipes, recipes
 from .op_checks import OpChecks
 from .recipe_checks import RecipeChecks
 from .regions import RegionChecks
-from .subject import require
+from .subject import read_expected, require
 
 
 class BackendConformance(
     ContractChecks,
     RegionChecks,
     OpChecks,
-    CastChecks,
-    FunctionChecks,
-    CompileChecks,
+    FeatureChecks,
     KernelChecks,
     RecipeChecks,
     KernelOptionChecks,
-    ImportChecks,
 ):
     """The conformance suite of a backend: subclass it in a test file, under a name that begins with ``Test``.
 
@@ -57,7 +50,7 @@ class BackendConformance(
         tested = {name for name in dir(self) if name.startswith("test_")}
         tested |= {*kernel_names(backend), *recipes(), *backend.policies, *drift.only_in_torch, *drift.excluded_ops}
         stale = [
-            name for name in expected.read(self.expected_failures) if name not in tested and not _is_missing_op(name)
+            name for name in read_expected(self.expected_failures) if name not in tested and not _is_missing_op(name)
         ]
         require(
             not stale,

@@ -11,10 +11,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from polycast import CastPolicy, Policy
 from polycast.plugin import drift_of, dtype_name, find_op
 
-from .expected import read
-from .oracle import call_as, cast, eligible
 from .samples import SAMPLES, split
-from .subject import Device, Subject, describe, require
+from .subject import Device, Subject, describe, read_expected, require
 
 _STATE_DTYPES = (torch.uint8, torch.uint64)
 """The dtypes of a backward's workspace, and of attention's random state, which is for dropout. Ops leave memory of both
@@ -51,7 +49,7 @@ class OpChecks(Subject):
 
     def test_no_op_of_torchs_table_is_missing(self) -> None:
         """The table has every op for which torch has a kernel at the device's Autocast key."""
-        reasons = read(self.expected_failures)
+        reasons = read_expected(self.expected_failures)
         missing = [name for name in drift_of(self.get_backend()).only_in_torch if name not in reasons]
         require(
             not missing,
@@ -153,9 +151,58 @@ def _variants(sample: Any, device_type: str, fast_dtype: torch.dtype) -> Iterato
     positions = iter(range(1000))
 
     def first_in_fast(value: Any) -> Any:
-        return value.to(fast_dtype) if eligible(value, device_type) and next(positions) == 0 else value
+        return value.to(fast_dtype) if _eligible(value, device_type) and next(positions) == 0 else value
 
     yield "float32", sample
-    yield dtype_name(fast_dtype), cast(sample, device_type, fast_dtype)
+    yield dtype_name(fast_dtype), _cast(sample, device_type, fast_dtype)
     yield "mixed", tree_map(first_in_fast, sample)
-    yield "float64", cast(sample, device_type, torch.float64)
+    yield "float64", _cast(sample, device_type, torch.float64)
+
+
+def _eligible(value: object, device_type: str) -> bool:
+    """Return whether autocast for a device may cast a value."""
+    return (
+        isinstance(value, torch.Tensor)
+        and value.dtype.is_floating_point
+        and value.dtype is not torch.float64
+        and value.device.type == device_type
+    )
+
+
+def _cast(tree: Any, device_type: str, dtype: torch.dtype) -> Any:
+    """Return arguments with each eligible tensor cast."""
+    return tree_map(lambda value: value.to(dtype) if _eligible(value, device_type) else value, tree)
+
+
+def call_as(
+    policy: CastPolicy,
+    op: torch._ops.OpOverload,
+    arguments: tuple[tuple[Any, ...], dict[str, Any]],
+    device_type: str,
+    fast_dtype: torch.dtype,
+) -> Any:
+    """Call an op, outside of regions, as a region has to call it. The policy is not BANNED.
+
+    This is the oracle of the op table, written without the engines.
+    """
+    args, kwargs = arguments
+    schema = op._schema.arguments
+    first = args[0] if args else kwargs.get(schema[0].name)
+    if policy is CastPolicy.LOWER_PRECISION_FP:
+        args, kwargs = _cast(arguments, device_type, fast_dtype)
+    elif policy is CastPolicy.FP32:
+        args, kwargs = _cast(arguments, device_type, torch.float32)
+    elif policy is CastPolicy.PROMOTE:
+        dtypes = {leaf.dtype for leaf in tree_leaves(arguments) if _eligible(leaf, device_type)}
+        args, kwargs = _cast(arguments, device_type, torch.float32) if len(dtypes) > 1 else arguments
+    elif policy is CastPolicy.FP32_SET_OPT_DTYPE and _eligible(first, device_type):
+        position = next(at for at, each in enumerate(schema) if str(each.real_type) == "Optional[ScalarType]")
+        if len(args) <= position and kwargs.get(schema[position].name) is None:
+            kwargs = {**kwargs, schema[position].name: torch.float32}
+    elif policy is CastPolicy.FP32_APPEND_DTYPE:
+        assert first is not None
+        named = dict(zip((argument.name for argument in schema), args, strict=False)) | kwargs
+        defaults = {argument.name: argument.default_value for argument in schema if argument.name not in named}
+        dtype = torch.float32 if _eligible(first, device_type) else first.dtype
+        return op.overloadpacket(**named, **defaults, dtype=dtype)
+    return op(*args, **kwargs)

@@ -14,7 +14,6 @@ from torch._subclasses import FakeTensorMode
 from polycast import autocast, autocast_nesting, install
 from polycast.plugin import Availability, Backend, check, dtype_name, get_backend, torch_name
 
-from . import expected
 from .samples import Sample
 
 _dispatch_keys: Callable[[torch.Tensor], object] = torch_name(
@@ -87,7 +86,7 @@ class Subject:
     @pytest.fixture(autouse=True)
     def _expected_failure(self, request: pytest.FixtureRequest) -> None:
         """Mark a test as xfail if the file of expected failures names it, its op, kernel or recipe."""
-        reasons = expected.read(self.expected_failures)
+        reasons = read_expected(self.expected_failures)
         callspec = getattr(request.node, "callspec", None)
         params = [] if callspec is None else [callspec.params.get(name) for name in ("op", "kernel", "recipe")]
         for name in (request.node.originalname, *params):
@@ -199,3 +198,30 @@ def require(condition: object, message: str) -> None:
 def describe(value: object) -> str:
     """Return the dtype and the shape of a tensor as text; the repr of anything else."""
     return f"{dtype_name(value.dtype)}{list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+
+
+def read_expected(path: Path | str | None) -> dict[str, str]:
+    """Return the reasons of a file of expected failures, by name.
+
+    Args:
+        path: the file; None: no file. Each line is the name of an op or a test, white space and the reason. Empty
+            lines and lines that begin with ``#`` are skipped.
+
+    Raises:
+        ValueError: a line has no reason, or repeats a name.
+    """
+    reasons: dict[str, str] = {}
+    if path is None:
+        return reasons
+    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        name, *reason = line.split(maxsplit=1)
+        if not reason:
+            raise ValueError(
+                f"{path}, line {number}: {name!r} has no reason. Write it after the name, on the same line."
+            )
+        if name in reasons:
+            raise ValueError(f"{path}, line {number}: {name!r} is named twice. Remove one of the lines.")
+        reasons[name] = reason[0].strip()
+    return reasons

@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_leaves
 import polycast
 from polycast import CastPolicy
 from polycast.plugin import find_op
-from polycast_plugins.testing.oracle import call_as
+from polycast_plugins.testing.op_checks import call_as
 from polycast_plugins.testing.samples import SAMPLES, split
 
 
