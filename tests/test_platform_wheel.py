@@ -13,7 +13,7 @@ import pytest
 from polycast.engine.native.engine_library import ENGINE
 from polycast.toolchain.build import get_or_build
 from polycast.toolchain.cache_folder import cache_directory
-from polycast_plugins.cli.compiled import libraries
+from polycast_plugins.cli.build import libraries
 
 from .core.toolchain.test_prebuilt import HEADERS, platform_wheel, put_into
 

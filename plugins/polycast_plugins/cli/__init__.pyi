@@ -2,7 +2,7 @@ from polycast.plugin import Plugin
 
 from .command_line import app as app
 from .command_line import main as main
-from .output import check_output as check_output
+from .terminal import check_output as check_output
 from .terminal import console as console
 from .terminal import library_errors as library_errors
 from .terminal import print_json as print_json

@@ -13,7 +13,7 @@ from polycast import BackendStatus, backends
 from polycast.errors import BackendBrokenError
 from polycast.plugin import all_recipes, check, dtype_name, get_backend, manifests
 
-from .compiled import origins
+from .build import origins
 from .terminal import blame_at_end, console, engine_lines, library_errors, print_json, print_line, print_rows
 
 _STYLES = {

@@ -22,8 +22,7 @@ import typer
 from polycast import WeightCache, __version__, autocast, backends
 from polycast.plugin import Feature, choose_engine, manifests
 
-from .compiled import origins
-from .cpu_info import cpu_info, processor_name
+from .build import origins
 from .devices import known_devices
 from .terminal import console, ignore_slow_dtypes, print_json, print_line
 
@@ -49,6 +48,7 @@ _VARIABLES = (
     "XDG_CACHE_HOME",
 )
 """The environment variables that matter, besides those that begin with POLYCAST_."""
+_CPU_INFO = Path("/proc/cpuinfo")
 
 
 def _try(function: Callable[[], object]) -> Any:
@@ -98,15 +98,23 @@ def _ops() -> list[dict[str, str]]:
 
 
 def _cpu() -> dict[str, object]:
-    about = cpu_info()
+    about = _cpu_info()
     there = set(about.get("flags", about.get("Features", "")).split())
     there |= {name for name, has in getattr(torch.cpu, "get_capabilities", dict)().items() if has is True}
     return {
-        "name": processor_name(),
+        "name": about.get("model name") or platform.processor() or platform.machine(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "capability": torch.backends.cpu.get_cpu_capability(),
         "features": {feature: sorted(there.intersection(names)) for feature, names in _CPU_FEATURES.items()},
     }
+
+
+def _cpu_info() -> dict[str, str]:
+    """Return what Linux says in ``/proc/cpuinfo``, by the first processor that says it; empty on other systems."""
+    if not _CPU_INFO.is_file():
+        return {}
+    lines = _CPU_INFO.read_text(encoding="utf-8", errors="replace").splitlines()
+    return {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in reversed(lines))}
 
 
 def _accelerator() -> dict[str, object] | None:

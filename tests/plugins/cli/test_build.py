@@ -16,7 +16,7 @@ from polycast.toolchain.cache_folder import cache_directory
 from polycast.toolchain.cpp_library import BuildError
 from polycast.toolchain.prebuilt import no_compiler
 from polycast_plugins.cli import app
-from polycast_plugins.cli.compiled import common_libraries
+from polycast_plugins.cli.build import common_libraries
 
 WRITES = "open(sys.argv[sys.argv.index('-o') + 1], 'w').write('a library')"
 OPS = polycast.plugin.NativeLibrary.of_ops("polycast_plugins.quantize.cpu.native")

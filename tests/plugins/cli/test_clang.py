@@ -5,7 +5,7 @@ import pytest
 from polycast.engine.native.engine_library import ENGINE
 from polycast.plugin import NativeLibrary
 from polycast.toolchain.compiler import compile_library, find_compiler
-from polycast_plugins.cli.compiled import common_libraries
+from polycast_plugins.cli.build import common_libraries
 
 OF_PLUGINS = [each for each in common_libraries() if each != ENGINE]
 

@@ -101,6 +101,24 @@ def test_it_shows_the_features_of_the_processor(examine):
         assert "avx512_bf16" in found["cpu"]["features"]["bfloat16"]
 
 
+@pytest.mark.parametrize(
+    ("text", "name", "amx"),
+    [
+        ("model name\t: A: fast\nflags : amx_tile\n\nmodel name\t: B\nflags : sse\n", "A: fast", ["amx_tile"]),
+        ("CPU part : 0xd40\n", platform.processor() or platform.machine(), []),
+        (None, platform.processor() or platform.machine(), []),
+    ],
+    ids=["two processors", "one without a name", "no file"],
+)
+def test_the_first_processor_of_the_system_counts(examine, monkeypatch, tmp_path, text, name, amx):
+    monkeypatch.setattr(doctor, "_CPU_INFO", tmp_path / "cpuinfo")
+    monkeypatch.setattr(torch.cpu, "get_capabilities", dict, raising=False)
+    if text is not None:
+        (tmp_path / "cpuinfo").write_text(text)
+    _, found = examine()
+    assert (found["cpu"]["name"], found["cpu"]["features"]["AMX"]) == (name, amx)
+
+
 def test_only_relevant_variables_are_shown(engine, examine, monkeypatch):
     monkeypatch.setenv("POLYCAST_BLOCK", "xpu")
     monkeypatch.setenv("ACME_TOKEN", "secret")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from polycast_plugins.cli.output import check_output
+from polycast_plugins.cli import check_output
 
 
 def test_check_output_leaves_a_writable_file_unchanged(tmp_path):

@@ -9,7 +9,7 @@ from torch import nn
 
 import polycast
 from polycast import WeightCache, autocast
-from polycast_plugins.quantize import digests
+from polycast_plugins.quantize import contents as digests
 
 pytestmark = pytest.mark.usefixtures("engine", "no_grad")
 
