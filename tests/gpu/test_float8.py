@@ -4,8 +4,7 @@ import pytest
 import torch
 
 import polycast
-from polycast_plugins.quantize.cuda.float8 import Float8Matmul
-from polycast_plugins.quantize.cuda.float8_cast import cast_rows, cast_with_aten
+from polycast_plugins.quantize.cuda.float8 import Float8Matmul, cast_rows, cast_with_aten
 from polycast_plugins.testing.low_bit import assert_within
 
 from ..plugins.quantize.low_bit_calls import float8_product, run_kernel

@@ -13,9 +13,10 @@ from typing_extensions import Self, override
 
 from polycast.plugin import Result, memory_of
 
-from . import equalization_file as file
-from .weight_views import first_of, matrix_in, parameters_by_name
+from . import tensor_file
+from .weight_matrices import first_of, matrix_in, parameters_by_name
 
+_FORMAT, _VERSION = "polycast.Equalization", "1"
 _SHOWN = 40
 _SAMPLES = 32
 """The rows and the columns of a weight that its fingerprint is made of."""
@@ -35,7 +36,7 @@ class EqualizedWeight:
         error: the relative error of its products on the data, under the recipe, with these factors.
         plain_error: the same without factors.
         parameter, size: the name and the size of the parameter.
-        view: the matrix in the parameter; see ``weight_views.py``.
+        view: the matrix in the parameter; see ``weight_matrices.py``.
         fingerprint: the fingerprint of its values.
         factors: float32 [K], or None.
     """
@@ -116,8 +117,9 @@ class Equalization(Result):
             OSError: the file cannot be written.
         """
         tensors = {each.name: each.factors for each in self.weights if each.factors is not None}
-        described = {each.name: each.described() for each in self.weights}
-        file.write(Path(path), tensors, described, self.digest)
+        described = json.dumps({each.name: each.described() for each in self.weights})
+        metadata = {"format": _FORMAT, "version": _VERSION, "digest": self.digest, "weights": described}
+        tensor_file.write(Path(path), tensors, metadata)
         object.__setattr__(self, "path", os.path.abspath(path))
         _saved[self.digest] = os.path.abspath(path)
 
@@ -129,7 +131,7 @@ class Equalization(Result):
         """
         paths = [path for path in (self.path, _saved.get(self.digest)) if path is not None]
         for path in paths:
-            if file.digest_in(Path(path)) == self.digest:
+            if _digest_in(Path(path)) == self.digest:
                 return path
         if not paths:
             raise ValueError(f"{self!r} has no file: save it first, with equalization.save(path)")
@@ -155,7 +157,7 @@ class Equalization(Result):
         """
         if model is not None and not isinstance(model, torch.nn.Module):
             raise TypeError(f"model must be a torch.nn.Module or None, got {type(model).__name__}")
-        tensors, described, digest = file.read(Path(path))
+        tensors, described, digest = _read(Path(path))
         try:
             weights = tuple(_restored(name, fields, tensors.get(name)) for name, fields in described.items())
             found = cls(weights, os.path.abspath(path))
@@ -259,3 +261,35 @@ def _of_model(path: str, weights: tuple[EqualizedWeight, ...], model: torch.nn.M
     if differences:
         raise ValueError(f"{path!r} is the equalization of another model: {first_of(differences, '; ')}")
     return tuple(found)
+
+
+def _digest_in(path: Path) -> str | None:
+    """Return the digest of the equalization in a file, without reading its factors; None if there is none."""
+    try:
+        file = tensor_file.TensorFile(path)
+    except (OSError, ValueError):
+        return None
+    return file.metadata.get("digest") if file.metadata.get("format") == _FORMAT else None
+
+
+def _read(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any], str]:
+    """Return the tensors, the description of each weight, and the digest in a file.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is no equalization, or damaged.
+    """
+    try:
+        file = tensor_file.TensorFile(path)
+    except ValueError as error:
+        raise ValueError(f"{str(path)!r} is no equalization: {error}") from error
+    if file.metadata.get("format") != _FORMAT:
+        raise ValueError(f"{str(path)!r} is a safetensors file, but not an equalization that polycast saved")
+    if file.metadata.get("version") != _VERSION:
+        raise ValueError(f"{str(path)!r} is of version {file.metadata.get('version')}: install a newer polycast")
+    try:
+        described = dict(json.loads(file.metadata["weights"]))
+        tensors = {name: file.tensor(name).clone() for name, fields in described.items() if fields["strength"]}
+        return tensors, described, file.metadata["digest"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{str(path)!r} is damaged: {error}") from error

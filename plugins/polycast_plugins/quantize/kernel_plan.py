@@ -25,8 +25,7 @@ from polycast.plugin import (
     recipe_kernels,
 )
 
-from .equalized import checked_prepack, describe
-from .prepacked_format import PrepackedFormat, format_of
+from .weight_matrices import checked_prepack, describe
 
 CANNOT_PREPACK = "the weight cannot be prepacked"
 IN_FUNCTION = (
@@ -38,8 +37,28 @@ _lock = threading.RLock()  # reentrant: the garbage collector may run ops
 hold_during_fork(lambda: [_lock])
 _ids: list[tuple[weakref.ref[Extension], dict[Hashable, int]]] = []
 """The ids of prepacked weights by backend or extension, since two instances of one class may prepack differently."""
-_formats: dict[int, PrepackedFormat] = {}
+_formats: dict[int, "PrepackedFormat"] = {}
 """By their id, the format of prepacked weights."""
+
+
+@dataclass(frozen=True)
+class PrepackedFormat:
+    """Identifies the kernel and the recipe of a prepacked weight, in text that is the same in all processes.
+
+    Attributes:
+        device: the device type.
+        backend: the class of the backend, or of the extension, that has the kernel, and the version of the
+            distribution that supplies it.
+        recipe: the text of the recipe.
+        op: an op that uses it, by its name in the dispatcher.
+        kernel: the class of the kernel, what it says of its layout, and its constants, such as the instruction set.
+    """
+
+    device: str
+    backend: str
+    recipe: str
+    op: str
+    kernel: str
 
 
 @dataclass(frozen=True)
@@ -85,7 +104,7 @@ class KernelPlan(Plan):
 
     def _plan(self, op: str, kernel: LowBitKernel, given: Extension, package: str, version: str) -> PlannedKernel:
         prepack_id = _prepack_id(given, self.recipe, op, kernel)
-        made = format_of(given, f"{package} {version}".strip(), self.recipe, op, kernel)
+        made = _format_of(given, f"{package} {version}".strip(), self.recipe, op, kernel)
         _formats.setdefault(prepack_id, made)
         prepack = checked_prepack(kernel, self.recipe, op)
         action = self.operator_action(kernel, prepack_id)
@@ -236,3 +255,34 @@ def _prepack_id(given: Extension, recipe: Recipe, op: str, kernel: LowBitKernel)
             ids = {}
             _ids.append((weakref.ref(given), ids))
         return ids.get(key) or ids.setdefault(key, Plan.new_id())
+
+
+def _format_of(given: Extension, package: str, recipe: Recipe, op: str, kernel: LowBitKernel) -> PrepackedFormat:
+    """Return the format of a kernel's prepacked weights, given the name and version of the kernel's package."""
+    constants = ", ".join(_constants(kernel))
+    layout = "" if kernel.prepack_key is None else f" ({_text(kernel.prepack_key)})"
+    return PrepackedFormat(
+        given.device_type,
+        f"{_text(type(given))}{f' {package}' if package else ''}",
+        recipe.text,
+        op,
+        f"{_text(type(kernel))}{layout}{f', {constants}' if constants else ''}",
+    )
+
+
+def _constants(kernel: LowBitKernel) -> list[str]:
+    """Return the constants of a kernel, with the names that they have in its operator."""
+    values = [_text(value) for value in kernel.constants]
+    if kernel.operator is None or not values:
+        return values
+    arguments = kernel.operator._schema.arguments[-len(values) :]
+    return [f"{argument.name}={value}" for argument, value in zip(arguments, values, strict=True)]
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, type):
+        return f"{value.__module__}.{value.__qualname__}"
+    if isinstance(value, tuple):
+        return ", ".join(map(_text, value))
+    known = isinstance(value, (bool, int, float, str, torch.dtype, type(None)))
+    return repr(value) if known else _text(type(value))  # the text of others may have an address

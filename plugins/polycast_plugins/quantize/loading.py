@@ -12,13 +12,20 @@ from torch import nn
 from polycast import WeightCache
 from polycast.plugin import Plan, Recipe, disable_autocast, events, get_backend, hold_during_fork
 
-from .contents import SavedContents, SavedEntry, SavedTensor, SavedWeight, View, versions
-from .digests import digests, sample_digests
-from .kernel_plan import KernelPlan, PlannedKernel
-from .prepacked_format import PrepackedFormat
+from .contents import (
+    SavedContents,
+    SavedEntry,
+    SavedTensor,
+    SavedWeight,
+    View,
+    digests,
+    sample_digests,
+    versions,
+)
+from .kernel_plan import KernelPlan, PlannedKernel, PrepackedFormat
 from .saving import flat
 from .tensor_file import TensorFile
-from .weight_views import first_of
+from .weight_matrices import first_of
 
 Verify: TypeAlias = Literal["all", "sample"]
 """The values of weights and of the file that are compared with digests."""

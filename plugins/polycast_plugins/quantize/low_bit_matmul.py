@@ -2,15 +2,12 @@
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from typing_extensions import override
 
 from polycast.plugin import LowBitKernel
-
-_Prepacked: TypeAlias = "tuple[torch.Tensor, ...]"
-_Multiply: TypeAlias = "Callable[[torch.Tensor, _Prepacked, torch.Tensor | None, float], torch.Tensor]"
 
 _SIZE_MISMATCH = "the sizes do not fit"
 
@@ -85,37 +82,49 @@ class LowBitMatmul:
 
     def kernels(self) -> Mapping[str, LowBitKernel]:
         """Return the kernels by op, for ``Backend.low_bit_kernels`` to return alone or with others."""
-        kernels: dict[str, _Kernel] = {
-            "aten::linear": _Linear(self),
-            "aten::matmul": _Matmul(self),
-            "aten::mm": _Mm(self),
-            "aten::addmm": _Addmm(self),
-        }
-        for op, kernel in kernels.items():
-            kernel.operator = self.operators.get(op)
-            kernel.constants = self.constants
-        return kernels
+        kinds = {"aten::linear": _Linear, "aten::matmul": _Matmul, "aten::mm": _Mm, "aten::addmm": _Addmm}
+        return {op: kind(self, self.operators.get(op)) for op, kind in kinds.items()}
 
 
-class _Kernel(LowBitKernel):
-    weight_layout: str
+class _Matmul(LowBitKernel):
+    """``aten::matmul`` with a matrix on the right, [K, N]."""
 
-    def __init__(self, matmul: LowBitMatmul) -> None:
-        self._prepack: Callable[..., tuple[torch.Tensor, ...] | None] = matmul.prepack
+    weight_layout = "columns are output features"
+
+    def __init__(self, matmul: LowBitMatmul, operator: Any) -> None:
+        self._matmul = matmul
+        self.operator = operator
+        self.constants = matmul.constants
         self.equalizes = matmul.equalizes
-        self._unsupported_reason = matmul.unsupported_reason
-        self._multiply = matmul.multiply if matmul.takes_batches else _flatten_batches(matmul.multiply)
         self.prepack_key: Hashable = type(matmul), self.weight_layout
 
     @override
+    def unsupported_reason(self, *args: Any) -> str | None:
+        x, weight = args
+        size = weight.shape[::-1]
+        return _size_mismatch(x, size) or self._matmul.unsupported_reason(x, size, None)
+
+    @override
+    def prepack(self, weight: torch.Tensor, *factors: torch.Tensor | None) -> tuple[torch.Tensor, ...] | None:
+        prepack: Callable[..., tuple[torch.Tensor, ...] | None] = self._matmul.prepack
+        return prepack(weight.t(), *factors)
+
+    @override
     def run(self, prepacked: tuple[torch.Tensor, ...], *args: Any) -> torch.Tensor:
-        return self._run(prepacked, *args) if self.operator is None else super().run(prepacked, *args)
+        if self.operator is not None:
+            return super().run(prepacked, *args)
+        x, bias, alpha = self._operands(*args)
+        if x.dim() == 2 or self._matmul.takes_batches:
+            return self._matmul.multiply(x, prepacked, bias, alpha)
+        result = self._matmul.multiply(x.reshape(-1, x.shape[-1]), prepacked, bias, alpha)
+        return result.view(*x.shape[:-1], result.shape[-1])
 
-    def _run(self, prepacked: tuple[torch.Tensor, ...], *args: Any) -> torch.Tensor:
-        raise NotImplementedError
+    def _operands(self, *args: Any) -> tuple[torch.Tensor, torch.Tensor | None, float]:
+        """Return the activations, the bias and alpha."""
+        return args[0], None, 1.0
 
 
-class _Linear(_Kernel):
+class _Linear(_Matmul):
     """``aten::linear``: a weight [N, K]."""
 
     weight_layout = "rows are output features"
@@ -126,36 +135,15 @@ class _Linear(_Kernel):
         size = weight.shape
         if bias is not None and bias.shape != size[:1]:
             return "the bias is not a vector of the output features"
-        return _size_mismatch(x, size) or self._unsupported_reason(x, size, bias)
+        return _size_mismatch(x, size) or self._matmul.unsupported_reason(x, size, bias)
 
     @override
     def prepack(self, weight: torch.Tensor, *factors: torch.Tensor | None) -> tuple[torch.Tensor, ...] | None:
-        return self._prepack(weight, *factors)
+        return super().prepack(weight.t(), *factors)
 
     @override
-    def _run(self, prepacked: tuple[torch.Tensor, ...], *args: Any) -> torch.Tensor:
-        x, _, bias = args
-        return self._multiply(x, prepacked, bias, 1.0)
-
-
-class _Matmul(_Kernel):
-    """``aten::matmul`` with a matrix on the right, [K, N]."""
-
-    weight_layout = "columns are output features"
-
-    @override
-    def unsupported_reason(self, *args: Any) -> str | None:
-        x, weight = args
-        size = weight.shape[::-1]
-        return _size_mismatch(x, size) or self._unsupported_reason(x, size, None)
-
-    @override
-    def prepack(self, weight: torch.Tensor, *factors: torch.Tensor | None) -> tuple[torch.Tensor, ...] | None:
-        return self._prepack(weight.t(), *factors)
-
-    @override
-    def _run(self, prepacked: tuple[torch.Tensor, ...], *args: Any) -> torch.Tensor:
-        return self._multiply(args[0], prepacked, None, 1.0)
+    def _operands(self, *args: Any) -> tuple[torch.Tensor, torch.Tensor | None, float]:
+        return args[0], args[2], 1.0
 
 
 class _Mm(_Matmul):
@@ -182,16 +170,16 @@ class _Addmm(_Matmul):
             return _SIZE_MISMATCH
         if isinstance(beta, complex) or isinstance(alpha, complex):
             return "beta or alpha is complex"
-        return self._unsupported_reason(x, size, bias)
+        return self._matmul.unsupported_reason(x, size, bias)
 
     @override
-    def _run(self, prepacked: tuple[torch.Tensor, ...], *args: Any) -> torch.Tensor:
+    def _operands(self, *args: Any) -> tuple[torch.Tensor, torch.Tensor | None, float]:
         bias, x, _, beta, alpha = args
         if beta == 0:  # torch then ignores the bias, nan included
             bias = None
         elif beta != 1:
             bias = bias.float() * beta
-        return self._multiply(x, prepacked, bias, float(alpha))
+        return x, bias, float(alpha)
 
 
 def _size_mismatch(x: torch.Tensor, size: Sequence[int]) -> str | None:
@@ -207,17 +195,3 @@ def _can_broadcast(shape: Sequence[int], to: Sequence[int]) -> bool:
     if len(shape) > len(to):
         return False
     return all(own in (1, size) for own, size in zip(reversed(shape), reversed(to), strict=False))
-
-
-def _flatten_batches(multiply: _Multiply) -> _Multiply:
-    """Return a multiplication of activations with any number of dimensions, given one of matrices."""
-
-    def multiply_flat(
-        x: torch.Tensor, prepacked: tuple[torch.Tensor, ...], bias: torch.Tensor | None, alpha: float
-    ) -> torch.Tensor:
-        if x.dim() == 2:
-            return multiply(x, prepacked, bias, alpha)
-        result = multiply(x.reshape(-1, x.shape[-1]), prepacked, bias, alpha)
-        return result.view(*x.shape[:-1], result.shape[-1])
-
-    return multiply_flat

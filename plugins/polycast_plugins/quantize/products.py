@@ -8,8 +8,16 @@ import torch
 from polycast.plugin import LowBitKernel, Plan
 
 from .equalization import EqualizedWeight, fingerprint_of
-from .equalized import activations_of, matrix_of, product_arguments
-from .weight_views import TRANSPOSED, WHOLE, first_of, parameters_by_name, view_of
+from .weight_matrices import (
+    TRANSPOSED,
+    WHOLE,
+    activations_of,
+    first_of,
+    matrix_of,
+    parameters_by_name,
+    product_arguments,
+    view_of,
+)
 
 _SEED = 0
 _STRENGTHS = (0.35, 0.5, 0.65, 0.8)

@@ -14,10 +14,8 @@ from polycast import WeightCache
 from polycast.plugin import dtype_name, events
 
 from . import tensor_file
-from .contents import SavedContents, SavedEntry, SavedTensor, SavedWeight, versions
-from .digests import digests, sample_digests
-from .kernel_plan import format_of_id
-from .prepacked_format import PrepackedFormat
+from .contents import SavedContents, SavedEntry, SavedTensor, SavedWeight, digests, sample_digests, versions
+from .kernel_plan import PrepackedFormat, format_of_id
 
 _NOTHING = (
     "There is nothing to save: the cache has no casts or prepacked weights of the model's parameters. Run the model in "

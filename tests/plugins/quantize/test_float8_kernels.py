@@ -8,8 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import polycast
 from polycast_plugins.quantize.cuda import float8
-from polycast_plugins.quantize.cuda.float8 import Float8Matmul, float8_availability, float8_on
-from polycast_plugins.quantize.cuda.float8_cast import cast_with_aten
+from polycast_plugins.quantize.cuda.float8 import Float8Matmul, cast_with_aten, float8_availability, float8_on
 from polycast_plugins.testing.low_bit import assert_within
 
 from .low_bit_calls import float8_product, run_kernel
@@ -117,7 +116,7 @@ CALLS = {
 @pytest.mark.parametrize(("given", "wanted"), list(itertools.product(FLOATS, FLOATS)), ids=str)
 def test_on_fake_tensors_of_cuda_dtypes_and_shapes_are_right(monkeypatch, by_row, op, given, wanted):
     monkeypatch.setattr(torch, "get_autocast_dtype", lambda device_type: wanted)
-    monkeypatch.setattr("polycast_plugins.quantize.cuda.float8_cast._fused", lambda: None)
+    monkeypatch.setattr("polycast_plugins.quantize.cuda.float8._fused", lambda: None)
     kernel, call = CALLS[op]
     with FakeTensorMode():
         x, weight, bias = (torch.empty(s, dtype=given, device="cuda") for s in ((2, 5, 64), (48, 64), (48,)))

@@ -11,8 +11,7 @@ import polycast
 from polycast import Int8, WeightCache
 from polycast.policy import recipe_settings
 from polycast_plugins.quantize import tensor_file
-from polycast_plugins.quantize.contents import versions
-from polycast_plugins.quantize.digests import digest_of_text
+from polycast_plugins.quantize.contents import digest_of_text, versions
 
 from .saved_layers import INT8, run
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from polycast_plugins.quantize.weight_views import matrix_in, view_of
+from polycast_plugins.quantize.weight_matrices import matrix_in, view_of
 
 
 @pytest.mark.parametrize("part", [slice(None), slice(0, 2), slice(2, 4)])

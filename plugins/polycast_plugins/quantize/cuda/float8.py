@@ -5,10 +5,14 @@ Experimental: Python takes about 0.1 ms for each call, in which a GPU computes a
 ``torch._scaled_mm`` takes a scale for each row of the activations and each output feature, or one for each of the two
 tensors. Scales ignore inf and nan. float8 has no inf, so the result for a row of activations with inf or nan is nan;
 other rows do not change. A weight with inf or nan is not cast.
+
+One Triton kernel casts if Triton is installed, else ATen ops.
 """
 
 import functools
+import importlib
 from collections.abc import Mapping, Sequence
+from types import ModuleType
 
 import torch
 from typing_extensions import override
@@ -16,7 +20,6 @@ from typing_extensions import override
 from polycast.plugin import Availability, LowBitKernel
 
 from ..low_bit_matmul import LowBitMatmul
-from .float8_cast import cast_rows
 
 _EXPERIMENTAL = (
     "float8 on CUDA is experimental: each call takes about 0.1 ms of Python, so it is slower than float16 unless "
@@ -26,6 +29,10 @@ _SCHEMA = (
     "aten::_scaled_mm(Tensor self, Tensor mat2, Tensor scale_a, Tensor scale_b, Tensor? bias=None, "
     "Tensor? scale_result=None, ScalarType? out_dtype=None, bool use_fast_accum=False) -> Tensor"
 )
+_FLOAT8 = torch.float8_e4m3fn
+_LARGEST = torch.finfo(_FLOAT8).max
+_SMALLEST = 2.0**-110
+"""The least magnitude that a scale is made for, so that scales and their inverses are normal numbers."""
 _MULTIPLE = 16
 _WITH_BIAS = (torch.bfloat16, torch.float16)
 
@@ -105,3 +112,36 @@ class Float8Matmul(LowBitMatmul):
 def float8_kernels(scales: str) -> Mapping[str, LowBitKernel]:
     """Return the kernels of ``Float8(scales)`` by op."""
     return Float8Matmul(scales == "row").kernels()
+
+
+def cast_rows(matrix: torch.Tensor, by_row: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a matrix in float8 and its float32 scales: [rows, 1], or a scalar.
+
+    Values that are not finite become nan, and the scales ignore them.
+    """
+    fused = _fused() if matrix.is_cuda else None
+    if fused is None:
+        return cast_with_aten(matrix, by_row)
+    with torch.cuda.device(matrix.device):  # Triton launches on the current device
+        values, scale = fused.cast_rows(matrix if matrix.stride(1) == 1 else matrix.contiguous(), by_row, _SMALLEST)
+    return values, scale
+
+
+def cast_with_aten(matrix: torch.Tensor, by_row: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the same, by ATen ops."""
+    matrix = matrix.float()
+    finite = matrix.isfinite()
+    sizes = matrix.abs().where(finite, 0)
+    largest = sizes.amax(1, keepdim=True) if by_row else sizes.amax()
+    scale = largest.clamp(min=_SMALLEST) / _LARGEST
+    # Some versions of torch cast inf to the largest number.
+    values = (matrix / scale).where(finite, torch.nan).to(_FLOAT8)
+    return values.contiguous(), scale
+
+
+@functools.cache
+def _fused() -> ModuleType | None:
+    try:
+        return importlib.import_module(".float8_triton", __package__)
+    except ImportError:
+        return None

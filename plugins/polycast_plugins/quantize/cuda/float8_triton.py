@@ -4,8 +4,7 @@ import torch
 import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
-from .float8_numbers import FLOAT8, LARGEST, SMALLEST
-
+_FLOAT8 = torch.float8_e4m3fn
 _MAX_AT_ONCE = 4096
 
 
@@ -44,13 +43,13 @@ def _rows(  # type: ignore[no-untyped-def]
             tl.store(values + row * columns + at, value.to(tl.float8e4nv), mask=at < columns)
 
 
-def cast_rows(matrix: torch.Tensor, by_row: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a matrix with dense rows in float8, and its scales: see :func:`.float8_cast.cast_rows`."""
+def cast_rows(matrix: torch.Tensor, by_row: bool, smallest: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a matrix with dense rows in float8, and its scales: see :func:`.float8.cast_rows`."""
     rows, columns = matrix.shape
-    values = torch.empty((rows, columns), dtype=FLOAT8, device=matrix.device)
+    values = torch.empty((rows, columns), dtype=_FLOAT8, device=matrix.device)
     scales = torch.empty((rows, 1), dtype=torch.float32, device=matrix.device)
     at_once = min(triton.next_power_of_2(columns), _MAX_AT_ONCE)
-    common = (columns, matrix.stride(0), SMALLEST, LARGEST)
+    common = (columns, matrix.stride(0), smallest, torch.finfo(_FLOAT8).max)
     if by_row:
         _rows[rows,](matrix, values, scales, *common, FINDS=True, CASTS=True, AT_ONCE=at_once)
         return values, scales
