@@ -12,14 +12,14 @@ import torch
 import torch.nn.functional as F
 
 import polycast
-from polycast_plugins.quantize.cpu.few_rows import FewRowsMatmul, few_rows_availability
-from polycast_plugins.testing.low_bit import run_prepacked
+from polycast_plugins.quantize.cpu.few_rows import FewRowsMatmul
 
-AVAILABLE = few_rows_availability()
-pytestmark = pytest.mark.skipif(not AVAILABLE, reason=f"no kernels here: {AVAILABLE.reason}")
+from .matmul_kinds import FEW_ROWS, LAYOUTS, FewRows
+
+pytestmark = pytest.mark.skipif(not FEW_ROWS, reason=f"no kernels here: {FEW_ROWS.reason}")
 
 SETS = ("plain", "avx2", "avx512")
-SIMDS = range(torch.ops.polycast_cpu.best_simd() + 1 if AVAILABLE else 1)
+SIMDS = range(torch.ops.polycast_cpu.best_simd() + 1 if FEW_ROWS else 1)
 FAST = (torch.bfloat16, torch.float16)
 FLOATS = (torch.float32, *FAST)
 INF, NAN = torch.inf, torch.nan
@@ -37,29 +37,6 @@ def in_order(request):
     return torch.Tensor.contiguous if request.param == "rows are dense" else lambda weight: weight.t().contiguous().t()
 
 
-def linear(simd, x, weight, bias=None, dtype=torch.bfloat16, of_weight=None):
-    """Compute F.linear by the kernel, with the weight cast to a dtype, by default that of the result."""
-    kernel = FewRowsMatmul(simd).kernels()["aten::linear"]
-    assert kernel.unsupported_reason(x, weight, bias) is None
-    return run_prepacked(kernel, (weight.to(of_weight or dtype),), x, weight, bias, dtype=dtype)
-
-
-def exact(x, weight, bias=None, dtype=torch.bfloat16, of_weight=None):
-    """Return F.linear of the weight's cast in float64, and the error that float32 sums and one rounding may have."""
-    x, weight = x.double(), weight.to(of_weight or dtype).double()
-    sums = F.linear(x, weight, None if bias is None else bias.double())
-    magnitude = F.linear(x.abs(), weight.abs(), None if bias is None else bias.double().abs())
-    limits = torch.finfo(dtype)
-    return sums, sums.abs() * limits.eps / 2 * 1.01 + magnitude * 2e-6 + limits.smallest_normal * limits.eps
-
-
-def assert_exact(actual, x, weight, bias=None, of_weight=None):
-    expected, error = exact(x, weight, bias, actual.dtype, of_weight)
-    assert actual.shape == expected.shape
-    off = ((actual.double() - expected).abs() / error).max().item()
-    assert off <= 1, f"the error is {off:.3g} times the bound"
-
-
 @pytest.mark.parametrize("part", range(8))
 def test_random_products_are_exact_and_rows_alone_have_the_same_bits(simd, part):
     pick = random.Random(part)
@@ -75,10 +52,10 @@ def test_random_products_are_exact_and_rows_alone_have_the_same_bits(simd, part)
         x = torch.randn(rows, terms).to(given)
         weight = torch.randn(columns, terms) if pick.random() < 0.5 else torch.randn(terms, columns).t()
         bias = torch.randn(columns) if pick.random() < 0.5 else None
-        actual = linear(simd, x, weight, bias, dtype, of_weight)
-        assert_exact(actual, x, weight, bias, of_weight)
+        kind = FewRows(simd, of_weight)
+        actual = kind.check(x, weight, bias, dtype)
         for row in range(rows):
-            assert torch.equal(linear(simd, x[row], weight, bias, dtype, of_weight), actual[row])
+            assert torch.equal(kind.linear(x[row], weight, bias, dtype), actual[row])
 
 
 @pytest.mark.parametrize("rows", [1, 3, 8])
@@ -86,9 +63,9 @@ def test_random_products_are_exact_and_rows_alone_have_the_same_bits(simd, part)
 def test_columns_have_the_same_bits_among_more_than_are_computed_at_once(simd, in_order, rows, of_weight):
     torch.manual_seed(0)
     x, weight = torch.randn(rows, 21), in_order(torch.randn(12300, 21))
-    actual = linear(simd, x, weight, of_weight=of_weight)
-    assert_exact(actual, x, weight, of_weight=of_weight)
-    parts = [linear(simd, x, in_order(part), of_weight=of_weight) for part in weight.split(1000)]
+    kind = FewRows(simd, of_weight)
+    actual = kind.check(x, weight)
+    parts = [kind.linear(x, in_order(part)) for part in weight.split(1000)]
     assert torch.equal(actual, torch.cat(parts, dim=1))
 
 
@@ -96,12 +73,12 @@ def test_threads_may_have_small_stacks(simd):
     before, products = threading.stack_size(128 * 1024), []
     try:
         x, weight = torch.randn(8, 64), torch.randn(64, 7000).t()
-        thread = threading.Thread(target=lambda: products.append(linear(simd, x, weight)))
+        thread = threading.Thread(target=lambda: products.append(FewRows(simd).linear(x, weight)))
         thread.start()
         thread.join()
     finally:
         threading.stack_size(before)
-    assert torch.equal(products[0], linear(simd, x, weight))
+    assert torch.equal(products[0], FewRows(simd).linear(x, weight))
 
 
 @pytest.mark.parametrize("dtype", FAST, ids=str)
@@ -110,8 +87,8 @@ def test_a_product_is_at_least_as_exact_as_torchs(simd, in_order, dtype):
     ours = theirs = 0.0
     for rows, terms, columns in itertools.product((1, 4, 7), (64, 768, 3072), (64, 301)):
         x, weight = torch.randn(rows, terms).to(dtype), in_order(torch.randn(columns, terms))
-        expected = exact(x, weight, dtype=dtype)[0]
-        ours += (linear(simd, x, weight, dtype=dtype).double() - expected).square().mean().item() / terms
+        expected = FewRows(simd).exact(x, weight, dtype=dtype)[0]
+        ours += (FewRows(simd).linear(x, weight, dtype=dtype).double() - expected).square().mean().item() / terms
         theirs += (F.linear(x, weight.to(dtype)).double() - expected).square().mean().item() / terms
     assert ours <= theirs * 1.001
 
@@ -121,8 +98,8 @@ def test_denormal_and_very_large_values_are_neither_flushed_nor_saturated(simd, 
         with subtests.test(scale=scale):
             torch.manual_seed(0)
             x, weight = torch.randn(3, 70) * scale, in_order(torch.randn(33, 70).sign() * torch.rand(33, 70).add(0.5))
-            assert_exact(linear(simd, x, weight), x, weight)
-            assert_exact(linear(simd, x.sign(), weight * scale), x.sign(), weight * scale)
+            FewRows(simd).check(x, weight)
+            FewRows(simd).check(x.sign(), weight * scale)
 
 
 @pytest.mark.parametrize("values", [(INF,), (-INF,), (INF, -INF), (NAN,), (INF, NAN), (3e38, 3e38, 3e38)], ids=str)
@@ -132,55 +109,23 @@ def test_inf_nan_and_overflow_are_as_in_float32(simd, in_order, values, subtests
             torch.manual_seed(0)
             x, weight = torch.randn(5, 70), in_order(torch.rand(33, 70) + 1)
             x[2, : len(values)] = torch.tensor(values)
-            actual = linear(simd, x, weight, dtype=dtype)
+            actual = FewRows(simd).linear(x, weight, dtype=dtype)
             expected = F.linear(x, weight.to(dtype).float()).to(dtype)
             assert torch.equal(actual.isnan(), expected.isnan())
             assert torch.equal(actual.isinf(), expected.isinf())
             assert torch.equal(actual[2].nan_to_num(0), expected[2].nan_to_num(0))
             weight[7, 69] = values[0]
             assert torch.equal(
-                linear(simd, x[:1], weight, dtype=dtype).isfinite(),
+                FewRows(simd).linear(x[:1], weight, dtype=dtype).isfinite(),
                 F.linear(x[:1], weight.to(dtype).float()).to(dtype).isfinite(),
             )
-
-
-STRIDES = {
-    "dense": lambda rows, terms: torch.randn(rows, terms),
-    "transposed": lambda rows, terms: torch.randn(terms, rows).t(),
-    "expanded": lambda rows, terms: torch.randn(1, terms).expand(rows, terms),
-    "one number": lambda rows, terms: torch.randn(1, 1).expand(rows, terms),
-    "steps": lambda rows, terms: torch.randn(2 * rows, 3 * terms)[::2, ::3],
-    "slice": lambda rows, terms: torch.randn(rows, terms + 3)[:, 1 : terms + 1],
-    "overlapping": lambda rows, terms: torch.randn(rows + terms).as_strided((rows, terms), (1, 1)),
-}
-
-
-@pytest.mark.parametrize("strides", STRIDES)
-def test_activations_have_any_strides_and_dtype(simd, strides, subtests):
-    for dtype in FLOATS:
-        with subtests.test(dtype=dtype):
-            x, weight, bias = STRIDES[strides](5, 70).to(dtype), torch.randn(33, 70), torch.randn(33)
-            assert_exact(linear(simd, x, weight, bias), x, weight, bias)
-
-
-def test_activations_have_any_number_of_dimensions(simd, in_order, subtests):
-    for shape in [(70,), (1, 70), (2, 3, 70), (2, 1, 3, 70), (0, 70), (2, 0, 70)]:
-        with subtests.test(shape=shape):
-            x, weight = torch.randn(shape), in_order(torch.randn(33, 70))
-            actual = linear(simd, x, weight)
-            matmul = FewRowsMatmul(simd).kernels()["aten::matmul"]
-            cast = (weight.t().bfloat16(),)
-            assert torch.equal(run_prepacked(matmul, cast, x, weight.t(), dtype=torch.bfloat16), actual)
-            assert actual.shape == (*shape[:-1], 33)
-            if actual.numel():
-                assert_exact(actual, x, weight)
 
 
 @pytest.mark.parametrize("turned", [False, True])
 def test_a_cast_of_any_strides_is_right(simd, turned, subtests):
     for strides in ["slice", "transposed", "expanded", "steps"]:
         with subtests.test(strides=strides):
-            weight = STRIDES[strides](33, 70) if not turned else STRIDES[strides](70, 33).t()
+            weight = LAYOUTS[strides](33, 70) if not turned else LAYOUTS[strides](70, 33).t()
             cast = torch.empty_strided(weight.shape, weight.stride(), dtype=torch.bfloat16)
             if strides == "expanded":
                 cast = weight.bfloat16()[:1].expand(33, 70) if not turned else weight.bfloat16()[:, :1].expand(33, 70)
@@ -189,33 +134,7 @@ def test_a_cast_of_any_strides_is_right(simd, turned, subtests):
                 cast.copy_(weight)
             x = torch.randn(3, 70)
             actual = torch.ops.polycast_cpu.few_rows_linear(x, weight, None, cast, torch.bfloat16, simd)
-            assert_exact(actual, x, weight)
-
-
-@pytest.mark.parametrize(("beta", "alpha"), [(1, 1), (2, -0.5), (0, 3), (0.25, 0)])
-def test_addmm_applies_beta_and_alpha_before_it_rounds(simd, in_order, beta, alpha, subtests):
-    for bias in [(33,), (1, 33), (5, 1), (5, 33), (1,), ()]:
-        with subtests.test(bias=bias):
-            torch.manual_seed(0)
-            x, weight, added = torch.randn(5, 70), in_order(torch.randn(33, 70)), torch.randn(bias)
-            args = (added if beta else added * NAN, x, weight.t(), beta, alpha)
-            kernel = FewRowsMatmul(simd).kernels()["aten::addmm"]
-            assert kernel.unsupported_reason(*args) is None
-            actual = run_prepacked(kernel, (weight.t().bfloat16(),), *args, dtype=torch.bfloat16)
-            expected = beta * added.double() + alpha * exact(x, weight)[0]
-            torch.testing.assert_close(actual.double(), expected, rtol=2**-8, atol=1e-5)
-
-
-@pytest.mark.parametrize("threads", [1, 2, 3, 5])
-@pytest.mark.parametrize("columns", [100, 1000])
-def test_the_number_of_threads_makes_no_difference(simd, in_order, threads, columns):
-    x, weight = torch.randn(3, 3000), in_order(torch.randn(columns, 3000))
-    expected, before = linear(simd, x, weight), torch.get_num_threads()
-    try:
-        torch.set_num_threads(threads)
-        assert torch.equal(linear(simd, x, weight), expected)
-    finally:
-        torch.set_num_threads(before)
+            FewRows(simd).compare(actual, x, weight, None)
 
 
 def test_the_best_instruction_set_is_used_by_default():
@@ -223,19 +142,6 @@ def test_the_best_instruction_set_is_used_by_default():
 
 
 X, WEIGHT, BIAS = torch.randn(5, 70), torch.randn(33, 70), torch.randn(33)
-CALLS = {
-    "linear": (torch.randn(2, 3, 70), WEIGHT, BIAS),
-    "matmul": (torch.randn(2, 3, 70), WEIGHT.t()),
-    "mm": (X, WEIGHT.t()),
-    "addmm": (BIAS, X, WEIGHT.t(), 0.5, 2),
-}
-
-
-@pytest.mark.parametrize("op", CALLS)
-def test_an_operator_is_as_its_fake_one(op):
-    kernel, args = FewRowsMatmul().kernels()[f"aten::{op}"], CALLS[op]
-    given = (*args, args[kernel.weight].bfloat16(), torch.bfloat16, *kernel.constants)
-    torch.library.opcheck(kernel.operator, given, test_utils=("test_schema", "test_faketensor"))
 
 
 def test_a_kernel_multiplies_the_cast_and_prepacks_nothing():

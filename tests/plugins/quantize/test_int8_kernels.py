@@ -1,145 +1,170 @@
-"""The CPU's int8 kernels: within the error of their recipe, for every op, dtype, size, layout and instruction set."""
+"""The CPU's int8 matmuls: the bits of their definition on every instruction set; inf, nan, accuracy, refused calls."""
 
-import itertools
+import random
 import subprocess
 import sys
 
 import pytest
 import torch
+import torch.nn.functional as F
 
-import polycast
 from polycast_plugins.quantize.cpu.int8 import Int8Matmul
 from polycast_plugins.testing.low_bit import assert_within
 
 from .low_bit_calls import int8_product, run_kernel
+from .matmul_kinds import INT8, Int8, Int8OneScale
 
-AVAILABLE = polycast.plugin.check(polycast.plugin.get_backend("cpu"), polycast.Int8())
-pytestmark = pytest.mark.skipif(not AVAILABLE, reason=f"no int8 here: {AVAILABLE.reason}")
+pytestmark = pytest.mark.skipif(not INT8, reason=f"no int8 here: {INT8.reason}")
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+INF, NAN = torch.inf, torch.nan
+SPECIAL = (INF, -INF, NAN, 0.0, -0.0, 1e-45, 1e-40, 1e-30, 1e30, 3e38)
 
 
-def kernel_of(op):
-    """Return a function that makes a product and returns its kernel of an op."""
-    return lambda *how: Int8Matmul(*how).kernels()[f"aten::{op}"]
+def linear(by_row, isa=None):
+    return Int8Matmul(by_row, isa).kernels()["aten::linear"]
 
 
-linear, matmul, mm, addmm = map(kernel_of, ("linear", "matmul", "mm", "addmm"))
+def matrices(rows):
+    """Return activations and a weight without zeros, whose signs survive quantizing."""
+    x, weight = torch.randn(rows, 130), torch.randn(70, 130)
+    return x, weight.sign() * (weight.abs() + 0.1)
 
 
-def check(kernel, x, weight, *rest, by_row=True, bias=0.0, dtype=torch.float32, args=None):
-    """Check a product by a weight [N, K] against float64's."""
-    actual = run_kernel(kernel, *(args or (x, weight, *rest)), dtype=dtype)
-    expected, error = int8_product(x, weight, by_row)
-    assert_within(actual, expected + bias, error)
+def random_matrix(pick, rows, columns, dtype):
+    """Return a matrix of random strides, magnitudes and special values."""
+    how = pick.choice(("dense", "transposed", "slice", "steps", "expanded"))
+    shape = {"transposed": (columns, rows), "slice": (rows, columns + 3), "expanded": (1, columns)}.get(
+        how, (3 * rows, 2 * columns) if how == "steps" else (rows, columns)
+    )
+    matrix = torch.randn(shape) * 10 ** pick.uniform(-4, 4)
+    if pick.random() < 0.3:
+        matrix *= 10 ** torch.empty(shape[0], 1).uniform_(-12, 12)
+    matrix = matrix.to(dtype)
+    views = {
+        "dense": lambda: matrix,
+        "transposed": matrix.t,
+        "slice": lambda: matrix[:, 1 : columns + 1],
+        "steps": lambda: matrix[::3, ::2],
+        "expanded": lambda: matrix.expand(rows, columns),
+    }
+    return views[how]()
 
 
-def test_linear_takes_each_dtype_and_gives_each(isa, by_row, subtests):
-    for given, wanted in list(itertools.product(FLOATS, FLOATS)):
-        with subtests.test(given=given, wanted=wanted):
-            x, weight, bias = torch.randn(5, 130).to(given), torch.randn(70, 130).to(given), torch.randn(70).to(given)
-            check(linear(by_row, isa), x, weight, bias, bias=bias.double(), dtype=wanted, by_row=by_row)
+def scattered(pick, matrix, values):
+    """Return a matrix with values at some random places."""
+    matrix = matrix.clone()
+    for _ in range(pick.randint(1, 6)):
+        matrix[pick.randrange(matrix.shape[0]), pick.randrange(matrix.shape[1])] = pick.choice(values)
+    return matrix
 
 
-def test_each_number_of_rows_is_right(isa, by_row, subtests):
-    for rows in [1, 2, 3, 4, 5, 6, 7, 13, 15, 16, 17, 31, 32, 33, 257]:
-        with subtests.test(rows=rows):
-            check(linear(by_row, isa), torch.randn(rows, 192), torch.randn(128, 192), None, by_row=by_row)
+@pytest.mark.parametrize("part", range(5))
+@pytest.mark.parametrize("threads", [1, 2, 3, 5, 8])
+def test_random_products_have_the_bits_of_the_definition(isa, threads, part):
+    pick, before = random.Random(1000 * threads + part), torch.get_num_threads()
+    torch.manual_seed(1000 * threads + part)
+    torch.set_num_threads(threads)
+    try:
+        for _ in range(60):
+            rows = pick.choice((1, 1, 2, 3, 4, 5, 6, 7, 9, 33, 70))
+            terms = pick.choice((1, 2, 3, 4, 31, 64, 67, 200, 256, 257, 500, 1030))
+            columns = pick.choice((1, 7, 15, 63, 64, 65, 130, 300))
+            given, packed, wanted = (pick.choice(FLOATS) for _ in range(3))
+            x, weight = random_matrix(pick, rows, terms, given), random_matrix(pick, columns, terms, packed)
+            if pick.random() < 0.3:
+                x = scattered(pick, x, SPECIAL)
+            if pick.random() < 0.2:
+                weight = scattered(pick, weight, (0.0, -0.0, 1e-45, 1e-40, 1e-30))
+            if pick.random() < 0.5:  # levels at both ends, which would saturate 16 bits
+                x, weight = x.sign() * 3, weight.sign()
+            if weight.isfinite().all():
+                bias = torch.randn(columns).to(pick.choice(FLOATS)) if pick.random() < 0.5 else None
+                (Int8 if pick.random() < 0.7 else Int8OneScale)(isa).check(x, weight, bias, wanted)
+    finally:
+        torch.set_num_threads(before)
 
 
-def test_sizes_need_be_no_multiple_of_anything(isa, subtests):
-    for columns, terms in itertools.product([1, 15, 63, 64, 65, 200], [1, 2, 3, 5, 63, 64, 67, 200]):
-        with subtests.test(columns=columns, terms=terms):
-            for rows in (1, 3, 20, 40):
-                x, weight, bias = torch.randn(rows, terms), torch.randn(columns, terms), torch.randn(columns)
-                check(linear(True, isa), x, weight, bias, bias=bias.double())
+def test_sums_of_the_largest_levels_do_not_saturate(isa):
+    for sign in (1, -1):
+        x, weight = torch.full((5, 4096), 2.0), torch.full((65, 4096), 3.0 * sign)
+        Int8(isa).check(x, weight)
+        x[:, ::2] *= -1
+        assert torch.equal(Int8(isa).linear(x, weight), torch.zeros(5, 65))
 
 
-def test_the_longest_sums_do_not_overflow(isa):
-    x, weight = torch.ones(2, 65536), torch.full((2, 65536), -1.0)
-    weight[1] = 1
-    result = run_kernel(linear(True, isa), x, weight, None)
-    assert torch.equal(result, torch.tensor([[-65536.0, 65536.0]]).expand(2, 2))
+@pytest.mark.parametrize(
+    "scale",
+    [
+        torch.ones(6),
+        torch.tensor([1e-30, 1e-3, 1.0, 1e3, 1e20, 1e-10]),
+        *(torch.tensor([each]) for each in (1e-45, 1e30)),
+    ],
+    ids=["alike", "very different rows", "tiny", "huge"],
+)
+def test_products_are_within_the_error_of_the_recipe(isa, by_row, scale):
+    x, weight = matrices(6)
+    x *= scale[:, None]
+    assert_within(run_kernel(linear(by_row, isa), x, weight, None), *int8_product(x, weight, by_row))
+    weight[::2] *= 1e-30
+    assert_within(run_kernel(linear(by_row, isa), x, weight, None), *int8_product(x, weight, by_row))
 
 
-def test_activations_have_any_number_of_dimensions(by_row, subtests):
-    for shape in [(130,), (1, 130), (2, 3, 130), (2, 1, 3, 130)]:
-        with subtests.test(shape=shape):
-            x, weight = torch.randn(shape), torch.randn(70, 130)
-            check(linear(by_row), x, weight, None, by_row=by_row)
-            check(matmul(by_row), x, weight, args=(x, weight.t()), by_row=by_row)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_inf_and_nan_come_to_what_they_come_to_in_bfloat16(isa, by_row, dtype, subtests):
+    for values in [(INF,), (-INF,), (INF, -INF), (INF, INF, INF), (NAN,), (INF, NAN)]:
+        with subtests.test(values=values):
+            x, weight = matrices(6)
+            x[2, : len(values)] = torch.tensor(values)
+            actual = run_kernel(linear(by_row, isa), x.to(dtype), weight, None, dtype=dtype)[2]
+            torch.testing.assert_close(actual.float(), F.linear(x, weight)[2], equal_nan=True)
+            assert not actual.isfinite().any()
 
 
-@pytest.mark.parametrize("shape", [(0, 130), (2, 0, 130)], ids=str)
-def test_an_empty_batch_gives_an_empty_result(by_row, shape):
-    assert run_kernel(linear(by_row), torch.randn(shape), torch.randn(70, 130), None).shape == (*shape[:-1], 70)
+def test_rows_of_nothing_but_inf_or_nan_are_right(by_row):
+    x, weight = torch.full((3, 130), INF), matrices(1)[1]
+    x[1], weight[5] = NAN, weight[5].abs()
+    result = run_kernel(linear(by_row), x, weight, torch.ones(70))
+    assert result[0, 5] == INF
+    assert result[[0, 1, 2]].isnan().sum().item() == 3 * 70 - 2
 
 
-LAYOUTS = {
-    "transposed": lambda rows, columns: torch.randn(columns, rows).t(),
-    "expanded": lambda rows, columns: torch.randn(1, columns).expand(rows, columns),
-    "one number": lambda rows, columns: torch.randn(1, 1).expand(rows, columns),
-    "overlapping": lambda rows, columns: torch.randn(rows + columns).as_strided((rows, columns), (1, 1)),
-    "overlapping rows": lambda rows, columns: torch.randn(3 * rows + columns).as_strided((rows, columns), (3, 1)),
-    "steps": lambda rows, columns: torch.randn(2 * rows, 3 * columns)[::2, ::3],
-    "slice": lambda rows, columns: torch.randn(rows, columns + 3)[:, 1 : columns + 1],
-}
+def test_inf_meets_alpha_and_what_is_added(isa):
+    x, weight = matrices(5)
+    x[1, 3] = INF
+    added = torch.zeros(5, 70)
+    added[1, 4] = -INF * weight[4, 3].sign() * -1
+    args = (added, x, weight.t(), 2, -1)
+    torch.testing.assert_close(
+        run_kernel(Int8Matmul(True, isa).kernels()["aten::addmm"], *args)[1],
+        torch.addmm(*args[:3], beta=2, alpha=-1)[1],
+        equal_nan=True,
+    )
 
 
-def test_each_layout_is_right(subtests):
-    for left, right in itertools.product(LAYOUTS, LAYOUTS):
-        with subtests.test(left=left, right=right):
-            x, weight = LAYOUTS[left](20, 130), LAYOUTS[right](70, 130)
-            check(linear(True), x, weight, None)
-            check(mm(True), x, weight, args=(x, weight.t()))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_a_nan_in_the_bias_stays_one_whatever_its_bits(isa, dtype, subtests):
+    for bits in [0x7FC00000, 0x7FFFFFFF, -1, 0x7F800001]:
+        with subtests.test(bits=bits):
+            x, weight = matrices(3)
+            bias = torch.zeros(70)
+            bias[5] = torch.tensor(bits, dtype=torch.int64).to(torch.int32).view(torch.float32) if bits > 0 else NAN
+            result = run_kernel(linear(True, isa), x, weight, bias, dtype=dtype)
+            assert result.isnan().sum().item() == result[:, 5].isnan().sum().item() == 3
 
 
-def test_a_batch_that_no_matrix_is_a_view_of_is_right():
-    x = torch.randn(3, 4, 130).transpose(0, 1)
-    check(linear(True), x, torch.randn(70, 130), None)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-def test_the_bias_may_have_another_dtype(dtype):
-    x, weight, bias = torch.randn(5, 130).half(), torch.randn(70, 130).bfloat16(), torch.randn(70).to(dtype)
-    check(linear(True), x, weight, bias, bias=bias.double())
-
-
-BIASES = {
-    "vector": lambda: torch.randn(70),
-    "row": lambda: torch.randn(1, 70),
-    "column": lambda: torch.randn(5, 1),
-    "matrix": lambda: torch.randn(5, 70),
-    "transposed matrix": lambda: torch.randn(70, 5).t(),
-    "one": lambda: torch.randn(1),
-    "number": lambda: torch.tensor(0.5),
-    "bfloat16": lambda: torch.randn(70).bfloat16(),
-}
-
-
-@pytest.mark.parametrize(("beta", "alpha"), [(1, 1), (2, -0.5), (0.25, 3)])
-def test_addmm_scales_what_it_adds_and_what_it_adds_to(isa, by_row, beta, alpha, subtests):
-    for bias in BIASES:
-        with subtests.test(bias=bias):
-            added, x, weight = BIASES[bias](), torch.randn(5, 130), torch.randn(70, 130)
-            actual = run_kernel(addmm(by_row, isa), added, x, weight.t(), beta, alpha)
-            expected, error = int8_product(x, weight, by_row)
-            assert_within(actual, alpha * expected + beta * added.double(), abs(alpha) * error + 1e-6)
-
-
-def test_addmm_with_a_beta_of_zero_does_not_look_at_what_it_adds():
-    x, weight = torch.randn(5, 130), torch.randn(70, 130)
-    check(addmm(True), x, weight, args=(torch.full((70,), torch.nan), x, weight.t(), 0, 1))
-
-
-def test_mm_addmm_and_matmul_share_what_a_weight_is_packed_into():
-    assert mm(True).prepack_key == addmm(True).prepack_key == matmul(True).prepack_key != linear(True).prepack_key
+def test_with_one_scale_for_the_tensor_small_rows_are_lost(isa):
+    x, weight = matrices(2)
+    x[0] *= 1e-6
+    assert run_kernel(linear(False, isa), x, weight, None)[0].eq(0).all()
 
 
 def test_a_prepacked_weight_serves_every_set_of_instructions(isa):
-    weight = torch.randn(70, 130)
-    for packed, own in zip(linear(True, 0).prepack(weight), linear(True, isa).prepack(weight), strict=True):
-        assert torch.equal(packed, own)
+    x, weight, factors = torch.randn(5, 130).bfloat16(), torch.randn(70, 130), torch.rand(130) * 50 + 1
+    for given in ((), (factors,)):
+        packed, own = (linear(True, each).prepack(weight, *given) for each in (0, isa))
+        assert all(map(torch.equal, packed, own))
+    assert torch.equal(Int8(isa).linear(x, weight, factors=given), Int8(0).linear(x, weight, factors=given))
 
 
 def test_a_prepacked_weight_takes_a_byte_for_each_element():
@@ -148,16 +173,62 @@ def test_a_prepacked_weight_takes_a_byte_for_each_element():
     assert sum(other.nbytes for other in others) == 8 * 128
 
 
-@pytest.mark.parametrize("threads", [1, 2, 5])
-def test_the_number_of_threads_makes_no_difference(isa, threads):
-    x, weight = torch.randn(300, 1000), torch.randn(500, 1000)
-    kernel, before = linear(False, isa), torch.get_num_threads()
-    expected = run_kernel(kernel, x, weight, None)
-    try:
-        torch.set_num_threads(threads)
-        assert torch.equal(run_kernel(kernel, x, weight, None), expected)
-    finally:
-        torch.set_num_threads(before)
+def test_channels_that_are_much_larger_than_the_others_lose_no_accuracy_by_factors(isa, by_row):
+    x, weight = torch.randn(64, 256), torch.randn(128, 256)
+    large, kind = torch.ones(256), (Int8 if by_row else Int8OneScale)(isa)
+    large[[3, 77, 130]] = 256.0
+    exact = x @ weight.t()
+    plain, equalized = (kind.linear(x * large, weight / large, factors=factors) for factors in ((), (large,)))
+    assert (plain - exact).norm() / exact.norm() > 0.1
+    assert (equalized - exact).norm() / exact.norm() < 0.015
+
+
+@pytest.mark.parametrize(
+    "factors", [torch.ones(7), torch.ones(8, dtype=torch.float64), torch.ones(1, 8)], ids=["size", "dtype", "matrix"]
+)
+def test_wrong_factors_are_refused(factors):
+    kernel = linear(True)
+    with pytest.raises(RuntimeError, match="expected a float32 factor for each of 8 terms, got"):
+        kernel.prepack(torch.randn(4, 8), factors)
+
+
+def test_an_operator_refuses_another_number_of_factors():
+    kernel = linear(True)
+    x, weight = torch.randn(2, 8), torch.randn(4, 8)
+    *packed, _ = kernel.prepack(weight)
+    with pytest.raises(RuntimeError, match="the activations have 8 terms, and there are 7 factors"):
+        kernel.operator(x, weight, None, *packed, torch.ones(7), torch.bfloat16, *kernel.constants)
+
+
+@pytest.mark.parametrize("op", ["linear", "matmul", "mm"])
+def test_an_operator_rejects_activations_that_do_not_fit(op):
+    kernel = Int8Matmul(True).kernels()[f"aten::{op}"]
+    x, weight, bias = torch.randn(5, 130), torch.randn(70, 130), (None,) if op == "linear" else ()
+    given = weight if op == "linear" else weight.t()
+    others = (given, *bias, *kernel.prepack(given), torch.bfloat16, *kernel.constants)
+    with pytest.raises(RuntimeError, match="the activations have 7 terms, the weight another number"):
+        kernel.operator(x[:, :7], *others)
+    with pytest.raises(RuntimeError, match="expected activations with at least one dimension"):
+        kernel.operator(torch.tensor(1.0), *others)
+
+
+def test_a_prepacked_weight_can_be_made_and_used_in_every_mode_of_autograd():
+    x, weight = matrices(5)
+    kernel = linear(True)
+    with torch.inference_mode():
+        prepared = kernel.prepack(weight)
+    expected = kernel.run(prepared, x, weight, None)
+    with torch.no_grad():
+        assert torch.equal(kernel.run(kernel.prepack(weight), x, weight, None), expected)
+    with torch.inference_mode():
+        assert torch.equal(kernel.run(prepared, x, weight, None), expected)
+
+
+def test_the_default_set_is_the_best_that_torchs_own_kernels_may_use():
+    isas = torch.ops.polycast_cpu.isas()
+    capability = torch.backends.cpu.get_cpu_capability()
+    widest = {"DEFAULT": 0, "AVX2": 2}.get(capability, 4)
+    assert torch.ops.polycast_cpu.best_isa() == max(isa for isa in isas if isa <= widest)
 
 
 COUNT = """

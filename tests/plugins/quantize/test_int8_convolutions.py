@@ -1,21 +1,18 @@
-"""The int8 convolution: its error, torch's memory formats, degenerate sizes, inf and nan, unsupported calls."""
+"""The int8 convolutions: their error, torch's memory formats, degenerate sizes, inf and nan, unsupported calls."""
 
 import itertools
-import random
-import warnings
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-import polycast
-from polycast_plugins.quantize.cpu.int8 import Conv2d
+from polycast_plugins.quantize.cpu.int8 import Conv1d, Conv2d
 from polycast_plugins.testing.low_bit import assert_within
 
 from .low_bit_calls import int8_product, run_kernel
+from .matmul_kinds import INT8
 
-AVAILABLE = polycast.plugin.check(polycast.plugin.get_backend("cpu"), polycast.Int8())
-pytestmark = pytest.mark.skipif(not AVAILABLE, reason=f"no int8 here: {AVAILABLE.reason}")
+pytestmark = pytest.mark.skipif(not INT8, reason=f"no int8 here: {INT8.reason}")
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
@@ -111,14 +108,6 @@ def test_inf_in_a_group_leaves_the_other_groups_and_images_alone(isa):
     assert torch.equal(actual[:1], run_kernel(Conv2d(True, isa), x[:1], weight, None, [1, 1], [0, 0], [1, 1], 2))
 
 
-def test_groups_are_computed_in_regions(engine, recipe_counts):
-    layer, x = torch.nn.Conv2d(96, 96, 3, groups=2).eval(), torch.randn(1, 96, 9, 9)
-    recipe = polycast.Int8(ops=("conv2d",), min_size=0)
-    with torch.no_grad(), recipe_counts() as counts, polycast.autocast("cpu", recipe=recipe):
-        assert layer(x).shape == (1, 96, 7, 7)
-    assert [each.declined for each in counts.records()] == [""]
-
-
 def test_each_dtype_is_taken_and_given(subtests):
     for given, wanted in list(itertools.product(FLOATS, FLOATS)):
         with subtests.test(given=given, wanted=wanted):
@@ -160,12 +149,17 @@ def test_one_number_may_stand_for_both_axes_and_an_image_for_a_batch():
     assert torch.equal(run_kernel(kernel, x, weight, None, [2], [1], (1,), 1), expected)
 
 
-def test_padding_by_name_is_what_it_is_in_numbers():
-    x, weight = torch.randn(2, 8, 9, 10), torch.randn(5, 8, 3, 5)
-    kernel, by_name = Conv2d(True), Conv2d(True, overload="padding")
-    same, valid = (run_kernel(by_name, x, weight, None, [1], name, [2, 1], 1) for name in ("same", "valid"))
-    assert torch.equal(same, run_kernel(kernel, x, weight, None, [1, 1], [2, 2], [2, 1], 1))
-    assert torch.equal(valid, run_kernel(kernel, x, weight, None, [1, 1], [0, 0], [2, 1], 1))
+@pytest.mark.parametrize(
+    ("kind", "sizes", "dilation", "same"),
+    [(Conv2d, (9, 10, 3, 5), [2, 1], [2, 2]), (Conv1d, (19, 5), [2], [4])],
+    ids=["conv2d", "conv1d"],
+)
+def test_padding_by_name_is_what_it_is_in_numbers(kind, sizes, dilation, same):
+    axes = len(dilation)
+    x, weight, ones = torch.randn(2, 8, *sizes[:axes]), torch.randn(5, 8, *sizes[axes:]), [1] * axes
+    for name, padding in (("same", same), ("valid", [0] * axes)):
+        by_name = run_kernel(kind(True, overload="padding"), x, weight, None, [1], name, dilation, 1)
+        assert torch.equal(by_name, run_kernel(kind(True), x, weight, None, ones, padding, dilation, 1))
 
 
 @pytest.mark.parametrize("layout", FORMATS)
@@ -182,85 +176,6 @@ def test_same_padding_of_an_even_kernel_pads_more_after_the_image(isa, layout, s
     actual = run_kernel(by_name, x, weight, None, [1, 1], "same", list(dilation), 1)
     assert not actual[0].isfinite().all()
     assert actual[1].isfinite().all()
-
-
-def outcome(recipe, *arguments):
-    """Return the result of a convolution in a region, and the class of what it raises."""
-    with torch.no_grad(), polycast.autocast("cpu", recipe=recipe):
-        try:
-            return F.conv2d(*arguments), None
-        except Exception as error:
-            return None, type(error)
-
-
-def assert_as_without_a_recipe(x, weight, *rest):
-    weight = torch.nn.Parameter(weight)
-    expected, raised = outcome("none", x, weight, *rest)
-    actual, its = outcome(polycast.Int8(ops=("conv2d",), min_size=0), x, weight, *rest)
-    assert its is raised
-    if expected is not None:
-        assert (actual.shape, actual.stride(), actual.dtype) == (expected.shape, expected.stride(), expected.dtype)
-        torch.testing.assert_close(actual, expected, rtol=0.05, atol=0.3)
-
-
-DEGENERATE = {
-    "no image": ((0, 3, 5, 5), (4, 3, 3, 3)),
-    "no image of one channel": ((0, 1, 5, 5), (1, 1, 3, 3), None, 1, 1),
-    "no channels": ((2, 0, 5, 5), (4, 0, 3, 3)),
-    "no features": ((2, 3, 5, 5), (0, 3, 3, 3)),
-    "no rows": ((2, 3, 0, 5), (4, 3, 3, 3), None, 1, 2),
-    "no columns": ((2, 3, 5, 0), (4, 3, 3, 3), None, 1, 2),
-    "no rows and no batch": ((3, 0, 5), (4, 3, 3, 3), None, 1, 2),
-    "no rows, same": ((2, 3, 0, 5), (4, 3, 3, 3), None, 1, "same"),
-    "a kernel of no rows": ((2, 3, 5, 5), (4, 3, 0, 3)),
-    "a kernel larger than the padded image": ((2, 3, 5, 5), (4, 3, 8, 3), None, 1, 1),
-    "a stride of 0": ((2, 3, 5, 5), (4, 3, 3, 3), None, 0),
-    "a stride below 0": ((2, 3, 5, 5), (4, 3, 3, 3), None, [1, -1]),
-    "no stride": ((2, 3, 5, 5), (4, 3, 3, 3), None, []),
-    "three strides": ((2, 3, 5, 5), (4, 3, 3, 3), None, [1, 1, 1]),
-    "a dilation of 0": ((2, 3, 5, 5), (4, 3, 3, 3), None, 1, 0, 0),
-    "a dilation of 0, same": ((2, 3, 5, 5), (4, 3, 3, 3), None, 1, "same", 0),
-    "padding below 0": ((2, 3, 5, 5), (4, 3, 3, 3), None, 1, [0, -1]),
-    "padding that overflows": ((2, 3, 5, 5), (4, 3, 3, 3), None, 1, 2**62),
-    "padding that nothing has memory for": ((2, 3, 5, 5), (4, 3, 3, 3), None, 2**31, 2**31),
-    "same with a stride": ((2, 3, 5, 5), (4, 3, 3, 3), None, 2, "same"),
-    "another name of a padding": ((2, 3, 5, 5), (4, 3, 3, 3), None, 1, "full"),
-    "groups of 0": ((2, 3, 5, 5), (4, 3, 3, 3), None, 1, 0, 1, 0),
-}
-
-
-def test_degenerate_sizes_give_the_result_or_the_error_that_they_give_without_a_recipe(subtests):
-    for case in DEGENERATE:
-        with subtests.test(case=case):
-            x, weight, *rest = DEGENERATE[case]
-            assert_as_without_a_recipe(torch.randn(x), torch.randn(weight), *rest)
-
-
-def test_any_sizes_give_the_result_or_the_error_that_they_give_without_a_recipe():
-    pick = random.Random(0).choice
-    for _ in range(400):
-        channels, features, kernel = pick((0, 1, 3)), pick((0, 1, 4, 17)), [pick((0, 1, 2, 3)) for _ in range(2)]
-        size = [pick((0, 1, 2, 5)), pick((0, 1, 3, 6))]
-        batch = pick(([], [0], [1], [2]))
-        stride, padding, dilation = (
-            pick((default, [pick(numbers)], [pick(numbers), pick(numbers)]))
-            for default, numbers in ((1, (0, 1, 2, -1)), (pick(("same", "valid")), (0, 1, 2, -1)), (1, (0, 1, 2)))
-        )
-        x, weight = torch.randn(*batch, channels, *size), torch.randn(features, channels, *kernel)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Using padding='same' with even kernel lengths")
-            assert_as_without_a_recipe(x, weight, pick((None, torch.randn(features))), stride, padding, dilation)
-
-
-@pytest.mark.parametrize("padding", ["same", "valid"])
-@pytest.mark.parametrize("compiled", [False, True])
-def test_a_padding_by_name_is_served(engine, recipe_counts, padding, compiled):
-    layer = torch.nn.Conv2d(8, 16, 3, padding=padding).eval()
-    run = torch.compile(layer, backend="aot_eager", fullgraph=True) if compiled else layer
-    recipe = polycast.Int8(ops=("conv2d",), min_size=0)
-    with torch.no_grad(), recipe_counts() as counts, polycast.autocast("cpu", recipe=recipe):
-        run(X)
-    assert [(each.op, each.declined) for each in counts.records()] == [("aten::conv2d.padding", "")]
 
 
 @pytest.mark.parametrize("layout", FORMATS)
@@ -292,30 +207,117 @@ def test_a_weight_with_nan_is_not_packed():
 
 
 X, WEIGHT, W = torch.randn(2, 8, 9, 9), torch.randn(5, 8, 3, 3), torch.randn(1, 96, 5, 5)
-DECLINED = {
-    "its groups have fewer than 48 channels": (X, torch.randn(8, 1, 3, 3), None, [1, 1], [0, 0], [1, 1], 8),
-    "its groups have fewer than 48 channels ": (W, torch.randn(96, 48, 1, 1)[:94], None, [1, 1], [0, 0], [1, 1], 2),
-    "the sizes do not fit    ": (W, torch.randn(97, 48, 1, 1), None, [1, 1], [0, 0], [1, 1], 2),
-    "the sizes do not fit     ": (X, WEIGHT, None, [1, 1], [0, 0], [1, 1], 2),
-    "the sizes do not fit      ": (X, WEIGHT, None, [1, 1], [0, 0], [1, 1], 0),
-    "the sizes do not fit": (X, torch.randn(5, 7, 3, 3), None, *ONE),
-    "the sizes do not fit ": (X, torch.randn(5, 8, 10, 3), None, *ONE),
-    "the sizes do not fit  ": (X, WEIGHT, None, [0, 1], [0, 0], [1, 1], 1),
-    "the sizes do not fit   ": (X[0, 0], WEIGHT, None, *ONE),
-    "the bias is not a vector of the output channels": (X, WEIGHT, torch.randn(1), *ONE),
-    "the images have no elements": (X[:0], WEIGHT, None, *ONE),
-    "the padding is much larger than the images": (X, WEIGHT, None, [1, 1], [2**20, 0], [1, 1], 1),
-    "the weight has no elements": (X, torch.randn(0, 8, 3, 3), None, *ONE),
-    "its sums have more than 65536 terms, which may not fit 32 bits": (
-        torch.ones(1, 1025, 8, 8),
-        torch.ones(1, 1025, 8, 8),
-        None,
-        *ONE,
+NARROW, NO_FIT = "its groups have fewer than 48 channels", "the sizes do not fit"
+DECLINED = [
+    (NARROW, X, torch.randn(8, 1, 3, 3), None, [1, 1], [0, 0], [1, 1], 8),
+    (NARROW, W, torch.randn(96, 48, 1, 1)[:94], None, [1, 1], [0, 0], [1, 1], 2),
+    (NARROW, torch.randn(2, 8, 9), torch.randn(8, 1, 3), None, [1], [0], [1], 8),
+    (NO_FIT, W, torch.randn(97, 48, 1, 1), None, [1, 1], [0, 0], [1, 1], 2),
+    (NO_FIT, X, WEIGHT, None, [1, 1], [0, 0], [1, 1], 2),
+    (NO_FIT, X, WEIGHT, None, [1, 1], [0, 0], [1, 1], 0),
+    (NO_FIT, X, torch.randn(5, 7, 3, 3), None, *ONE),
+    (NO_FIT, X, torch.randn(5, 8, 10, 3), None, *ONE),
+    (NO_FIT, X, WEIGHT, None, [0, 1], [0, 0], [1, 1], 1),
+    (NO_FIT, X[0, 0], WEIGHT, None, *ONE),
+    (NO_FIT, torch.randn(2, 7, 9), torch.randn(5, 8, 3), None, [1], [0], [1], 1),
+    (NO_FIT, torch.randn(2, 8, 9), torch.randn(5, 8, 3), None, [1, 1], [0], [1], 1),
+    ("the bias is not a vector of the output channels", X, WEIGHT, torch.randn(1), *ONE),
+    ("the images have no elements", X[:0], WEIGHT, None, *ONE),
+    ("the images have no elements", torch.randn(0, 8, 9), torch.randn(5, 8, 3), None, [1], [0], [1], 1),
+    ("the padding is much larger than the images", X, WEIGHT, None, [1, 1], [2**20, 0], [1, 1], 1),
+    ("the weight has no elements", X, torch.randn(0, 8, 3, 3), None, *ONE),
+    (
+        "its sums have more than 65536 terms, which may not fit 32 bits",
+        *(torch.ones(1, 1025, 8, 8), torch.ones(1, 1025, 8, 8), None, *ONE),
     ),
-}
+]
 
 
 def test_what_is_declined_has_a_reason(subtests):
-    for reason in DECLINED:
-        with subtests.test(reason=reason):
-            assert Conv2d(True).unsupported_reason(*DECLINED[reason]) == reason.strip()
+    for reason, x, weight, *rest in DECLINED:
+        with subtests.test(reason=reason, shapes=(x.shape, weight.shape)):
+            kind = Conv1d if weight.dim() == 3 else Conv2d
+            assert kind(True).unsupported_reason(x, weight, *rest) == reason
+
+
+# ---- Of one axis.
+
+
+@pytest.mark.parametrize("steps", [(3, 1, 1, 1), (3, 2, 0, 1), (4, 1, 2, 3), (1, 1, 0, 1), (10, 5, 3, 1)], ids=str)
+@pytest.mark.parametrize("by_signal", [True, False])
+def test_it_has_the_bits_of_the_convolution_of_images_of_height_one(isa, steps, by_signal):
+    size, stride, padding, dilation = steps
+    x, weight, bias = torch.randn(3, 17, 40), torch.randn(70, 17, size), torch.randn(70)
+    actual = run_kernel(Conv1d(by_signal, isa), x, weight, bias, [stride], [padding], [dilation], 1)
+    two = Conv2d(by_signal, isa)
+    args = (x[:, :, None], weight[:, :, None], bias, [1, stride], [0, padding], [1, dilation], 1)
+    assert torch.equal(actual, run_kernel(two, *args)[:, :, 0])
+    torch.testing.assert_close(actual, F.conv1d(x, weight, bias, stride, padding, dilation), rtol=0.05, atol=1.0)
+
+
+def test_groups_have_the_bits_of_those_of_images_of_height_one(isa):
+    x, weight, bias = torch.randn(2, 96, 40), torch.randn(192, 48, 5), torch.randn(192)
+    actual = run_kernel(Conv1d(True, isa), x, weight, bias, [1], [2], [1], 2)
+    args = (x[:, :, None], weight[:, :, None], bias, [1, 1], [0, 2], [1, 1], 2)
+    assert torch.equal(actual, run_kernel(Conv2d(True, isa), *args)[:, :, 0])
+
+
+def test_inf_and_nan_leave_other_signals_alone(isa):
+    x, weight = torch.randn(3, 8, 20), torch.randn(5, 8, 3).sign()
+    clean = x.clone()
+    x[1, 3, 4], clean[1] = torch.inf, 0
+    actual, without = (run_kernel(Conv1d(False, isa), each, weight, None, [1], [0], [1], 1) for each in (x, clean))
+    assert torch.equal(actual[[0, 2]], without[[0, 2]])
+    assert torch.equal(actual[1].isfinite(), F.conv1d(x, weight)[1].isfinite())
+
+
+# ---- Operators.
+
+
+IMAGES, FILTERS = torch.randn(2, 8, 9, 9), torch.randn(5, 8, 3, 3)
+CALLS = {
+    "conv1d": (IMAGES[0], torch.randn(4, 9, 3), torch.randn(4), [2], [1], [1], 1),
+    "conv1d of one signal": (IMAGES[0, 0], torch.randn(4, 9, 3), None, [1], [0], [2], 1),
+    "conv1d of channels in order": (IMAGES[0].transpose(1, 2), torch.randn(4, 9, 3), None, [1], [0], [1], 1),
+    "conv1d.padding": (IMAGES[0], torch.randn(4, 9, 4), None, [1], "same", [1], 1),
+    "conv2d": (IMAGES, FILTERS, torch.randn(5), [2, 1], [1, 0], [1, 1], 1),
+    "conv2d of one image": (IMAGES[0], FILTERS, None, [1, 1], [0, 0], [1, 1], 1),
+    "conv2d, channels_last": (IMAGES.to(memory_format=torch.channels_last), FILTERS, None, [1], [0], [1], 1),
+    "conv2d.padding": (IMAGES, FILTERS, None, [1, 1], "same", [1, 1], 1),
+}
+
+
+def call(name, dtype=torch.bfloat16):
+    """Return the operator of a call, and all its arguments."""
+    op = name.partition(" ")[0].rstrip(",")
+    args = CALLS[name]
+    convolution = Conv1d if op.startswith("conv1d") else Conv2d
+    kernel = convolution(True, overload="padding" if op.endswith("padding") else "default")
+    packed = kernel.prepack(args[kernel.weight])
+    return kernel.operator, (*args, *packed, dtype, *kernel.constants)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_an_operator_is_as_its_fake_one(name, subtests):
+    for dtype in [torch.bfloat16, torch.float16]:
+        with subtests.test(dtype=dtype):
+            operator, args = call(name, dtype)
+            torch.library.opcheck(operator, args, test_utils=("test_schema", "test_faketensor"))
+
+
+@pytest.mark.parametrize("name", [name for name in CALLS if "conv2d" in name])
+def test_a_convolution_rejects_arguments_that_it_cannot_compute(name, subtests):
+    for at, value, message in [
+        (3, [0, 1], "expected a positive stride"),
+        (5, [1, 0], "expected a positive stride and dilation"),
+        (6, 2, "expected a number of groups that divides 5 output channels, got 2"),
+        (0, torch.ones(9, 9), "expected images of 3 or 4 dimensions, got 2"),
+    ]:
+        with subtests.test(at=at, value=value, message=message):
+            operator, args = call(name)
+            given = [*args]
+            given[at] = value
+            with pytest.raises(
+                RuntimeError, match=message if at != 3 or "padding" not in name else message + "|needs a stride"
+            ):
+                operator(*given)
