@@ -46,7 +46,9 @@ def _freeze():
 @pytest.fixture(autouse=True)
 def _leaves_nothing_behind():
     """Check after each test that no region is open and autocast is off; uninstall the kernels."""
+    threads = torch.get_num_threads()
     yield
+    torch.set_num_threads(threads)
     left = [name for name in DEVICES if polycast.autocast_nesting(name) or torch.is_autocast_enabled(name)]
     for name in [name for name, loader in registry.loaders().items() if loader.by_hand is not None]:
         polycast.plugin.unregister_backend(name)
@@ -231,6 +233,21 @@ def hand_made():
     return register
 
 
+@pytest.fixture
+def other_cpu():
+    """Return a function that registers a copy of the CPU's backend with other attributes, and returns it."""
+
+    def register(**attributes):
+        backend = copy.copy(polycast.plugin.get_backend("cpu"))
+        vars(backend).update(attributes)
+        if registry.loaders()["cpu"].by_hand is not None:
+            polycast.plugin.unregister_backend("cpu")
+        polycast.plugin.register_backend(backend)
+        return backend
+
+    return register
+
+
 class Int8Linear(polycast.plugin.LowBitKernel):
     """An int8 linear in Python, for the tests: a scale for each output feature, activations as they are."""
 
@@ -269,17 +286,15 @@ class Int8Mm(Int8Linear):
 
 
 @pytest.fixture
-def int8_kernels():
+def int8_kernels(other_cpu):
     """Register a backend for the CPU with these kernels for Int8, and Rounded; return them by the name of the op."""
     kernels = {"aten::linear": Int8Linear(), "aten::mm": Int8Mm(), "aten::matmul": Int8Mm()}
-    backend = copy.copy(polycast.plugin.get_backend("cpu"))
 
     def recipe_availability(recipe):
         offered = recipe.kind.partition("-")[0] in ("int8", "rounded") and recipe.scales == "row"
         return polycast.plugin.Availability(offered, "" if offered else f"no kernels for {recipe.short} in these tests")
 
-    vars(backend).update(recipe_availability=recipe_availability, low_bit_kernels=lambda recipe: kernels)
-    polycast.plugin.register_backend(backend)
+    other_cpu(recipe_availability=recipe_availability, low_bit_kernels=lambda recipe: kernels)
     yield kernels
     polycast.clear_autocast_cache()
 

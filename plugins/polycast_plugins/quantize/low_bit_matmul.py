@@ -107,7 +107,11 @@ class _Matmul(LowBitKernel):
     @override
     def prepack(self, weight: torch.Tensor, *factors: torch.Tensor | None) -> tuple[torch.Tensor, ...] | None:
         prepack: Callable[..., tuple[torch.Tensor, ...] | None] = self._matmul.prepack
-        return prepack(weight.t(), *factors)
+        return prepack(self._rows(weight), *factors)
+
+    def _rows(self, weight: torch.Tensor) -> torch.Tensor:
+        """Return the weight with a row for each output feature."""
+        return weight.t()
 
     @override
     def run(self, prepacked: tuple[torch.Tensor, ...], *args: Any) -> torch.Tensor:
@@ -138,8 +142,8 @@ class _Linear(_Matmul):
         return _size_mismatch(x, size) or self._matmul.unsupported_reason(x, size, bias)
 
     @override
-    def prepack(self, weight: torch.Tensor, *factors: torch.Tensor | None) -> tuple[torch.Tensor, ...] | None:
-        return super().prepack(weight.t(), *factors)
+    def _rows(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight
 
     @override
     def _operands(self, *args: Any) -> tuple[torch.Tensor, torch.Tensor | None, float]:

@@ -30,34 +30,23 @@ def rediscover(monkeypatch):
 
 
 @pytest.fixture
-def plugin(monkeypatch, tmp_path, rediscover):
+def plugin(monkeypatch, distribution, folder, rediscover):
     """Return a function that installs a distribution with a plugin for ``ipu``; `name` is that of both."""
-    monkeypatch.syspath_prepend(tmp_path)
-
-    def install(name, source):
-        (tmp_path / f"{name}.py").write_text(source)
-        metadata = tmp_path / f"{name}-1.5.dist-info"
-        metadata.mkdir()
-        (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.5\n")
-        (metadata / "entry_points.txt").write_text(f"[polycast.backends]\nipu = {name}\n")
-
-    return install
+    monkeypatch.syspath_prepend(folder)
+    return lambda name, source: distribution(name, {"ipu": name}, {f"{name}.py": source}, "1.5")
 
 
 @pytest.fixture
-def offer(monkeypatch, tmp_path):
+def offer(monkeypatch, distribution, folder):
     """Return a function that installs a distribution whose plugin has these arguments; `code` is a module of it."""
-    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.syspath_prepend(folder)
     names = []
 
     def install(name, arguments, code=""):
         names.extend((name, f"{name}_code"))
-        (tmp_path / f"{name}.py").write_text(f"from polycast.plugin import Plugin\nplugin = Plugin({arguments})\n")
-        (tmp_path / f"{name}_code.py").write_text(code)
-        metadata = tmp_path / f"{name}-1.5.dist-info"
-        metadata.mkdir()
-        (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.5\n")
-        (metadata / "entry_points.txt").write_text(f"[polycast.plugins]\n{name} = {name}:plugin\n")
+        manifest = f"from polycast.plugin import Plugin\nplugin = Plugin({arguments})\n"
+        files = {f"{name}.py": manifest, f"{name}_code.py": code}
+        distribution(name, {name: f"{name}:plugin"}, files, "1.5", "polycast.plugins")
         importlib.invalidate_caches()
         manifests.forget()
 

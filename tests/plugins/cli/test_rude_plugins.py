@@ -20,17 +20,13 @@ raise OSError("no driver")
 
 
 @pytest.fixture
-def start(tmp_path):
+def start(distribution, folder):
     """Return a function that starts a command with a plugin for ``hpu`` of this source."""
 
     def start(source, *arguments, **variables):
-        (tmp_path / "acme_hpu.py").write_text(source)
-        metadata = tmp_path / "acme_hpu-1.5.dist-info"
-        metadata.mkdir()
-        (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: acme-hpu\nVersion: 1.5\n")
-        (metadata / "entry_points.txt").write_text("[polycast.backends]\nhpu = acme_hpu\n")
+        distribution("acme-hpu", {"hpu": "acme_hpu"}, {"acme_hpu.py": source}, "1.5")
         others = {name: value for name, value in os.environ.items() if not name.startswith("POLYCAST_")}
-        path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+        path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
         environment = {**others, "POLYCAST_ENGINE": "reference", "PYTHONPATH": path, **variables}
         command = [sys.executable, "-m", "polycast", *arguments]
         return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)

@@ -81,25 +81,18 @@ acme = "acme_count:plugin"
 THEIRS = torch.nn.functional.softplus
 
 
-def write(folder):
-    package = folder / "acme_count"
-    package.mkdir(parents=True)
-    for name, source in SOURCES.items():
-        (package / f"{name}.py").write_text(source)
+FILES = {f"acme_count/{name}.py": source for name, source in SOURCES.items()}
 
 
-def in_a_folder(folder):
-    write(folder)
-    metadata = folder / "acme_count-2.5.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: acme-count\nVersion: 2.5\n")
-    (metadata / "entry_points.txt").write_text("[polycast.plugins]\nacme = acme_count:plugin\n")
+def in_a_folder(folder, distribution):
+    distribution("acme-count", {"acme": "acme_count:plugin"}, FILES, "2.5", "polycast.plugins")
 
 
-def from_a_wheel(folder):
+def from_a_wheel(folder, distribution):
     source = folder.parent / "source"
-    write(source)
-    (source / "pyproject.toml").write_text(PYPROJECT)
+    for path, text in {**FILES, "pyproject.toml": PYPROJECT}.items():
+        (source / path).parent.mkdir(parents=True, exist_ok=True)
+        (source / path).write_text(text)
     pip = [sys.executable, "-m", "pip"]
     subprocess.run([*pip, "wheel", "--no-deps", "--no-build-isolation", "-q", "-w", folder.parent, source], check=True)
     (wheel,) = folder.parent.glob("*.whl")
@@ -109,9 +102,9 @@ def from_a_wheel(folder):
 @pytest.fixture(
     autouse=True, params=[in_a_folder, pytest.param(from_a_wheel, marks=pytest.mark.slow)], ids=lambda by: by.__name__
 )
-def _installed(request, tmp_path, monkeypatch):
-    request.param(tmp_path / "site")
-    monkeypatch.syspath_prepend(tmp_path / "site")
+def _installed(request, folder, distribution, monkeypatch):
+    request.param(folder, distribution)
+    monkeypatch.syspath_prepend(folder)
     importlib.invalidate_caches()
     manifests.forget()
     yield

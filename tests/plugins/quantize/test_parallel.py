@@ -47,10 +47,7 @@ def double(define, registered):
 
 @pytest.fixture
 def team_of_four():
-    before = torch.get_num_threads()
     torch.set_num_threads(TEAM)
-    yield
-    torch.set_num_threads(before)
 
 
 def torchs_team():

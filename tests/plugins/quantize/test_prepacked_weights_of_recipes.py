@@ -1,6 +1,5 @@
 """Prepacked weights of one WeightCache: apart for recipes that pack differently, shared by those that do not."""
 
-import copy
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Literal
@@ -55,15 +54,13 @@ class Product(LowBitMatmul):
 
 
 @pytest.fixture
-def products():
+def products(other_cpu):
     """Register a backend for the CPU with kernels for the recipe; return its products, by group size."""
     products = {size: Product(size) for size in (16, 32)}
-    backend = copy.copy(polycast.plugin.get_backend("cpu"))
-    vars(backend).update(
+    other_cpu(
         recipe_availability=lambda recipe: polycast.plugin.Availability(isinstance(recipe, Grouped)),
         low_bit_kernels=lambda recipe: products[recipe.group_size].kernels(),
     )
-    polycast.plugin.register_backend(backend)
     yield products
     polycast.clear_autocast_cache()
 

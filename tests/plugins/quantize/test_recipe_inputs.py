@@ -153,16 +153,13 @@ def test_equal_recipes_share_prepacked_weights(layer, linear, key, monkeypatch):
     assert (linear.prepared, linear.ran) == (1, 3)
 
 
-def test_another_instance_of_a_backend_has_its_own_prepacked_weights(layer, linear):
+def test_another_instance_of_a_backend_has_its_own_prepacked_weights(layer, linear, other_cpu):
     cache = polycast.WeightCache()
     with autocast("cpu", cache=cache):
         run(lambda: layer(X))
-    other = copy.copy(polycast.plugin.get_backend("cpu"))
     doubled = copy.copy(linear)
     doubled.prepack = lambda weight: tuple(part * 2 for part in linear.prepack(weight / 2))
-    vars(other)["low_bit_kernels"] = lambda recipe: {"aten::linear": doubled}
-    polycast.plugin.unregister_backend("cpu")
-    polycast.plugin.register_backend(other)
+    other_cpu(low_bit_kernels=lambda recipe: {"aten::linear": doubled})
     with autocast("cpu", cache=cache):
         run(lambda: layer(X))
     assert linear.prepared == 2

@@ -1,7 +1,5 @@
 """What every recipe of the CPU promises, with its own kernels: in regions, rules, files, compiled code and tools."""
 
-import copy
-
 import pytest
 import torch
 from torch import nn
@@ -223,10 +221,8 @@ def test_a_weight_with_inf_runs_in_the_fast_dtype(model, x, recipe):
     assert torch.equal(run(layer, x, recipe), run(layer, x))
 
 
-def test_without_kernels_a_warning_says_why(recipe, monkeypatch, model, x):
-    backend = copy.copy(polycast.plugin.get_backend("cpu"))
-    vars(backend)["recipe_availability"] = lambda each: polycast.plugin.Availability(False, f"no {each.kind} here.")
-    polycast.plugin.register_backend(backend)
+def test_without_kernels_a_warning_says_why(recipe, other_cpu, model, x):
+    other_cpu(recipe_availability=lambda each: polycast.plugin.Availability(False, f"no {each.kind} here."))
     with pytest.warns(polycast.errors.RecipeDisabledWarning, match=rf"no {recipe.kind} here\. The region runs"):
         region = autocast("cpu", recipe=recipe)
     with region:

@@ -52,27 +52,21 @@ SUITE = [
 ]
 
 
-@pytest.fixture
-def folder(tmp_path):
-    """A folder of nobody's, with a plugin for ``mtia`` in `site`."""
-    metadata = tmp_path / "site" / "acme_mtia-1.0.dist-info"
-    metadata.mkdir(parents=True)
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: acme-mtia\nVersion: 1.0\n")
-    (metadata / "entry_points.txt").write_text("[polycast.backends]\nmtia = acme_mtia\n")
-    (tmp_path / "site" / "acme_mtia.py").write_text(PLUGIN)
-    return tmp_path
+@pytest.fixture(autouse=True)
+def _installed(distribution):
+    distribution("acme-mtia", {"mtia": "acme_mtia"}, {"acme_mtia.py": PLUGIN})
 
 
 @pytest.fixture
-def run(folder):
-    """Return a function that runs Python in the folder, with the plugin on its path."""
+def run(folder, tmp_path):
+    """Return a function that runs Python in an empty folder, with the plugin on its path."""
 
     def run(*arguments, **variables):
         others = {name: value for name, value in os.environ.items() if not name.startswith(("POLYCAST_", "PYTEST_"))}
-        path = os.pathsep.join([str(folder / "site"), *filter(None, [os.environ.get("PYTHONPATH")])])
+        path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
         environment = {**others, "POLYCAST_ENGINE": "reference", "PYTHONPATH": path, "COLUMNS": "200", **variables}
         command = [sys.executable, "-W", "error", *arguments]
-        return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
 
     return run
 
@@ -88,8 +82,8 @@ def suite(run):
     return suite
 
 
-def test_the_suite_runs_for_a_device_and_tells_what_was_not_called_what_fails_and_what_no_longer_does(folder, suite):
-    (folder / "expected.txt").write_text("""
+def test_the_suite_runs_for_a_device_and_tells_what_was_not_called_what_fails_and_what_no_longer_does(tmp_path, suite):
+    (tmp_path / "expected.txt").write_text("""
 # what fake tensors of it cannot do
 test_is_capturing  there is no driver
 aten::exp  it was missing once
@@ -117,7 +111,7 @@ test_contract  and so was much
 
 
 def test_a_plugin_that_changes_torch_is_told_each_change(folder, suite):
-    (folder / "site" / "acme_mtia.py").write_text(PLUGIN + CHANGES)
+    (folder / "acme_mtia.py").write_text(PLUGIN + CHANGES)
     done = suite("mtia", "-k", "test_import")
     assert done.returncode == 1, done.stdout
     message = next(line for line in done.stdout.splitlines() if "changed torch for the whole process" in line)
@@ -134,7 +128,7 @@ def test_a_plugin_that_changes_torch_is_told_each_change(folder, suite):
 
 
 def test_a_broken_plugin_fails_with_its_cause(folder, suite):
-    (folder / "site" / "acme_mtia.py").write_text("raise ValueError('no firmware')")
+    (folder / "acme_mtia.py").write_text("raise ValueError('no firmware')")
     done = suite("mtia", "-k", "test_contract")
     assert done.returncode != 0
     assert "acme-mtia 1.0 (acme_mtia) could not be loaded: ValueError: no firmware" in done.stdout
@@ -155,14 +149,14 @@ def test_other(request):
 """
 
 
-def test_another_run_of_pytest_imports_neither_polycast_nor_torch(folder, run):
-    (folder / "test_other.py").write_text(OTHER)
+def test_another_run_of_pytest_imports_neither_polycast_nor_torch(tmp_path, run):
+    (tmp_path / "test_other.py").write_text(OTHER)
     done = run("-m", "pytest", "-p", "no:cacheprovider", "-q", "test_other.py")
     assert (done.returncode, done.stdout.splitlines()[-1].partition(" in ")[0]) == (0, "1 passed"), done.stdout
 
 
-def test_a_run_of_pytest_in_a_process_that_has_polycast_warns_of_nothing(folder, run):
-    (folder / "test_other.py").write_text("def test_other(): pass")
+def test_a_run_of_pytest_in_a_process_that_has_polycast_warns_of_nothing(tmp_path, run):
+    (tmp_path / "test_other.py").write_text("def test_other(): pass")
     script = "polycast.backends(); raise SystemExit(pytest.main(['-p', 'no:cacheprovider', '-Werror']))"
     done = run("-c", f"import polycast, pytest; {script}")
     assert done.returncode == 0, done.stdout + done.stderr
