@@ -24,7 +24,7 @@ from polycast.toolchain.compiler import (
 )
 from polycast.toolchain.cpp_library import BuildError, CppLibrary
 from polycast.toolchain.prebuilt import key_of, require_compiler
-from polycast_plugins.cli.compiled import common_libraries
+from polycast_plugins.cli.build import common_libraries
 
 # keep the files small
 LINKER_FLAGS = ("-s", "-Wl,--gc-sections", "-Wl,-z,noseparate-code") if sys.platform == "linux" else ()

@@ -9,7 +9,7 @@ import torch
 import polycast
 from polycast.toolchain.compiler import digest_of_headers, find_compiler
 from polycast.toolchain.cpp_library import BuildError
-from polycast_plugins.cli.compiled import common_libraries
+from polycast_plugins.cli.build import common_libraries
 
 OPS = polycast.plugin.NativeLibrary.of_ops("polycast_plugins.quantize.cpu.native")
 
