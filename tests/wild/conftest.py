@@ -14,12 +14,12 @@ def regions(monkeypatch):
     """The dtypes of polycast's regions that were entered through torch's names, by device, None for disabled ones."""
     seen = []
 
-    class Recorder:
-        def apply(self, region, device_type, dtype, enabled, cache_enabled):
-            seen.append((device_type, dtype if enabled else None))
-            return region
+    def replace(region):
+        settings = region._settings
+        seen.append((settings.device_type, settings.dtype if settings.enabled else None))
+        return region
 
-    monkeypatch.setattr(PatchedRegion, "overrides", Recorder())
+    monkeypatch.setattr(PatchedRegion, "replace", replace)
     return seen
 
 

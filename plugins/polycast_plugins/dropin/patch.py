@@ -1,14 +1,10 @@
 """patch_torch: make torch's autocast polycast's, in the whole process, until undone."""
 
-import functools
 import threading
-from typing import Any
 
-import torch
 from typing_extensions import Self
 
-from polycast import autocast_nesting
-from polycast.plugin import Feature, Patch, hold_during_fork
+from polycast.plugin import hold_during_fork
 
 from . import shim
 
@@ -22,8 +18,8 @@ class patch_torch:
 
     While torch is patched, regions of ``torch.autocast``, its other names and its subclasses are polycast's in the
     whole process, and so are ``custom_fwd``, ``custom_bwd``, ``autocast_decorator`` and ``is_autocast_available``
-    under their public names. Devices without a backend keep torch's
-    behavior. Regions and subclasses of either library keep working when the patch begins or ends.
+    under their public names. Devices without a backend keep torch's behavior. Regions and subclasses of either library
+    keep working when the patch begins or ends.
 
     Patches can be nested, on any threads: torch is restored when the last one ends.
 
@@ -82,33 +78,3 @@ class patch_torch:
     def __repr__(self) -> str:
         started = "started" if self._started else "not started"
         return f"<patch_torch: {started}; torch is {'patched' if _patches else 'not patched'}>"
-
-
-def _wrap_modules(patch: Patch) -> None:
-    """Run the outermost calls of modules in a region (``--wrap``), unless they are in one for the device."""
-    assert shim.PatchedRegion.overrides is not None
-    assert shim.PatchedRegion.overrides.wrap is not None
-    device_type, dtype = shim.PatchedRegion.overrides.wrap
-    call = torch.nn.Module.__call__
-    inside = threading.local()
-
-    @functools.wraps(call)
-    def wrapped(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if getattr(inside, "one", False) or autocast_nesting(device_type):
-            return call(module, *args, **kwargs)
-        inside.one = True
-        try:
-            with shim.PatchedRegion(device_type, dtype):
-                return call(module, *args, **kwargs)
-        finally:
-            inside.one = False
-
-    patch.replace(torch.nn.Module, "__call__", wrapped)
-
-
-WRAP = Feature(
-    "polycast run --wrap",
-    "",
-    (("torch.nn", ("torch.nn.Module.__call__",), _wrap_modules),),
-    outlives_uninstall=True,
-)

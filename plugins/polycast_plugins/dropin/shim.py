@@ -27,8 +27,6 @@ from polycast.plugin import (
     torch_name,
 )
 
-from .overrides import RunOverrides
-
 _F = TypeVar("_F", bound=Callable[..., Any])
 _REGION = "_polycast_region"
 TorchAutocast = autocast_mode.autocast
@@ -49,8 +47,8 @@ _torch_functions = {
 class PatchedRegion(LibraryRegion):
     """A region that was made by one of torch's names."""
 
-    overrides: ClassVar[RunOverrides | None] = None
-    """The overrides of ``polycast run``, if it runs the program."""
+    replace: "ClassVar[Callable[[PatchedRegion], autocast] | None]" = None
+    """Returns the region to enter in place of one, if ``polycast run`` runs the program."""
 
     _enabled = True  # attributes, as torch's regions have them
     _cache_enabled = True
@@ -65,10 +63,9 @@ class PatchedRegion(LibraryRegion):
         )
 
     def entered(self) -> autocast:
-        """Return the region with the overrides of ``polycast run``."""
-        settings = self._settings
-        given = settings.device_type, settings.dtype, settings.enabled, settings.cache_enabled
-        return self if self.overrides is None else self.overrides.apply(self, *given)
+        """Return the region with what ``polycast run`` adds."""
+        replace = type(self).replace
+        return self if replace is None else replace(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Through torch's class, so that unpickling gives torch's region where torch is not patched.

@@ -5,16 +5,17 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from polycast import Policy, WeightCache, autocast
+from polycast import Policy
 from polycast.plugin import Availability, refresh
 from polycast.policy.recipe_kinds import kinds
-from polycast_plugins.dropin.overrides import RunOverrides
+from polycast_plugins.dropin.session import Options, RunOverrides
+from polycast_plugins.dropin.shim import PatchedRegion
 from polycast_plugins.quantize import LowBitRecipe
 
 
-@pytest.mark.parametrize("cache", [None, WeightCache()], ids=["alone", "cache"])
+@pytest.mark.parametrize("weight_cache", [False, True], ids=["alone", "cache"])
 @pytest.mark.usefixtures("engine", "no_grad")
-def test_a_region_is_made_again_after_a_refresh_and_for_another_number_of_threads(hand_made, cache):
+def test_a_region_is_made_again_after_a_refresh_and_for_another_number_of_threads(hand_made, weight_cache):
     class Threads(LowBitRecipe):
         kind = "threads"
         count: int = 0
@@ -24,11 +25,10 @@ def test_a_region_is_made_again_after_a_refresh_and_for_another_number_of_thread
             return Threads(torch.get_num_threads())
 
     backend = hand_made("cpu", recipe_availability=lambda recipe: Availability(True))
-    overrides = RunOverrides(Policy(ops={"softmax": "fp32"}), "threads", cache)
+    overrides = RunOverrides(Options(weight_cache, policy=Policy(ops={"softmax": "fp32"}), recipe="threads"))
 
     def recipe():
-        region = overrides.apply(autocast("cpu"), "cpu", torch.float16, True, None)
-        return region._settings.override.recipe
+        return overrides.apply(PatchedRegion("cpu", torch.float16))._settings.override.recipe
 
     before = torch.get_num_threads()
     try:
