@@ -30,10 +30,7 @@ def prepare(
     Args:
         accelerator: the accelerator.
         model: the model.
-        policy: a :class:`polycast.Policy`, which may have rules for modules, a mapping of policies by op, or the path
-            of a policy file.
-        recipe: as in :class:`polycast.autocast`.
-        cache: a :class:`polycast.WeightCache`.
+        policy, recipe, cache: as in :class:`polycast.autocast`; the policy may have rules for modules.
         log: a :class:`polycast.RunLog`, for whose steps the program calls ``log.step()``. It observes the model,
             records the history of the accelerator's gradient scaler, and is saved and restored, too.
 

@@ -13,8 +13,7 @@ from polycast import RunLog, WeightCache
 from polycast.plugin import Recipe
 
 from .settings import PolicyLike, RegionSettings
-from .step_observer import StepObserver
-from .step_recorder import StepRecorder
+from .training_steps import StepObserver, StepRecorder
 
 if TYPE_CHECKING or "pytorch_lightning" in sys.modules:
     from pytorch_lightning import Callback
@@ -40,10 +39,7 @@ class Precision(MixedPrecision):
     Args:
         precision: ``"bf16-mixed"`` or ``"16-mixed"``.
         device: the device type of the regions.
-        policy: a :class:`polycast.Policy`, which may have rules for modules, a mapping of policies by op, or the path
-            of a policy file.
-        recipe: as in :class:`polycast.autocast`.
-        cache: a :class:`polycast.WeightCache`.
+        policy, recipe, cache: as in :class:`polycast.autocast`; the policy may have rules for modules.
         scaler: a gradient scaler for ``"16-mixed"``, by default ``torch.amp.GradScaler(device)``.
 
     Raises:
@@ -133,9 +129,8 @@ class Observe(Callback):
 class LogSteps(Callback):
     """Record each optimizer step in a :class:`polycast.RunLog`: ``LogSteps(polycast.RunLog("run.jsonl"))``.
 
-    It records the loss, and the history of the precision plugin's gradient scaler, with the names of the model's
-    parameters. With gradient accumulation a step has several batches. A run that is resumed from a checkpoint continues
-    the file at the step of the checkpoint. The first process records.
+    It records the loss and the history of the precision plugin's gradient scaler. With gradient accumulation a step has
+    several batches. A resumed run continues the file at the step of its checkpoint. The first process records.
 
     Args:
         log: the log; it observes the LightningModule if it has no other model.
@@ -148,8 +143,7 @@ class LogSteps(Callback):
     def __init__(self, log: RunLog, page: str | os.PathLike[str] | None = None) -> None:
         if log is None:
             raise TypeError("log must be a polycast.RunLog, got None")
-        self._recorder = StepRecorder(log, page)
-        self._log = log
+        self._recorder, self._log = StepRecorder(log, page), log
         self._steps_before = 0
         self._restored_steps: int | None = None
 

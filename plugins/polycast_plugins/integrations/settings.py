@@ -14,7 +14,6 @@ from polycast.errors import warn_user
 from polycast.plugin import InstanceForward, Recipe, read_recipe, torch_name
 
 PolicyLike: TypeAlias = Policy | Mapping[Any, Any] | str | os.PathLike[str]
-"""The types that ``policy=`` accepts."""
 _OWNER = "polycast_plugins.integrations"
 _is_any_autocast_enabled: Callable[[], bool] = torch_name(
     "torch._C._is_any_autocast_enabled", lambda: True, "models in regions of an integration are slower without autocast"
@@ -42,8 +41,7 @@ class RegionSettings:
         self._given = {name for name, text in self.state_dict().items() if text}
 
     def _set_policy(self, policy: Policy | None) -> None:
-        self.policy = policy
-        self._ops = None if policy is None else policy.without_modules()
+        self.policy, self._ops = policy, None if policy is None else policy.without_modules()
 
     def region(
         self, device_type: str, dtype: torch.dtype | None = None, *, cache_enabled: bool | None = None
@@ -68,8 +66,8 @@ class RegionSettings:
 
     def state_dict(self) -> dict[str, str]:
         """Return the policy and the recipe as text; a cache is not part of a checkpoint."""
-        texts = {"policy": "" if self.policy is None else self.policy.text()}
-        return texts | {"recipe": "" if self.recipe is None else self.recipe.text}
+        policy = "" if self.policy is None else self.policy.text()
+        return {"policy": policy, "recipe": "" if self.recipe is None else self.recipe.text}
 
     def load_state_dict(self, state: Mapping[str, str]) -> None:
         """Use the policy and the recipe of a checkpoint, unless others were given.
@@ -102,8 +100,7 @@ def run_in_regions(model: nn.Module, settings: RegionSettings, dtype: torch.dtyp
     These settings replace those of an earlier run with the model.
 
     Args:
-        model: the model.
-        settings: of the regions.
+        model, settings: the model, and the settings of its regions.
         dtype: the dtype of regions around a forward that opens its own. None: open a region inside the enclosing one,
             if autocast is on, with its dtype.
     """

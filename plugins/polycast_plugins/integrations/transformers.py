@@ -15,8 +15,7 @@ from polycast import RunLog, WeightCache
 from polycast.plugin import Recipe
 
 from .settings import PolicyLike, RegionSettings, run_in_regions
-from .step_observer import StepObserver
-from .step_recorder import StepRecorder
+from .training_steps import StepObserver, StepRecorder
 
 _PREPARED = "_original_forward"
 """An attribute of models whose forward Accelerate has put into a region."""
@@ -32,17 +31,13 @@ class PolycastCallback(TrainerCallback, ExportableState):
     them with ``restore_callback_states_from_checkpoint=True``.
 
     Args:
-        policy: a :class:`polycast.Policy`, which may have rules for modules, a mapping of policies by op, or the path
-            of a policy file.
-        recipe: as in :class:`polycast.autocast`.
-        cache: a :class:`polycast.WeightCache`.
+        policy, recipe, cache: as in :class:`polycast.autocast`; the policy may have rules for modules.
         report: the HTML file of an observation of some steps; None: no step is observed.
         first: the first step to observe, counted from 0, over all calls of ``train``.
         steps: the number of steps to observe.
-        log: a :class:`polycast.RunLog` of the run: of each step it records the loss that the model returns, for all
-            batches of the step, and the history of the gradient scaler. Without a loss of the model, as with label
-            smoothing, none is recorded. A run that is resumed from a checkpoint continues the log at the step of the
-            checkpoint. The first process records.
+        log: a :class:`polycast.RunLog`: of each step it records the loss that the model returns for all its batches
+            (none with label smoothing, for which the model returns none), and the history of the gradient scaler. A
+            resumed run continues the log at the step of its checkpoint. The first process records.
         page: the HTML file of :meth:`polycast.RunHistory.to_html`, written when the run ends. If training raises, the
             Trainer does not call this callback; ``log.history`` has the steps up to then.
 
@@ -81,24 +76,16 @@ class PolycastCallback(TrainerCallback, ExportableState):
         self._use(self._model_in(model), args)
         self._stop_recording()
         if self._recorder.log is not None and model is not None:
-            self._recorder.begin_run(
-                model,
-                getattr(optimizer, "scaler", None),
-                state.global_step,
-                is_first_process=state.is_world_process_zero,
-            )
-            self._loss_hook = model.register_forward_hook(
-                # A function, which is not copied with the model, as this object would be.
-                lambda *call: self._note_loss(*call),
-                with_kwargs=True,
-            )
+            scaler, is_first = getattr(optimizer, "scaler", None), state.is_world_process_zero
+            self._recorder.begin_run(model, scaler, state.global_step, is_first_process=is_first)
+            # A function, which is not copied with the model, as this object would be.
+            self._loss_hook = model.register_forward_hook(lambda *call: self._note_loss(*call), with_kwargs=True)
 
     def _note_loss(self, model: nn.Module, inputs: Any, named_inputs: Mapping[str, Any], output: Any) -> None:
         if model.training:
             self._has_shares = named_inputs.get("num_items_in_batch") is not None
-            self._recorder.add_loss(
-                output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-            )
+            loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+            self._recorder.add_loss(loss)
 
     def _stop_recording(self) -> None:
         self._recorder.abandon_step()
@@ -142,7 +129,7 @@ class PolycastCallback(TrainerCallback, ExportableState):
         self._recorder.end_run()
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint saves: the policy and the recipe."""
+        """Return what a checkpoint saves."""
         return {"args": {}, "attributes": {"saved_settings": self.saved_settings}}
 
     @property

@@ -1,4 +1,4 @@
-"""Record the steps of a library's training loop in a RunLog."""
+"""Steps of a library's training loop: some are observed, and all are recorded in a RunLog."""
 
 import os
 from contextlib import AbstractContextManager
@@ -9,8 +9,57 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from polycast import RunLog
-from polycast_plugins.observe import StepLog
+from polycast import RunLog, observe
+from polycast_plugins.observe import Observation, StepLog
+
+
+class StepObserver:
+    """Observes a range of a run's steps, and writes a report.
+
+    Args:
+        report: the HTML file to write when the last of the steps has ended, or the run; None: none.
+        first: the first step to observe, counted from 0 over all runs; a later first step skips one-time work, such as
+            compiling.
+        steps: the number of steps.
+
+    Raises:
+        TypeError: `first` or `steps` is not an int.
+        ValueError: `first` is negative, or `steps` not positive.
+    """
+
+    def __init__(self, report: str | os.PathLike[str] | None = None, *, first: int = 10, steps: int = 10) -> None:
+        for name, value, least in (("first", first, 0), ("steps", steps, 1)):
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"{name} must be an int, got {value!r}")
+            if value < least:
+                raise ValueError(f"{name} must be at least {least}, got {value}")
+        self.report = None if report is None else Path(report)
+        self._first, self._steps = first, steps
+        self.observation: Observation | None = None
+        self._open: observe | None = None
+        self._step = 0
+
+    def begin_step(self, model: nn.Module) -> None:
+        """Start to observe, if this is the first step to observe."""
+        if self._step == self._first and self._open is None:
+            opened = observe(model)
+            self.observation = opened.__enter__()
+            self._open = opened
+
+    def end_step(self) -> None:
+        """Count a step, and stop after the last one to observe."""
+        self._step += 1
+        if self._step == self._first + self._steps:
+            self.stop()
+
+    def stop(self) -> None:
+        """Stop observing, if it was started, and write the report."""
+        opened, self._open = self._open, None
+        if opened is not None:
+            opened.__exit__(None, None, None)
+            if self.report is not None and self.observation is not None:
+                self.observation.to_html(self.report)
+
 
 _recorders: "WeakKeyDictionary[RunLog, StepRecorder]" = WeakKeyDictionary()
 """The recorder of the latest run of each log."""
@@ -44,19 +93,16 @@ class StepRecorder:
     ) -> None:
         """Begin a run, which goes on after a number of steps if it was resumed. Other processes record nothing."""
         self._is_writer = is_first_process
-        self._take_over()
-        if self.log is not None and self._is_writer:
+        if self.log is None:
+            return
+        before = _recorders.get(self.log)
+        if before is not None:  # its run has failed, which its library has not announced
+            before.abandon_step()
+        _recorders[self.log] = self
+        if self._is_writer:
             self.log.watch(model, scaler if isinstance(scaler, torch.amp.GradScaler) else None)
             if steps_done:
                 self.log.load_state_dict({"steps": steps_done})
-
-    def _take_over(self) -> None:
-        """End the step of a run that failed; its library has not announced the end."""
-        if self.log is not None:
-            before = _recorders.get(self.log)
-            if before is not None:
-                before.abandon_step()
-            _recorders[self.log] = self
 
     @property
     def is_in_step(self) -> bool:
@@ -73,11 +119,12 @@ class StepRecorder:
 
     def add_loss(self, loss: Any) -> None:
         """Note the loss of a batch of the step; anything but a number is ignored."""
-        if self._open is not None and isinstance(loss, (torch.Tensor, float, int)):
-            if not isinstance(loss, torch.Tensor):
-                self._losses.append(loss)
-            elif loss.numel() == 1:
-                self._losses.append(loss.detach().float())
+        if self._open is None:
+            return
+        if isinstance(loss, torch.Tensor) and loss.numel() == 1:
+            self._losses.append(loss.detach().float())
+        elif isinstance(loss, (float, int)):
+            self._losses.append(loss)
 
     def end_step(self, error: BaseException | None = None, *, mean: bool = True) -> None:
         """End the step, if one has begun, with the mean or the sum of the losses of its batches."""
