@@ -52,7 +52,10 @@ def _read(value: Any, hint: Any) -> Any:
     """Return a value for a field with a type hint."""
     if is_dataclass(hint):
         return from_json(hint, value)  # type: ignore[arg-type]
-    return tuple(_read(item, get_args(hint)[0]) for item in value) if isinstance(value, (tuple, list)) else value
+    if isinstance(value, (tuple, list)):
+        return tuple(_read(item, get_args(hint)[0]) for item in value)
+    optional = next(filter(is_dataclass, get_args(hint)), None)
+    return value if value is None or optional is None else from_json(optional, value)
 
 
 @functools.cache

@@ -1,4 +1,7 @@
-"""Turn what a recorder counted into facts: name the modules, and find the rule that decided for each op."""
+"""Turn what a recorder counted into facts: name the modules, find the rule that decided for each op, ask the backends.
+
+Errors of backends are ignored.
+"""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -7,25 +10,19 @@ from typing import Any, TypeVar
 
 import torch
 
+import polycast
 from polycast import CastPolicy
-from polycast.plugin import decide, dtype_name
+from polycast.plugin import Backend, check, decide, disable_autocast, dtype_name, find_slow_dtype, get_backend
 
-from .backend_queries import DeviceProfiles, slow_reasons, why_not_enabled
 from .facts import Facts, Matmul, MatmulRows, Run, combine, total_of, with_main_decision
-from .recorder import CHAIN_KINDS, NO_MODULE, ChainRow, CountRow, Reading, phase_of
+from .recorder import CHAIN_KINDS, NO_MODULE, ChainRow, CountRow, MatmulRow, Reading, RegionRow, phase_of
 from .records import Cast, Chain, Compiled, Counts, Decision, LowBit, Module, NonFinite, NumericsRecord, Op, Region
 from .remedies import Flow
 
 _R = TypeVar("_R")
 AUTOCAST_IS_OFF = "autocast is off"
-_CAST_SUMS = {
-    "casts": "count",
-    "cast_bytes": "bytes",
-    "cast_seconds": "seconds",
-    "hits": "hits",
-    "misses": "misses",
-    "recasts": "recasts",
-    "recast_bytes": "recast_bytes",
+_CAST_SUMS = {"casts": "count", "cast_bytes": "bytes", "cast_seconds": "seconds"} | {
+    name: name for name in ("hits", "misses", "recasts", "recast_bytes")
 }
 """The fields of an op that are sums of fields of its casts."""
 
@@ -62,6 +59,7 @@ class _Counting:
         ops = combine(op for ops in by_module.values() for op in ops)
         regions = self._regions()
         devices = self._fast_dtypes(regions)
+        self._profiles = {device: _profile_of(device) for device in devices}
         return Facts(
             run=replace(run, devices=devices, emulated=slow_reasons(devices)),
             ops=_sorted(ops),
@@ -74,7 +72,7 @@ class _Counting:
             chains=self._chains(),
             flows=combine(flows),
             low_bit=low_bit,
-            matmuls=self._matmuls(DeviceProfiles(devices)),
+            matmuls=self._matmuls(),
             nonfinite=self._nonfinite(),
             numerics=_numerics_of(self._reading),
         )
@@ -132,11 +130,8 @@ class _Counting:
     def _regions(self) -> tuple[Region, ...]:
         found = []
         for row in self._reading.regions:
-            reason = ""
-            if not row.enabled:
-                reason = "a module rule asks for that" if row.by_module_rule else why_not_enabled(row.device, row.dtype)
             where = f"{row.call_site} (module rule)" if row.by_module_rule else row.call_site
-            found.append(_record(Region, row, where=where, reason=reason))
+            found.append(_record(Region, row, where=where, reason=_why_disabled(row)))
         return combine(found)
 
     def _chains(self) -> tuple[Chain, ...]:
@@ -168,7 +163,7 @@ class _Counting:
         found += [chain for chain in roots if _letters(chain.ops[0]) not in losses]
         return tuple(sorted(combine(found), key=lambda chain: (-chain.bytes, chain.kind, chain.ops)))
 
-    def _matmuls(self, profiles: DeviceProfiles) -> tuple[Matmul, ...]:
+    def _matmuls(self) -> tuple[Matmul, ...]:
         found = []
         for row in self._reading.counts:
             if row.flops <= 0:
@@ -187,12 +182,26 @@ class _Counting:
                     dtype=next(iter(_by_name(row.computes)), ""),
                     seconds=sum(seconds for _, seconds in row.seconds),
                     rows=tuple(
-                        MatmulRows(each.kind, each.rows, each.calls, each.flops, profiles.seconds(each, row.device))
+                        _record(MatmulRows, each, op=each.kind, estimates=self._seconds(each, row.device))
                         for each in row.matmuls
                     ),
                 )
             )
         return tuple(sorted(combine(found), key=lambda each: (-each.flops, each.op, each.module or "")))
+
+    def _seconds(self, matmuls: MatmulRow, device: str | None) -> dict[str, float]:
+        """Return the seconds of matmuls in each way that the profile of their device has; empty without a profile.
+
+        For None, as in a backward pass, the profile is that of the only device of the run.
+        """
+        if device is None and len(self._profiles) == 1:
+            (device,) = self._profiles
+        profile = None if device is None else self._profiles.get(device)
+        if profile is None:
+            return {}
+        size = max(1, round(matmuls.flops / (2 * matmuls.rows * matmuls.calls)))
+        times = {way: profile.seconds(matmuls.kind, matmuls.rows, way, size) for way in profile.ways(matmuls.kind)}
+        return {way: matmuls.calls * seconds for way, seconds in times.items() if seconds is not None}
 
     def _why_not_asked(self, row: CountRow) -> tuple[str, str]:
         """Return the active recipe, which was not asked for an op, and the reason; empty texts without a recipe."""
@@ -236,6 +245,55 @@ def _record(kind: type[_R], row: Any, **others: Any) -> _R:
 
 def _plain(value: Any) -> Any:
     return dtype_name(value) if isinstance(value, torch.dtype) else "" if value is None else value
+
+
+def _find_backend(device: str) -> Backend | None:
+    """Return the backend of a device; None if it has none, or a broken one. Then torch's own autocast may have run."""
+    try:
+        return get_backend(device)
+    except RuntimeError:
+        return None
+
+
+def _why_disabled(region: RegionRow) -> str:
+    """Return why a region is disabled; empty if it is enabled, or the program disabled it."""
+    if not region.enabled and region.by_module_rule:
+        return "a module rule asks for that"
+    backend = None if region.enabled else _find_backend(region.device)
+    if backend is None:
+        return ""
+    if not (answer := check(backend)):
+        return f"{region.device} is not available: {answer.reason.rstrip('.')}"
+    answer = check(backend, region.dtype)
+    return "" if answer else f"{region.dtype} is not supported: {answer.reason.rstrip('.')}"
+
+
+def slow_reasons(devices: Mapping[str, Iterable[str]]) -> dict[str, str]:
+    """Return by device and dtype, as ``"cpu bfloat16"``, why the backend says that a fast dtype is slow there."""
+    found = {}
+    for device, names in devices.items():
+        backend = _find_backend(device)
+        if backend is None:
+            continue
+        for name in names:
+            dtype = getattr(torch, name)
+            reason = _slow_reason(backend, dtype)
+            if reason and find_slow_dtype(backend, dtype) is not None:  # a plugin may know better
+                found[f"{device} {name}"] = reason
+    return found
+
+
+def _slow_reason(backend: Backend, dtype: torch.dtype) -> str | None:
+    try:
+        with disable_autocast():
+            return backend.slow_reason(dtype)
+    except (Exception, SystemExit):  # some libraries exit if they find no device
+        return None
+
+
+def _profile_of(device: str) -> Any:
+    find_profile = getattr(polycast, "find_profile", None)  # of the plugin fastest, without which there are no profiles
+    return None if find_profile is None else find_profile(device)
 
 
 def _op(row: CountRow, decision: Decision, casts: Sequence[Cast]) -> Op:

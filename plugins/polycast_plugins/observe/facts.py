@@ -4,7 +4,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, get_origin, get_type_hints
 
 from .records import (
     Cast,
@@ -253,10 +253,8 @@ class Facts:
         return sum(numbers.get(dtype, 0) for dtype in fast) / everything if everything else None
 
 
-LISTS: dict[str, type[Any]] = {
-    name: get_args(hint)[0] for name, hint in get_type_hints(Facts).items() if get_origin(hint) is tuple
-}
-"""The lists of facts, by name, and the class of their records."""
+LISTS = tuple(name for name, hint in get_type_hints(Facts).items() if get_origin(hint) is tuple)
+"""The names of the lists of facts."""
 
 
 def total_of(counts: Iterable[Counts]) -> Counts:

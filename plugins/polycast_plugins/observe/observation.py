@@ -3,7 +3,6 @@
 import json
 import os
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -157,16 +156,17 @@ class Observation:
         None. A record is a mapping of its fields.
         """
         facts = self.facts
+        values = to_json(facts)
         return {
             "schema": SCHEMA,
-            "run": asdict(facts.run),
-            "total": to_json(facts.total),
+            "run": values["run"],
+            "total": values["total"],
             "fast_share": facts.fast_share,
             "fast_time_share": facts.fast_time_share,
             "recipe_share": facts.recipe_share,
-            **{name: [to_json(record) for record in getattr(facts, name)] for name in LISTS},
+            **{name: values[name] for name in LISTS},
             "findings": [to_json(finding) for finding in findings_of(facts)],
-            "nonfinite": None if facts.nonfinite is None else to_json(facts.nonfinite),
+            "nonfinite": values["nonfinite"],
         }
 
     @classmethod
@@ -184,9 +184,8 @@ class Observation:
                 f"it has schema {schema}, and this polycast reads schemas up to {SCHEMA}: install a newer polycast"
             )
         try:
-            lists = {name: tuple(from_json(kind, each) for each in _list(values, name)) for name, kind in LISTS.items()}
-            nonfinite = None if values["nonfinite"] is None else from_json(NonFinite, values["nonfinite"])
-            facts = Facts(run=from_json(Run, values["run"]), nonfinite=nonfinite, **lists)
+            names = [name for name in LISTS if name in values or name not in _OPTIONAL_LISTS]
+            facts = from_json(Facts, {name: values[name] for name in (*names, "nonfinite", "run")})
             findings_of(facts)  # raises if chains have too few ops
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(f"it is not an observation: {type(error).__name__}: {error}") from error
@@ -213,12 +212,11 @@ class Observation:
         """
         if before is not None and not isinstance(before, Observation):
             raise TypeError(f"before must be an Observation or None, got {type(before).__name__}")
-        from . import report as html  # imported here for Jinja2, which only reports need
-        from .report import page  # imported here for Jinja2, which only reports need
+        from . import report  # imported here for Jinja2, which only reports need
 
-        shown = page.page_of(self.facts, None if before is None else before.facts)
+        text = report.render(report.page_of(self.facts, None if before is None else before.facts))
         # Names of files and modules may contain surrogates, which UTF-8 cannot encode.
-        Path(path).write_text(html.render(shown), encoding="utf-8", errors="backslashreplace")
+        Path(path).write_text(text, encoding="utf-8", errors="backslashreplace")
 
     def to_trace(self, path: _Path, *, profile: ProfileLike | None = None) -> None:
         """Write the times of ops and casts as a Chrome trace, for https://ui.perfetto.dev or chrome://tracing.
@@ -324,10 +322,6 @@ class Observation:
     def __repr__(self) -> str:
         facts = self.facts
         return f"<Observation of {facts.total.calls} calls of {len(facts.ops)} ops>"
-
-
-def _list(values: dict[str, Any], name: str) -> Any:
-    return values.get(name, ()) if name in _OPTIONAL_LISTS else values[name]
 
 
 _OPTIONAL_LISTS = ("low_bit", "matmuls", "flows", "numerics")

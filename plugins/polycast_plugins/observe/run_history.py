@@ -84,11 +84,11 @@ class RunHistory:
         """
         if before is not None and not isinstance(before, RunHistory):
             raise TypeError(f"before must be a polycast.RunHistory or None, got {type(before).__name__}")
-        from . import report as html  # imported here for Jinja2, which only reports need
-        from .report import run_page  # imported here for Jinja2, which only reports need
+        from . import report  # imported here for Jinja2, which only reports need
 
         runs = (self.steps,) if before is None else (before.steps, self.steps)
-        Path(path).write_text(html.render_run(run_page.run_page_of(runs)), encoding="utf-8", errors="backslashreplace")
+        text = report.render_run(report.run_page_of(runs))
+        Path(path).write_text(text, encoding="utf-8", errors="backslashreplace")
 
     def to_pandas(self) -> Any:
         """Return a DataFrame with a row for each step, indexed by `step`.

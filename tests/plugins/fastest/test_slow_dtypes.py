@@ -7,7 +7,7 @@ import polycast
 from polycast.plugin import find_slow_dtype
 from polycast_plugins.fastest import estimates
 from polycast_plugins.fastest.measurement import Measurement
-from polycast_plugins.observe.backend_queries import slow_reasons
+from polycast_plugins.observe.counting import slow_reasons
 
 
 @pytest.fixture

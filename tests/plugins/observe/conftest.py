@@ -11,7 +11,7 @@ import torch
 import polycast
 from polycast.engine import installation
 from polycast_plugins.fastest import estimates
-from polycast_plugins.observe import Observation, Origin, SkippedStep, StepRecord, backend_queries
+from polycast_plugins.observe import Observation, Origin, SkippedStep, StepRecord, counting
 from polycast_plugins.observe.facts import Facts, Run, total_of
 from polycast_plugins.observe.records import Chain, Counts, Decision, Module, Op
 
@@ -28,7 +28,7 @@ def _engine(request, monkeypatch):
 @pytest.fixture(autouse=True)
 def no_profile(monkeypatch):
     """Observe without the profile of this machine, on which findings depend."""
-    monkeypatch.setattr(backend_queries, "_profile_of", lambda device_type: None)
+    monkeypatch.setattr(counting, "_profile_of", lambda device_type: None)
     monkeypatch.setattr(estimates, "find_profile", lambda device_type: None)
 
 

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import polycast
 from polycast.plugin import events
 from polycast_plugins.fastest.measurement import Measurement
-from polycast_plugins.observe import Matmul, MatmulRows, Observation, backend_queries
+from polycast_plugins.observe import Matmul, MatmulRows, Observation, counting
 from polycast_plugins.observe.facts import Facts, Run
 
 X, WEIGHT = torch.randn(128, 64), torch.randn(64, 64)
@@ -39,7 +39,7 @@ def profiled(monkeypatch):
             if op != "bmm" or way in ("float32", "bfloat16")
         )
         profile = polycast.DeviceProfile("cpu", "a cpu", 4, {}, {}, measured, 1e10)
-        monkeypatch.setattr(backend_queries, "_profile_of", lambda device_type: profile)
+        monkeypatch.setattr(counting, "_profile_of", lambda device_type: profile)
 
     return profiled
 

@@ -3,26 +3,29 @@
 import base64
 import functools
 import hashlib
+import itertools
 import json
-from collections.abc import Hashable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from importlib import resources
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any
 
 import jinja2
 
 from polycast import __version__
 
-from ..records import Module, Op
+from ..records import Counts, Module, Op
 from ..text import duration, in_order, matmul_lines, pattern, percent, ruled, size
 from .page import PHASES, ModuleRow, OpRow, Page
+from .page import page_of as page_of
 from .run_page import RunPage
+from .run_page import run_page_of as run_page_of
 
-_T = TypeVar("_T", bound=Hashable)
 _NOTHING = -1
 """Stands for a number that the run lacks."""
 
 
-class Data(NamedTuple):
+class PageData:
     """The input of a page's script.
 
     Attributes:
@@ -35,55 +38,23 @@ class Data(NamedTuple):
         stacks: the numbers of the stacks, by stack.
     """
 
-    json: dict[str, Any]
-    stacks: Mapping[tuple[str, ...], int]
-
-
-class _Numbers(Generic[_T]):
-    """Gives each distinct value a number."""
-
-    def __init__(self) -> None:
-        self.known: dict[_T, int] = {}
-
-    def __call__(self, value: _T) -> int:
-        return self.known.setdefault(value, len(self.known))
-
-    def __iter__(self) -> Any:
-        return iter(self.known)
-
-
-def data_of(page: Page) -> Data:
-    """Return the modules and stacks of a page as data."""
-    return _Builder(page).data()
-
-
-class _Builder:
     def __init__(self, page: Page) -> None:
         self._page = page
-        self._words: _Numbers[str] = _Numbers()
-        self._ops: _Numbers[tuple[Any, ...]] = _Numbers()
+        self._words: dict[str, int] = _numbers()
+        self._ops: dict[tuple[Any, ...], int] = _numbers()
         self._patterns: dict[int, str] = {}
-
-    def data(self) -> Data:
-        lines: _Numbers[str] = _Numbers()
-        stacks: dict[tuple[str, ...], int] = {}
-        numbered = []
-        for row in self._page.ops:
-            for op in row.of:
-                if op is not None and op.stack and op.stack not in stacks:
-                    stacks[op.stack] = len(stacks)
-                    numbered.append([lines(line) for line in op.stack])
-        modules = self._modules()
-        json = {
-            "timed": self._page.timed,
-            "modules": modules,
+        lines: dict[str, int] = _numbers()
+        of_ops = [op for row in page.ops for op in row.of if op is not None and op.stack]
+        self.stacks = {stack: number for number, stack in enumerate(dict.fromkeys(op.stack for op in of_ops))}
+        self.json = {
+            "timed": page.timed,
+            "modules": self._modules(),
             "ops": list(self._ops),
             "words": list(self._words),
             "patterns": self._patterns,
+            "stacks": [[lines[line] for line in stack] for stack in self.stacks],
             "lines": list(lines),
-            "stacks": numbered,
         }
-        return Data(json, stacks)
 
     def _modules(self) -> list[list[Any]]:
         found = []
@@ -92,56 +63,48 @@ class _Builder:
             del around[row.depth :]
             outer = f"{around[-1]}." if around and around[-1] else ""
             around.append(row.name)
-            found.append(
-                [
-                    row.depth,
-                    self._words(row.name[len(outer) :]),
-                    self._words(row.kind),
-                    int(row.changed),
-                    int(row.is_open),
-                    [self._ops(self._op(op)) for op in row.ops],
-                    [self._module(row, run, module) for run, module in enumerate(row.of)],
-                ]
-            )
+            name, kind = self._words[row.name[len(outer) :]], self._words[row.kind]
+            ops = [self._ops[self._op(op)] for op in row.ops]
+            of = [self._module(row, run, module) for run, module in enumerate(row.of)]
+            found.append([row.depth, name, kind, int(row.changed), int(row.is_open), ops, of])
         return found
 
     def _module(self, row: ModuleRow, run: int, module: Module | None) -> Any:
         if module is None:
             return _NOTHING
         total = module.total
-        time = self._words(duration(sum(total.seconds.values()))) if self._page.timed else _NOTHING
-        return [
-            self._dtypes(total.compute_dtypes),
-            time,
-            self._words(f"{total.casts:,}"),
-            round(100 * row.casts[run], 1),
-            self._words(_bytes(total.cast_bytes)),
-            round(100 * row.bytes[run], 1),
-        ]
+        time = self._words[duration(sum(total.seconds.values()))] if self._page.timed else _NOTHING
+        casts, bytes_cast = self._casts(total)
+        shares = round(100 * row.casts[run], 1), round(100 * row.bytes[run], 1)
+        return [self._dtypes(total.compute_dtypes), time, casts, shares[0], bytes_cast, shares[1]]
 
     def _op(self, row: OpRow) -> tuple[Any, ...]:
         known = next(op for op in reversed(row.of) if op is not None)
         of = tuple(self._counts(op) for op in row.of)
-        policy, rule = self._words(known.policy or "no policy"), self._words(ruled(known))
-        return (self._words(row.op.removeprefix("aten::")), self._words(row.phase), policy, rule, of)
+        texts = row.op.removeprefix("aten::"), row.phase, known.policy or "no policy", ruled(known)
+        return (*(self._words[text] for text in texts), of)
 
     def _counts(self, op: Op | None) -> Any:
         if op is None:
             return _NOTHING
         dtypes = tuple(self._dtypes(op.compute_dtypes))
-        return (self._words(f"{op.calls:,}"), dtypes, self._words(f"{op.casts:,}"), self._words(_bytes(op.cast_bytes)))
+        return (self._words[f"{op.calls:,}"], dtypes, *self._casts(op))
+
+    def _casts(self, counts: Counts) -> tuple[int, int]:
+        return self._words[f"{counts.casts:,}"], self._words[size(counts.cast_bytes) if counts.cast_bytes else "0"]
 
     def _dtypes(self, counts: Mapping[str, int]) -> list[int]:
         found = []
         for dtype, count in in_order(counts):
-            number = self._words(dtype)
+            number = self._words[dtype]
             self._patterns[number] = pattern(dtype)
             found += [number, count]
         return found
 
 
-def _bytes(count: int) -> str:
-    return size(count) if count else "0"
+def _numbers() -> dict[Any, int]:
+    """Return a mapping that gives each new key the next number."""
+    return defaultdict(itertools.count().__next__)
 
 
 _NAMES = ("before", "after")
@@ -153,7 +116,7 @@ _MAX_ROWS = 100
 
 def render(page: Page) -> str:
     """Return the HTML of a report."""
-    data = data_of(page)
+    data = PageData(page)
     scripts = ("page.js", "page_modules.js", "page_ops.js")
     return _render("page.html", ["page.css"], scripts, data.json, page=page, stacks=data.stacks)
 

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from ..run_findings import RunFinding, findings_of_run, skipped_rows
 from ..steps import SkippedStep, StepRecord
@@ -56,8 +56,7 @@ class Chart:
     lines: tuple[Line, ...]
 
 
-@dataclass(frozen=True)
-class ChartKind:
+class _Kind(NamedTuple):
     """A number that is charted.
 
     Attributes:
@@ -73,21 +72,21 @@ class ChartKind:
     marks: bool = False
 
 
-KINDS = (
-    ChartKind("loss", "Loss", "Of each step.", marks=True),
-    ChartKind("scale", "Scale", "The factor of the loss.", "log", marks=True),
-    ChartKind("fast_time_share", "Time in fast dtypes", "The share of the time in ops, on observed steps.", "share"),
-    ChartKind("underflow_share", "Underflow", "The share of values that became zero or subnormal.", "share"),
-    ChartKind("gradient_underflow_share", "Underflow of gradients", "The same, in the backward pass.", "share"),
+_KINDS = (
+    _Kind("loss", "Loss", "Of each step.", marks=True),
+    _Kind("scale", "Scale", "The factor of the loss.", "log", marks=True),
+    _Kind("fast_time_share", "Time in fast dtypes", "The share of the time in ops, on observed steps.", "share"),
+    _Kind("underflow_share", "Underflow", "The share of values that became zero or subnormal.", "share"),
+    _Kind("gradient_underflow_share", "Underflow of gradients", "The same, in the backward pass.", "share"),
 )
 
 
 def charts_of(runs: Sequence[_Run]) -> tuple[Chart, ...]:
     """Return the charts of the numbers that some run has."""
-    return tuple(_chart(kind, runs) for kind in KINDS if any(numbers_of(run, kind.name) for run in runs))
+    return tuple(_chart(kind, runs) for kind in _KINDS if any(_numbers(run, kind.name) for run in runs))
 
 
-def numbers_of(run: Iterable[StepRecord], name: str) -> list[tuple[int, float]]:
+def _numbers(run: Iterable[StepRecord], name: str) -> list[tuple[int, float]]:
     """Return the numbers of a field by step, without the steps that lack it."""
     return [(record.step, float(value)) for record in run if (value := getattr(record, name)) is not None]
 
@@ -101,17 +100,17 @@ def text_of(value: float, is_share: bool) -> str:
     return f"{value:,.0f}" if 1000 <= abs(value) < 1e9 else f"{value:.4g}"
 
 
-def span_of(runs: Iterable[Sequence[StepRecord]]) -> tuple[int, int]:
+def _span(runs: Iterable[_Run]) -> tuple[int, int]:
     """Return the first and the last step of all runs."""
     steps = [record.step for run in runs for record in (*run[:1], *run[-1:])]
     return (min(steps), max(steps)) if steps else (0, 0)
 
 
-def _chart(kind: ChartKind, runs: Sequence[_Run]) -> Chart:
-    of_runs = [numbers_of(run, kind.name) for run in runs]
+def _chart(kind: _Kind, runs: Sequence[_Run]) -> Chart:
+    of_runs = [_numbers(run, kind.name) for run in runs]
     finite = [value for numbers in of_runs for _, value in numbers if math.isfinite(value)]
     low, high, is_log = _axis(kind.axis, finite)
-    first, last = span_of(runs)
+    first, last = _span(runs)
 
     def across(step: int) -> float:
         return WIDTH * (step - first) / (last - first) if last > first else WIDTH / 2
@@ -120,7 +119,7 @@ def _chart(kind: ChartKind, runs: Sequence[_Run]) -> Chart:
         position = math.log(max(value, low) / low) / math.log(high / low) if is_log else (value - low) / (high - low)
         return HEIGHT * (1 - min(max(position, 0.0), 1.0))
 
-    def line(run: Sequence[StepRecord], numbers: list[tuple[int, float]]) -> Line:
+    def line(run: _Run, numbers: list[tuple[int, float]]) -> Line:
         bad = [step for step, value in numbers if not math.isfinite(value)]
         skipped = [record.step for record in run if record.skipped] if kind.marks else []
         texts = [text_of(value, kind.axis == "share") for _, value in (numbers[:1] + numbers[-1:])]
@@ -185,31 +184,22 @@ def _path(numbers: list[tuple[int, float]], across: _Position, down: _Position, 
     return "".join(parts)
 
 
-@dataclass(frozen=True)
-class FoundInRun:
-    """A finding, and which of two runs has it: ``"before"`` or ``"after"``; empty: it is one run, or both have it."""
+class FoundInRun(NamedTuple):
+    """A finding, and which of two runs has it: ``"before"`` or ``"after"``; empty: there is one run."""
 
     finding: RunFinding
     run: str
 
 
-@dataclass(frozen=True)
-class StepRow:
+class StepRow(NamedTuple):
     """A row of the table of steps: a text for each run and number."""
 
     step: int
     of: tuple[tuple[str, ...], ...]
 
 
-@dataclass(frozen=True)
-class SkippedText:
-    """A SkippedRow as text, and the run that has it.
-
-    Attributes:
-        run: ``"before"`` or ``"after"``; empty: there is one run.
-        steps, scale: such as ``"21 to 24"``.
-        skip: the first of them.
-    """
+class SkippedText(NamedTuple):
+    """Skipped steps in a row as text, such as ``"21 to 24"``, the first of them, and the run that has them."""
 
     run: str
     steps: str
@@ -223,15 +213,11 @@ class RunPage:
 
     Attributes:
         runs: the summary of each run, as texts by their labels; the run before first.
-        found: the findings.
-        charts: the charts.
         missing: the titles of the charts that no run has numbers for.
         titles: the titles of the numbers, in the order of those in `rows` and `data`.
         rows: some steps, evenly chosen.
-        skipped: the skipped steps; at most 100 rows for each run.
-        skips: how many rows there are.
+        skipped: the skipped steps; at most 100 rows for each run, of `skips` rows.
         steps: how many steps there are, in one run or both.
-        first, last: the first and the last step.
         data: for the script: the steps, and for each run and number the texts at these.
     """
 
@@ -259,14 +245,18 @@ def run_page_of(runs: Sequence[_Run]) -> RunPage:
     charts = charts_of(runs)
     shown = tuple(chart.name for chart in charts)
     names = ("before", "after") if len(runs) == 2 else ("",)
-    first, last = span_of(runs)
+    first, last = _span(runs)
     by_step = [{record.step: record for record in run} for run in runs]
     skips = [list(_skip_rows(name, run)) for name, run in zip(names, runs, strict=True)]
     return RunPage(
         runs=tuple(map(_summary, runs)),
-        found=tuple(_found(runs, names)),
+        found=tuple(
+            FoundInRun(finding, name)
+            for run, name in reversed([*zip(runs, names, strict=True)])
+            for finding in findings_of_run(run)
+        ),
         charts=charts,
-        missing=tuple(kind.title for kind in KINDS if kind.name not in shown),
+        missing=tuple(kind.title for kind in _KINDS if kind.name not in shown),
         titles=tuple(chart.title for chart in charts),
         rows=tuple(StepRow(step, _texts(by_step, step, shown)) for step in _chosen(runs, _MAX_ROWS)),
         skipped=tuple(each for of_run in skips for each in of_run[:_MAX_SKIPPED]),
@@ -307,14 +297,9 @@ def _chosen(runs: Sequence[_Run], most: int) -> list[int]:
     return [steps[round(number * (len(steps) - 1) / (most - 1))] for number in range(most)]
 
 
-def _found(runs: Sequence[_Run], names: Sequence[str]) -> Iterator[FoundInRun]:
-    for run, name in reversed([*zip(runs, names, strict=True)]):
-        yield from (FoundInRun(finding, name) for finding in findings_of_run(run))
-
-
 def _summary(run: _Run) -> dict[str, str]:
     """Return the numbers of a run, as text; empty: not recorded. Shares and times are means."""
-    losses, scales = numbers_of(run, "loss"), numbers_of(run, "scale")
+    losses, scales = _numbers(run, "loss"), _numbers(run, "scale")
     finite = [(value, step) for step, value in losses if math.isfinite(value)]
     known = [record for record in run if record.skipped is not None]
     skips = sum(record.skipped is True for record in run)
@@ -337,7 +322,7 @@ def _first_to_last(numbers: Sequence[tuple[int, float]]) -> str:
 
 
 def _mean(run: _Run, name: str) -> str:
-    values = [value for _, value in numbers_of(run, name) if math.isfinite(value)]
+    values = [value for _, value in _numbers(run, name) if math.isfinite(value)]
     if not values:
         return ""
     mean = sum(values) / len(values)
