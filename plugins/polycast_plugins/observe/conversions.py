@@ -54,7 +54,7 @@ def _read(value: Any, hint: Any) -> Any:
         return from_json(hint, value)  # type: ignore[arg-type]
     if isinstance(value, (tuple, list)):
         return tuple(_read(item, get_args(hint)[0]) for item in value)
-    optional = next(filter(is_dataclass, get_args(hint)), None)
+    optional: Any = next(filter(is_dataclass, get_args(hint)), None)
     return value if value is None or optional is None else from_json(optional, value)
 
 

@@ -67,32 +67,8 @@ def values_of(dtype):
         return torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
     words, width = (torch.int32, 31) if dtype == torch.float32 else (torch.int64, 62)
     drawn = torch.randint(-(2**width), 2**width - 1, (20_000,), dtype=words, generator=generator).view(dtype)
-    bounds = [
-        2.0**-14,
-        2.0**-15,
-        2.0**-24,
-        2.0**-25,
-        2.0**-126,
-        2.0**-133,
-        2.0**-134,
-        2.0**-149,
-        65504,
-        65520,
-        464,
-        448,
-    ]
-    bounds += [
-        2.0**-6,
-        2.0**-9,
-        2.0**-10,
-        2.0**-16,
-        2.0**-17,
-        57344,
-        61440,
-        3.3895e38,
-        3.4028e38,
-        2.0**-14 * (1 - 2.0**-11),
-    ]
+    bounds = [2.0**-power for power in (6, 9, 10, 14, 15, 16, 17, 24, 25, 126, 133, 134, 149)]
+    bounds += [2.0**-14 * (1 - 2.0**-11), 448, 464, 57344, 61440, 65504, 65520, 3.3895e38, 3.4028e38]
     around = torch.tensor(bounds, dtype=dtype).view(words)[:, None] + torch.arange(-3, 4, dtype=words)
     special = torch.tensor([0.0, -0.0, float("inf"), -float("inf"), float("nan"), 1.0, -1.0], dtype=dtype)
     small = torch.randn(20_000, dtype=dtype, generator=generator) * 1e-5
@@ -289,20 +265,3 @@ def test_interrupted_run_keeps_what_it_counted(engine):
         run(polycast.observe(numerics=True))
     (seen,) = runs
     assert the_record(seen, dtype="float16").count == 2
-
-
-def test_numerics_changes_no_result(engine):
-    def step(model, **options):
-        x = torch.linspace(-1, 1, 64).view(4, 16)
-        with polycast.observe(model, **options), polycast.autocast("cpu", torch.float16):
-            loss = model(x).float().square().mean()
-        loss.backward()
-        return [loss, *(each.grad for each in model.parameters())]
-
-    for plain, counted in zip(step(_net()), step(_net(), numerics=True), strict=True):
-        assert torch.equal(plain, counted)
-
-
-def test_option_must_be_a_bool(engine):
-    with pytest.raises(TypeError, match="numerics must be a bool, got 1"):
-        polycast.observe(numerics=1)

@@ -13,21 +13,23 @@ from polycast.toolchain import load
 from polycast.toolchain.cpp_library import BuildError, CppLibrary
 from polycast_plugins.observe import observer_library, recorder
 
+INVALID = [
+    ({"model": 3}, TypeError, "model must be a torch.nn.Module or None, got int"),
+    ({"timing": 1}, TypeError, "timing must be a bool, got 1"),
+    ({"trace": 1}, TypeError, "trace must be a bool, got 1"),
+    ({"numerics": 1}, TypeError, "numerics must be a bool, got 1"),
+    ({"stacks": "yes"}, TypeError, "stacks must be a bool, got 'yes'"),
+    ({"nonfinite": "stop"}, ValueError, "nonfinite must be one of 'ignore', 'record', 'raise', got 'stop'"),
+    ({"threads": 4}, ValueError, "threads must be one of 'this', 'all', got 4"),
+]
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "text"),
-    [
-        ({"model": 3}, TypeError, "model must be a torch.nn.Module or None, got int"),
-        ({"timing": 1}, TypeError, "timing must be a bool, got 1"),
-        ({"stacks": "yes"}, TypeError, "stacks must be a bool, got 'yes'"),
-        ({"nonfinite": "stop"}, ValueError, "nonfinite must be one of 'ignore', 'record', 'raise', got 'stop'"),
-        ({"threads": 4}, ValueError, "threads must be one of 'this', 'all', got 4"),
-    ],
-)
-def test_invalid_options_are_refused(arguments, error, text):
-    with pytest.raises(error) as raised:
-        polycast.observe(**arguments)
-    assert str(raised.value) == text
+
+def test_invalid_options_are_refused(subtests):
+    for arguments, error, text in INVALID:
+        with subtests.test(arguments=arguments):
+            with pytest.raises(error) as raised:
+                polycast.observe(**arguments)
+            assert str(raised.value) == text
 
 
 def test_leaving_before_entering_is_refused():

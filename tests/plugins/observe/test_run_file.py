@@ -35,7 +35,13 @@ def test_a_file_can_be_read_and_resumed_wherever_the_process_was_killed(path):
         assert kept == [(0, 1.0), (1, 2.0)][: (size >= first - 1) + (size >= len(whole) - 1)]
         log = polycast.RunLog(path, resume=True)
         losses(log, 3.0)
-        assert recorded(polycast.RunHistory.load(path)) == [*kept, (len(kept), 3.0)]
+        assert recorded(log.history) == recorded(polycast.RunHistory.load(path)) == [*kept, (len(kept), 3.0)]
+
+
+def test_a_file_of_another_run_is_refused(path):
+    losses(polycast.RunLog(path), 1.0)
+    with pytest.raises(FileExistsError, match=r"run\.jsonl has the steps of a run\. To continue it, pass resume=True"):
+        losses(polycast.RunLog(path), 1.0)
 
 
 def test_zeros_at_the_end_which_a_power_failure_leaves_are_dropped(path):

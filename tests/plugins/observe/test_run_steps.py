@@ -1,7 +1,6 @@
 """Steps of a RunLog in unusual loops: several optimizers and scalers, reruns that fail, unusual gradients."""
 
 import copy
-import json
 import pickle
 
 import pytest
@@ -149,12 +148,6 @@ def test_a_history_is_copied(copied):
     assert str(copied(log.history).steps) == str(log.history.steps)
 
 
-def test_what_json_lacks_is_text():
-    skip = SkippedStep(0, INF, ("a",), 1, 1)
-    history = ScalerHistory(1, ((0, INF),), 1, (skip,))
-    assert ScalerHistory.from_dict(json.loads(json.dumps(history.to_dict(), allow_nan=False))) == history
-
-
 def test_a_scale_that_is_infinite_is_written(tmp_path):
     (layer, optimizer), scaler = layer_and_optimizer(), scaler_of()
     log = polycast.RunLog(tmp_path / "run.jsonl")
@@ -199,13 +192,3 @@ def test_a_log_is_pickled_for_processes_that_are_spawned(tmp_path):
         step.log(loss=1.0)
     assert log.history.steps[0].loss == 1.0
     assert log.observation.run.model == "Linear"
-
-
-def test_steps_that_are_skipped_in_a_row_are_printed_once():
-    def steps():
-        for step in range(9):
-            skip = SkippedStep(step, 2.0**-step, ("\N{SNOWMAN}",), 1, 2) if 3 <= step < 8 else None
-            yield StepRecord(step, 1.0, 2.0**-step, skip is not None, skip=skip)
-
-    shown = str(polycast.RunHistory(steps())).splitlines()
-    assert shown[1] == "  steps 3 to 7, scale 0.125 to 0.0078125; gradients of 1 of 2 parameters: \\u2603"

@@ -201,16 +201,11 @@ def test_a_history_is_bounded():
     assert history.skipped[-1].step == MAX_SKIPPED + 4
 
 
-def test_a_history_is_json_safe():
+@pytest.mark.parametrize("scale", [2.0, INF])  # which JSON lacks
+def test_a_history_is_json_safe_and_what_a_later_version_wrote_is_ignored(scale):
     origin = Origin("aten::mm", "backward", "0", "inf", "float16", ("train.py:3 step",))
-    history = ScalerHistory(3, ((0, 2.0),), 1, (SkippedStep(1, 2.0, ("weight",), 1, 2, origin),))
-    assert ScalerHistory.from_dict(json.loads(json.dumps(history.to_dict()))) == history
-
-
-def test_values_of_a_skipped_step_that_a_later_version_wrote_are_ignored():
-    origin = Origin("aten::mm", "backward", "0", "inf", "float16")
-    history = ScalerHistory(3, ((0, 2.0),), 1, (SkippedStep(1, 2.0, ("weight",), 1, 2, origin),))
-    values = history.to_dict()
+    history = ScalerHistory(3, ((0, scale),), 1, (SkippedStep(1, scale, ("weight",), 1, 2, origin),))
+    values = json.loads(json.dumps(history.to_dict(), allow_nan=False))
     (skip,) = values["skipped"]
     skip["new"] = skip["origin"]["new"] = 1
     assert ScalerHistory.from_dict(values) == history
@@ -255,11 +250,6 @@ def test_a_scaler_of_another_class_is_left_alone():
     assert recording(Other("cpu")) is None
 
 
-def test_a_model_that_is_none_is_refused():
-    with pytest.raises(TypeError, match=r"^model must be a torch.nn.Module or None, got 'layers'$"):
-        polycast.grad_scaler("cpu", torch.float16, model="layers")
-
-
 def test_the_model_is_held_weakly():
     model = layers()
     scaler = polycast.grad_scaler("cpu", torch.float16, model=model)
@@ -287,8 +277,7 @@ class Wrapper(torch.optim.Optimizer):
 
 
 @pytest.mark.parametrize("has_hooks", [False, True])
-def test_an_optimizer_that_calls_no_hooks_takes_its_steps(has_hooks):
-    model = layers()
+def test_an_optimizer_that_calls_no_hooks_takes_its_steps(has_hooks, model):
     scaler = polycast.grad_scaler("cpu", torch.float16)
     before = model[0].weight.detach().clone()
     take(scaler, model, Wrapper(torch.optim.SGD(model.parameters(), lr=0.1), has_hooks), 1.0)
@@ -296,8 +285,7 @@ def test_an_optimizer_that_calls_no_hooks_takes_its_steps(has_hooks):
     assert scaler.history.skipped == ()
 
 
-def test_skipped_steps_of_such_an_optimizer_are_recorded():
-    model = layers()
+def test_skipped_steps_of_such_an_optimizer_are_recorded(model):
     scaler = polycast.grad_scaler("cpu", torch.float16, init_scale=8.0)
     take(scaler, model, Wrapper(torch.optim.SGD(model.parameters(), lr=0.1), False), 1.0, float("inf"), 1.0)
     assert [(each.step, each.scale, each.of) for each in scaler.history.skipped] == [(1, 8.0, 4)]

@@ -235,8 +235,3 @@ def test_an_observation_without_ops_has_an_empty_trace(tmp_path):
 def test_a_trace_has_times(seen):
     assert seen.run.timing
     assert seen.fast_time_share > 0
-
-
-def test_trace_must_be_a_bool():
-    with pytest.raises(TypeError, match="^trace must be a bool, got 1$"):
-        polycast.observe(trace=1)

@@ -17,6 +17,12 @@ LAYERS = {
     "dropout": nn.Dropout,
     "inplace": lambda: nn.ReLU(inplace=True),
 }
+OF_ALL_KINDS = {
+    "layers": ["linear", "norm", "gelu", "linear", "softmax", "linear"],
+    "policy": None,
+    "checkpoints": False,
+    "grad": True,
+}
 
 
 def graph(node):
@@ -42,12 +48,16 @@ def left_by(run, layers, policy, caches, checkpoints, grad):
             y.float().square().sum().backward()
             found.extend([x.grad, *(parameter.grad.clone() for parameter in net.parameters())])
 
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1) if list(net.parameters()) else None
     with run(net), torch.set_grad_enabled(grad):
         for _ in range(2):
             try:
                 step()
             except RuntimeError as error:  # what was saved for the backward was written in place
                 found.append(str(error))
+            if optimizer is not None:
+                optimizer.step()
+                optimizer.zero_grad()
     stats = None if cache is None else cache.stats()
     return [*found, torch.get_rng_state(), stats, torch.is_autocast_enabled("cpu"), nn.Module.__call__]
 
@@ -63,12 +73,15 @@ def left_by(run, layers, policy, caches, checkpoints, grad):
         {
             "timing": st.booleans(),
             "stacks": st.booleans(),
+            "numerics": st.booleans(),
             "nonfinite": st.sampled_from(["ignore", "record", "raise"]),
             "threads": st.sampled_from(["this", "all"]),
         }
     ),
 )
 @example(layers=["inplace", "inplace"], policy=None, caches=False, checkpoints=False, grad=True, options={})
+@example(options={"timing": True, "stacks": True, "numerics": True}, caches=True, **OF_ALL_KINDS)
+@example(options={"nonfinite": "record", "threads": "all"}, caches=False, **OF_ALL_KINDS)
 def test_observed_run_has_the_same_results(engine, layers, policy, caches, checkpoints, grad, options):
     arguments = layers, policy, caches, checkpoints, grad
     plain = left_by(lambda net: torch.enable_grad(), *arguments)
