@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import textwrap
 
 import pytest
 
@@ -47,12 +48,24 @@ def _launched(start_launcher):
 
 
 @pytest.fixture
-def polycast_run(_launched, fast_dtypes):
-    """Return a function that runs ``polycast run`` in a folder, and returns what subprocess.run() would."""
+def polycast_run(_launched, fast_dtypes, tmp_path):
+    """Return a function that runs ``polycast run`` in the folder of the test; returns what subprocess.run() would."""
 
-    def run(*arguments, folder, stdin="", **environment):
+    def run(*arguments, folder=tmp_path, stdin="", **environment):
         environment = {**ENVIRONMENT, "POLYCAST_PROFILE": fast_dtypes, **environment}
         script = "import polycast_plugins.cli, sys\nsys.argv[0] = 'polycast'\npolycast_plugins.cli.main()"
         return _launched(script, "run", *map(str, arguments), folder=folder, stdin=stdin, environment=environment)
+
+    return run
+
+
+@pytest.fixture
+def run(request, tmp_path, polycast_run):
+    """Return a function that calls ``polycast run`` on a program, which begins with BEFORE of the test's module."""
+
+    def run(program, *options, **environment):
+        source = getattr(request.module, "BEFORE", "") + textwrap.dedent(program)
+        (tmp_path / "program.py").write_text(source)
+        return polycast_run(*options, "program.py", **environment)
 
     return run

@@ -1,7 +1,5 @@
 """``polycast run``: a program runs as with python, on polycast's regions; options; bad input."""
 
-import functools
-import os
 import re
 import signal
 import subprocess
@@ -10,13 +8,12 @@ import textwrap
 import zipfile
 
 import pytest
+from tests.plugins.dropin.conftest import ENVIRONMENT
 from typer.testing import CliRunner
 
 from polycast_plugins.cli import app
 
 pytestmark = pytest.mark.slow
-
-ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith("POLYCAST_")}
 
 
 def call(*command, folder, stdin="", **environment):
@@ -40,12 +37,6 @@ def write(tmp_path):
 
 
 @pytest.fixture
-def run(tmp_path, polycast_run):
-    """Return a function that calls ``polycast run`` in the folder of the test."""
-    return functools.partial(polycast_run, folder=tmp_path)
-
-
-@pytest.fixture
 def same(polycast_run):
     """Return a function that runs a program with python and with polycast, checks that they do the same."""
 
@@ -66,29 +57,31 @@ print(vars(__main__) is globals(), sys.modules["__main__"] is __main__)
 """
 
 
-@pytest.mark.parametrize("name", ["program.py", "./program.py", "folder/program.py"])
-def test_a_script_sees_itself_as_under_python(same, write, name):
-    done = same(write(SELF_PORTRAIT, name), name, "--flag", "value", "--quiet", "--", "-m")
-    assert "'--flag', 'value', '--quiet', '--', '-m'" in done.stdout
+SCRIPTS = ("program.py", "./program.py", "folder/program.py")
+ARGUMENTS = ["--flag", "value", "--quiet", "--", "-m"]
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "said"),
+    [
+        *(
+            (name, [name, *ARGUMENTS], str(ARGUMENTS)[1:])
+            for name in ("program.py", "./program.py", "folder/program.py")
+        ),
+        ("package/program.py", ["-m", "package.program", "--flag"], "package.program"),
+        ("package/__main__.py", ["-m", "package"], "package.__main__"),
+        ("folder/__main__.py", ["folder", "x"], "__main__.py"),
+    ],
+    ids=["script", "script here", "script elsewhere", "module", "package", "folder"],
+)
+def test_a_program_sees_itself_as_under_python(same, write, name, arguments, said):
+    assert said in same(write(SELF_PORTRAIT, name), *arguments).stdout
 
 
 def test_a_link_to_a_script_has_the_folder_of_the_script(same, write):
     folder = write(SELF_PORTRAIT, "folder/program.py")
     (folder / "link.py").symlink_to(folder / "folder" / "program.py")
     assert str(folder / "folder") in same(folder, "link.py").stdout
-
-
-def test_a_module_sees_itself_as_under_python(same, write):
-    folder = write(SELF_PORTRAIT, "package/program.py")
-    assert "package.program" in same(folder, "-m", "package.program", "--flag").stdout
-
-
-def test_a_package_runs_its_main_module(same, write):
-    assert "package.__main__" in same(write(SELF_PORTRAIT, "package/__main__.py"), "-m", "package").stdout
-
-
-def test_a_folder_runs_its_main_module(same, write):
-    assert "__main__.py" in same(write(SELF_PORTRAIT, "folder/__main__.py"), "folder", "x").stdout
 
 
 @pytest.mark.parametrize("name", ["folder", "folder/__main__.py"])
@@ -151,9 +144,9 @@ def test_a_folder_without_a_main_module_is_reported_as_by_python(same, write):
     assert "can't find '__main__' module in" in same(write("", "folder/other.py"), "folder").stderr
 
 
-def test_a_missing_file_is_reported_as_by_python(run, tmp_path):
+def test_a_missing_file_is_reported_as_by_python(polycast_run, tmp_path):
     theirs = call("no_such.py", folder=tmp_path)
-    ours = run("no_such.py")
+    ours = polycast_run("no_such.py")
     assert (ours.returncode, theirs.returncode) == (2, 2)
     assert ours.stderr == f"polycast: can't open file '{tmp_path}/no_such.py': [Errno 2] No such file or directory\n"
     assert ours.stderr.partition(": ")[2] == theirs.stderr.partition(": ")[2]
@@ -185,9 +178,9 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
-def test_processes_that_multiprocessing_starts_run_on_polycast_too(write, run, method):
+def test_processes_that_multiprocessing_starts_run_on_polycast_too(write, polycast_run, method):
     write(MULTIPROCESSING)
-    done = run("--wrap", "cpu", "program.py", method)
+    done = polycast_run("--wrap", "cpu", "program.py", method)
     assert done.stdout == "torch.bfloat16 True torch.bfloat16\n", done.stderr
 
 
@@ -208,34 +201,30 @@ with torch.autocast("cpu", enabled=False):
 
 
 @pytest.mark.parametrize("engine", ["native", "reference"])
-def test_the_summary_counts_regions(write, run, engine):
-    write(REGIONS)
-    done = run("--engine", engine, "program.py")
+def test_the_summary_counts_regions(run, engine):
+    done = run(REGIONS, "--engine", engine)
     assert done.stdout.split() == ["torch.float16"] * 3 + ["torch.float32"]
     assert done.stderr == (f"polycast: {engine} engine, 6 regions (cpu disabled 1, cpu bfloat16 2, cpu float16 3)\n")
 
 
 @pytest.mark.parametrize("engine", ["native", "reference"])
-def test_with_a_weight_cache_the_regions_under_no_grad_share_their_casts(write, run, engine):
-    write(REGIONS)
-    done = run("--engine", engine, "--weight-cache", "program.py")
+def test_with_a_weight_cache_the_regions_under_no_grad_share_their_casts(run, engine):
+    done = run(REGIONS, "--engine", engine, "--weight-cache")
     assert done.stdout.split() == ["torch.float16"] * 3 + ["torch.float32"]
     assert done.stderr.endswith(", weight cache: 4 hits, 2 misses, 0.0 MiB\n")
 
 
-def test_quiet_leaves_the_summary_out(write, run):
-    write(REGIONS)
-    assert run("--quiet", "program.py").stderr == ""
+def test_quiet_leaves_the_summary_out(run):
+    assert run(REGIONS, "--quiet").stderr == ""
 
 
-def test_the_summary_of_a_program_without_regions_suggests_wrap(write, run):
-    write("print(1)")
-    assert run("program.py").stderr == (
+def test_the_summary_of_a_program_without_regions_suggests_wrap(run):
+    assert run("print(1)").stderr == (
         "polycast: no region was entered: the program did not use torch.autocast (see polycast run --wrap)\n"
     )
 
 
-def test_the_summary_is_written_once_and_last(write, run):
+def test_the_summary_is_written_once_and_last(run):
     source = """
     import atexit, os, sys, torch
     atexit.register(print, "mine", file=sys.stderr)
@@ -246,8 +235,7 @@ def test_the_summary_is_written_once_and_last(write, run):
     os.wait()
     1 / 0
     """
-    write(source)
-    lines = run("program.py").stderr.splitlines()
+    lines = run(source).stderr.splitlines()
     assert lines[-1].startswith("polycast: ")
     assert lines[-3:-1] == ["ZeroDivisionError: division by zero", "mine"]
     assert sum(line.startswith("polycast: ") for line in lines) == 1
@@ -278,9 +266,8 @@ thread.join()
 
 
 @pytest.mark.parametrize(("wrap", "dtype"), [("cpu", "bfloat16"), ("cpu:float16", "float16"), ("cpu:fp16", "float16")])
-def test_wrap_runs_the_outermost_call_of_a_module_in_a_region(write, run, wrap, dtype):
-    write(WITHOUT_REGIONS)
-    done = run("--wrap", wrap, "program.py")
+def test_wrap_runs_the_outermost_call_of_a_module_in_a_region(run, wrap, dtype):
+    done = run(WITHOUT_REGIONS, "--wrap", wrap)
     assert done.stdout.splitlines() == [
         "no input",
         f"torch.{dtype} torch.{dtype} torch.float32 False",
@@ -315,32 +302,30 @@ def test_an_invalid_option_is_refused_before_the_program_runs(write, monkeypatch
     assert said in done.stderr
 
 
-def test_a_device_that_cannot_be_used_is_refused(write, run):
+def test_a_device_that_cannot_be_used_is_refused(run):
     import torch
 
     if torch.xpu.is_available():
         pytest.skip("there is an XPU here")
-    write("print('it ran')")
-    done = run("--wrap", "xpu", "program.py")
+    done = run("print('it ran')", "--wrap", "xpu")
     assert (done.returncode, done.stdout) == (2, "")
     assert re.match(r"polycast: --wrap xpu: .+\.\n$", done.stderr)
 
 
-def test_an_invalid_variable_is_refused(write, run):
-    write("print('it ran')")
-    done = run("program.py", POLYCAST_ENGINE="fast")
+def test_an_invalid_variable_is_refused(run):
+    done = run("print('it ran')", POLYCAST_ENGINE="fast")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("polycast: POLYCAST_ENGINE='fast' is invalid")
 
 
-def test_an_engine_that_cannot_be_built_is_refused(write, run, tmp_path):
-    write("print('it ran')")
-    done = run("--engine", "native", "program.py", CXX="no-such-compiler", XDG_CACHE_HOME=str(tmp_path / "cache"))
+def test_an_engine_that_cannot_be_built_is_refused(run, tmp_path):
+    missing = {"CXX": "no-such-compiler", "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    done = run("print('it ran')", "--engine", "native", **missing)
     assert (done.returncode, done.stdout) == (2, "")
     assert "the native engine cannot be built" in done.stderr
 
 
-def test_without_a_program_the_usage_is_shown(run):
-    done = run()
+def test_without_a_program_the_usage_is_shown(polycast_run):
+    done = polycast_run()
     assert done.returncode == 2
     assert "Usage: polycast run" in done.stderr

@@ -8,17 +8,14 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from tests.plugins.dropin.conftest import ENVIRONMENT
 from typer.testing import CliRunner
 
 from polycast_plugins.cli import app
 
 pytestmark = pytest.mark.slow
 
-ENVIRONMENT = {
-    **{name: value for name, value in os.environ.items() if not name.startswith("POLYCAST_") and name != "RANK"},
-    "OMP_NUM_THREADS": "1",
-}
-WORK = """
+BEFORE = """
 import multiprocessing, os, sys, threading, torch
 def work(size=2):
     with torch.autocast("cpu"):
@@ -27,17 +24,6 @@ def ranked(rank):
     os.environ["RANK"] = rank
     work()
 """
-
-
-@pytest.fixture
-def run(tmp_path, polycast_run):
-    """Return a function that calls ``polycast run`` on what follows WORK, in a folder of its own."""
-
-    def run(program, *options, **environment):
-        (tmp_path / "program.py").write_text(WORK + textwrap.dedent(program))
-        return polycast_run(*options, "program.py", folder=tmp_path, **environment)
-
-    return run
 
 
 def reports(folder):

@@ -1,7 +1,5 @@
 """``polycast run --policy``: a program under a policy file."""
 
-import textwrap
-
 import pytest
 
 from polycast import Policy
@@ -33,17 +31,6 @@ if __name__ == "__main__":
     process.start()
     process.join()
 """
-
-
-@pytest.fixture
-def run(tmp_path, polycast_run):
-    """Return a function that calls ``polycast run`` on a program, in a folder of its own."""
-
-    def run(program, *options, **environment):
-        (tmp_path / "program.py").write_text(textwrap.dedent(program))
-        return polycast_run(*options, "program.py", folder=tmp_path, **environment)
-
-    return run
 
 
 def test_the_programs_own_policies_override_the_option(run, tmp_path):

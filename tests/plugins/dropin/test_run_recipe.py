@@ -1,7 +1,6 @@
 """``polycast run --recipe``: products below the fast dtype in programs that nobody changed, and what is said then."""
 
 import functools
-import textwrap
 import time
 
 import pytest
@@ -13,7 +12,7 @@ from polycast_plugins.dropin.recipe_summary import RecipeSummary
 
 pytestmark = pytest.mark.slow
 
-PROGRAM = """
+BEFORE = """
 import sys, threading, torch
 
 torch.manual_seed(0)
@@ -24,17 +23,6 @@ def forward():
         return small(large(x))
 """
 SMALL = "1 linear in the fast dtype: the weight is smaller than the recipe's min_size"
-
-
-@pytest.fixture
-def run(tmp_path, polycast_run):
-    """Return a function that calls ``polycast run`` on what follows PROGRAM, in a folder of its own."""
-
-    def run(program, *options, **environment):
-        (tmp_path / "program.py").write_text(PROGRAM + textwrap.dedent(program))
-        return polycast_run(*options, "program.py", folder=tmp_path, **environment)
-
-    return run
 
 
 @pytest.fixture

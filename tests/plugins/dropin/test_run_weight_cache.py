@@ -42,8 +42,7 @@ WITH_GRAD = "3 regions entered with grad on; it is for those under torch.no_grad
     ],
     ids=["cache_enabled=False", "generate", "once", "generate and once", "no weight"],
 )
-def test_the_summary_has_the_hits_or_why_there_are_none(polycast_run, tmp_path, body, said, engine):
-    (tmp_path / "program.py").write_text(PROGRAM.format(body))
-    done = polycast_run("--engine", engine, "--weight-cache", "program.py", folder=tmp_path)
+def test_the_summary_has_the_hits_or_why_there_are_none(run, body, said, engine):
+    done = run(PROGRAM.format(body), "--engine", engine, "--weight-cache")
     assert f"\n{done.stderr}".endswith(f", weight cache: {said}, 0.0 MiB\n"), done.stderr
     assert done.stderr.startswith(f"polycast: {engine} engine, {3 * (1 + (body is BOTH))} regions (cpu bfloat16 ")

@@ -14,12 +14,6 @@ from polycast.registry.registry import registry
 X = torch.ones(2, 2)
 
 
-@pytest.mark.usefixtures("patched")
-def test_one_name_is_as_good_as_another():
-    assert torch.autocast is torch.amp.autocast is torch.amp.autocast_mode.autocast
-    assert torch.cpu.amp.autocast is torch.cpu.amp.autocast_mode.autocast
-
-
 @pytest.mark.usefixtures("patched", "engine")
 def test_a_region_is_polycasts():
     region = torch.autocast("cpu")

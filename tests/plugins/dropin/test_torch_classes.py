@@ -1,10 +1,7 @@
 """torch's autocast classes while torch is patched: their instances, subclasses, and the deprecated classes."""
 
 import contextlib
-import inspect
 import warnings
-from abc import ABC, ABCMeta, abstractmethod
-from typing import Protocol, runtime_checkable
 
 import pytest
 import torch
@@ -30,15 +27,6 @@ def test_a_region_that_was_made_before_is_torchs_and_works_while_patched():
 def test_a_name_that_was_imported_before_means_polycasts():
     with imported_before("cpu"):
         assert polycast.autocast_nesting("cpu") == 1
-
-
-@pytest.mark.usefixtures("engine")
-def test_a_name_that_was_imported_while_patched_means_torchs_again_after_it():
-    with polycast.patch_torch():
-        from torch import autocast
-    with autocast("cpu"):
-        assert polycast.autocast_nesting("cpu") == 0
-        assert torch.is_autocast_enabled("cpu")
 
 
 @pytest.mark.usefixtures("patched")
@@ -97,66 +85,6 @@ def test_a_subclass_may_call_the_methods_of_torchs_class_by_name():
         assert polycast.autocast_nesting("cpu") == 1
         assert (X @ X).dtype is torch.float16
     assert not torch.is_autocast_enabled("cpu")
-
-
-def test_a_subclass_may_be_abstract(patched):
-    class Abstract(torch.autocast, ABC):
-        @abstractmethod
-        def name(self): ...
-
-    with pytest.raises(TypeError, match="abstract"):
-        Abstract("cpu")
-
-
-class Recording(type):
-    """A metaclass that is of no other's kind, and does not let anybody set attributes of its classes."""
-
-    def __new__(mcs, name, bases, body):
-        made = super().__new__(mcs, name, bases, body)
-        type.__setattr__(made, "made_by", mcs)
-        return made
-
-    def __setattr__(cls, name, value):
-        raise AttributeError(f"{name} is not to be set")
-
-
-@runtime_checkable
-class Named(Protocol):
-    def name(self): ...
-
-
-@pytest.mark.usefixtures("engine")
-@pytest.mark.parametrize("patching", [contextlib.nullcontext, polycast.patch_torch])
-@pytest.mark.parametrize("mixin", [Recording("Mixin", (), {}), ABCMeta("Mixin", (), {}), Named])
-@pytest.mark.parametrize("mixin_first", [False, True])
-def test_a_subclass_may_have_a_mixin_of_another_metaclass(patching, mixin, mixin_first):
-    with patching() as patch:
-
-        class Half(*((mixin, torch.autocast) if mixin_first else (torch.autocast, mixin))):
-            def __init__(self):
-                torch.autocast.__init__(self, "cpu", torch.float16)
-
-        assert type(Half) is type(mixin)
-        assert issubclass(Half, (mixin, torch.autocast))
-        with Half() as region:
-            assert (X @ X).dtype is torch.float16
-            assert polycast.autocast_nesting("cpu") == (patch is not None)
-        assert isinstance(region, torch.autocast)
-    assert not torch.is_autocast_enabled("cpu")
-
-
-@pytest.mark.usefixtures("patched")
-def test_a_subclass_passes_its_options_to_its_mixins():
-    seen = []
-
-    class Mixin:
-        def __init_subclass__(cls, *, label, **options):
-            super().__init_subclass__(**options)
-            seen.append(label)
-
-    class Labelled(torch.autocast, Mixin, label="mine"): ...
-
-    assert (seen, Labelled("cpu").device) == (["mine"], "cpu")
 
 
 @pytest.mark.usefixtures("engine")
@@ -230,23 +158,6 @@ def test_a_deprecated_class_runs_polycasts_region():
         assert (X @ X).dtype is torch.float16
     with pytest.raises(TypeError):
         torch.cpu.amp.autocast("cpu", device_type="cpu")
-
-
-@pytest.mark.usefixtures("engine")
-@deprecated
-def test_a_deprecated_class_is_patched_without_a_readable_signature(monkeypatch):
-    """Python 3.13.0 reports ``(*args, **kwargs)`` for a deprecated class."""
-    cls = torch.cpu.amp.autocast
-    parameters = [
-        inspect.Parameter("args", inspect.Parameter.VAR_POSITIONAL),
-        inspect.Parameter("kwargs", inspect.Parameter.VAR_KEYWORD),
-    ]
-    monkeypatch.setattr(cls, "__signature__", inspect.Signature(parameters), raising=False)
-    with polycast.patch_torch():
-        for region, dtype in [(cls(), "bfloat16"), (cls(True, torch.float16), "float16"), (cls(False), "float32")]:
-            with region:
-                assert polycast.autocast_nesting("cpu") == 1
-                assert (X @ X).dtype is getattr(torch, dtype)
 
 
 @pytest.mark.usefixtures("patched", "engine")
