@@ -138,12 +138,23 @@ class Attention(nn.Module):
         return x + sum(others, first)
 
 
-def test_unlisted_op_is_found_once_with_the_modules_that_cast_its_output(engine, findings, in_region):
-    net, x = nn.Sequential(nn.Linear(8, 8), Attention(RMSNorm())), torch.randn(4, 16, 8)
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (["q", "k", "v"], "cast 3 times, in 1.consumers.q, 1.consumers.k, 1.consumers.v."),
+        (
+            [f"c{i}" for i in range(9)],
+            f"cast 9 times, in {', '.join(f'1.consumers.c{i}' for i in range(4))} and 5 more.",
+        ),
+    ],
+    ids=["few", "many"],
+)
+def test_unlisted_op_is_found_once_with_the_modules_that_cast_its_output(engine, names, said, findings, in_region):
+    net, x = nn.Sequential(nn.Linear(8, 8), Attention(RMSNorm(), names)), torch.randn(4, 16, 8)
     (found,) = findings("unlisted_float32_op", in_region(lambda: net(x)), net)
     assert (found.where, found.module, found.count) == ("1.norm", "1.norm", 1)
     assert found.ops == ("aten::linear", "aten::mul.Tensor", "aten::linear")
-    assert found.what.endswith("2.0 KB of outputs, cast 3 times, in 1.consumers.q, 1.consumers.k, 1.consumers.v.")
+    assert found.what.endswith(f"2.0 KB of outputs, {said}")
 
 
 def test_consumers_of_several_kinds_are_in_one_finding(engine, findings, in_region):
@@ -161,13 +172,6 @@ def test_consumers_of_several_kinds_are_in_one_finding(engine, findings, in_regi
     assert (found.module, found.count) == ("1.norm", 1)
     assert "between aten::linear and aten::linear and aten::conv1d, which run in bfloat16" in found.what
     assert found.what.endswith("256 bytes of outputs, cast 2 times, in 1.linear, 1.conv.")
-
-
-def test_many_consumers_are_counted(engine, findings, in_region):
-    names = [f"c{i}" for i in range(9)]
-    net, x = nn.Sequential(nn.Linear(8, 8), Attention(RMSNorm(), names)), torch.randn(4, 16, 8)
-    (found,) = findings("unlisted_float32_op", in_region(lambda: net(x)), net)
-    assert found.what.endswith("cast 9 times, in " + ", ".join(f"1.consumers.c{i}" for i in range(4)) + " and 5 more.")
 
 
 def test_each_observer_names_the_producer_itself(engine, findings, in_region):

@@ -16,26 +16,23 @@ def test_inf_is_found(engine, findings):
     assert findings("nonfinite", lambda: torch.ones(4).log(), nonfinite="record") == []
 
 
-@pytest.mark.parametrize(
-    ("dtype", "value", "remedy"),
-    [
-        (
-            torch.float16,
-            6e4,
-            'float16 has less range than float32. Keep the op in float32, with policy={"mul": "fp32"}, use',
-        ),
-        (
-            torch.bfloat16,
-            3e38,
-            "It was computed in bfloat16, which has the range of float32: a wider dtype does not help.",
-        ),
-        (torch.complex128, 1e308, "It was computed in complex128: a wider dtype does not help."),
-    ],
-)
-def test_remedy_for_inf_depends_on_the_dtype(engine, dtype, value, remedy, findings):
-    x = torch.full((4,), value, dtype=dtype)
-    (found,) = findings("nonfinite", lambda: x * 10, nonfinite="record")
-    assert found.remedy.startswith(remedy)
+REMEDIES = [
+    (
+        torch.float16,
+        6e4,
+        'float16 has less range than float32. Keep the op in float32, with policy={"mul": "fp32"}, use',
+    ),
+    (torch.bfloat16, 3e38, "It was computed in bfloat16, which has the range of float32: a wider dtype does not help."),
+    (torch.complex128, 1e308, "It was computed in complex128: a wider dtype does not help."),
+]
+
+
+def test_remedy_for_inf_depends_on_the_dtype(engine, findings, subtests):
+    for dtype, value, remedy in REMEDIES:
+        with subtests.test(dtype=dtype):
+            x = torch.full((4,), value, dtype=dtype)
+            (found,) = findings("nonfinite", lambda: x * 10, nonfinite="record")  # noqa: B023
+            assert found.remedy.startswith(remedy)
 
 
 def test_remedy_for_inf_in_backward_pass_is_not_a_policy(engine, findings):
