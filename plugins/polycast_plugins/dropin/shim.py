@@ -245,34 +245,13 @@ def _replace_names(patch: Patch) -> None:
                 patch.replace(module, name, replacements[id(value)])
 
 
-PATCH_TORCH = Feature(
-    "patch_torch",
-    "",
-    (
-        (
-            "torch.amp.autocast_mode",
-            (
-                "torch.amp.autocast_mode.autocast.__init__",
-                "torch.amp.autocast_mode.autocast.__enter__",
-                "torch.*.autocast_decorator",
-                "torch.*.custom_bwd",
-                "torch.*.custom_fwd",
-                "torch.*.is_autocast_available",
-            ),
-            _replace_names,
-        ),
-    ),
-    outlives_uninstall=True,
-)
+def _replace_exit(patch: Patch) -> None:
+    patch.replace(TorchAutocast, "__exit__", _exit)
+
+
+_MODULE = autocast_mode.__name__
+_NAMES = (*(f"{_MODULE}.autocast.{name}" for name in METHODS), *(f"torch.*.{name}" for name in _torch_functions))
+PATCH_TORCH = Feature("patch_torch", "", ((_MODULE, _NAMES, _replace_names),), outlives_uninstall=True)
 EXIT = Feature(  # lasts longer, until regions of subclasses that were entered while it was made are left
-    "patched __exit__",
-    "",
-    (
-        (
-            "torch.amp.autocast_mode",
-            ("torch.amp.autocast_mode.autocast.__exit__",),
-            lambda patch: patch.replace(TorchAutocast, "__exit__", _exit),
-        ),
-    ),
-    outlives_uninstall=True,
+    "patched __exit__", "", ((_MODULE, (f"{_MODULE}.autocast.__exit__",), _replace_exit),), outlives_uninstall=True
 )

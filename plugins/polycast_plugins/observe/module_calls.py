@@ -36,16 +36,12 @@ def _notifying(install_callbacks: Callable[..., AbstractContextManager[Any]]) ->
     return notifying
 
 
+_CALLBACKS = "torch._dynamo.callback"
+_INSTALL = f"{_CALLBACKS}.CompilationCallbackHandler.install_callbacks"
 _COMPILATIONS = Feature(
     "compilations",
     "polycast.observe also counts ops that the compiler runs.",
-    (
-        (
-            "torch._dynamo.callback",
-            ("torch._dynamo.callback.CompilationCallbackHandler.install_callbacks",),
-            _notify_of_compilations,
-        ),
-    ),
+    ((_CALLBACKS, (_INSTALL,), _notify_of_compilations),),
     outlives_uninstall=True,
 )
 compiling: events.Event[Callable[[bool], object]] = events.Event(_COMPILATIONS.make, _COMPILATIONS.undo)

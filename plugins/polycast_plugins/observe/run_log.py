@@ -264,7 +264,7 @@ class RunLog:
                 stack.callback(listeners.remove, step)
                 if self._is_observed(number):
                     step.observed = observe_step(self.model, **self._options)
-                    step.seen = self.observation = stack.enter_context(step.observed)
+                    self.observation = stack.enter_context(step.observed)
                 yield step
         except BaseException:
             if step.has_values:  # what an interrupted step has recorded is kept

@@ -15,7 +15,6 @@ from polycast.plugin import dtype_name
 
 from .conversions import share_of
 from .grad_scaler import RecordingGradScaler
-from .observation import Observation
 from .observer import observe_step
 from .recorder import Reading, phase_of
 from .records import Origin
@@ -114,9 +113,7 @@ class StepLog:
         self._scale: float | None = None
         self._skip: SkippedStep | None = None
         self._skipped: bool | None = None
-        self.seen: Observation | None = None
-        """The observation of the step."""
-        self.observed: observe_step | None = None  # whose value is `seen`
+        self.observed: observe_step | None = None
 
     def log(self, *, loss: torch.Tensor | float) -> None:
         """Record the loss: a number, or a tensor with one element. The last call in a step counts.

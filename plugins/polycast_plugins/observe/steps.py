@@ -179,10 +179,7 @@ class ScalerHistory:
 
 def skip_to_dict(skip: SkippedStep) -> dict[str, Any]:
     """Return a skipped step as JSON-safe values."""
-    values = asdict(skip) | {"parameters": list(skip.parameters), "scale": jsonable(skip.scale)}
-    if skip.origin is not None:
-        values["origin"]["stack"] = list(skip.origin.stack)
-    return values
+    return asdict(skip) | {"scale": jsonable(skip.scale)}
 
 
 def skip_from_dict(values: Mapping[str, Any]) -> SkippedStep:

@@ -30,6 +30,10 @@ class Regression(lightning.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+def precision(**settings):
+    return Precision("bf16-mixed", "cpu", **settings)
+
+
 @pytest.fixture
 def fit(layers, data, tmp_path):
     """Return a function that trains a copy of the model for four steps with a precision plugin."""
@@ -53,9 +57,9 @@ def fit(layers, data, tmp_path):
     return fit
 
 
-@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
-def test_without_settings_the_losses_are_those_of_lightning(precision, fit, engine):
-    theirs, ours = fit(MixedPrecision(precision, "cpu"))[0], fit(Precision(precision, "cpu"))[0]
+@pytest.mark.parametrize("bits", ["bf16-mixed", "16-mixed"])
+def test_without_settings_the_losses_are_those_of_lightning(bits, fit, engine):
+    theirs, ours = fit(MixedPrecision(bits, "cpu"))[0], fit(Precision(bits, "cpu"))[0]
     assert len(ours.losses) == 4
     assert ours.losses == theirs.losses
 
@@ -76,7 +80,7 @@ def test_a_weight_that_a_step_uses_again_has_the_gradients_of_lightning(fit, eng
 
 def test_the_policy_applies(fit, layers, policy, dtypes, engine):
     found = []
-    plugin = Precision("bf16-mixed", "cpu", policy=policy)
+    plugin = precision(policy=policy)
 
     class Recorded(lightning.Callback):
         def on_train_start(self, trainer, module):
@@ -88,14 +92,14 @@ def test_the_policy_applies(fit, layers, policy, dtypes, engine):
 
 def test_a_cache_is_used(fit, engine):
     cache = polycast.WeightCache()
-    fit(Precision("bf16-mixed", "cpu", cache=cache))
+    fit(precision(cache=cache))
     assert cache.stats().misses > 0
 
 
 def test_a_resumed_run_uses_the_policy_of_its_checkpoint(fit, policy, tmp_path, engine):
-    _, trainer = fit(Precision("bf16-mixed", "cpu", policy=policy, recipe="fastest"))
+    _, trainer = fit(precision(policy=policy, recipe="fastest"))
     trainer.save_checkpoint(tmp_path / "run.ckpt")
-    plugin = Precision("bf16-mixed", "cpu")
+    plugin = precision()
     model, _ = fit(plugin, tmp_path / "run.ckpt")
     assert plugin.settings.policy == policy
     assert plugin.settings.recipe == polycast.Fastest()
@@ -114,13 +118,13 @@ def test_a_scaler_is_restored_too(fit, tmp_path):
 def test_a_checkpoint_of_lightnings_plugin_is_loaded(fit, tmp_path):
     _, trainer = fit(MixedPrecision("bf16-mixed", "cpu"))
     trainer.save_checkpoint(tmp_path / "run.ckpt")
-    fit(Precision("bf16-mixed", "cpu"), tmp_path / "run.ckpt")
+    fit(precision(), tmp_path / "run.ckpt")
 
 
 def test_another_policy_than_the_checkpoints_is_kept_with_a_warning(fit, policy, tmp_path):
-    _, trainer = fit(Precision("bf16-mixed", "cpu", policy=policy))
+    _, trainer = fit(precision(policy=policy))
     trainer.save_checkpoint(tmp_path / "run.ckpt")
-    other = Precision("bf16-mixed", "cpu", policy={"relu": "fp32"})
+    other = precision(policy={"relu": "fp32"})
     with pytest.warns(UserWarning, match=r"^the run was saved with the policy .*careful.* leave out policy=$"):
         fit(other, tmp_path / "run.ckpt")
     assert other.settings.policy == polycast.Policy({"relu": "fp32"})
@@ -128,7 +132,7 @@ def test_another_policy_than_the_checkpoints_is_kept_with_a_warning(fit, policy,
 
 def test_some_steps_are_observed(fit, tmp_path):
     callback = Observe(tmp_path / "report.html", first=1, steps=2)
-    fit(Precision("bf16-mixed", "cpu"), callbacks=[callback])
+    fit(precision(), callbacks=[callback])
     assert sum(region.entries for region in callback.observation.regions) == 2
     assert {each.kind for each in callback.observation.modules} >= {"Regression", "Linear"}
     assert "<html" in (tmp_path / "report.html").read_text()
@@ -142,49 +146,41 @@ def test_a_run_that_fails_keeps_what_was_observed(fit, tmp_path):
 
     callback = Observe(tmp_path / "report.html", first=0, steps=100)
     with pytest.raises(ZeroDivisionError):
-        fit(Precision("bf16-mixed", "cpu"), callbacks=[callback, Failing()])
+        fit(precision(), callbacks=[callback, Failing()])
     assert sum(region.entries for region in callback.observation.regions) == 2
     assert (tmp_path / "report.html").is_file()
 
 
-@pytest.mark.parametrize(
-    ("settings", "error", "message"),
-    [
-        ({"policy": {"relo": "fp32"}}, ValueError, "relo"),
-        ({"recipe": "int9"}, ValueError, "int9"),
-        ({"cache": True}, TypeError, "^cache must be a polycast.WeightCache or None, got True$"),
-    ],
-)
-def test_wrong_settings_are_refused(settings, error, message):
-    with pytest.raises(error, match=message):
-        Precision("bf16-mixed", "cpu", **settings)
+WRONG = [
+    (lambda: precision(policy={"relo": "fp32"}), ValueError, "relo"),
+    (lambda: precision(recipe="int9"), ValueError, "int9"),
+    (lambda: precision(cache=True), TypeError, "^cache must be a polycast.WeightCache or None, got True$"),
+    (lambda: Observe(first=-1), ValueError, "^first must be at least 0, got -1$"),
+    (lambda: Observe(steps=0), ValueError, "^steps must be at least 1, got 0$"),
+    (lambda: Observe(steps=1.5), TypeError, "^steps must be an int, got 1.5$"),
+    (lambda: LogSteps(None), TypeError, r"^log must be a polycast.RunLog"),
+    (lambda: LogSteps("run.jsonl"), TypeError, r"^log must be a polycast.RunLog"),
+]
 
 
-@pytest.mark.parametrize(
-    ("settings", "error", "message"),
-    [
-        ({"first": -1}, ValueError, "^first must be at least 0, got -1$"),
-        ({"steps": 0}, ValueError, "^steps must be at least 1, got 0$"),
-        ({"steps": 1.5}, TypeError, "^steps must be an int, got 1.5$"),
-    ],
-)
-def test_wrong_steps_are_refused(settings, error, message):
-    with pytest.raises(error, match=message):
-        Observe(**settings)
+def test_wrong_arguments_are_refused(subtests):
+    for make, error, message in WRONG:
+        with subtests.test(message=message), pytest.raises(error, match=message):
+            make()
 
 
 @pytest.mark.parametrize("engine", ["reference"], indirect=True)
 def test_observing_on_the_reference_engine_is_refused(fit, engine):
     with pytest.raises(RuntimeError, match="^polycast.observe needs the native engine"):
-        fit(Precision("bf16-mixed", "cpu"), callbacks=[Observe(first=0)])
+        fit(precision(), callbacks=[Observe(first=0)])
 
 
 def test_a_module_is_under_the_rules_of_its_latest_run(policy, layers, engine):
     model = Regression(layers)
-    for plugin in [Precision("bf16-mixed", "cpu", policy=policy)] * 2:
+    for plugin in [precision(policy=policy)] * 2:
         plugin.convert_module(model)
         assert list(polycast.rules_of(model)) == ["layers.2"]
-    Precision("bf16-mixed", "cpu", policy=polycast.Policy(modules={"layers.0": "fp32"})).convert_module(model)
+    precision(policy=polycast.Policy(modules={"layers.0": "fp32"})).convert_module(model)
     assert list(polycast.rules_of(model)) == ["layers.0"]
 
 
@@ -221,17 +217,17 @@ def test_a_log_leaves_the_losses_unchanged(fit, engine):
 
 def test_batches_that_are_accumulated_are_one_step_of_a_log(fit):
     log = polycast.RunLog()
-    model, _ = fit(Precision("bf16-mixed", "cpu"), callbacks=[LogSteps(log)], accumulate_grad_batches=2)
+    model, _ = fit(precision(), callbacks=[LogSteps(log)], accumulate_grad_batches=2)
     means = [(first + second) / 2 for first, second in zip(model.losses[::2], model.losses[1::2], strict=True)]
     assert [record.loss for record in log.history.steps] == pytest.approx(means)
 
 
 def test_a_resumed_run_continues_its_log(fit, tmp_path):
     path = tmp_path / "run.jsonl"
-    _, trainer = fit(Precision("bf16-mixed", "cpu"), callbacks=[LogSteps(polycast.RunLog(path))])
+    _, trainer = fit(precision(), callbacks=[LogSteps(polycast.RunLog(path))])
     trainer.save_checkpoint(tmp_path / "run.ckpt")
     log = polycast.RunLog(path)
-    fit(Precision("bf16-mixed", "cpu"), tmp_path / "run.ckpt", callbacks=[LogSteps(log)], max_epochs=3)
+    fit(precision(), tmp_path / "run.ckpt", callbacks=[LogSteps(log)], max_epochs=3)
     assert [record.step for record in log.history.steps] == list(range(6))
 
 
@@ -257,7 +253,7 @@ def test_a_resumed_run_with_two_optimizers_continues_its_log(fit, tmp_path):
     for checkpoint, epochs in ((None, 2), (tmp_path / "run.ckpt", 3)):
         log = polycast.RunLog(path)
         others = {"callbacks": [LogSteps(log), LogSteps(polycast.RunLog())], "kind": TwoOptimizers}
-        _, trainer = fit(Precision("bf16-mixed", "cpu"), checkpoint, max_epochs=epochs, **others)
+        _, trainer = fit(precision(), checkpoint, max_epochs=epochs, **others)
         trainer.save_checkpoint(tmp_path / "run.ckpt")
     assert [record.step for record in log.history.steps] == list(range(6))
 
@@ -270,7 +266,7 @@ def test_testing_a_checkpoint_does_not_set_a_log_back(fit, tmp_path):
             if trainer.global_step == 2:
                 trainer.save_checkpoint(path)
 
-    model, trainer = fit(Precision("bf16-mixed", "cpu"), callbacks=[LogSteps(log), Saves()], kind=WithTestStep)
+    model, trainer = fit(precision(), callbacks=[LogSteps(log), Saves()], kind=WithTestStep)
     data = trainer.train_dataloader
     trainer.test(model, data, ckpt_path=path, weights_only=True)
     trainer.fit_loop.max_epochs = 3
@@ -302,14 +298,8 @@ def test_an_interrupted_run_keeps_its_steps(fit, tmp_path):
     path = tmp_path / "run.jsonl"
     with pytest.raises(ZeroDivisionError):
         fit(
-            Precision("bf16-mixed", "cpu"),
+            precision(),
             callbacks=[LogSteps(polycast.RunLog(path), tmp_path / "run.html"), Failing()],
         )
     assert [record.step for record in polycast.RunHistory.load(path).steps] == [0, 1]
     assert (tmp_path / "run.html").is_file()
-
-
-@pytest.mark.parametrize("log", [None, "run.jsonl"])
-def test_what_is_no_log_is_refused(log):
-    with pytest.raises(TypeError, match=r"^log must be a polycast.RunLog"):
-        LogSteps(log)

@@ -2,6 +2,8 @@
 
 import copy
 import json
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -55,6 +57,12 @@ def train(layers, data, tmp_path):
     return train
 
 
+@pytest.fixture
+def checkpoint(tmp_path):
+    """Return the checkpoint that a run writes after four steps."""
+    return str(tmp_path / "run" / "checkpoint-4")
+
+
 def losses(trainer):
     return [each["loss"] for each in trainer.state.log_history if "loss" in each]
 
@@ -71,20 +79,16 @@ def test_the_policy_and_the_cache_apply(train, layers, policy, engine):
     trainer = train(PolycastCallback(policy=policy, cache=cache))
     assert cache.stats().misses > 0
     assert polycast.rules_of(trainer.model) == {"layers.2": "**.2 = 'fp32'"}
-    found = []
-    trainer.model.layers[1].register_forward_hook(lambda module, inputs, output: found.append(output.dtype))
-    trainer.model(torch.ones(1, 8), torch.ones(1, 1))
-    assert found == [torch.float32]
+    assert dtype_after_relu(trainer) == [torch.float32]
 
 
-def test_the_checkpoint_has_the_policy_and_the_recipe(train, policy, tmp_path, engine):
+def test_the_checkpoint_has_the_policy_and_the_recipe(train, policy, checkpoint, engine):
     train(PolycastCallback(policy=policy, recipe="fastest"))
-    checkpoint = tmp_path / "run" / "checkpoint-4"
-    state = json.loads((checkpoint / "trainer_state.json").read_text())["stateful_callbacks"]["PolycastCallback"]
+    state = json.loads(Path(checkpoint, "trainer_state.json").read_text())["stateful_callbacks"]["PolycastCallback"]
     callback = PolycastCallback.from_state(copy.deepcopy(state))
     assert callback.settings.policy == policy
     assert callback.settings.recipe == polycast.Fastest()
-    resumed = train(PolycastCallback(), str(checkpoint), restore_callback_states_from_checkpoint=True)
+    resumed = train(PolycastCallback(), checkpoint, restore_callback_states_from_checkpoint=True)
     assert polycast.rules_of(resumed.model) == {"layers.2": "**.2 = 'fp32'"}
 
 
@@ -101,27 +105,26 @@ def dtype_after_relu(trainer):
     return found
 
 
-def test_a_restored_callback_has_the_policies_for_ops_and_the_cache_that_was_given(train, tmp_path, engine):
+def test_a_restored_callback_has_the_policies_for_ops_and_the_cache_that_was_given(train, checkpoint, engine):
     train(PolycastCallback(policy={"relu": "fp32"}))
     callback = PolycastCallback(cache=polycast.WeightCache())
-    checkpoint = str(tmp_path / "run" / "checkpoint-4")
     trainer = train(callback, checkpoint, restore_callback_states_from_checkpoint=True)
     assert dtype_after_relu(trainer) == [torch.float32]
     assert callback.settings.cache.stats().misses > 0
 
 
-def test_a_resumed_run_is_observed(train, tmp_path):
+def test_a_resumed_run_is_observed(train, checkpoint, tmp_path):
     train(PolycastCallback())
     callback = PolycastCallback(report=tmp_path / "report.html", first=0, steps=1)
-    train(callback, str(tmp_path / "run" / "checkpoint-4"), restore_callback_states_from_checkpoint=True)
+    train(callback, checkpoint, restore_callback_states_from_checkpoint=True)
     assert (tmp_path / "report.html").is_file()
 
 
-def test_a_policy_given_to_a_resumed_run_is_kept_with_a_warning(train, policy, tmp_path, engine):
+def test_a_policy_given_to_a_resumed_run_is_kept_with_a_warning(train, policy, checkpoint, engine):
     train(PolycastCallback(policy=policy))
     callback = PolycastCallback(policy={"tanh": "fp32"})
     with pytest.warns(UserWarning, match="^the run was saved with the policy"):
-        trainer = train(callback, str(tmp_path / "run" / "checkpoint-4"), restore_callback_states_from_checkpoint=True)
+        trainer = train(callback, checkpoint, restore_callback_states_from_checkpoint=True)
     assert dtype_after_relu(trainer) == [torch.bfloat16]
     assert polycast.rules_of(trainer.model) == {}
 
@@ -197,7 +200,7 @@ def test_batches_that_are_accumulated_are_one_step_of_a_log(train):
     trainer = train(PolycastCallback(log=log), gradient_accumulation_steps=2)
     assert len(log.history) == trainer.state.global_step == 4
     assert not trainer.model._forward_hooks
-    assert recorded(log) == losses_of_two(trainer)
+    assert [record.loss for record in log.history.steps] == pytest.approx(losses(trainer), rel=1e-4)
 
 
 class SumOfSquares(Regression):
@@ -213,15 +216,7 @@ class SumOfSquares(Regression):
 def test_shares_of_the_loss_are_added(train):
     log = polycast.RunLog()
     trainer = train(PolycastCallback(log=log), gradient_accumulation_steps=2, model=SumOfSquares)
-    assert recorded(log) == losses_of_two(trainer)
-
-
-def recorded(log):
-    return [record.loss for record in log.history.steps]
-
-
-def losses_of_two(trainer):
-    return pytest.approx(losses(trainer), rel=1e-4)
+    assert [record.loss for record in log.history.steps] == pytest.approx(losses(trainer), rel=1e-4)
 
 
 def test_a_run_with_a_gradient_scaler_is_recorded(train, policy):
@@ -243,10 +238,9 @@ def test_a_run_with_a_gradient_scaler_is_recorded(train, policy):
 
 
 @pytest.mark.parametrize("restored", [True, False], ids=["restored", "new"])
-def test_a_resumed_run_continues_its_log(train, restored, tmp_path):
+def test_a_resumed_run_continues_its_log(train, restored, checkpoint, tmp_path):
     path = tmp_path / "run.jsonl"
     train(PolycastCallback(log=polycast.RunLog(path)))
-    checkpoint = str(tmp_path / "run" / "checkpoint-4")
     train(PolycastCallback(log=polycast.RunLog(path)), checkpoint, restore_callback_states_from_checkpoint=restored)
     assert [record.step for record in polycast.RunHistory.load(path).steps] == list(range(6))
 
@@ -272,16 +266,11 @@ def test_the_scaler_of_the_accelerator_is_recorded(layers):
     scaler = torch.amp.GradScaler("cpu")
     callback = PolycastCallback(log=log)
     state = transformers.TrainerState(global_step=0)
-    callback.on_train_begin(
-        transformers.TrainingArguments(use_cpu=True), state, None, layers, accelerate_optimizer(scaler)
-    )
+    optimizer = SimpleNamespace(scaler=scaler)  # of Accelerate
+    callback.on_train_begin(transformers.TrainingArguments(use_cpu=True), state, None, layers, optimizer)
     assert recording(scaler) is scaler
     assert scaler.has_names
     callback.on_train_end(None, state, None)
-
-
-def accelerate_optimizer(scaler):
-    return type("Optimizer", (), {"scaler": scaler})()
 
 
 def test_a_page_without_a_log_is_refused():

@@ -40,17 +40,13 @@ def test_a_single_scalar_is_written():
     assert run.logged == [{"loss": 1.0, "polycast/step": 2}]
 
 
-def test_without_a_run_of_wandb_the_error_says_what_to_do(monkeypatch):
+def test_without_a_run_the_error_says_what_to_do(monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(run=None))
     with pytest.raises(RuntimeError, match=r"^wandb has no run: call wandb.init\(\) first, or pass the run$"):
         WandbWriter()
-
-
-def test_without_a_run_of_mlflow_the_error_says_what_to_do(monkeypatch):
     monkeypatch.setitem(sys.modules, "mlflow", SimpleNamespace(active_run=lambda: None))
-    with pytest.raises(
-        RuntimeError, match=r"^MLflow has no active run: call mlflow.start_run\(\) first, or pass run_id$"
-    ):
+    said = r"^MLflow has no active run: call mlflow.start_run\(\) first, or pass run_id$"
+    with pytest.raises(RuntimeError, match=said):
         MlflowWriter()
 
 
