@@ -128,7 +128,7 @@ def test_no_modules_import_each_other_on_any_way():
 CALLS_UP = {
     "common.cached_property",
     "common.events",
-    "region.library_region",  # calls a method of plugins
+    "region.autocast",  # calls a method of plugins
     "engine.recipes.operators",  # calls the plans of plugins
     "engine.recipes.plan",  # makes and calls the plans of plugins
     "policy.recipe",  # calls methods of the recipes of plugins

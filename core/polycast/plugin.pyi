@@ -20,10 +20,10 @@ from .policy.recipe import read_recipe as read_recipe
 from .policy.result import Result as Result
 from .policy.schemas import find_op as find_op
 from .policy.standard import STANDARD_POLICIES as STANDARD_POLICIES
+from .region.autocast import LibraryRegion as LibraryRegion
 from .region.explain_op import decide as decide
 from .region.explain_op import explain_op as explain_op
 from .region.instance_forward import InstanceForward as InstanceForward
-from .region.library_region import LibraryRegion as LibraryRegion
 from .region.slow_dtype import find_slow_dtype as find_slow_dtype
 from .registry.backend import Availability as Availability
 from .registry.backend import Backend as Backend

@@ -2,12 +2,14 @@
 
 import inspect
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch.compiler import is_dynamo_compiling
 from typing_extensions import Self
 
+from ..compilers.export import record_entry, record_exit
 from ..compilers.torch_autocast import TorchAutocast
 from ..compilers.torchscript import ScriptedAsTorch
 from ..engine import state
@@ -15,14 +17,13 @@ from ..engine.state import RegionBase, Settings
 from ..policy.names import OpName
 from ..registry.registry import registry
 from ..torch_internals.private_names import disable_dynamo
-from .entry import prepare
-from .resolve import resolve
+from .resolve import prepare, resolve
+from .suspend import Suspendable, decorate, enter, in_block, leave
 
 if TYPE_CHECKING:
     from ..engine.casts.weight_cache import WeightCache
     from ..policy.recipe import RecipeLike
     from ..policy.value import PolicyLike
-    from .suspend import Suspendable
 else:
     PolicyLike = RecipeLike = WeightCache = Any  # for typing.get_type_hints, without the imports
 
@@ -138,16 +139,12 @@ class autocast(RegionBase, TorchAutocast):
     def _complete_entry(self, in_function_mode: bool) -> None:
         prepare(self._settings)
         if in_function_mode:
-            from ..compilers.export import record_entry
-
             record_entry(self._settings)
 
     @disable_dynamo
     def _complete_exit(self, in_function_mode: bool | None) -> None:
         if in_function_mode is None:
             raise state.not_entered(self)
-        from ..compilers.export import record_exit
-
         record_exit()
 
     def __call__(self, func: _F) -> _F:
@@ -157,13 +154,9 @@ class autocast(RegionBase, TorchAutocast):
                 f"autocast()(func) requires a callable, but got {type(func).__name__}. To run a block in the region, "
                 f"write: with polycast.autocast({self.device!r}): ..."
             )
-        from .decorate import decorate, in_block
-
         return decorate(func, in_block(self), self._suspendable)
 
-    def _suspendable(self) -> "Suspendable":
-        from .suspend import Suspendable
-
+    def _suspendable(self) -> Suspendable:
         return Suspendable(self._settings)
 
     @property
@@ -181,7 +174,8 @@ class autocast(RegionBase, TorchAutocast):
         return found
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _restored, (type(self), self._settings), own_attributes(self)
+        own = {name: value for name, value in vars(self).items() if name != "_settings"}
+        return _restored, (type(self), self._settings), own or None
 
     def __repr__(self) -> str:
         settings = self._settings
@@ -200,6 +194,55 @@ setattr(autocast.__new__, "__signature__", inspect.signature(autocast.__init__))
 state.set_region_class(autocast, resolve)
 
 
+class LibraryRegion(autocast):
+    """A region that stands in for one of another library, and is asked at each entry what to enter.
+
+    torch.export records the region itself, not what it enters.
+
+    Example:
+        >>> import torch, polycast
+        >>> from polycast.plugin import LibraryRegion
+        >>> class InFloat16(LibraryRegion):
+        ...     def entered(self):
+        ...         return polycast.autocast(self.device, torch.float16)
+        >>> with InFloat16("cpu"):
+        ...     print(torch.get_autocast_dtype("cpu"))
+        torch.float16
+    """
+
+    def entered(self) -> autocast:
+        """Return the region whose settings to enter. Called at each entry, and when the body of a generator starts."""
+        return self
+
+    @disable_dynamo
+    def __enter__(self) -> Self:
+        enter(self, self.entered()._settings, self._settings)
+        return self
+
+    @disable_dynamo
+    def leave(self) -> bool:
+        """Leave the region, and return whether this thread was in it; where ``with`` raises an error, it was not."""
+        return leave(self)
+
+    def decorate(self, func: _F, block: AbstractContextManager[Any], before: Callable[[], object]) -> _F:
+        """Return `func` wrapped so that its body runs in the region.
+
+        Args:
+            func: a function, generator function, coroutine function or asynchronous generator function.
+            block: the context manager that calls of plain functions run in: an object that enters this region.
+            before: called before the body of another function starts.
+        """
+
+        def suspendable() -> Suspendable:
+            before()
+            return self._suspendable()
+
+        return decorate(func, in_block(block), suspendable)
+
+    def _suspendable(self) -> Suspendable:
+        return Suspendable(self.entered()._settings)
+
+
 def autocast_decorator(autocast_instance: autocast, func: _F) -> _F:
     """Return `func` wrapped so that its body runs in a region, as decorating it with the instance does.
 
@@ -209,11 +252,6 @@ def autocast_decorator(autocast_instance: autocast, func: _F) -> _F:
         TypeError: `func` is not callable.
     """
     return autocast_instance(func)
-
-
-def own_attributes(region: autocast, *others: str) -> dict[str, Any] | None:
-    """Return the attributes that a program or a subclass has given a region, for copies; `others` are not its own."""
-    return {name: value for name, value in vars(region).items() if name not in ("_settings", *others)} or None
 
 
 def _restored(cls: type[autocast], settings: Settings) -> autocast:

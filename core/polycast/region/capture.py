@@ -9,8 +9,7 @@ from ..engine.snapshot import snapshot
 from ..engine.state import Settings
 from ..torch_internals.dispatcher import is_any_autocast_enabled
 from . import switched_off
-from .decorate import decorate
-from .suspend import Regions, Suspendable
+from .suspend import Regions, Suspendable, decorate
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 

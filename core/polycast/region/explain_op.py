@@ -30,7 +30,7 @@ from ..torch_internals.dispatcher import (
     resolve_packet,
 )
 from .explanation import NO_RULE, OTHERS_KERNEL, Argument, Explanation
-from .policies import override_of
+from .resolve import override_of
 
 Op: TypeAlias = str | OpOverload | OpOverloadPacket | CustomOpDef
 _Rule: TypeAlias = tuple[CastPolicy | None, str, str]

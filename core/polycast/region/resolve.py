@@ -1,26 +1,37 @@
-"""Resolve the arguments of a region to its settings."""
+"""Resolve the arguments of a region to its settings, and install what it needs when it is entered.
+
+The memos and late imports keep a region cheap: most have neither a policy nor a recipe.
+"""
 
 import functools
-from types import ModuleType
-from typing import TYPE_CHECKING
+import os
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..engine import state
+from ..engine.installation import install_for
+from ..engine.override import REGIONS_POLICY, Override, make_override
 from ..engine.state import Settings
-from ..errors import AutocastDisabledWarning, warn_user
-from ..registry.backend import Backend
+from ..errors import AutocastDisabledWarning, RecipeDisabledWarning, warn_user
+from ..registry.backend import Availability, Backend
 from ..registry.checks import check_availability, check_dtype
 from ..registry.registry import registry
+from ..torch_internals import changes
 from ..torch_internals.private_names import disable_dynamo
 from .slow_dtype import warn_if_slow
 
 if TYPE_CHECKING:
     from ..engine.casts.weight_cache import WeightCache
-    from ..policy.recipe import RecipeLike
-    from ..policy.value import PolicyLike
+    from ..policy.op_policies import OpPolicies
+    from ..policy.recipe import Recipe, RecipeLike
+    from ..policy.value import Policy, PolicyLike
 
 _new_tuple = tuple.__new__
+_MAX_POLICIES = 256
+_policies: "dict[tuple[Any, ...], Policy]" = {}
+"""By the items of mappings, and the path and status of files, the policies that were last read from them."""
+_warned: set[tuple[str, str]] = set()
 
 
 @disable_dynamo
@@ -60,25 +71,24 @@ def resolve(
         raise TypeError(f"cache_enabled must be a bool or None, got {cache_enabled!r}")
     if cache is not None:
         _check_cache(cache, cache_enabled)
-    if recipe is None and policy is None:
-        if is_on and not warn_if_slow(backend, dtype):
-            is_lasting = False
-        override = None
-    else:
-        policies, recipes = _for_overrides()
-        usable = recipes.checked_recipe(recipe, backend, is_on, dtype)
-        override = policies.override_of(policy, name, usable)
-        is_lasting = is_lasting and usable is not None and bool(usable.ops)  # else the next one may warn, too
+    usable = None if recipe is None else usable_recipe(recipe, backend, is_on)
+    has_recipe = usable is not None and bool(usable.ops)
+    if not has_recipe:
+        warns_no_more = not is_on or warn_if_slow(backend, dtype)
+        is_lasting = is_lasting and warns_no_more and recipe is None
+    override = None if policy is None and usable is None else override_of(policy, name, usable)
     # A new tuple is cheaper than a call of the class.
     settings = _new_tuple(Settings, (name, is_on, dtype, cache_enabled, override, cache, False))
     return settings, is_lasting
 
 
-@functools.cache  # the statement takes longer than the rest of a region
-def _for_overrides() -> tuple[ModuleType, ModuleType]:
-    from . import policies, recipes  # most regions have neither
+def prepare(settings: Settings) -> None:
+    """Install what a region needs that has just been entered."""
+    install_for(settings)
+    if settings.has_more_than_torch and not changes.overrides_are_guarded():
+        from ..compilers import eager_fallback  # most regions have neither an override nor a cache
 
-    return policies, recipes
+        eager_fallback.keep()
 
 
 def _find_backend(device_type: object) -> Backend:
@@ -112,3 +122,97 @@ def _check_cache(cache: object, cache_enabled: bool | None) -> None:
         raise TypeError(f"cache must be a polycast.WeightCache or None, got {cache!r}")
     if cache_enabled is False:
         raise ValueError("cache= asks to keep casts and cache_enabled=False not to: leave out one of the two")
+
+
+def usable_recipe(given: "RecipeLike", backend: Backend, enabled: bool) -> "Recipe":
+    """Return the recipe to use in a region. If its device does not support the given one, warn and return NoRecipe().
+
+    It is resolved, which may measure the device; see :meth:`polycast.plugin.Recipe.resolved`.
+
+    Raises:
+        TypeError, ValueError: `given` is not a recipe, or cannot be resolved.
+    """
+    from ..policy.recipe import NoRecipe, read_recipe
+
+    recipe = read_recipe(given)
+    if not recipe.ops:
+        return recipe
+    from ..engine.recipes.plan import resolved
+    from ..registry.recipe_kernels import check_recipe
+
+    answer = check_recipe(backend, recipe) if enabled else Availability(True)
+    if answer.available:
+        try:
+            recipe = resolved(recipe, backend.device_type, measure=enabled)
+        except RuntimeError as error:
+            answer = Availability(False, str(error))
+    if not answer.available:
+        reason = answer.reason.rstrip(".")
+        warn_user(
+            f"{recipe!r} cannot be used on {backend.device_type}: {reason}. The region runs in the fast dtype.",
+            RecipeDisabledWarning,
+        )
+        return NoRecipe()
+    if answer.reason and (backend.device_type, answer.reason) not in _warned:
+        _warned.add((backend.device_type, answer.reason))
+        warn_user(f"{recipe!r} on {backend.device_type}: {answer.reason}")
+    return recipe
+
+
+@functools.cache  # the statement takes longer than the rest of a region
+def _policy_class() -> "type[Policy]":
+    from ..policy.value import Policy
+
+    return Policy
+
+
+def override_of(policy: "PolicyLike | None", device_type: str, recipe: "Recipe | None" = None) -> Override | None:
+    """Return the override of a region for a device; None if there is no policy for its ops and no recipe.
+
+    Raises:
+        ValueError: the policy has rules for modules.
+        OSError, ValueError: as :meth:`polycast.Policy.of`.
+    """
+    if policy is None:
+        return None if recipe is None else make_override(device_type, frozenset(), REGIONS_POLICY, "", recipe, None)
+    if not isinstance(policy, _policy_class()):
+        policy = _read(policy)
+    if policy.has_module_rules:
+        raise ValueError(
+            "policy= has rules for modules, and a region does not see which module calls an op: put the model "
+            "under the policy with polycast.apply_policy(model, policy), and leave policy= out."
+        )
+    part = policy.for_device(device_type)
+    return override_of_ops(device_type, part.ops, REGIONS_POLICY, part.name, recipe)
+
+
+def override_of_ops(
+    device_type: str, ops: "OpPolicies", rule: str, name: str, recipe: "Recipe | None"
+) -> Override | None:
+    """Return the override with these policies, of a kind of rule and its name; None without policies and recipe."""
+    items = ops.resolved_items
+    return make_override(device_type, items, rule, name, recipe, None) if items or recipe is not None else None
+
+
+def _read(given: Any) -> "Policy":
+    """Return a policy that is given as a mapping or a path; the same one while it says the same."""
+    is_file = isinstance(given, (str, os.PathLike))
+    try:
+        if is_file:
+            status = os.stat(given)
+            # A copy that keeps the time of its source, such as that of rsync, may be written with the old one's.
+            times = status.st_mtime_ns, status.st_ctime_ns
+            key: tuple[Any, ...] = (os.path.abspath(given), *times, status.st_size, status.st_ino)
+        else:
+            key = tuple(given.items())
+        found = _policies.get(key)
+    except (AttributeError, FileNotFoundError, TypeError):  # not a mapping, no file, or a value without a hash
+        return _policy_class().of(given)
+    if found is None:
+        found = _policy_class().of(given)
+        # OpPolicies of other libraries may be defined again, with other overloads.
+        if is_file or all(name.startswith("aten::") for name in found.ops.resolved):
+            if len(_policies) >= _MAX_POLICIES:
+                _policies.clear()
+            _policies[key] = found
+    return found

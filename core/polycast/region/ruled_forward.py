@@ -1,5 +1,7 @@
 """The forward of a module under rules: a callable object that runs the module in the regions of its rules."""
 
+import functools
+import types
 from collections.abc import Mapping
 from typing import Any, NamedTuple, NoReturn
 
@@ -15,12 +17,12 @@ from ..policy.recipe import Recipe
 from ..registry.registry import registry
 from ..torch_internals import changes
 from ..torch_internals.dispatcher import autocast_supported_devices
+from ..torch_internals.patcher import Patch, expect, method_of
 from . import switched_off
 from .autocast import autocast
 from .cast_arguments import CastArguments
-from .instance_forward import InstanceForward
-from .policies import override_of_ops
-from .recipes import usable_recipe
+from .instance_forward import FORWARD, InstanceForward
+from .resolve import override_of_ops, usable_recipe
 
 ANY_DEVICE = ""
 
@@ -219,3 +221,31 @@ class _ModuleRegion(autocast):
 def _known_devices() -> tuple[str, ...]:
     """Return the devices that this process's torch knows."""
     return tuple(autocast_supported_devices())
+
+
+def look_past_rules(patch: Patch) -> None:
+    """Keep models compiled that get compiled under a rule, after the rule is removed.
+
+    ``torch.compile`` decides once how to call a module. If the class's ``forward`` is torch's own (nn.Sequential),
+    whose frames Dynamo skips, it compiles a function that calls the module; otherwise it relies on the frame of
+    ``forward``. A module under a rule has a forward of polycast's, so torch does the latter, and nothing is compiled
+    once the rule is removed. This makes OptimizedModule decide by the forward that the rule has replaced.
+    """
+    from torch._dynamo import config, trace_rules
+    from torch._dynamo.eval_frame import OptimizedModule
+
+    initialize: Any = method_of(OptimizedModule, "_initialize", "self")
+    expect(hasattr(config, "wrap_top_frame"), "there is no setting wrap_top_frame")
+    is_skipped: Any = trace_rules.check
+
+    @functools.wraps(initialize)
+    def initialize_as_without_rules(self: Any) -> None:
+        forward = vars(self._orig_mod).get(FORWARD)
+        wrapped = forward.__wrapped__ if isinstance(forward, RuledForward) else None
+        if isinstance(wrapped, types.MethodType) and is_skipped(wrapped):
+            with config.patch(wrap_top_frame=True):
+                initialize(self)
+        else:
+            initialize(self)
+
+    patch.replace(OptimizedModule, "_initialize", initialize_as_without_rules)

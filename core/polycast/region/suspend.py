@@ -1,9 +1,17 @@
-"""Regions that are entered together: for a block, or for each step of code that is suspended between the steps."""
+"""Regions that are entered together: for a block, a function, or each step of a body that is suspended between steps.
 
+The regions of a generator or a coroutine are entered for each step and left when it is suspended, so that the caller
+and the event loop are not in them.
+"""
+
+import functools
+import inspect
+import sys
 import threading
-from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import ContextDecorator
-from typing import Any
+import types
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Generator, Iterable, Sequence
+from contextlib import AbstractContextManager, ContextDecorator
+from typing import Any, TypeVar, cast
 
 import torch
 from typing_extensions import Self
@@ -13,7 +21,30 @@ from ..engine import state
 from ..engine.state import Settings
 from ..torch_internals.private_names import disable_dynamo
 from . import switched_off
-from .entry import enter
+from .resolve import prepare
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def enter(owner: object, settings: Settings, recorded: Settings | None = None) -> None:
+    """Enter a region on this thread, with its kernels installed; torch.export records it, or another in its place."""
+    in_function_mode = state.machine.enter(owner, settings)
+    try:
+        if settings.ready_key not in state.ready:
+            prepare(settings)
+        if in_function_mode:
+            record_entry(settings if recorded is None else recorded)
+    except BaseException:
+        state.machine.leave(owner)
+        raise
+
+
+def leave(owner: object) -> bool:
+    """Leave a region on this thread, and return whether the thread was in it."""
+    in_function_mode = state.machine.leave(owner)
+    if in_function_mode:
+        record_exit()
+    return in_function_mode is not None
 
 
 class Regions(ContextDecorator):
@@ -57,7 +88,7 @@ class Regions(ContextDecorator):
                 own = [*((self._owner_around, settings) for settings in self._around()), *own]
             for owner, settings in own:
                 self._entered.append(owner)  # first: a signal handler may raise as soon as it is entered
-                _enter(owner, settings)
+                enter(owner, settings)
             if self._off_by_rule is not None:
                 switched_off.set_devices(self._off_by_rule)
         except BaseException:
@@ -94,7 +125,7 @@ class Regions(ContextDecorator):
         try:
             switched_off.leave(self._rules_before)
             while self._entered:
-                _leave(self._entered[-1])
+                leave(self._entered[-1])
                 self._entered.pop()
         except BaseException:  # from a signal handler
             switched_off.leave(self._rules_before)
@@ -119,7 +150,7 @@ class Suspendable(Regions):
         super().__enter__()
         try:
             for owner, settings in self._suspended:
-                _enter(owner, settings)
+                enter(owner, settings)
         except BaseException:
             self.__exit__()
             raise
@@ -138,7 +169,7 @@ class Suspendable(Regions):
                     dtype=torch.get_autocast_dtype(settings.device_type),
                     cache_enabled=torch.is_autocast_cache_enabled(),
                 )
-                _leave(owner)
+                leave(owner)
                 if owner is self._owner or owner is self._owner_around:
                     self._entered.pop()
                 if owner is not self._owner_around:
@@ -151,15 +182,105 @@ class Suspendable(Regions):
         self._end_use()
 
 
-def _enter(owner: object, settings: Settings) -> None:
-    if enter(owner, settings):  # in a function mode
-        try:
-            record_entry(settings)
-        except BaseException:
-            state.machine.leave(owner)
-            raise
+def in_block(region: AbstractContextManager[Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return a decorator of plain functions, which run in a ``with`` block of a region."""
+
+    def wrap(func: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with region:
+                return func(*args, **kwargs)
+
+        return call
+
+    return wrap
 
 
-def _leave(owner: object) -> None:
-    if state.machine.leave(owner):
-        record_exit()
+def decorate(
+    func: _F, wrap_plain: Callable[[Callable[..., Any]], Callable[..., Any]], suspendable: Callable[[], Suspendable]
+) -> _F:
+    """Return `func` wrapped so that its body runs in regions.
+
+    Args:
+        func: a function, generator function, coroutine function or asynchronous generator function.
+        wrap_plain: decorates a plain function.
+        suspendable: returns the context manager for the steps of other bodies; called once for each body.
+    """
+    is_function = inspect.isroutine(func) or isinstance(func, functools.partial)
+    kind = func if is_function else type(func).__call__
+
+    if inspect.isasyncgenfunction(kind):
+
+        async def async_steps(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, Any]:
+            body: AsyncGenerator[Any, Any] = func(*args, **kwargs)
+            active = suspendable()
+            try:
+                item = await _steps(_first_step(body), active)
+                while True:
+                    try:
+                        sent = yield item
+                    except GeneratorExit:
+                        await _steps(body.aclose(), active)
+                        raise
+                    except BaseException as error:  # the body sees what the caller throws
+                        item = await _steps(body.athrow(error), active)
+                    else:
+                        item = await _steps(body.asend(sent), active)
+            except StopAsyncIteration:
+                return
+
+        wrapper: Any = async_steps
+    elif inspect.iscoroutinefunction(kind):
+
+        async def coroutine(*args: Any, **kwargs: Any) -> Any:
+            return await _steps(func(*args, **kwargs), suspendable())
+
+        wrapper = coroutine
+    elif inspect.isgeneratorfunction(kind):
+
+        def steps(*args: Any, **kwargs: Any) -> Generator[Any, Any, Any]:
+            return (yield from _steps(func(*args, **kwargs), suspendable()))
+
+        wrapper = types.coroutine(steps) if _can_be_awaited(kind) else steps
+    else:
+        wrapper = wrap_plain(func)
+    functools.update_wrapper(wrapper, func)
+    # torch.jit.script raises an error with this text.
+    setattr(wrapper, "__script_unsupported", "@autocast() decorator is not supported in script mode")
+    return cast("_F", wrapper)
+
+
+def _first_step(body: AsyncGenerator[Any, Any]) -> Awaitable[Any]:
+    """Return the first step of a generator, unknown to the event loop, which would close it before the wrapper does."""
+    hooks = sys.get_asyncgen_hooks()
+    sys.set_asyncgen_hooks(None, None)
+    try:
+        return body.__anext__()
+    finally:
+        sys.set_asyncgen_hooks(*hooks)
+
+
+def _can_be_awaited(generator_function: Any) -> bool:
+    """Return whether ``types.coroutine`` has made a generator function's generators awaitable."""
+    while not hasattr(generator_function, "__code__"):  # inspect looks into these two as well
+        partial = isinstance(generator_function, functools.partial)
+        generator_function = generator_function.func if partial else generator_function.__func__
+    return bool(generator_function.__code__.co_flags & inspect.CO_ITERABLE_COROUTINE)
+
+
+@types.coroutine
+def _steps(body: Any, active: Suspendable) -> Generator[Any, Any, Any]:
+    """Run a generator or a coroutine as ``yield from`` does, each step in `active`."""
+    try:
+        item = active.call(body.send, None)
+        while True:
+            try:
+                sent = yield item
+            except GeneratorExit:
+                active.call(body.close)
+                raise
+            except BaseException as error:  # the body sees what the caller throws
+                item = active.call(body.throw, error)
+            else:
+                item = active.call(body.send, sent)
+    except StopIteration as stop:
+        return stop.value

@@ -128,7 +128,7 @@ COMPILED_MODELS = _feature(
     "compiled models",
     "A model that is compiled while it has a rule itself may run uncompiled after the rule is removed: compile it "
     "again then.",
-    ("torch._dynamo", "region.compiled_models:look_past_rules", "eval_frame.OptimizedModule._initialize"),
+    ("torch._dynamo", "region.ruled_forward:look_past_rules", "eval_frame.OptimizedModule._initialize"),
 )
 WRITES = _feature(
     "writes",

@@ -69,7 +69,7 @@ def test_refresh_asks_again_for_a_dtype(backend, monkeypatch):
 
 
 def test_refresh_asks_again_for_a_recipe(backend, monkeypatch):
-    monkeypatch.setattr("polycast.region.recipes._warned", set())
+    monkeypatch.setattr("polycast.region.resolve._warned", set())
     assert made("cpu", recipe="rounded")._settings.override.recipe == Rounded()
     refusals = {"no int8": Availability(False, "no int8"), "experimental": Availability(True, "experimental")}
     for reason, answer in refusals.items():

@@ -52,7 +52,7 @@ def test_each_number_of_threads_has_its_own(named, monkeypatch):
     named(0.5)
     profile_used()
     seen = []
-    monkeypatch.setattr(polycast.region.recipes, "checked_recipe", lambda *args: seen.append(args) or 1 / 0)
+    monkeypatch.setattr(polycast.region.resolve, "usable_recipe", lambda *args: seen.append(args) or 1 / 0)
     before = torch.get_num_threads()
     torch.set_num_threads(before + 1)
     try:

@@ -14,7 +14,7 @@ from polycast.engine import state
 from polycast.engine.casts.cast_cache import process_cache
 from polycast.engine.recipes.plan import plan_of
 from polycast.plugin import Availability, Plan
-from polycast.region.policies import override_of
+from polycast.region.resolve import override_of
 from polycast.registry.registry import registry
 
 from .int8_linears import X, expected, run
