@@ -66,44 +66,37 @@ def explain_op(
     device_type = backend.device_type
     override, cache = state.machine.innermost(device_type)
     own = override_of(policy, device_type, None if recipe is None else read_recipe(recipe))
-    here = Settings(
+    region = Settings(
         device_type,
         torch.is_autocast_enabled(device_type) if enabled is None else enabled,
         state.current_dtype(device_type, backend.default_dtype),
         override=override if own is None else own.over(override),
         cache=cache,
     )
-    return _explain_in(here, backend, op, args, dict(kwargs))
-
-
-def _explain_in(
-    region: Settings, backend: Backend, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Explanation:
     name = read_op(op)
     if not args and not kwargs:
         found = [_without_arguments(each, region, backend) for each in known_overloads(name)]
         found.sort(key=lambda each: each.policy is None)
-        first, *others = found
-        return replace(first, others=tuple(others))
-    chosen = _overload_for(name, args, kwargs)
-    bound = _bound(chosen, args, kwargs)
+        return replace(found[0], others=tuple(found[1:]))
+    chosen = _overload_for(name, args, dict(kwargs))
+    bound = _bound(chosen, args, dict(kwargs))
     call = _with_arguments(_without_arguments(chosen, region, backend), bound, backend)
-    if not (call.recipe and call.enabled and call.reached):
-        return call
-    assert region.override is not None  # it has the recipe
-    assert call.arguments is not None
-    arguments = flatten_arguments(existing_op(chosen), (), bound)
-    plan = plan_of(region.override, backend.device_type)
+    return _with_recipe(call, bound, region) if call.recipe and call.enabled and call.reached else call
+
+
+def _with_recipe(call: Explanation, bound: dict[str, Any], region: Settings) -> Explanation:
+    """Return the explanation of a call that the recipe of the region may compute."""
+    plan = None if region.override is None else plan_of(region.override, region.device_type)
     if plan is None:
         return call
-    computed = plan.explain(chosen, arguments, region.cache, region.dtype)
+    computed = plan.explain(call.op, flatten_arguments(existing_op(call.op), (), bound), region.cache, region.dtype)
     if isinstance(computed, str):
         return replace(call, declined=computed)
     call = replace(call, way=computed.way, reason=computed.reason, package=computed.package)
-    if computed.dtype is not region.dtype:
-        seen = (replace(each, seen=computed.dtype or each.dtype) for each in call.arguments or ())
-        call = replace(call, arguments=tuple(seen))
-    return call
+    if computed.dtype is region.dtype:
+        return call
+    seen = (replace(each, seen=computed.dtype or each.dtype) for each in call.arguments or ())
+    return replace(call, arguments=tuple(seen))
 
 
 def _without_arguments(op: str, region: Settings, backend: Backend) -> Explanation:
@@ -161,11 +154,7 @@ def _deciding_rule(op: str, device_type: str, override: Override | None, backend
 
 
 def _overload_for(name: OpName, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """Return the overload that a call resolves to.
-
-    Raises:
-        TypeError: none takes these arguments.
-    """
+    """Return the overload that a call resolves to; raise TypeError if none takes these arguments."""
     overloads = known_overloads(name, writing=True)
     if len(overloads) == 1:
         return overloads[0]
@@ -228,11 +217,9 @@ def _with_arguments(found: Explanation, bound: dict[str, Any], backend: Backend)
     banned = policy is CastPolicy.BANNED
 
     def may_cast(value: object) -> bool:
-        return (
-            isinstance(value, torch.Tensor)
-            and is_eligible(value, value.device.type)
-            and _is_on(value, found.device_type)
-        )
+        if not isinstance(value, torch.Tensor) or not _is_on(value, found.device_type):
+            return False
+        return is_eligible(value, value.device.type)
 
     call = OpCall(overload, (), bound)
     if policy is not None and not banned:

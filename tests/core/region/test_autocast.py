@@ -1,21 +1,23 @@
-"""Regions: arguments, errors, entering and leaving."""
+"""Regions: arguments, errors, entering and leaving; the attributes that programs may set, as with torch's regions."""
 
 import copy
 import inspect
 import pickle
-import warnings
 
 import pytest
 import torch
 
 import polycast
 
+pytestmark = pytest.mark.usefixtures("engine")
 
-def test_a_region_enables_autocast_with_the_backends_default_dtype(engine):
+
+def test_a_region_enables_autocast_with_the_backends_default_dtype():
     with polycast.autocast("cpu") as region:
         assert polycast.is_autocast_enabled("cpu")
         assert polycast.get_autocast_dtype("cpu") is torch.bfloat16
     assert (region.device, region.fast_dtype) == ("cpu", torch.bfloat16)
+    assert polycast.autocast("cpu:0").device == "cpu"
     assert not polycast.is_autocast_enabled("cpu")
 
 
@@ -30,10 +32,6 @@ def test_the_signature_is_that_of_torch_with_keywords_of_its_own():
     ]
 
 
-def test_a_device_string_with_an_index_means_its_type():
-    assert polycast.autocast("cpu:0").device == "cpu"
-
-
 def test_a_region_without_dtype_takes_the_threads_current_one():
     with polycast.autocast("cpu", dtype=torch.float16):
         assert polycast.autocast("cpu").fast_dtype is torch.float16
@@ -42,13 +40,13 @@ def test_a_region_without_dtype_takes_the_threads_current_one():
     assert polycast.autocast("cpu").fast_dtype is torch.bfloat16
 
 
-def test_an_exception_leaves_the_region(engine):
+def test_an_exception_leaves_the_region():
     with pytest.raises(ZeroDivisionError), polycast.autocast("cpu"):
         raise ZeroDivisionError
     assert not polycast.is_autocast_enabled("cpu")
 
 
-def test_one_instance_nested_in_itself_leaves_autocast_off(engine):
+def test_one_instance_nested_in_itself_leaves_autocast_off():
     region = polycast.autocast("cpu")
     with region, region:
         assert polycast.autocast_nesting("cpu") == 2
@@ -66,7 +64,7 @@ def test_leaving_on_a_thread_that_has_not_entered_raises_and_changes_nothing(in_
 
 
 @pytest.mark.parametrize("enabled", [True, False])
-def test_torch_sees_polycasts_region_and_the_other_way_round(enabled, engine):
+def test_torch_sees_polycasts_region_and_the_other_way_round(enabled):
     with polycast.autocast("cpu", dtype=torch.float16, enabled=enabled):
         assert torch.is_autocast_enabled("cpu") is enabled
         assert torch.get_autocast_dtype("cpu") is torch.float16
@@ -86,7 +84,7 @@ def test_a_region_inherits_or_sets_cache_enabled():
     assert polycast.is_autocast_cache_enabled()
 
 
-def test_a_dtype_that_the_backend_does_not_support_disables_the_region_with_a_warning(engine):
+def test_a_dtype_that_the_backend_does_not_support_disables_the_region_with_a_warning():
     with pytest.warns(polycast.errors.AutocastDisabledWarning) as caught:
         region = polycast.autocast("cpu", dtype=torch.float64)
     assert str(caught[0].message) == (
@@ -98,27 +96,22 @@ def test_a_dtype_that_the_backend_does_not_support_disables_the_region_with_a_wa
         assert not polycast.is_autocast_enabled("cpu")
 
 
-def test_a_device_that_cannot_be_used_disables_the_region_with_a_warning(hand_made):
+@pytest.fixture
+def unplugged(hand_made):
     hand_made("hpu", availability=lambda: polycast.plugin.Availability(False, "the cable is out"))
-    with pytest.warns(
-        polycast.errors.AutocastDisabledWarning, match=r"^hpu is not available: the cable is out\. Disabling"
-    ):
+
+
+def test_a_device_that_cannot_be_used_disables_the_region_with_a_warning(unplugged):
+    with pytest.warns(UserWarning, match=r"^hpu is not available: the cable is out\. Disabling") as caught:
         region = polycast.autocast("hpu")
+    assert caught[0].category is polycast.errors.AutocastDisabledWarning
     with region:
         assert not polycast.is_autocast_enabled("hpu")
+    with pytest.raises(polycast.errors.AutocastDisabledWarning):  # a filter makes it an error
+        polycast.autocast("hpu")
 
 
-def test_the_warning_is_a_user_warning_that_a_filter_can_make_an_error(hand_made):
-    hand_made("hpu", availability=lambda: polycast.plugin.Availability(False, "the cable is out"))
-    assert issubclass(polycast.errors.AutocastDisabledWarning, UserWarning)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", polycast.errors.AutocastDisabledWarning)
-        with pytest.raises(polycast.errors.AutocastDisabledWarning):
-            polycast.autocast("hpu")
-
-
-def test_a_disabled_region_asks_nothing_of_the_device(hand_made):
-    hand_made("hpu", availability=lambda: polycast.plugin.Availability(False, "the cable is out"))
+def test_a_disabled_region_asks_nothing_of_the_device(unplugged):
     with polycast.autocast("hpu", dtype=torch.float64, enabled=False):
         assert not polycast.is_autocast_enabled("hpu")
 
@@ -130,6 +123,8 @@ def test_a_disabled_region_asks_nothing_of_the_device(hand_made):
         (("not a real device",), RuntimeError, r"^Invalid device string: 'not a real device'\. "),
         (("meta",), polycast.errors.BackendNotFoundError, r"^No polycast backend is installed for 'meta'\."),
         (("cpu", "bfloat16"), TypeError, r"^dtype must be a torch.dtype or None, got 'bfloat16'$"),
+        (("cpu", None, True, 1), TypeError, "^cache_enabled must be a bool or None, got 1$"),
+        ((len,), ValueError, r"As a decorator, autocast is called with the device, as in @polycast\.autocast"),
     ],
 )
 def test_bad_arguments_are_refused(arguments, error, message):
@@ -156,32 +151,26 @@ def test_a_bad_policy_is_refused(subtests):
             polycast.autocast("cpu", policy=policy)
 
 
-def test_settings_can_be_copied_and_pickled(engine):
-    region = polycast.autocast("cpu", dtype=torch.float16)
+@pytest.mark.parametrize("used", [False, True])
+def test_regions_can_be_copied_and_pickled(used):
+    region = polycast.autocast("cpu", dtype=torch.float16, policy={"aten::mm": polycast.CastPolicy.FP32})
+    x = torch.ones(2, 2)
+    if used:
+        with region:
+            pass
     for twin in (copy.copy(region), copy.deepcopy(region), pickle.loads(pickle.dumps(region))):
         with twin:
             assert polycast.get_autocast_dtype("cpu") is torch.float16
+            assert torch.mm(x, x).dtype is torch.float32
 
 
 BAD = [
-    (
-        lambda: polycast.set_autocast_dtype("cpu", torch.int32),
-        ValueError,
-        "must be floating point, got torch.int32",
-    ),
-    (
-        lambda: polycast.set_autocast_dtype("cpu", torch.float64),
-        ValueError,
-        "cpu supports torch.bfloat16, torch.fl",
-    ),
+    (lambda: polycast.set_autocast_dtype("cpu", torch.int32), ValueError, "must be floating point, got torch.int32"),
+    (lambda: polycast.set_autocast_dtype("cpu", torch.float64), ValueError, "cpu supports torch.bfloat16, torch.fl"),
     (lambda: polycast.set_autocast_dtype("cpu", "half"), TypeError, "must be a torch.dtype, got 'half'"),
     (lambda: polycast.set_autocast_enabled("cpu", 1), TypeError, "enabled must be a bool, got 1"),
     (lambda: polycast.set_autocast_cache_enabled(None), TypeError, "enabled must be a bool, got None"),
-    (
-        lambda: polycast.is_autocast_enabled("meta"),
-        polycast.errors.BackendNotFoundError,
-        "no Autocast dispatch key",
-    ),
+    (lambda: polycast.is_autocast_enabled("meta"), polycast.errors.BackendNotFoundError, "no Autocast dispatch key"),
     (lambda: polycast.autocast_nesting("nonsense"), RuntimeError, "^Invalid device string: 'nonsense'. "),
 ]
 
@@ -194,38 +183,13 @@ def test_bad_switches_are_refused_and_change_nothing(subtests):
             assert torch.get_autocast_dtype("cpu") is torch.bfloat16
 
 
-def test_enabling_by_hand_runs_polycasts_kernels(engine):
+def test_enabling_by_hand_runs_polycasts_kernels():
     mixed = [torch.ones(2, dtype=torch.float16), torch.ones(2, dtype=torch.bfloat16)]
     polycast.set_autocast_enabled("cpu", True)
     try:
         assert torch.cat(mixed).dtype is torch.float32
     finally:
         polycast.set_autocast_enabled("cpu", False)
-
-
-def test_a_cache_setting_that_is_no_bool_is_refused():
-    with pytest.raises(TypeError, match="^cache_enabled must be a bool or None, got 1$"):
-        polycast.autocast("cpu", cache_enabled=1)
-
-
-def test_a_region_with_a_policy_can_be_copied_after_its_use(engine):
-    region = polycast.autocast("cpu", policy={"aten::mm": polycast.CastPolicy.FP32})
-    x = torch.ones(2, 2)
-    with region:
-        pass
-    for twin in (copy.deepcopy(region), pickle.loads(pickle.dumps(region))):
-        with twin:
-            assert torch.mm(x, x).dtype is torch.float32
-
-
-def test_a_decorator_without_a_device_says_what_is_missing():
-    with pytest.raises(
-        ValueError, match=r"As a decorator, autocast is called with the device, as in @polycast\.autocast"
-    ):
-
-        @polycast.autocast
-        def function():
-            pass
 
 
 @pytest.mark.parametrize(
@@ -242,3 +206,103 @@ def test_a_decorator_without_a_device_says_what_is_missing():
 def test_repr_shows_what_the_region_sets(arguments, shown):
     region = polycast.autocast("cpu", torch.bfloat16, **arguments)
     assert repr(region) == f"autocast('cpu', dtype=torch.bfloat16, enabled=True{shown})"
+
+
+X = torch.ones(2, 2)
+
+
+class _Own(polycast.autocast):
+    """Sets the attributes before and after ``__init__``."""
+
+    def __init__(self, name):
+        self.device, self.fast_dtype = "cuda", torch.float32
+        super().__init__("cpu")
+        self.name = name
+        self.fast_dtype = torch.float16
+
+
+def dtype_in(region):
+    """Return the dtype of products in a region, eager and compiled, and of copies of the region."""
+
+    def product(x):
+        with region:
+            return x @ x
+
+    torch.compiler.reset()  # compiled code keeps what a region was, as it does of torch's
+    copied, unpickled = copy.copy(region), pickle.loads(pickle.dumps(region))
+    dtypes = {product(X).dtype, torch.compile(product, backend="eager", fullgraph=True)(X).dtype}
+    for each in (copied, unpickled):
+        with each:
+            dtypes.add((X @ X).dtype)
+    (dtype,) = dtypes
+    return dtype
+
+
+def test_a_subclass_may_set_device_and_dtype():
+    region = _Own("mine")
+    assert (region.device, region.fast_dtype, region.name) == ("cpu", torch.float16, "mine")
+    assert dtype_in(region) is torch.float16
+
+
+def test_a_region_has_the_dtype_that_was_set_last():
+    region = polycast.autocast("cpu")
+    assert dtype_in(region) is torch.bfloat16
+    region.fast_dtype = torch.float16
+    assert region.fast_dtype is torch.float16
+    assert dtype_in(region) is torch.float16
+    assert "dtype=torch.float16" in repr(region)
+    region.__init__("cpu", torch.bfloat16)
+    assert dtype_in(region) is torch.bfloat16
+
+
+def test_an_open_region_keeps_its_dtype():
+    region = polycast.autocast("cpu")
+    with region:
+        region.fast_dtype = torch.float16
+        assert (X @ X).dtype is torch.bfloat16
+        with region:
+            assert (X @ X).dtype is torch.float16
+        assert (X @ X).dtype is torch.bfloat16
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_a_region_is_for_the_device_that_was_set_last():
+    region = polycast.autocast("cpu")
+    with pytest.warns(polycast.errors.AutocastDisabledWarning):
+        region.device = "xpu"
+    assert region.device == "xpu"
+    with region:
+        assert (X @ X).dtype is torch.float32
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "error"),
+    [
+        ("device", "no such device", RuntimeError),
+        ("device", torch.device("cpu"), ValueError),
+        ("fast_dtype", "bfloat16", TypeError),
+    ],
+    ids=["unknown device", "torch.device", "string"],
+)
+def test_an_invalid_value_changes_nothing(name, value, error):
+    region = polycast.autocast("cpu")
+    with pytest.raises(error):
+        setattr(region, name, value)
+    assert (region.device, region.fast_dtype) == ("cpu", torch.bfloat16)
+
+
+def test_device_and_dtype_cannot_be_set_in_a_region_with_a_policy():
+    region = polycast.autocast("cpu", policy={"softmax": "fp32"})
+    region.device, region.fast_dtype = "cpu", torch.bfloat16  # as they are
+    with pytest.raises(ValueError, match="make a region with them"):
+        region.fast_dtype = torch.float16
+    assert region.fast_dtype is torch.bfloat16
+
+
+def test_copies_have_the_attributes_of_a_subclass():
+    region = _Own("a region")
+    region.note = ["of the program"]
+    for copied in (copy.copy(region), copy.deepcopy(region), pickle.loads(pickle.dumps(region))):
+        assert vars(copied).keys() == vars(region).keys()
+        assert copied.note == region.note
+    assert copy.deepcopy(region).note is not region.note

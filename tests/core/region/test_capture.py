@@ -39,10 +39,14 @@ def test_another_thread_gets_device_dtype_policy_and_cache_setting(hand_made, in
     assert dtypes == (torch.float32, torch.float16)
 
 
-def test_what_torch_enabled_is_captured_too(in_thread):
-    with torch.autocast("cpu", torch.float16):
+@pytest.mark.parametrize(("device_type", "dtype"), [("cpu", torch.float16), ("ipu", torch.bfloat16)])
+def test_what_torch_enabled_is_captured_too_also_without_a_backend(in_thread, device_type, dtype):
+    with torch.autocast(device_type, dtype):
         snapshot = polycast.capture()
-    assert in_thread(snapshot.wrap(lambda: torch.get_autocast_dtype("cpu"))) is torch.float16
+    found = in_thread(
+        snapshot.wrap(lambda: (torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)))
+    )
+    assert found == (True, dtype)
 
 
 def test_an_empty_snapshot_disables_what_is_enabled_here():
@@ -135,13 +139,6 @@ def test_the_policy_is_that_of_the_snapshot_and_not_of_the_place():
         assert torch.mm(x, x).dtype is torch.float32
 
 
-def test_what_torch_enabled_for_a_device_without_backend_is_captured_too(in_thread):
-    with torch.autocast("ipu", torch.bfloat16):
-        snapshot = polycast.capture()
-    assert in_thread(snapshot.wrap(lambda: torch.is_autocast_enabled("ipu")))
-
-
-@pytest.mark.usefixtures("engine")
 def test_a_snapshot_without_cache_keeps_its_casts_out_of_the_cache_of_the_place():
     weight, x = torch.nn.Parameter(torch.ones(2, 2)), torch.ones(2, 2)
     with polycast.autocast("cpu"):
@@ -152,36 +149,21 @@ def test_a_snapshot_without_cache_keeps_its_casts_out_of_the_cache_of_the_place(
     assert cache.stats().entries == 0
 
 
-@pytest.mark.usefixtures("engine")
-def test_a_wrapped_generator_has_the_policy_of_the_snapshot_and_not_of_the_place():
+def test_a_wrapped_generator_has_the_policy_of_the_snapshot_and_its_kernels_in_each_step():
     x = torch.ones(2, 2)
     with polycast.autocast("cpu", policy={"aten::add.Tensor": polycast.CastPolicy.FP32}):
         snapshot = polycast.capture()
 
     @snapshot.wrap
     def steps():
-        yield torch.mm(x, x).dtype
-        yield (x.bfloat16() + x.bfloat16()).dtype
-
-    with polycast.autocast("cpu", policy={"aten::mm": polycast.CastPolicy.FP32}):
-        assert list(steps()) == [torch.bfloat16, torch.float32]
-
-
-@pytest.mark.usefixtures("engine")
-def test_kernels_that_went_between_two_steps_are_back_for_the_next():
-    x = torch.ones(2, 2)
-    with polycast.autocast("cpu", policy={"aten::add.Tensor": polycast.CastPolicy.FP32}):
-        snapshot = polycast.capture()
-
-    @snapshot.wrap
-    def steps():
-        for _ in range(2):
-            yield (x.bfloat16() + x.bfloat16()).dtype
+        while True:
+            yield torch.mm(x, x).dtype, (x.bfloat16() + x.bfloat16()).dtype
 
     running = steps()
-    assert next(running) is torch.float32
-    polycast.uninstall()
-    assert next(running) is torch.float32
+    for _ in range(2):
+        with polycast.autocast("cpu", policy={"aten::mm": polycast.CastPolicy.FP32}):
+            assert next(running) == (torch.bfloat16, torch.float32)
+        polycast.uninstall()
 
 
 def test_what_cannot_be_called_cannot_be_wrapped():

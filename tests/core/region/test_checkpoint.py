@@ -76,51 +76,41 @@ def test_a_region_in_checkpointed_code_is_entered_again(block, reentrant):
     assert seen == [torch.bfloat16, torch.bfloat16]
 
 
-@modes
-def test_a_sequence_is_recomputed_with_its_policies(block, reentrant):
-    def checkpointed(x):
-        return checkpoint_sequential(torch.nn.Sequential(block, torch.nn.Tanh()), 2, x, use_reentrant=reentrant)
-
-    seen = block.assert_same_gradients(checkpointed, lambda x: block(x).tanh(), in_policy)
-    assert set(seen) == {torch.float32}
+def keep_products(context, op, *args, **kwargs):
+    return CheckpointPolicy.MUST_SAVE if "mm" in str(op) else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-@pytest.mark.parametrize("kind", CheckpointImpl)
-def test_a_wrapped_module_is_recomputed_with_its_policies(block, kind):
-    seen = block.assert_same_gradients(checkpoint_wrapper(block, checkpoint_impl=kind), block, in_policy)
-    assert seen == [torch.float32, torch.float32]
-
-
-def test_a_composed_checkpoint_is_recomputed_with_its_policies(block):
-    expected = block.gradients(block, in_policy())
-    composable(block)
-    torch.testing.assert_close(block.gradients(block, in_policy()), expected, rtol=0, atol=0)
-    assert block.seen == [torch.float32, torch.float32]
-
-
-def test_a_selective_checkpoint_is_recomputed_with_its_policies(block):
-    def keep_products(context, op, *args, **kwargs):
-        return CheckpointPolicy.MUST_SAVE if "mm" in str(op) else CheckpointPolicy.PREFER_RECOMPUTE
-
-    contexts = functools.partial(create_selective_checkpoint_contexts, keep_products)
-    seen = block.assert_same_gradients(
-        lambda x: checkpoint(block, x, use_reentrant=False, context_fn=contexts), block, in_policy
-    )
-    assert seen == [torch.float32, torch.float32]
-
-
-def test_a_checkpoint_that_does_not_stop_early_is_recomputed_with_its_policies(block):
+def without_early_stop(block, x):
     with set_checkpoint_early_stop(False):
-        seen = block.assert_same_gradients(lambda x: checkpoint(block, x, use_reentrant=False), block, in_policy)
-    assert seen == [torch.float32, torch.float32]
+        return checkpoint(block, x, use_reentrant=False)
 
 
-@modes
-def test_a_wrapped_snapshot_takes_the_policies_along_too(block, reentrant):
-    """Wrapping the function is the remedy for checkpoints of other libraries."""
-    seen = block.assert_same_gradients(
-        lambda x: checkpoint(polycast.capture().wrap(block), x, use_reentrant=reentrant), block, in_policy
-    )
+def of_snapshot(block, x, reentrant):
+    """Wrap the function, which is the remedy for checkpoints of other libraries."""
+    return checkpoint(polycast.capture().wrap(block), x, use_reentrant=reentrant)
+
+
+def sequence(block, x, reentrant):
+    return checkpoint_sequential(torch.nn.Sequential(block, torch.nn.Identity()), 2, x, use_reentrant=reentrant)
+
+
+SELECTIVE = functools.partial(create_selective_checkpoint_contexts, keep_products)
+CHECKPOINTS = {
+    "a sequence, reentrant": functools.partial(sequence, reentrant=True),
+    "a sequence, not reentrant": functools.partial(sequence, reentrant=False),
+    "a wrapped module, reentrant": lambda block, x: checkpoint_wrapper(block, CheckpointImpl.REENTRANT)(x),
+    "a wrapped module, not reentrant": lambda block, x: checkpoint_wrapper(block, CheckpointImpl.NO_REENTRANT)(x),
+    "composed": lambda block, x: composable(block)(x),
+    "selective": functools.partial(checkpoint, use_reentrant=False, context_fn=SELECTIVE),
+    "without an early stop": without_early_stop,
+    "a snapshot, reentrant": functools.partial(of_snapshot, reentrant=True),
+    "a snapshot, not reentrant": functools.partial(of_snapshot, reentrant=False),
+}
+
+
+@pytest.mark.parametrize("run", CHECKPOINTS.values(), ids=CHECKPOINTS)
+def test_each_kind_of_checkpoint_is_recomputed_with_its_policies(block, run):
+    seen = block.assert_same_gradients(functools.partial(run, block), block, in_policy)
     assert seen == [torch.float32, torch.float32]
 
 

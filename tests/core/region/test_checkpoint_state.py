@@ -39,22 +39,27 @@ def autocast_state(device_type="cpu"):
     )
 
 
+def recomputed(note, region, reentrant):
+    """Return what `note` returns in a forward in a region, and in its recomputation."""
+    seen, x = [], torch.ones(1, requires_grad=True)
+
+    def body(x):
+        seen.append(note())
+        return x.exp()
+
+    with region:
+        y = checkpoint(body, x, use_reentrant=reentrant)
+    y.sum().backward()
+    return seen
+
+
 @modes
 @pytest.mark.parametrize("enabled", [True, False])
 @pytest.mark.parametrize("cache_enabled", [None, False])
 def test_the_recomputation_has_all_settings_of_the_region(reentrant, enabled, cache_enabled):
-    seen = []
-
-    def body(x):
-        seen.append(autocast_state())
-        return x.exp()
-
-    x = torch.ones(1, requires_grad=True)
-    with polycast.autocast("cpu", torch.float16, enabled, cache_enabled, policy=FP32):
-        y = checkpoint(body, x, use_reentrant=reentrant)
-    y.sum().backward()
-    assert len(seen) == 2
-    assert seen[0] == seen[1] == (enabled, torch.float16, cache_enabled is None, (FP32, None))
+    region = polycast.autocast("cpu", torch.float16, enabled, cache_enabled, policy=FP32)
+    seen = recomputed(autocast_state, region, reentrant)
+    assert seen == 2 * [(enabled, torch.float16, cache_enabled is None, (FP32, None))]
     assert autocast_state() == (False, torch.bfloat16, True, None)
 
 
@@ -62,16 +67,7 @@ def test_the_recomputation_has_all_settings_of_the_region(reentrant, enabled, ca
 def test_a_device_that_no_input_is_on_has_its_region_again(hand_made, reentrant):
     """torch takes along the state of the first input's device, and of the CPU."""
     hand_made("xpu")
-    seen = []
-
-    def body(x):
-        seen.append(autocast_state("xpu"))
-        return x.exp()
-
-    x = torch.ones(1, requires_grad=True)
-    with polycast.autocast("xpu", policy=FP32):
-        y = checkpoint(body, x, use_reentrant=reentrant)
-    y.sum().backward()
+    seen = recomputed(lambda: autocast_state("xpu"), polycast.autocast("xpu", policy=FP32), reentrant)
     assert seen == 2 * [(True, torch.float16, True, (FP32, None))]
 
 
@@ -103,18 +99,11 @@ def test_a_backward_in_another_region_recomputes_in_that_of_the_forward(block, r
 
 @modes
 def test_a_region_in_the_recomputation_overrides_that_of_the_forward(reentrant):
-    seen = []
+    @polycast.autocast("cpu", policy={"aten::relu": CastPolicy.FP32})
+    def note():
+        return innermost()[0]
 
-    def body(x):
-        with polycast.autocast("cpu", policy={"aten::relu": CastPolicy.FP32}):
-            seen.append(innermost()[0])
-        return x.exp()
-
-    x = torch.ones(1, requires_grad=True)
-    with in_policy():
-        y = checkpoint(body, x, use_reentrant=reentrant)
-    y.sum().backward()
-    assert seen == 2 * [{**FP32, "aten::relu": CastPolicy.FP32}]
+    assert recomputed(note, in_policy(), reentrant) == 2 * [{**FP32, "aten::relu": CastPolicy.FP32}]
 
 
 # torch's, of reentrant ones that the forward of another runs without gradients
@@ -207,20 +196,16 @@ def test_a_forward_and_its_backward_may_be_on_two_threads(block, in_thread, reen
 def test_threads_with_policies_of_their_own_recompute_each_with_its_own(reentrant):
     barrier = threading.Barrier(2)
 
+    def note():
+        barrier.wait()
+        return innermost()[0]
+
     def work(policy):
-        seen = []
-
-        def body(x):
-            seen.append(innermost()[0])
-            return x.exp()
-
-        for _ in range(20):
-            x = torch.ones(1, requires_grad=True)
-            with polycast.autocast("cpu", policy=policy):
-                y = checkpoint(body, x, use_reentrant=reentrant)
-            barrier.wait()
-            y.sum().backward()
-        return seen
+        return [
+            policies
+            for _ in range(20)
+            for policies in recomputed(note, polycast.autocast("cpu", policy=policy), reentrant)
+        ]
 
     with ThreadPoolExecutor(2) as threads:
         assert [*threads.map(work, [FP32, PASSTHROUGH])] == [40 * [FP32], 40 * [PASSTHROUGH]]

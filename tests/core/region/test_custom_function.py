@@ -1,5 +1,7 @@
 """custom_fwd and custom_bwd, in both styles of torch.autograd.Function."""
 
+from collections import namedtuple
+
 import pytest
 import torch
 from torch.autograd import Function
@@ -15,43 +17,38 @@ def note(name, x):
     seen[name] = (polycast.is_autocast_enabled("cpu"), x.dtype, torch.mm(x, x).dtype)
 
 
+@polycast.custom_bwd(device_type="cpu")
+def backward(ctx, grad):
+    note("backward", grad)
+    return 2 * grad * ctx.saved_tensors[0]
+
+
+def square(**methods):
+    methods = {name: staticmethod(method) for name, method in methods.items()}
+    return type("Square", (Function,), {**methods, "backward": staticmethod(backward)})
+
+
 def with_ctx(cast_inputs=None):
-    class Square(Function):
-        @staticmethod
-        @polycast.custom_fwd(device_type="cpu", cast_inputs=cast_inputs)
-        def forward(ctx, x):
-            note("forward", x)
-            ctx.save_for_backward(x)
-            return x * x
+    @polycast.custom_fwd(device_type="cpu", cast_inputs=cast_inputs)
+    def forward(ctx, x):
+        note("forward", x)
+        ctx.save_for_backward(x)
+        return x * x
 
-        @staticmethod
-        @polycast.custom_bwd(device_type="cpu")
-        def backward(ctx, grad):
-            note("backward", grad)
-            return 2 * grad * ctx.saved_tensors[0]
+    return square(forward=forward)
 
-    return Square
+
+def setup_context(ctx, inputs, output):
+    ctx.save_for_backward(*inputs)
 
 
 def with_setup_context(cast_inputs=None):
-    class Square(Function):
-        @staticmethod
-        @polycast.custom_fwd(device_type="cpu", cast_inputs=cast_inputs)
-        def forward(x):
-            note("forward", x)
-            return x * x
+    @polycast.custom_fwd(device_type="cpu", cast_inputs=cast_inputs)
+    def forward(x):
+        note("forward", x)
+        return x * x
 
-        @staticmethod
-        def setup_context(ctx, inputs, output):
-            ctx.save_for_backward(*inputs)
-
-        @staticmethod
-        @polycast.custom_bwd(device_type="cpu")
-        def backward(ctx, grad):
-            note("backward", grad)
-            return 2 * grad * ctx.saved_tensors[0]
-
-    return Square
+    return square(forward=forward, setup_context=setup_context)
 
 
 styles = pytest.mark.parametrize("style", [with_ctx, with_setup_context])
@@ -67,15 +64,23 @@ def apply(function, region, dtype=torch.float32):
     return out
 
 
+OFF = (False, torch.float32, torch.float32)
+REGIONS = {
+    "bfloat16": (lambda: polycast.autocast("cpu"), (True, torch.float32, torch.bfloat16)),
+    "float16": (lambda: polycast.autocast("cpu", torch.float16), (True, torch.float32, torch.float16)),
+    "disabled": (lambda: polycast.autocast("cpu", enabled=False), OFF),
+    "torch's": (lambda: torch.autocast("cpu", torch.float16), (True, torch.float32, torch.float16)),
+    "policy": (lambda: polycast.autocast("cpu", policy={"mm": "fp32"}), (True, torch.float32, torch.float32)),
+}
+
+
 @styles
-def test_backward_runs_in_the_autocast_state_of_forward(style):
+def test_backward_runs_in_the_autocast_state_of_forward(style, subtests):
     function = style()
-    for dtype in (torch.bfloat16, torch.float16):
-        apply(function, polycast.autocast("cpu", dtype))
-        assert seen == {"forward": (True, torch.float32, dtype), "backward": (True, torch.float32, dtype)}
-    apply(function, polycast.autocast("cpu", enabled=False))
-    off = (False, torch.float32, torch.float32)
-    assert seen == {"forward": off, "backward": off}
+    for name, (region, state) in REGIONS.items():
+        with subtests.test(name):
+            apply(function, region())
+            assert seen == {"forward": state, "backward": state}
 
 
 @styles
@@ -91,9 +96,8 @@ def test_backward_runs_in_that_state_though_called_in_another_region(style):
 @styles
 def test_cast_inputs_casts_and_runs_both_with_autocast_off(style):
     out = apply(style(torch.float32), polycast.autocast("cpu"), torch.bfloat16)
-    off = (False, torch.float32, torch.float32)
     assert out.dtype is torch.float32
-    assert seen == {"forward": off, "backward": off}
+    assert seen == {"forward": OFF, "backward": OFF}
 
 
 @styles
@@ -102,20 +106,10 @@ def test_cast_inputs_has_no_effect_outside_a_region(style):
     assert seen["forward"] == (False, torch.float32, torch.float32)
 
 
-@styles
-def test_a_region_of_torch_counts_too(style):
-    apply(style(), torch.autocast("cpu", torch.float16))
-    assert seen["backward"] == (True, torch.float32, torch.float16)
-
-
 def test_a_subclass_with_its_own_setup_context_records_too():
-    class Child(with_setup_context()):
-        @staticmethod
-        def setup_context(ctx, inputs, output):
-            ctx.save_for_backward(*inputs)
-
+    child = type("Child", (with_setup_context(),), {"setup_context": staticmethod(setup_context)})
     for _ in range(2):
-        apply(Child, polycast.autocast("cpu"))
+        apply(child, polycast.autocast("cpu"))
         assert seen["backward"][0] is True
 
 
@@ -128,8 +122,6 @@ def test_the_style_with_setup_context_works_under_functorch():
 
 
 def test_containers_are_cast_through():
-    from collections import namedtuple
-
     Pair = namedtuple("Pair", "first second")
     got = {}
 
@@ -199,9 +191,3 @@ def test_either_half_may_be_torchs():
 def test_a_device_type_that_is_not_a_string_is_refused(decorator):
     with pytest.raises(ValueError, match="Expected `device_type` of type `str`, got: `<class 'torch.device'>`"):
         decorator(device_type=torch.device("cpu"))
-
-
-@styles
-def test_backward_runs_under_the_policy_of_forward(style):
-    apply(style(), polycast.autocast("cpu", policy={"aten::mm": polycast.CastPolicy.FP32}))
-    assert seen["backward"] == (True, torch.float32, torch.float32)

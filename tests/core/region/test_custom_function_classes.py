@@ -34,10 +34,10 @@ def setup_context(ctx, inputs, output):
     ctx.save_for_backward(*inputs)
 
 
-def noting(seen):
+def noting(seen, decorator=polycast.custom_bwd):
     """Return a decorated backward, which notes the dtype of a product in it."""
 
-    @polycast.custom_bwd(device_type="cpu")
+    @decorator(device_type="cpu")
     def backward(ctx, gradient):
         seen.append(torch.mm(gradient, gradient).dtype)
         return 2 * gradient
@@ -97,18 +97,16 @@ def test_a_temporary_class_lives_no_longer_for_it():
     assert [cls() for cls in classes] == [None] * 3
 
 
-def test_two_classes_with_one_forward():
+@pytest.mark.parametrize("called_between", [False, True])
+def test_two_classes_with_one_forward(called_between):
     first, second, forward = [], [], doubling()
-    one, other = made(forward, first).apply, made(forward, second).apply
-    call(one)
+    one = made(forward, first).apply
+    if called_between:
+        call(one)
+    other = made(forward, second).apply
+    if not called_between:
+        call(one)
     call(other, torch.float16)
-    assert (first, second) == ([torch.bfloat16], [torch.float16])
-
-
-def test_a_class_that_is_made_after_the_first_call():
-    first, second, forward = [], [], doubling()
-    call(made(forward, first).apply)
-    call(made(forward, second).apply, torch.float16)
     assert (first, second) == ([torch.bfloat16], [torch.float16])
 
 
@@ -161,9 +159,9 @@ def test_a_forward_that_is_decorated_again():
     assert len(calls) == 1
 
 
-def test_a_forward_that_is_decorated_for_two_devices_records_each_once_a_call(monkeypatch):
+def test_a_forward_that_is_decorated_for_two_devices_records_each_once_a_call():
     seen = []
-    cls = made(polycast.custom_fwd(doubling(), device_type="cuda"), seen, backward=noting(seen))
+    cls = made(polycast.custom_fwd(doubling(), device_type="cuda"), seen)
     call(cls.apply)
     once = cls.setup_context
     call(cls.apply)
@@ -197,28 +195,22 @@ def test_a_setup_context_that_is_replaced_later():
 
 def test_torchs_custom_bwd_reads_the_recorded_state():
     seen = []
-
-    @torch.amp.custom_bwd(device_type="cpu")
-    def backward(ctx, gradient):
-        seen.append(torch.mm(gradient, gradient).dtype)
-        return 2 * gradient
-
-    call(made(doubling(), [], backward=backward).apply, torch.float16)
+    call(made(doubling(), [], backward=noting(seen, torch.amp.custom_bwd)).apply, torch.float16)
     assert seen == [torch.float16]
 
 
 @pytest.mark.parametrize("transform", ["vmap", "vmap of grad", "grad of vmap"])
 def test_a_generated_vmap_rule(transform):
     seen = []
-    methods = {"forward": doubling(), "setup_context": setup_context}
 
     @polycast.custom_bwd(device_type="cpu")
     def backward(ctx, gradient):
         seen.append(polycast.get_autocast_dtype("cpu") if polycast.is_autocast_enabled("cpu") else None)
         return 2 * gradient
 
-    methods = {name: staticmethod(method) for name, method in {**methods, "backward": backward}.items()}
-    apply = type("Double", (Function,), {**methods, "generate_vmap_rule": True}).apply
+    cls = made(doubling(), [], (Function,), backward=backward)
+    cls.generate_vmap_rule = True
+    apply = cls.apply
     x = torch.ones(3, 2, requires_grad=True)
     with polycast.autocast("cpu", torch.float16):
         if transform == "vmap":
@@ -235,16 +227,13 @@ def test_a_generated_vmap_rule(transform):
 
 
 def test_a_forward_with_ctx_that_is_called_by_hand_keeps_its_style():
-    class WithCtx(Function):
-        @staticmethod
-        @polycast.custom_fwd(device_type="cpu")
-        def forward(ctx, x):
-            return 2 * x
+    @polycast.custom_fwd(device_type="cpu")
+    def forward(ctx, x):
+        return 2 * x
 
-        @staticmethod
-        @polycast.custom_bwd(device_type="cpu")
-        def backward(ctx, gradient):
-            return 2 * gradient
-
-    assert WithCtx.forward("in place of a ctx", 3) == 6
-    call(WithCtx.apply)
+    seen = []
+    methods = {"forward": forward, "backward": noting(seen)}
+    cls = type("WithCtx", (Function,), {name: staticmethod(method) for name, method in methods.items()})
+    assert cls.forward("in place of a ctx", 3) == 6
+    call(cls.apply)
+    assert seen == [torch.bfloat16]

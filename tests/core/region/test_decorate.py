@@ -17,40 +17,28 @@ def enabled():
     return polycast.is_autocast_enabled("cpu")
 
 
-def decorators():
-    snapshot = None
-    with polycast.autocast("cpu"):
-        snapshot = polycast.capture()
-    return {
-        "instance": polycast.autocast("cpu"),
-        "autocast_decorator": functools.partial(polycast.autocast_decorator, polycast.autocast("cpu")),
-        "snapshot": snapshot.wrap,
-    }
-
-
 @pytest.fixture(params=["instance", "autocast_decorator", "snapshot"])
 def decorate(request):
-    yield decorators()[request.param]
+    region = polycast.autocast("cpu")
+    with region:
+        snapshot = polycast.capture()
+    yield {
+        "instance": region,
+        "autocast_decorator": functools.partial(polycast.autocast_decorator, region),
+        "snapshot": snapshot.wrap,
+    }[request.param]
     assert not enabled()
 
 
 def test_a_function_runs_in_the_region_and_keeps_its_name(decorate):
     @decorate
-    def work(value):
+    def work(depth):
         """A docstring."""
-        return value, enabled()
+        return [enabled(), *(work(depth - 1) if depth else [])]
 
-    assert work(3) == (3, True)
-    assert (work.__name__, work.__doc__) == ("work", "A docstring.")
-
-
-def test_a_recursive_function_leaves_autocast_off(decorate):
-    @decorate
-    def down(depth):
-        return [enabled(), *(down(depth - 1) if depth else [])]
-
-    assert down(3) == [True] * 4
+    assert work(3) == [True] * 4
     assert not enabled()
+    assert (work.__name__, work.__doc__) == ("work", "A docstring.")
 
 
 def test_a_method_and_a_callable_object_run_in_the_region(decorate):
@@ -135,17 +123,6 @@ def test_a_block_that_a_generator_is_suspended_in_is_put_aside_with_it(decorate,
         assert in_thread(lambda: next(steps)) == (torch.float16, 2, False)
         assert polycast.autocast_nesting("cpu") == 1
     assert next(steps) == (torch.bfloat16, True)
-
-
-def test_a_generator_that_is_dropped_half_way_leaves_nothing(decorate):
-    @decorate
-    def body():
-        yield
-
-    steps = body()
-    next(steps)
-    del steps
-    assert not enabled()
 
 
 def test_a_coroutine_is_in_the_region_only_while_its_body_runs(decorate):
@@ -233,12 +210,16 @@ def test_a_generator_that_is_a_coroutine_can_be_awaited_and_is_in_the_region_whi
     assert inspect.isawaitable(body("first"))
 
 
-def test_a_plain_generator_cannot_be_awaited(decorate):
+def test_a_plain_generator_cannot_be_awaited_and_leaves_nothing_when_it_is_dropped_half_way(decorate):
     @decorate
     def body():
         yield
 
-    assert not inspect.isawaitable(body())
+    steps = body()
+    assert not inspect.isawaitable(steps)
+    next(steps)
+    del steps
+    assert not enabled()
 
 
 def test_an_asynchronous_generator_is_in_the_region_only_while_its_body_runs(decorate):

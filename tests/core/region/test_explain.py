@@ -1,10 +1,12 @@
-"""The results of explain_op, their texts, and its errors."""
+"""The results of explain_op, their texts, and its errors; what it says against what the engines do."""
 
 import json
 import re
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from tests.core.rounding import Rounded
 
 import polycast
@@ -15,29 +17,31 @@ from polycast.plugin import explain_op
 X = torch.ones(2, 2)
 
 
-def explain(op, *args, device_type, policy=None, **kwargs):
+def explain(op, *args, device_type="cpu", policy=None, **kwargs):
     return explain_op(op, device_type, args, kwargs, policy)
+
+
+def lines(*args, **options):
+    return str(explain(*args, **options)).splitlines()
 
 
 def test_the_text_names_the_policy_the_rule_and_the_casts():
     with polycast.autocast("cpu", policy=Policy({"softmax": "fp32"}, name="careful")):
-        assert str(explain("softmax", X.bfloat16(), 0, device_type="cpu")).splitlines() == [
+        assert lines("softmax", X.bfloat16(), 0) == [
             "aten::softmax.int on cpu, a region of bfloat16",
             "fp32 (region's policy 'careful'): its inputs are cast to float32",
             "  self: bfloat16 -> float32",
         ]
-        assert str(explain("cat", [X, X], device_type="cpu")).splitlines()[1:] == [
+        assert lines("cat", [X, X])[1:] == [
             "promote (backend's table): its inputs are cast to float32 if their dtypes differ",
             "  tensors[0]: float32, unchanged",
             "  tensors[1]: float32, unchanged",
         ]
-        assert str(explain("relu", X, device_type="cpu")).splitlines()[1] == (
-            "no policy (none): it runs unchanged, and autocast applies to its inner ops"
-        )
+        assert lines("relu", X)[1] == ("no policy (none): it runs unchanged, and autocast applies to its inner ops")
 
 
 def test_outside_a_region_it_explains_what_a_region_would_do():
-    assert str(explain("mm", X, X, device_type="cpu")).splitlines() == [
+    assert lines("mm", X, X) == [
         "aten::mm on cpu, autocast is off",
         "lower_precision_fp (backend's table): its inputs are cast to bfloat16, in a region",
         "  self: float32, unchanged",
@@ -47,7 +51,7 @@ def test_outside_a_region_it_explains_what_a_region_would_do():
 
 def test_a_banned_op_is_explained_with_its_error():
     with polycast.autocast("cpu", policy={"mm": "banned"}):
-        found = explain("mm", X, X, device_type="cpu")
+        found = explain("mm", X, X)
         with pytest.raises(RuntimeError, match=f"^{re.escape(found.refusal)}"):
             torch.mm(X, X)
     assert str(found).splitlines()[2] == f"  RuntimeError: {found.refusal}"
@@ -55,18 +59,14 @@ def test_a_banned_op_is_explained_with_its_error():
 
 def test_an_added_dtype_and_a_replaced_overload_are_explained():
     with polycast.autocast("cpu", policy={"sum": "fp32_set_opt_dtype", "norm": "fp32_append_dtype"}):
-        total, norm = explain("sum", X.half(), device_type="cpu"), explain("norm", X.half(), 2, device_type="cpu")
-    assert str(total).splitlines()[2:] == ["  self: float16, unchanged", "  dtype: float32 is given"]
-    assert str(norm).splitlines()[2:] == [
-        "  self: float16, unchanged",
-        "  dtype: float32 is given",
-        "  aten::norm.ScalarOpt_dtype is called",
-    ]
+        total, norm = lines("sum", X.half()), lines("norm", X.half(), 2)
+    assert total[2:] == ["  self: float16, unchanged", "  dtype: float32 is given"]
+    assert norm[2:] == [*total[2:], "  aten::norm.ScalarOpt_dtype is called"]
 
 
 def test_without_arguments_all_overloads_are_explained_those_with_a_policy_first():
     with polycast.autocast("cpu", policy={"norm": "fp32_append_dtype"}):
-        found = explain("norm", device_type="cpu")
+        found = explain("norm")
     assert [(each.op, each.policy is not None) for each in (found, *found.others)] == [
         ("aten::norm.Scalar", True),
         ("aten::norm.ScalarOpt_dim", True),
@@ -79,23 +79,20 @@ def test_without_arguments_all_overloads_are_explained_those_with_a_policy_first
 def test_the_inner_region_decides_and_is_named():
     with polycast.autocast("cpu", policy=Policy({"mm": "fp32", "bmm": "fp32"}, name="outer")):
         with polycast.autocast("cpu", policy=Policy({"mm": "promote"}, name="inner")):
-            assert explain("mm", device_type="cpu").rule_name == "inner"
-            assert explain("bmm", device_type="cpu").rule_name == "outer"
-            assert (
-                explain("bmm", device_type="cpu", policy=Policy({"bmm": "promote"}, name="asked")).rule_name == "asked"
-            )
+            assert explain("mm").rule_name == "inner"
+            assert explain("bmm").rule_name == "outer"
+            assert explain("bmm", policy=Policy({"bmm": "promote"}, name="asked")).rule_name == "asked"
             snapshot = polycast.capture()
-        assert explain("mm", device_type="cpu").rule_name == "outer"
+        assert explain("mm").rule_name == "outer"
     with snapshot.apply():
-        assert explain("mm", device_type="cpu").rule_name == "inner"
-
-
-def override(policies, rule="region's policy", name=""):
-    return make_override("cpu", frozenset(policies.items()), rule, name, None, None)
+        assert explain("mm").rule_name == "inner"
 
 
 def test_the_layers_of_an_override_do_not_grow_with_nesting():
-    one, another = override({"aten::mm": CastPolicy.FP32}), override({"aten::mm": CastPolicy.PROMOTE})
+    one, another = (
+        make_override("cpu", frozenset({("aten::mm", policy)}), "region's policy", "", None, None)
+        for policy in (CastPolicy.FP32, CastPolicy.PROMOTE)
+    )
     merged = one
     for _ in range(20):
         merged = one.over(another.over(merged))
@@ -106,7 +103,7 @@ def test_a_kernel_of_another_library_is_explained():
     with torch.library._scoped_library("polycast_test", "FRAGMENT") as library:
         library.define("theirs(Tensor x) -> Tensor")
         library.impl("theirs", lambda x: x.clone(), "AutocastCPU")
-        found = explain("polycast_test::theirs", device_type="cpu")
+        found = explain("polycast_test::theirs")
         assert (found.policy, found.rule) == (None, "a kernel that is not polycast's")
 
 
@@ -122,9 +119,7 @@ def test_fake_tensors_of_absent_devices_are_explained(device_type, fake, hand_ma
 
 def test_a_meta_tensor_counts_as_one_on_the_device():
     with polycast.autocast("cpu"):
-        assert [each.seen for each in explain("mm", X.to("meta"), X, device_type="cpu").arguments] == [
-            torch.bfloat16
-        ] * 2
+        assert [each.seen for each in explain("mm", X.to("meta"), X).arguments] == [torch.bfloat16] * 2
 
 
 def test_a_call_without_a_tensor_on_the_device_is_not_seen():
@@ -137,7 +132,7 @@ def test_a_call_without_a_tensor_on_the_device_is_not_seen():
 
 def test_an_explanation_converts_to_json():
     with polycast.autocast("cpu"):
-        assert json.loads(json.dumps(explain("mm", X, X.half(), device_type="cpu").to_dict())) == {
+        assert json.loads(json.dumps(explain("mm", X, X.half()).to_dict())) == {
             "op": "aten::mm",
             "device_type": "cpu",
             "enabled": True,
@@ -167,26 +162,18 @@ def test_an_explanation_converts_to_json():
     [
         (("sofmax",), ValueError, "this torch .* has no op 'sofmax'; the nearest are 'softmax'"),
         ((7,), TypeError, "expected a name such as 'mm'"),
-        (
-            ("bmm", X),
-            TypeError,
-            r"'bmm' does not take these arguments. Its schemas: aten::bmm\(Tensor self, Tensor",
-        ),
-        (
-            (torch.ops.aten.bmm.default, X),
-            TypeError,
-            "'aten::bmm' does not take these arguments. Its schemas: aten",
-        ),
+        (("bmm", X), TypeError, r"'bmm' does not take these arguments. Its schemas: aten::bmm\(Tensor self, Tensor"),
+        ((torch.ops.aten.bmm.default, X), TypeError, "'aten::bmm' does not take these arguments. Its schemas: aten"),
         ((torch.ops.aten.bmm.default, X, X, X), TypeError, "'aten::bmm' does not take these arguments"),
     ],
     ids=str,
 )
 def test_bad_arguments_raise_errors(arguments, error, text):
     with pytest.raises(error, match=f"^{text}"):
-        explain(*arguments, device_type="cpu")
+        explain(*arguments)
     if error is ValueError:
         with pytest.raises(ValueError, match="^policy: .*sofmax"):
-            explain("mm", device_type="cpu", policy={"sofmax": "fp32"})
+            explain("mm", policy={"sofmax": "fp32"})
 
 
 def test_a_device_without_a_backend_raises_an_error():
@@ -210,15 +197,14 @@ IMAGE, FILTERS = torch.ones(1, 3, 8, 8), torch.ones(2, 3, 3, 3)
 def test_a_number_is_accepted_for_a_list_of_known_length(args, kwargs, op):
     torch.conv2d(*args, **kwargs)
     with polycast.autocast("cpu"):
-        found = explain("conv2d", *args, device_type="cpu", **kwargs)
+        found = explain("conv2d", *args, **kwargs)
     assert (found.op, [each.seen for each in found.arguments]) == (op, [torch.bfloat16, torch.bfloat16])
 
 
-def test_a_number_for_another_argument_is_refused():
+@pytest.mark.parametrize(("args", "kwargs"), [((1,), {}), ((), {"stride": 1.0})], ids=["bias", "no int"])
+def test_a_number_for_another_argument_is_refused(args, kwargs):
     with pytest.raises(TypeError, match=r"^'conv2d' does not take these arguments\. Its schemas: aten::conv2d"):
-        explain("conv2d", IMAGE, FILTERS, 1, device_type="cpu")
-    with pytest.raises(TypeError, match=r"^'conv2d' does not take these arguments\. Its schemas: aten::conv2d"):
-        explain("conv2d", IMAGE, FILTERS, device_type="cpu", stride=1.0)
+        explain("conv2d", IMAGE, FILTERS, *args, **kwargs)
 
 
 def test_a_recipe_gets_lists_as_the_op_does(monkeypatch, int8_kernels):
@@ -227,7 +213,7 @@ def test_a_recipe_gets_lists_as_the_op_does(monkeypatch, int8_kernels):
     monkeypatch.setattr(f"{plan}.explain", lambda *args: asked.append(args[2]) or "")
     monkeypatch.setattr(f"{plan}.why_no_kernel", lambda *args: None)
     with polycast.autocast("cpu", recipe=Rounded(ops=("conv2d",))):
-        explain("conv2d", IMAGE, FILTERS, device_type="cpu", stride=1, dilation=2)
+        explain("conv2d", IMAGE, FILTERS, stride=1, dilation=2)
     assert list(asked[0])[3:] == [[1, 1], [0, 0], [2, 2], 1]
 
 
@@ -241,3 +227,42 @@ def test_a_recipe_gets_lists_as_the_op_does(monkeypatch, int8_kernels):
 def test_decide_returns_the_policy_and_its_rule(op, decided):
     with polycast.autocast("cpu"):
         assert polycast.plugin.decide(op, "cpu") == decided
+
+
+SEEN = []
+DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64]
+TENSORS = st.sampled_from(DTYPES).map(lambda dtype: torch.ones(2, dtype=dtype))
+
+
+@pytest.fixture(scope="module")
+def library():
+    """An op with every kind of argument, whose kernel notes the dtypes that it sees."""
+    made = torch.library.Library("polycast_test", "FRAGMENT")
+    made.define("all(Tensor a, Tensor? b, Tensor[] c, Tensor?[] d, float e=1.0, *, ScalarType? dtype=None) -> Tensor")
+
+    def kernel(a, b, c, d, e=1.0, *, dtype=None):
+        SEEN[:] = [*(tensor.dtype for tensor in [a, b, *c, *d] if tensor is not None), dtype]
+        return a.clone()
+
+    made.impl("all", kernel, "CompositeExplicitAutograd")
+    yield made
+    made._destroy()
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    arguments=st.tuples(
+        TENSORS,
+        st.none() | TENSORS,
+        st.lists(TENSORS, min_size=1, max_size=2),
+        st.lists(st.none() | TENSORS, min_size=1, max_size=2),
+    ),
+    dtype=st.sampled_from([{}, {"dtype": None}, {"dtype": torch.float16}]),
+    policy=st.sampled_from([each for each in CastPolicy if each.name not in ("BANNED", "FP32_APPEND_DTYPE")]),
+    enabled=st.booleans(),
+)
+def test_the_explained_dtypes_are_those_that_the_kernel_sees(engine, library, arguments, dtype, policy, enabled):
+    with polycast.autocast("cpu", enabled=enabled, policy={"polycast_test::all": policy}):
+        explained = explain_op("polycast_test::all", "cpu", arguments, dtype)
+        torch.ops.polycast_test.all(*arguments, **dtype)
+    assert [*(argument.seen for argument in explained.arguments), explained.set_dtype or dtype.get("dtype")] == SEEN

@@ -18,30 +18,19 @@ from polycast.policy import names
 from polycast.policy.schemas import find_op
 
 
-@pytest.fixture
-def softmax_in_float32(tmp_path):
-    """Return a function that makes one policy in each way that policy= takes."""
-
-    def make(form):
-        policy = Policy({"softmax": "fp32"})
-        policy.save(tmp_path / "policy.toml")
-        return {
-            "policy": policy,
-            "mapping": {"softmax": "fp32"},
-            "path": tmp_path / "policy.toml",
-            "text": str(tmp_path / "policy.toml"),
-        }[form]
-
-    return make
+@pytest.fixture(params=["policy", "mapping", "path", "text"])
+def policy(request, tmp_path):
+    """A policy in each form that policy= takes."""
+    made, path = Policy({"softmax": "fp32"}), tmp_path / "policy.toml"
+    made.save(path)
+    return {"policy": made, "mapping": {"softmax": "fp32"}, "path": path, "text": str(path)}[request.param]
 
 
 def softmax():
     return torch.softmax(torch.ones(2, 2, dtype=torch.bfloat16), 0).dtype
 
 
-@pytest.mark.parametrize("form", ["policy", "mapping", "path", "text"])
-def test_a_region_takes_a_policy_a_mapping_or_a_path(softmax_in_float32, form, engine):
-    policy = softmax_in_float32(form)
+def test_a_region_takes_a_policy_a_mapping_or_a_path(policy, engine):
     with polycast.autocast("cpu", policy=policy):
         assert softmax() is torch.float32
     with polycast.autocast("cpu"):
@@ -49,9 +38,7 @@ def test_a_region_takes_a_policy_a_mapping_or_a_path(softmax_in_float32, form, e
     assert polycast.autocast("cpu", policy=policy)(softmax)() is torch.float32
 
 
-@pytest.mark.parametrize("form", ["policy", "mapping", "path", "text"])
-def test_a_policy_is_looked_up_once(softmax_in_float32, form, monkeypatch):
-    policy = softmax_in_float32(form)
+def test_a_policy_is_looked_up_once(policy, monkeypatch):
     first = polycast.autocast("cpu", policy=policy)._settings.override
     monkeypatch.setattr(names, "find_op", lambda name: pytest.fail(f"{name} is looked up again"))
     monkeypatch.setattr(names, "find_overloads", lambda name: pytest.fail(f"{name} is looked up again"))

@@ -36,7 +36,7 @@ def loaded(model):
     return torch.load(file, weights_only=False)
 
 
-def test_a_model_without_rules(model, x):
+def test_a_model_without_rules(model):
     assert rules_of(model) == {}
     remove_policy(model)
     assert "forward" not in vars(model[0])

@@ -50,22 +50,23 @@ def test_an_unavailable_device_is_asked_again(backend, monkeypatch):
     assert made("cpu")._enabled
 
 
-def test_refresh_asks_again_whether_the_device_is_available(backend, monkeypatch):
-    assert made("cpu")._enabled
-    monkeypatch.setattr(backend, "availability", lambda: Availability(False, "unplugged"), raising=False)
-    assert made("cpu")._enabled
+@pytest.mark.parametrize(
+    ("arguments", "asked", "answer", "reason"),
+    [
+        ((), "availability", Availability(False, "unplugged"), "unplugged"),
+        ((torch.float16,), "supported_dtypes", (torch.bfloat16,), "target dtype is not supported"),
+    ],
+    ids=["device", "dtype"],
+)
+def test_refresh_asks_again_whether_the_device_and_the_dtype_can_be_used(
+    backend, monkeypatch, arguments, asked, answer, reason
+):
+    assert made("cpu", *arguments)._enabled
+    monkeypatch.setattr(backend, asked, lambda: answer, raising=False)
+    assert made("cpu", *arguments)._enabled
     refresh("cpu")
-    with pytest.warns(polycast.errors.AutocastDisabledWarning, match="unplugged"):
-        assert not autocast("cpu")._enabled
-
-
-def test_refresh_asks_again_for_a_dtype(backend, monkeypatch):
-    assert made("cpu", torch.float16)._enabled
-    monkeypatch.setattr(backend, "supported_dtypes", lambda: (torch.bfloat16,), raising=False)
-    assert made("cpu", torch.float16)._enabled
-    refresh("cpu")
-    with pytest.warns(polycast.errors.AutocastDisabledWarning, match="target dtype is not supported"):
-        assert not autocast("cpu", torch.float16)._enabled
+    with pytest.warns(polycast.errors.AutocastDisabledWarning, match=reason):
+        assert not autocast("cpu", *arguments)._enabled
 
 
 def test_refresh_asks_again_for_a_recipe(backend, monkeypatch):

@@ -1,7 +1,5 @@
 """A rule that switches autocast off, and one inside it that switches it on, also on other threads."""
 
-import threading
-
 import pytest
 import torch
 from torch import nn
@@ -44,24 +42,6 @@ def seen_in(call, rule, region=lambda: polycast.autocast("cpu")):
     return model.inner.seen
 
 
-def in_a_thread(inner, x, region=None):
-    found = []
-    snapshot = polycast.capture()
-
-    def work():
-        with snapshot.apply():
-            if region is None:
-                found.append(inner(x))
-            else:
-                with region:
-                    found.append(inner(x))
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    return found[0]
-
-
 @pytest.mark.parametrize("rule", ["fp32", "off"])
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("region", [lambda: polycast.autocast("cpu"), lambda: torch.autocast("cpu")])
@@ -70,13 +50,18 @@ def test_a_checkpoint_recomputes_a_module_that_a_rule_switches_on_again(rule, re
     assert set(seen) == {torch.float16}
 
 
-def test_a_snapshot_takes_along_that_a_rule_has_switched_autocast_off():
-    assert seen_in(in_a_thread, "fp32") == [torch.float16]
+def test_a_snapshot_takes_along_that_a_rule_has_switched_autocast_off(in_thread):
+    def call(inner, x):
+        return in_thread(polycast.capture().wrap(lambda: inner(x)))
+
+    assert seen_in(call, "fp32") == [torch.float16]
 
 
-def test_where_the_snapshot_is_applied_a_region_that_is_off_stays_off():
-    region = polycast.autocast("cpu", enabled=False)
-    assert seen_in(lambda inner, x: in_a_thread(inner, x, region), "fp32") == [torch.float32]
+def test_where_the_snapshot_is_applied_a_region_that_is_off_stays_off(in_thread):
+    def call(inner, x):
+        return in_thread(polycast.capture().wrap(lambda: polycast.autocast("cpu", enabled=False)(inner)(x)))
+
+    assert seen_in(call, "fp32") == [torch.float32]
 
 
 def test_a_snapshot_of_elsewhere_knows_nothing_of_the_rule_that_it_is_applied_under():
@@ -90,18 +75,14 @@ def test_a_snapshot_of_elsewhere_knows_nothing_of_the_rule_that_it_is_applied_un
     assert seen_in(call, "fp32") == [torch.float32]
 
 
-def test_the_steps_of_a_generator_in_a_snapshot_are_under_the_rule_too():
+def test_the_steps_of_a_generator_in_a_snapshot_are_under_the_rule_too(in_thread):
     def in_steps(inner, x):
+        @polycast.capture().wrap
         def steps():
             yield inner(x)
             yield inner(x)
 
-        wrapped = polycast.capture().wrap(steps)()
-        found = []
-        thread = threading.Thread(target=lambda: found.extend(wrapped))
-        thread.start()
-        thread.join()
-        return found[1]
+        return in_thread(lambda: list(steps()))[1]
 
     assert seen_in(in_steps, "fp32") == [torch.float16, torch.float16]
     assert not polycast.capture().switched_off
