@@ -14,7 +14,7 @@ import torch
 from ..engine.overlap import CONFLICT, RECORDED, UNWRITTEN, WRITTEN, overlap
 from ..torch_internals.lookup import find
 from ..torch_internals.private_names import version_of
-from .graph_breaks import break_graph
+from .dynamo import break_graph
 
 _AT_CAST = "_polycast_at_cast"
 

@@ -19,13 +19,11 @@ from ..engine.override import MODULE_RULE, Override, make_override
 from ..engine.state import Settings
 from ..policy.recipe import Recipe, read_recipe
 from ..torch_internals import changes
+from ..torch_internals.lookup import find
 from . import backward
-from .graph_breaks import break_graph
-from .graph_regions import CacheEnabledWithOverride
 from .torch_autocast import UnpatchedAutocast
 
 _DICT_ONLY = "a graph can hold a policy= only as a dict of names, made by the compiled code or passed to it"
-_UNSUPPORTED = "graphs of this torch cannot hold policy=, recipe= or cache="
 _Region = TypeVar("_Region")
 
 
@@ -111,9 +109,7 @@ def cache_enabled_in_graph(settings: Settings, overridden: str | None) -> Any:
             _break(f"torch.autocast does not run {settings.dtype} on {settings.device_type}")
         kernels_of(settings.device_type)
     if settings.cache is not None and can_leave_casts():
-        if changes.REGIONS_IN_GRAPHS.is_refused():
-            _break(_UNSUPPORTED)
-        return CacheEnabledWithOverride(settings.cache_enabled, (settings.cache.identity, ""))
+        return _for_graph(settings.cache_enabled, settings.cache, None)
     return settings.cache_enabled
 
 
@@ -141,12 +137,16 @@ def _move_to_graph(region: Any, override: Override | None, cache: CastCache | No
     if override is not None:
         support_overrides(region.device, override)
         backward.mark()
-    if changes.REGIONS_IN_GRAPHS.is_refused():
-        _break(_UNSUPPORTED)
-    texts = ("",) if override is None else (override.text, *override.origin)
-    arguments = (0 if cache is None else cache.identity, *texts)
-    cache_enabled: Any = CacheEnabledWithOverride(region._settings.cache_enabled, arguments)
+    cache_enabled: Any = _for_graph(region._settings.cache_enabled, cache, override)
     region._settings = region._settings._replace(override=None, cache=None, cache_enabled=cache_enabled)
+
+
+def _for_graph(cache_enabled: bool | None, cache: CastCache | None, override: Override | None) -> tuple[Any, ...]:
+    """Return what a graph has in place of cache_enabled; see :class:`.graph_regions.region_with_override`."""
+    if changes.REGIONS_IN_GRAPHS.is_refused():
+        _break("graphs of this torch cannot hold policy=, recipe= or cache=")
+    texts = ("",) if override is None else (override.text, *override.origin)
+    return cache_enabled, 0 if cache is None else cache.identity, *texts
 
 
 def _torch_enables(settings: Settings) -> bool:
@@ -165,3 +165,21 @@ def _break(reason: str) -> NoReturn:
         f"this region cannot be traced: {reason}.",
         "Compile functions that are called in the region, and make the region outside of them.",
     )
+
+
+def break_graph(what: str, explanation: str, hint: str) -> NoReturn:
+    """Break the graph that Dynamo traces: the interpreter runs the code, or the user gets an error (``fullgraph``).
+
+    Called by functions that Dynamo calls while it traces.
+
+    Args:
+        what: the same text for each graph that is broken for the same reason.
+        explanation: why, as a sentence.
+        hint: what the user can do.
+    """
+    try:
+        unimplemented = find("torch._dynamo.exc.unimplemented")
+    except (AttributeError, ImportError):
+        raise RuntimeError(f"polycast: {explanation}") from None
+    unimplemented(gb_type=what, context="", explanation=f"polycast: {explanation}", hints=[hint])
+    raise AssertionError  # unimplemented has raised

@@ -1,14 +1,17 @@
 """Regions with an override or a cache, in the graphs of Dynamo: entered and left where the graph runs.
 
-The graph calls a function of polycast's that enters the region, with the override as a text, and the cache as the
-number by which this process knows it. torch's operators for autocast regions leave it.
+Dynamo copies four values of a region into its graph. Such a region has a tuple in place of the last, cache_enabled, by
+which Dynamo's functions, as changed here, know it: cache_enabled itself; the number by which this process knows the
+cache, or 0; the override as a text, or an empty one; and the override's origin. The graph calls a function of
+polycast's that enters the region. torch's operators for autocast regions leave it.
 
 Imported when Dynamo traces the making of a region, so programs that compile nothing do not pay for it.
 """
 
 import functools
 import threading
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch.compiler import is_dynamo_compiling
@@ -27,17 +30,6 @@ from ..torch_internals.private_names import disable_dynamo, enter_autocast
 from . import backward
 from .torch_autocast import TorchAutocast, UnpatchedAutocast
 
-_ARGUMENTS_OF_TORCH = 4
-"""The arguments of ``torch.amp._enter_autocast``; `enter_in_a_graph` has more."""
-
-
-class CacheEnabledWithOverride(NamedTuple):
-    """The cache_enabled of a region with an override or a cache, as Dynamo passes it to where the region is entered."""
-
-    cache_enabled: bool | None
-    override_arguments: tuple[Any, ...]
-    """The other arguments of :class:`region_with_override`."""
-
 
 class region_with_override:
     """A region with an override or a cache, made of constants: for graphs, and for the code after a graph break."""
@@ -48,16 +40,8 @@ class region_with_override:
             return _entered_again(*values)  # type: ignore[no-any-return]
         return object.__new__(cls)
 
-    def __init__(
-        self,
-        device_type: str,
-        dtype: torch.dtype,
-        enabled: bool,
-        cache_enabled: bool | None,
-        cache: int,
-        override: str,
-        *origin: str,
-    ) -> None:
+    def __init__(self, device_type: str, dtype: torch.dtype, enabled: bool, others: tuple[Any, ...]) -> None:
+        cache_enabled, cache, override, *origin = others
         found = Override.of_text(device_type, override, *origin) if override else None
         self._settings = Settings(device_type, enabled, dtype, cache_enabled, found, cache_by_identity(cache))
 
@@ -84,16 +68,13 @@ def enter_in_a_graph(*values: Any) -> region_with_override:
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _entered_again(
-    device_type: str, dtype: torch.dtype, enabled: bool, cache_enabled: bool | None, *override_arguments: Any
-) -> Any:
+def _entered_again(device_type: str, dtype: torch.dtype, enabled: bool, others: tuple[Any, ...]) -> Any:
     for feature in (changes.REGIONS_IN_GRAPHS, changes.GRAPHS_ON_DISK):
         feature.make()  # it may have been undone since the code before the break was compiled
-    if override_arguments[1]:
+    if others[2]:
         backward.mark()
     region: Any = object.__new__(UnpatchedAutocast)
-    region.device, region.fast_dtype, region._enabled = device_type, dtype, enabled
-    region._cache_enabled = CacheEnabledWithOverride(cache_enabled, override_arguments)
+    region.device, region.fast_dtype, region._enabled, region._cache_enabled = device_type, dtype, enabled, others
     return region
 
 
@@ -107,40 +88,43 @@ _thread = _Thread()
 
 
 def let_graphs_hold_overrides(patch: Patch) -> None:
-    """Let Dynamo's graphs hold the regions whose cache_enabled is a :class:`CacheEnabledWithOverride`."""
+    """Let Dynamo's graphs enter the regions that have a tuple for cache_enabled."""
     from torch._dynamo.variables import ConstantVariable
     from torch._dynamo.variables.ctx_manager import AutocastModeVariable
 
-    init: Any = method_of(AutocastModeVariable, "__init__", "self", "target_values")
+    enter: Any = method_of(AutocastModeVariable, "enter", "self", "tx")
+    module_name: Any = method_of(AutocastModeVariable, "module_name", "self")
+    fn_name: Any = method_of(AutocastModeVariable, "fn_name", "self")
 
-    class RegionWithOverrideVariable(AutocastModeVariable):
-        """A region with an override or a cache, to Dynamo."""
+    @functools.wraps(enter)
+    def enter_ours(self: Any, tx: Any) -> Any:
+        if not _is_ours(self.target_values):
+            return enter(self, tx)
+        region = enter_in_a_graph(*self.target_values)
+        self.set_cleanup_hook(tx, lambda: region.__exit__())
+        self.proxy = tx.output.create_node("call_function", enter_in_a_graph, (*self.target_values,), {})
+        return ConstantVariable.create(None)
 
-        def enter(self, tx: Any) -> Any:
-            region = enter_in_a_graph(*self.target_values)
-            self.set_cleanup_hook(tx, lambda: region.__exit__())
-            self.proxy = tx.output.create_node("call_function", enter_in_a_graph, (*self.target_values,), {})
-            return ConstantVariable.create(None)
+    # The class that the code after a graph break makes:
+    @functools.wraps(module_name)
+    def module_of_ours(self: Any) -> Any:
+        return __name__ if _is_ours(self.target_values) else module_name(self)
 
-        def module_name(self) -> str:
-            return __name__
+    @functools.wraps(fn_name)
+    def name_of_ours(self: Any) -> Any:
+        return region_with_override.__name__ if _is_ours(self.target_values) else fn_name(self)
 
-        def fn_name(self) -> str:
-            return region_with_override.__name__
-
-    @functools.wraps(init)
-    def init_with_override(self: Any, target_values: Any, *args: Any, **kwargs: Any) -> None:
-        init(self, target_values, *args, **kwargs)
-        *values, last = target_values
-        if isinstance(last, CacheEnabledWithOverride):
-            # Dynamo calls the class itself, at two places, one of which is deep in a function: only __init__ sees both.
-            self.__class__ = RegionWithOverrideVariable
-            self.target_values = [*values, last.cache_enabled, *last.override_arguments]
-
-    patch.replace(AutocastModeVariable, "__init__", init_with_override)
+    patch.replace(AutocastModeVariable, "enter", enter_ours)
+    patch.replace(AutocastModeVariable, "module_name", module_of_ours)
+    patch.replace(AutocastModeVariable, "fn_name", name_of_ours)
     if "python_type" not in vars(AutocastModeVariable):
         # Dynamo asks what a class's __new__ returns. Later versions of torch answer this, too.
         patch.replace(AutocastModeVariable, "python_type", lambda self: TorchAutocast)
+
+
+def _is_ours(values: Sequence[Any]) -> bool:
+    """Return whether values of a region in a graph are those of :class:`region_with_override`."""
+    return isinstance(values[-1], tuple)
 
 
 def leave_regions_of_failed_graphs(patch: Patch) -> None:
@@ -173,23 +157,18 @@ def let_graphs_with_regions_be_split(patch: Patch) -> None:
     def split_module_with_regions(m: GraphModule, *args: Any, **kwargs: Any) -> Any:
         entries = [node for node in m.graph.nodes if node.target is enter_in_a_graph]
         for node in entries:
-            node.target = enter_autocast  # the one that it knows; the arguments tell them apart
+            node.target = enter_autocast  # the one that it knows
         try:
             split: Any = split_module(m, *args, **kwargs)
         finally:
             for node in entries:
                 node.target = enter_in_a_graph
-        if entries:
-            parts = [each for each in split.modules() if isinstance(each, GraphModule)]
-            for part in parts:
-                _restore_entries(part)
+        for part in split.modules() if entries else ():
+            if isinstance(part, GraphModule):
+                for node in part.graph.nodes:
+                    if node.target is enter_autocast and _is_ours(node.args):
+                        node.target = enter_in_a_graph
+                part.recompile()
         return split
 
     patch.replace(passes, "split_module", split_module_with_regions)
-
-
-def _restore_entries(part: Any) -> None:
-    for node in part.graph.nodes:
-        if node.target is enter_autocast and len(node.args) > _ARGUMENTS_OF_TORCH:
-            node.target = enter_in_a_graph
-    part.recompile()

@@ -10,22 +10,32 @@ Dynamo guards all code on torch's autocast state: what is enabled, and in which 
 cache_key.py does the same for the caches on disk.
 
 The first region with an override installs this, in the modules that are imported by then, and in the others as they are
-imported, before which they compile nothing. In a torch whose modules differ from those expected, compiled functions run
-eagerly (eager_fallback.py).
+imported, before which they compile nothing.
+
+In a torch that cannot be given the guard, compiled functions run eagerly instead. The compiler's stance becomes
+``force_eager``, in the whole process, until ``uninstall()``. Entering a region with an override or a cache sets it
+again, so that the end of somebody else's stance does not lift it. A compiled function that is running when this starts
+goes on as it was compiled, because torch lets nobody change the stance inside of it.
 """
 
 import functools
+import sys
 from typing import Any
 
 import torch
 
 from ..engine.snapshot import guard_text
+from ..engine.state import ready
+from ..errors import warn_user
+from ..torch_internals import changes
 from ..torch_internals.patcher import Patch, expect, method_of
 
 _MARK = "polycast_policies"
 """An attribute of guard managers that have the guard."""
 _SHOWN = 200
 """The number of characters of the text in Dynamo's logs."""
+_replaced: list[Any] = []
+"""The stance that was set first, which knows the one before it; empty while none is set."""
 
 
 def guard_policies(builder: Any, guard: Any, seen: str) -> None:
@@ -106,3 +116,40 @@ def guard_dynamo(patch: Patch) -> None:
     for code in compiled_codes:
         for entry in (*entries(code), *loaded_entries(code)):
             _add_missing_guard(entry.guard_manager)
+
+
+def run_eagerly(reason: str) -> None:
+    """Run compiled functions eagerly from now on, and warn, with the reason."""
+    if _replaced:
+        return
+    keep_eager()
+    # so that later entries with an override call prepare(), which calls keep_eager()
+    ready.intersection_update([key for key in ready if isinstance(key, str)])
+    warn_user(
+        f"polycast cannot make the compiler of this torch ({torch.__version__}) distinguish policies ({reason}). "
+        + changes.GUARDS.lost
+    )
+
+
+def keep_eager() -> None:
+    """Set the stance, if somebody has set another one since."""
+    if _stance() != "force_eager" or not _replaced:
+        ours = torch.compiler.set_stance("force_eager")
+        if not _replaced:
+            _replaced.append(ours)
+
+
+def stop_eager() -> None:
+    """Restore the stance that was set before, if one is set."""
+    if not _replaced:
+        return
+    first = _replaced.pop()
+    if _stance() == "force_eager":
+        first.__exit__(None, None, None)
+
+
+def _stance() -> str:
+    """Return the stance of the compiler, which torch has no function for."""
+    module = sys.modules.get("torch._dynamo.eval_frame")
+    stance: str = getattr(getattr(module, "_stance", None), "stance", "default")
+    return stance

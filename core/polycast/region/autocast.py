@@ -10,8 +10,7 @@ from torch.compiler import is_dynamo_compiling
 from typing_extensions import Self
 
 from ..compilers.export import record_entry, record_exit
-from ..compilers.torch_autocast import TorchAutocast
-from ..compilers.torchscript import ScriptedAsTorch
+from ..compilers.torch_autocast import ScriptedAsTorch, TorchAutocast
 from ..engine import state
 from ..engine.state import RegionBase, Settings
 from ..policy.names import OpName

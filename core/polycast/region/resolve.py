@@ -86,9 +86,9 @@ def prepare(settings: Settings) -> None:
     """Install what a region needs that has just been entered."""
     install_for(settings)
     if settings.has_more_than_torch and not changes.overrides_are_guarded():
-        from ..compilers import eager_fallback  # most regions have neither an override nor a cache
+        from ..compilers import guards  # most regions have neither an override nor a cache
 
-        eager_fallback.keep()
+        guards.keep_eager()
 
 
 def _find_backend(device_type: object) -> Backend:

@@ -44,8 +44,8 @@ GUARDS = _feature(
         "output_graph.OutputGraph.init_ambient_guards guards.CheckFunctionManager.compile_check_fn "
         "guards.GuardManagerWrapper.check",
     ),
-    on_refusal="compilers.eager_fallback:start",
-    on_undo="compilers.eager_fallback:stop",
+    on_refusal="compilers.guards:run_eagerly",
+    on_undo="compilers.guards:stop_eager",
 )
 CACHE_KEYS = _feature(
     "keys of caches",
@@ -56,8 +56,8 @@ CACHE_KEYS = _feature(
         "AOTAutogradCacheDetails.__init__",
     ),
     ("torch._inductor.codecache", "compilers.cache_key:extend_inductors", "FxGraphHashDetails.__init__"),
-    on_refusal="compilers.eager_fallback:start",
-    on_undo="compilers.eager_fallback:stop",
+    on_refusal="compilers.guards:run_eagerly",
+    on_undo="compilers.guards:stop_eager",
 )
 BACKWARD = _feature(
     "backward",
@@ -96,7 +96,8 @@ REGIONS_IN_GRAPHS = _feature(
     (
         "torch._dynamo.variables.ctx_manager",
         "compilers.graph_regions:let_graphs_hold_overrides",
-        "AutocastModeVariable.__init__ AutocastModeVariable.python_type",
+        "AutocastModeVariable.enter AutocastModeVariable.module_name "
+        "AutocastModeVariable.fn_name AutocastModeVariable.python_type",
     ),
     (
         "torch._dynamo.output_graph",

@@ -9,7 +9,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import polycast
 from polycast import CastPolicy
-from polycast.compilers import eager_fallback
+from polycast.compilers import guards
 
 pytestmark = [
     pytest.mark.usefixtures("engine"),
@@ -127,4 +127,4 @@ def test_setting_the_stance_again_keeps_nothing():
         for _ in range(10):
             with torch.compiler.set_stance("default"), polycast.autocast("cpu", policy=MM_UP):
                 pass
-    assert len(eager_fallback._replaced) == 1
+    assert len(guards._replaced) == 1
