@@ -5,6 +5,7 @@ import os
 import pytest
 
 import polycast
+import polycast.engine.native.engine_library  # reads the name of the folder before it is replaced below
 from polycast.toolchain import cache_folder
 from polycast_plugins.fastest import cases, estimates, profile
 from polycast_plugins.fastest.measurement import Measurement
@@ -12,7 +13,7 @@ from polycast_plugins.fastest.measurement import Measurement
 
 @pytest.fixture(scope="session", autouse=True)
 def _own_profiles(tmp_path_factory):
-    """Keep the profiles of the tests apart from the user's."""
+    """Keep the profiles of the tests apart from the user's; builds, which others read, stay where they are."""
     folder = tmp_path_factory.mktemp("cache") / "polycast"
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(cache_folder, "cache_directory", lambda: folder)
