@@ -12,6 +12,7 @@ from . import switched_off
 from .suspend import Regions, Suspendable, decorate
 
 _F = TypeVar("_F", bound=Callable[..., Any])
+_Regions = TypeVar("_Regions", bound=Regions)
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Snapshot:
             >>> thread.start(); thread.join()
             True
         """
-        return self._regions()
+        return self._entering(Regions)
 
     def wrap(self, func: _F) -> _F:
         """Return `func` wrapped so that its body runs in the regions; see :class:`autocast` for generators.
@@ -51,7 +52,7 @@ class Snapshot:
             raise TypeError(
                 f"wrap(func) requires a callable, but got {type(func).__name__}: pass the function, do not call it"
             )
-        return decorate(func, self._wrap_plain, self._suspendable)
+        return decorate(func, self._wrap_plain, lambda: self._entering(Suspendable))
 
     def _wrap_plain(self, func: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -59,11 +60,8 @@ class Snapshot:
 
         return call
 
-    def _regions(self) -> Regions:
-        return Regions(*self.regions, around=self._disabled_here, off_by_rule=self.switched_off)
-
-    def _suspendable(self) -> Suspendable:
-        return Suspendable(*self.regions, around=self._disabled_here, off_by_rule=self.switched_off)
+    def _entering(self, kind: type[_Regions]) -> _Regions:
+        return kind(*self.regions, around=self._disabled_here, off_by_rule=self.switched_off)
 
     def _disabled_here(self) -> Iterator[Settings]:
         """Yield a disabled region for each device that has a region on this thread, and none in the snapshot."""
@@ -77,7 +75,7 @@ class Snapshot:
 
 def call_in(snapshot: Snapshot, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Call a function in the regions of a snapshot."""
-    return snapshot._regions().call(function, *args, **kwargs)
+    return snapshot._entering(Regions).call(function, *args, **kwargs)
 
 
 def capture() -> Snapshot:

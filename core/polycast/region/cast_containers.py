@@ -3,7 +3,7 @@
 import copy
 import threading
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.compiler import is_dynamo_compiling
 
@@ -64,7 +64,7 @@ class CastInPlace:
         """Register this call as a user of the container."""
         if not is_dynamo_compiling():  # Dynamo traces one call, and applies its net effect to the container
             with _lock:
-                self._users = _in_use.setdefault(id(self._container), _Users(self._container))
+                self._users = _in_use.setdefault(id(self._container), _Users(self._container, set(), ByIdentity()))
                 self._users.calls.add(id(self))
         self.items = _items(self._container)
 
@@ -93,16 +93,15 @@ class CastInPlace:
                 _take_out(self._container, self._users.originals)
 
 
-class _Users:
+class _Users(NamedTuple):
     """The calls that use a container with casts in it, nested or in several threads.
 
     If each removed its casts, a call in another thread would find tensors uncast.
     """
 
-    def __init__(self, container: Any) -> None:
-        self.container = container  # held, because `_in_use` knows it by its id
-        self.calls: set[int] = set()
-        self.originals = ByIdentity()
+    container: Any  # held, because `_in_use` knows it by its id
+    calls: set[int]
+    originals: ByIdentity
 
 
 _in_use: dict[int, _Users] = {}

@@ -20,7 +20,7 @@ from ..policy.recipe import Recipe
 from ..policy.value import Policy, PolicyLike
 from ..torch_internals import changes
 from .instance_forward import FORWARD
-from .ruled_forward import ANY_DEVICE, Rule, RuledForward, RuleSetId
+from .ruled_forward import ANY_DEVICE, Rule, RuledForward, RuleSet
 
 
 class ModuleRules:
@@ -35,23 +35,26 @@ class ModuleRules:
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
         self.rules: dict[str, str] = {}
-        self.rule_set = RuleSetId()
+        self.rule_set = RuleSet()
         self._forwards: list[RuledForward] = []
 
     def suspend(self) -> None:
         """Make the rules inactive until :meth:`resume`."""
-        for forward in self._forwards:
-            forward.suspend(self.rule_set)
+        self._set_suspended(True)
 
     def resume(self) -> None:
         """Make suspended rules active again."""
+        self._set_suspended(False)
+
+    def _set_suspended(self, is_suspended: bool) -> None:
+        self.rule_set.is_suspended = is_suspended
         for forward in self._forwards:
-            forward.resume(self.rule_set)
+            forward.update()
 
     def remove(self) -> None:
         """Remove the rules; copies of the model keep theirs."""
         while self._forwards:
-            self._forwards.pop().drop(self.rule_set)
+            self._forwards.pop().keep(lambda rule_set: rule_set is not self.rule_set)
         self.rules = {}
 
     def __enter__(self) -> Self:
@@ -192,7 +195,7 @@ def remove_policy(model: nn.Module, *, owner: str | None = None) -> None:
         TypeError: `model` is not a module.
     """
     for forward in _ruled_forwards(model).values():
-        forward.drop_all(owner)
+        forward.keep(lambda rule_set: owner not in (None, rule_set.owner))
 
 
 def _ruled_forwards(model: nn.Module) -> dict[str, RuledForward]:

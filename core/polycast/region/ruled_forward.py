@@ -2,7 +2,7 @@
 
 import functools
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -45,11 +45,13 @@ _ActiveRules = tuple[tuple[str, Rule], ...]
 """The rules that apply to a call, each with its device."""
 
 
-class RuleSetId:
-    """Identifies the rules that one call of apply_policy adds. In a copied model they have another id."""
+class RuleSet:
+    """Identifies the rules that one call of apply_policy adds. In a copied model they have another one."""
 
     owner: str | None = None
     """Name of who applies them: they replace those of the same owner. None: nobody in particular."""
+    is_suspended = False
+    """Whether they are inactive."""
 
 
 class RuledForward(InstanceForward):
@@ -64,8 +66,7 @@ class RuledForward(InstanceForward):
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)
         self._devices = _known_devices()
-        self._entries: list[tuple[RuleSetId, Mapping[str, Rule]]] = []
-        self._suspended: set[RuleSetId] = set()
+        self._entries: list[tuple[RuleSet, Mapping[str, Rule]]] = []
         self.rules: Mapping[str, Rule] = {}
         self._rules_by_excluded_keys: dict[int, _ActiveRules] = {}
         self._regions: dict[tuple[str, torch.dtype, int, int], _ModuleRegion] = {}
@@ -77,38 +78,21 @@ class RuledForward(InstanceForward):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__({**state, "_devices": _known_devices(), "_rules_by_excluded_keys": {}, "_regions": {}})
 
-    def add(self, rule_set: RuleSetId, rules: Mapping[str, Rule]) -> None:
+    def add(self, rule_set: RuleSet, rules: Mapping[str, Rule]) -> None:
         """Put the module under rules; those added last decide."""
         self._entries.append((rule_set, rules))
-        self._update()
+        self.update()
 
-    def drop(self, rule_set: RuleSetId) -> None:
-        """Remove rules. Without any left, restore the module's forward."""
-        self._suspended.discard(rule_set)
-        self._keep([entry for entry in self._entries if entry[0] is not rule_set])
-
-    def suspend(self, rule_set: RuleSetId) -> None:
-        """Make rules inactive until :meth:`resume`, also for a call that has begun before its forward."""
-        self._suspended.add(rule_set)
-        self._update()
-
-    def resume(self, rule_set: RuleSetId) -> None:
-        """Make suspended rules active again."""
-        self._suspended.discard(rule_set)
-        self._update()
-
-    def drop_all(self, owner: str | None = None) -> None:
-        """Remove all rules, or those of an owner. Without any left, restore the module's forward."""
-        self._keep([entry for entry in self._entries if owner not in (None, entry[0].owner)])
-
-    def _keep(self, entries: list[tuple[RuleSetId, Mapping[str, Rule]]]) -> None:
-        self._entries = entries
-        self._update()
+    def keep(self, is_kept: Callable[[RuleSet], bool]) -> None:
+        """Remove the other rules. Without any left, restore the module's forward."""
+        self._entries = [entry for entry in self._entries if is_kept(entry[0])]
+        self.update()
         if not self._entries:
             self.take_out()
 
-    def _update(self) -> None:
-        active = [rules for rule_set, rules in self._entries if rule_set not in self._suspended]
+    def update(self) -> None:
+        """Let the rules decide that are not suspended, also for a call that has begun before its forward."""
+        active = [rules for rule_set, rules in self._entries if not rule_set.is_suspended]
         self.rules = active[-1] if active else {}
         self._rules_by_excluded_keys = {}
         self._regions = {}

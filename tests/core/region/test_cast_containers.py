@@ -218,10 +218,9 @@ def test_a_container_that_threads_share_has_casts_until_the_last_is_done(in_thre
     x = reduced(1, 2)
     shared, dtypes = [x], []
 
-    def forward(shared, inner=None):
+    def forward(shared, inner=lambda: None):
         dtypes.append(shared[0].dtype)
-        if inner is not None:
-            in_thread(inner)
+        in_thread(inner)
         dtypes.append(shared[0].dtype)
 
     first_done, second_in = threading.Event(), threading.Event()

@@ -63,8 +63,8 @@ def test_first_region_says_why_and_what_to_do(slow):
     assert found.filename == __file__
 
 
-def test_recipes_that_the_device_supports_are_named(slow, monkeypatch):
-    monkeypatch.setattr(slow, "recipe_availability", lambda recipe: polycast.plugin.Availability(True), raising=False)
+def test_recipes_that_the_device_supports_are_named(slow):
+    slow.recipe_availability = lambda recipe: polycast.plugin.Availability(True)
     (found,) = warned(lambda: polycast.autocast("cpu"))
     assert 'Faster: recipe="rounded" (inference only), dtype=torch.float16' in str(found.message)
 
@@ -74,8 +74,7 @@ def test_nothing_is_compiled_for_the_names(slow, monkeypatch):
         assert not recipe.needs_kernels  # others would compile
         return polycast.plugin.Availability(True)
 
-    slow.ops_in_cpp = ("acme.native",)
-    monkeypatch.setattr(slow, "recipe_availability", recipe_availability, raising=False)
+    slow.ops_in_cpp, slow.recipe_availability = ("acme.native",), recipe_availability
     monkeypatch.setattr(BuildableLibrary, "is_built", lambda library: False)
     (found,) = warned(lambda: polycast.autocast("cpu"))
     assert "Faster: dtype=torch.float16" in str(found.message)
@@ -139,8 +138,8 @@ def test_a_plugin_that_fails_is_left_out_with_a_warning(slow, know_better):
         assert polycast.plugin.find_slow_dtype(slow, torch.bfloat16).reason == "it has no such unit"
 
 
-def test_region_with_a_recipe_does_not_warn(slow, engine, monkeypatch):
-    monkeypatch.setattr(slow, "recipe_availability", lambda recipe: polycast.plugin.Availability(True), raising=False)
+def test_region_with_a_recipe_does_not_warn(slow, engine):
+    slow.recipe_availability = lambda recipe: polycast.plugin.Availability(True)
 
     def run():
         with polycast.autocast("cpu", recipe="rounded"), polycast.autocast("cpu", cache=polycast.WeightCache()):
