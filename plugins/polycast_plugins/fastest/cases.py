@@ -14,10 +14,7 @@ from .operands import SMALL, MeasuredWay, Operands
 
 CONVOLUTIONS = ("conv2d", "small_conv2d", "depthwise_conv2d")
 ATTENTION, ATTENTION_BACKWARD = "scaled_dot_product_attention", "scaled_dot_product_attention_backward"
-OPS = (
-    *("linear", "matmul", *CONVOLUTIONS, "bmm"),
-    *(ATTENTION, ATTENTION_BACKWARD, "lstm", "encoder_layer", "cast"),
-)
+OPS = (*("linear", "matmul", *CONVOLUTIONS, "bmm"), *(ATTENTION, ATTENTION_BACKWARD, "lstm", "encoder_layer", "cast"))
 _ROWS = (1, 4, 8, 16, 128, 1024)
 _FEATURES = (64, 256, 1024)
 """A small size shows what a call costs besides its work. The middle one is that of small models: costs do not grow
@@ -119,11 +116,7 @@ class Case:
             raise Unsupported(reason)
 
     def prepare(self, way: MeasuredWay, operands: Operands) -> Callable[[], object]:
-        """Return a function that computes the case once, with the next weight.
-
-        Raises:
-            Unsupported: the weight cannot be prepacked.
-        """
+        """Return a function that computes the case once, with the next weight; raise Unsupported if it has none."""
         args, function, weight = self.arguments(way, operands), self.function, self.weight
         if weight is None:
             return lambda: function(*args)
@@ -292,11 +285,7 @@ def _attention_backward(rows: int, heads: int) -> Case:
         return result, *inputs, result, logsumexp, 0.0, False
 
     return replace(
-        forward,
-        op=ATTENTION_BACKWARD,
-        function=backward_op,
-        arguments=arguments,
-        needs=f"{_ATTENTION}_backward",
+        forward, op=ATTENTION_BACKWARD, function=backward_op, arguments=arguments, needs=f"{_ATTENTION}_backward"
     )
 
 

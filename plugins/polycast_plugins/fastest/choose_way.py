@@ -101,15 +101,7 @@ class Conversions(NamedTuple):
 def choose(
     profile: DeviceProfile, dtype: torch.dtype, workload: Workload, conversions: Conversions, kernels: tuple[Way, ...]
 ) -> ChosenWay:
-    """Choose the way to compute a call that autograd does not record.
-
-    Args:
-        profile: of the device.
-        dtype: the fast dtype.
-        workload: that of the call.
-        conversions: the elements to convert.
-        kernels: the ways by kernels of the backend that support the call.
-    """
+    """Choose the way to compute a call that autograd does not record; `kernels` are the backend's that support it."""
     rounded = Workload(workload.op, *map(bucket, workload[1:]))
     narrow, wide, weight = map(bucket, conversions[:3])
     return _choose(profile, dtype, rounded, conversions._replace(narrow=narrow, wide=wide, weight=weight), kernels)

@@ -25,15 +25,8 @@ _SLOW = 1.1
 def op_seconds(device_type: str, dtype: torch.dtype) -> OpSeconds | None:
     """Return a function that tells how long calls of ops take; None if the device has no profile.
 
-    Nothing is measured.
-
-    Args:
-        device_type: the device.
-        dtype: the fast dtype.
-
-    Returns:
-        A function of an overload and the arguments and keyword arguments of a call, which may be fake. It returns the
-        seconds in the fast dtype and in float32; None for an op that is no matmul, or that the profile does not have.
+    Nothing is measured. The arguments of the call may be fake. The function returns the seconds in the fast dtype and
+    in float32; None for an op that is no matmul, or that the profile does not have.
     """
     profile = find_profile(device_type)
     if profile is None:
@@ -58,13 +51,7 @@ def op_seconds(device_type: str, dtype: torch.dtype) -> OpSeconds | None:
 def slower_reason(device_type: str, kind: str, op: str, args: Sequence[Any]) -> str | None:
     """Return how much slower than the fast dtype a call is, by the device's profile; None if it is not slower.
 
-    Also None if there is no profile, or a noisy one: this measures nothing.
-
-    Args:
-        device_type: the device.
-        kind: the recipe's, by which profiles name its times.
-        op: by its name in the dispatcher.
-        args: its arguments, which may be fake.
+    Also None if there is no profile, or a noisy one: this measures nothing. The arguments may be fake.
     """
     profile = find(device_type)
     workload = None if profile is None else workload_of(op, args)
@@ -88,12 +75,7 @@ def _reason(profile: DeviceProfile, kind: str, dtype: str, workload: Workload, c
 def slow_reason(device_type: str, dtype: torch.dtype, reason: str | None) -> str | None:
     """Return why a fast dtype is slow on the device, as the end of a sentence; None if it is not, or unknown.
 
-    Nothing is measured.
-
-    Args:
-        device_type: the device.
-        dtype: the fast dtype.
-        reason: why it is slow, as far as known without a profile; or None.
+    Nothing is measured. `reason` is why, as far as known without a profile.
     """
     profile = find_profile(device_type)
     if profile is None:

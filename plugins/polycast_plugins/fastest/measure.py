@@ -27,11 +27,7 @@ from .profile_file import Conditions
 
 
 def measure(backend: Backend) -> DeviceProfile:
-    """Return a new profile of a backend's device.
-
-    Raises:
-        RuntimeError: the device is not available, or lacks ops to make tensors with.
-    """
+    """Return a new profile of a backend's device."""
     return call_outside(_measure, backend)
 
 

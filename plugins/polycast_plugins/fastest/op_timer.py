@@ -83,12 +83,7 @@ class _Allowance(NamedTuple):
 
 
 class OpTimer:
-    """Times the cases on a device, beginning when it is made.
-
-    Args:
-        device_type: the device.
-        ways: the ways to compute them.
-    """
+    """Times the cases on a device in some ways, beginning when it is made."""
 
     def __init__(self, device_type: str, ways: Sequence[MeasuredWay]) -> None:
         self._start = time.perf_counter()
@@ -156,12 +151,8 @@ class OpTimer:
         widths = {way.name: way.dtype.itemsize for way in self._ways if way.kernels is None}
         for entry in self._entries.values():
             case = entry.case
-            if (
-                case.op == "linear"
-                and case.rows == 1
-                and entry.way in widths
-                and not self._operands.is_small(case.size)
-            ):
+            is_product = case.op == "linear" and case.rows == 1 and not self._operands.is_small(case.size)
+            if is_product and entry.way in widths:
                 rates.append(case.size * widths[entry.way] / entry.seconds)
         return max(rates)
 

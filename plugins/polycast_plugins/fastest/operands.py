@@ -83,11 +83,9 @@ class Operands:
         return self._buffer.view(torch.float32)
 
     def in_turn(self, weights: Sequence[_T], nbytes: int) -> Callable[[], _T]:
-        """Return a function that returns the next weight, whose memory was read longest ago.
+        """Return a function that returns the next weight, or what it is prepacked into: that read longest ago.
 
-        Args:
-            weights: the weights, or what they are prepacked into.
-            nbytes: the bytes that each takes in the buffer.
+        Each takes `nbytes` in the buffer.
         """
         if len(weights) == 1:
             return lambda: weights[0]

@@ -81,11 +81,6 @@ def find(device_type: str) -> DeviceProfile | None:
     """Return the profile of a device, or None if it has not been measured; measure nothing.
 
     The answer is kept in the process.
-
-    Raises:
-        ValueError: `device_type` is not a str, or ``POLYCAST_PROFILE`` is not the path of a profile.
-        RuntimeError: torch does not know the device.
-        BackendNotFoundError: no backend is installed for it.
     """
     return look_up(device_type).profile
 

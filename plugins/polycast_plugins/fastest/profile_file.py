@@ -84,11 +84,7 @@ def announce(text: str) -> None:
 
 
 def read(conditions: Conditions) -> DeviceProfile | None:
-    """Return the profile that was measured under these conditions, or None if there is none.
-
-    Raises:
-        ProfileFileError: there is one, but it is not used.
-    """
+    """Return the profile of these conditions, None if there is none; raise ProfileFileError if it is not used."""
     try:
         file = _file(conditions)
         text = file.read()
@@ -106,11 +102,7 @@ def read(conditions: Conditions) -> DeviceProfile | None:
 
 
 def write(conditions: Conditions, profile: DeviceProfile) -> None:
-    """Write a profile to the cache, replacing any earlier one.
-
-    Raises:
-        ProfileFileError: it cannot be written, or others could.
-    """
+    """Write a profile to the cache, replacing any earlier one."""
     try:
         _file(conditions).write(profile.to_json())
     except OSError as error:

@@ -32,15 +32,7 @@ machines share may be slower by less than that for a second, for all ways alike.
 
 
 class Stopwatch:
-    """Times functions on a device.
-
-    Args:
-        device_type: the device.
-        clock: returns seconds.
-
-    Attributes:
-        is_queued: whether calls are queued on the device.
-    """
+    """Times functions on a device, by a clock that returns seconds; `is_queued` if calls are queued there."""
 
     def __init__(self, device_type: str, clock: Callable[[], float] = time.perf_counter) -> None:
         self.is_queued = _can_synchronize(device_type)

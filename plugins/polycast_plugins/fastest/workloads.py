@@ -38,19 +38,10 @@ class Workload(NamedTuple):
 
 
 def workload_of(op: str, args: Sequence[Any]) -> Workload | None:
-    """Return the work of a call; None if profiles do not cover the op or these arguments.
-
-    Args:
-        op: by its name in the dispatcher.
-        args: its arguments, in the order of the schema; their values are not read.
-    """
+    """Return the work of a call, whose values are not read; None if profiles do not cover the op or these arguments."""
     read = _READERS.get(op)
-    if read is None:
-        return None
-    found = read(*args)
-    if found is None or min(found[1:4]) <= 0:
-        return None
-    return found
+    found = None if read is None else read(*args)
+    return None if found is None or min(found[1:4]) <= 0 else found
 
 
 def weight_position(op: str) -> int:

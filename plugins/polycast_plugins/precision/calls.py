@@ -34,11 +34,7 @@ class ModelCall:
 
     @classmethod
     def of(cls, model: object, inputs: object) -> "ModelCall":
-        """Return a call with a tensor, a tuple of arguments or a dict of keyword arguments.
-
-        Raises:
-            TypeError: `inputs` is none of these, or `model` is not a module.
-        """
+        """Return a call with a tensor, a tuple of arguments or a dict of keyword arguments."""
         if not isinstance(model, torch.nn.Module):
             raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
         if isinstance(inputs, torch.Tensor):
@@ -53,11 +49,7 @@ class ModelCall:
         )
 
     def run(self, model: torch.nn.Module) -> Any:
-        """Call the model with copies of the arguments, because it may write to them.
-
-        Raises:
-            TypeError: the model's forward takes other arguments.
-        """
+        """Call the model with copies of the arguments, because it may write to them."""
         args, kwargs = copied((self.args, dict(self.kwargs)), model)
         try:
             return model(*args, **kwargs)
@@ -108,10 +100,6 @@ def calls_of(model: object, data: object, what: str = "data", like: Calls = ()) 
         data: the inputs, or the iterable.
         what: the name of the argument, for messages.
         like: other calls, of the same structure.
-
-    Raises:
-        TypeError: `data` or a batch is of another type, or `model` is not a module.
-        ValueError: there is no batch, or a batch has another structure than the first, or than `like`.
     """
     first, name = (like[0], "data") if like else (None, "batch 0")
     if isinstance(data, (torch.Tensor, tuple, Mapping)) or not isinstance(data, Iterable) or isinstance(data, str):
@@ -139,11 +127,7 @@ def tensors_of(model: torch.nn.Module, calls: Iterable[ModelCall]) -> list[torch
 
 
 def device_of(model: torch.nn.Module, calls: Iterable[ModelCall]) -> str:
-    """Return the device type of a model's first tensor, or else of its inputs' first.
-
-    Raises:
-        ValueError: it is on meta.
-    """
+    """Return the device type of a model's first tensor, or else of its inputs' first."""
     device = next(iter(tensors_of(model, calls)), torch.empty(0)).device.type
     if device == "meta":
         raise ValueError("the model is on meta: name the device that it is meant for, as device_type='cpu'")

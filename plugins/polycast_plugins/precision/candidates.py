@@ -59,11 +59,7 @@ class Blocks:
         exclude: Iterable[str] = (),
         candidates: Iterable[str] | None = None,
     ) -> None:
-        """Find the modules.
-
-        Raises:
-            ValueError: a glob matches no module, or no module that the model calls; or nothing is left to choose from.
-        """
+        """Find the modules; raise ValueError for a glob that matches none, or if nothing is left to choose from."""
         self.called = profile.by_name()
         self._names = {module: each.name for module, each in profile.modules.items()}
         self.excluded = frozenset(
@@ -225,11 +221,7 @@ def ops_seen(model: torch.nn.Module, call: ModelCall, region: autocast) -> list[
 def chosen_ops(
     seen: list[str], exclude: Iterable[str], candidates: Iterable[str] | None
 ) -> tuple[list[str], list[str]]:
-    """Return the candidates among the ops that a model calls, and the ops that stay in float32.
-
-    Raises:
-        ValueError: a glob matches no op that the model calls, or nothing is left to choose from.
-    """
+    """Return the candidates among the ops that a model calls, and the ops that stay in float32."""
     excluded = _matching(seen, exclude, "exclude")
     found = seen if candidates is None else _matching(seen, candidates, "candidates")
     names = [name for name in found if name not in excluded]

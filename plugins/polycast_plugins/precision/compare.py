@@ -66,11 +66,7 @@ class Reference:
 
     @classmethod
     def of(cls, value: object) -> "Reference":
-        """Return a reference: float32 for None, and a module as the model.
-
-        Raises:
-            TypeError: it is something else.
-        """
+        """Return a reference: float32 for None, and a module as the model."""
         if value is None:
             return cls(enabled=False, compiled=False)
         if isinstance(value, torch.nn.Module):
@@ -217,11 +213,7 @@ def _profiled(side: Side, call: ModelCall, loss: LossModule | None) -> tuple[Mod
 
 
 def wanted_recipe(recipe: Recipe | str | None) -> Recipe | None:
-    """Return the given recipe, or None for no recipe and for ``"none"``.
-
-    Raises:
-        TypeError, ValueError: it is not a recipe.
-    """
+    """Return the given recipe, or None for no recipe and for ``"none"``."""
     wanted = None if recipe is None else read_recipe(recipe)
     return None if isinstance(wanted, NoRecipe) else wanted
 
@@ -229,11 +221,7 @@ def wanted_recipe(recipe: Recipe | str | None) -> Recipe | None:
 def enabled_region(
     device_type: str, dtype: torch.dtype | None, policy: PolicyLike | None = None, recipe: Recipe | None = None
 ) -> autocast:
-    """Return a region that runs enabled, with the recipe if one is given.
-
-    Raises:
-        RuntimeError: the region would run disabled, or without the recipe.
-    """
+    """Return a region that runs enabled, with the recipe if one is given; raise RuntimeError if there is none."""
     backend = get_backend(device_type)
     region = autocast(device_type, dtype, enabled=False, policy=policy)
     answer = check(backend) and check(backend, region.fast_dtype)

@@ -102,11 +102,7 @@ def _calls(model: torch.nn.Module, batches: object) -> Iterator[ModelCall]:
 
 
 def _without_equalization(recipe: Recipe | str) -> Recipe:
-    """Return a recipe with the same settings, and no equalization.
-
-    Raises:
-        TypeError, ValueError: it is not a recipe, or takes no equalization.
-    """
+    """Return a recipe with the same settings, and no equalization."""
     wanted = read_recipe(recipe)
     if not hasattr(wanted, "equalization"):
         raise ValueError(f"{wanted!r} takes no equalization: use a recipe that does, such as polycast.Int8()")

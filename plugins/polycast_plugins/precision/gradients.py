@@ -51,7 +51,6 @@ class GradientCall:
     """A call of a module whose gradients are pending.
 
     Attributes:
-        key, module: the call.
         saved: what is needed to repeat it; None if it cannot be repeated.
         of_inputs, of_outputs: the gradients, once they are known.
         is_used_in_forward: whether the forward, or the loss, has differentiated it (``torch.autograd.grad``). Then its
@@ -250,12 +249,7 @@ def aligned(*gradients: Sequence[torch.Tensor | None]) -> list[list[torch.Tensor
 
 
 class ParameterGradients:
-    """The ``.grad`` of all parameters of a model, and of a loss that is a module, that require gradients.
-
-    Attributes:
-        names: the names of the parameters.
-        parameters: the parameters.
-    """
+    """The ``.grad`` of all parameters of a model, and of a loss that is a module, that require gradients."""
 
     def __init__(self, model: torch.nn.Module, loss: object = None) -> None:
         named = [*model.named_parameters()]

@@ -109,11 +109,7 @@ def isolated(random: RandomState, state: ModelState | None = None) -> Iterator[N
     """Run a block outside of the caller's regions, without gradients, and restore random number generators after it.
 
     It also leaves ``inference_mode``: tensors made in it have no versions, so that writes to them are not detected, and
-    other threads, which are not in it, may not write to them.
-
-    Args:
-        random: the random number generators.
-        state: the state that the block may write: it runs on clones.
+    other threads, which are not in it, may not write to them. The block runs on clones of `state`.
     """
     generators, on_clones = random.preserved(), (state or ModelState([])).on_clones()
     with torch.inference_mode(False), torch.no_grad(), outside_regions(), generators, on_clones:
@@ -123,8 +119,7 @@ def isolated(random: RandomState, state: ModelState | None = None) -> Iterator[N
 def find_writes(model: torch.nn.Module, run: Callable[[], _T]) -> tuple[_T, ModelState]:
     """Call a function that calls a model, undo what it writes, and return its result and the written state.
 
-    Raises:
-        RuntimeError: the model writes to its parameters.
+    A model that writes to its parameters is refused.
     """
     dicts = [owner for module in model.modules() for owner in (vars(module), vars(module).get("_buffers"))]
     before = [(owner, dict(owner)) for owner in dicts if isinstance(owner, dict)]
@@ -225,11 +220,7 @@ class Situation:
 
 @contextmanager
 def in_use(*models: torch.nn.Module) -> Iterator[None]:
-    """Use models for a block, in which their hooks, state and gradients are replaced.
-
-    Raises:
-        RuntimeError: one of them, or a module in it, is in use.
-    """
+    """Use models for a block, in which their hooks, state and gradients are replaced; refuse those that are in use."""
     modules = {id(module): module for model in models for module in model.modules()}
     user = object()
     try:

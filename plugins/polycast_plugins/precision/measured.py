@@ -41,11 +41,7 @@ class Outcome:
 def run_once(
     model: torch.nn.Module, call: ModelCall, loss: Loss | None, region: AbstractContextManager[object] | None
 ) -> Any:
-    """Return the output of a model in a region; with a loss, its outcome. Gradients of parameters stay as they are.
-
-    Raises:
-        TypeError, ValueError: the result of the loss has no gradients.
-    """
+    """Return the output of a model in a region; with a loss, its outcome. Gradients of parameters stay as they are."""
     with run_eagerly():
         if loss is None:
             with region or nullcontext():
@@ -73,12 +69,7 @@ class LossModule(torch.nn.Module):
 
 
 def loss_value(value: object) -> torch.Tensor:
-    """Return the result of a loss.
-
-    Raises:
-        TypeError: it is not a tensor.
-        ValueError: it is not a scalar, or does not require gradients.
-    """
+    """Return the result of a loss, if it is a scalar with gradients."""
     expected = "loss must return a scalar tensor that requires gradients"
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{expected}; got {type(value).__name__}. For example: loss=lambda output: output.mean()")
@@ -124,14 +115,7 @@ def detached(output: Any, model: torch.nn.Module) -> Any:
 
 @dataclass(frozen=True)
 class TuneArguments:
-    """The arguments of ``tune``, apart from the model and its data.
-
-    Attributes:
-        metric: the metric; None for the relative L2 error.
-        metric_name: its name.
-        region: the region, with the recipe if there is one.
-        tolerance, over, objective, recipe, loss, reduction, margin, exclude, candidates: as given.
-    """
+    """The arguments of ``tune``, apart from the model and its data; the metric is None for the relative L2 error."""
 
     metric: Metric | None
     metric_name: str
@@ -163,23 +147,16 @@ class TuneArguments:
 
 
 class Measured:
-    """The batches, with float32's results.
+    """The batches, as calls of the model, with float32's results.
 
     Without a loss, float32's outputs are kept. With one, the outcome of a single batch is kept; those of several, which
     have the gradients of all parameters, are computed for each trial.
-
-    Attributes:
-        calls: a call of the model for each batch.
     """
 
     def __init__(
         self, model: torch.nn.Module, calls: Calls, arguments: TuneArguments, state: ModelState, outputs: list[Any]
     ) -> None:
-        """Compute float32's results.
-
-        Raises:
-            ValueError: there is no metric, and nothing to compare in the output.
-        """
+        """Compute float32's results."""
         self.calls = calls
         self._model, self._arguments, self._state = model, arguments, state
         self._random = RandomState(arguments.region.device, tensors_of(model, calls))

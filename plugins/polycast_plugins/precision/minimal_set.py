@@ -220,11 +220,7 @@ class Trials:
         self._evaluate, self._budget = evaluate, budget
 
     def of(self, choice: Choice) -> Trial:
-        """Return the trial of a choice.
-
-        Raises:
-            OutOfBudget: it was not evaluated yet, and the budget is spent.
-        """
+        """Return the trial of a choice; raise OutOfBudget if it is not made yet, and the budget is spent."""
         if choice not in self.made:
             if len(self.made) >= self._budget:
                 raise OutOfBudget
@@ -237,11 +233,7 @@ class Trials:
 
 
 def distance_of(value: object) -> float:
-    """Return the result of a metric as a number; nan becomes inf.
-
-    Raises:
-        TypeError: it is not a number.
-    """
+    """Return the result of a metric as a number; nan becomes inf."""
     try:
         number = float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError, RuntimeError) as error:

@@ -27,8 +27,7 @@ Target: TypeAlias = Annotated[
     ),
 ]
 FastDtype: TypeAlias = Annotated[
-    str | None,
-    typer.Option(metavar="NAME", help="Use this fast dtype, such as float16. The default is the device's."),
+    str | None, typer.Option(metavar="NAME", help="Use this fast dtype, such as float16. The default is the device's.")
 ]
 _BUILD = (
     "It must return (model, data), (model, data, metric) or (model, data, metric, loss), as polycast.tune takes them."
@@ -106,12 +105,10 @@ def run_tune(
         ),
     ] = Objective.ACCURACY,
     recipe: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="Find what this recipe, such as int8, must leave out."),
+        str | None, typer.Option(metavar="NAME", help="Find what this recipe, such as int8, must leave out.")
     ] = None,
     exclude: Annotated[
-        list[str] | None,
-        typer.Option(metavar="GLOB", help="Leave these modules, or ops, in float32. Can be repeated."),
+        list[str] | None, typer.Option(metavar="GLOB", help="Leave these modules, or ops, in float32. Can be repeated.")
     ] = None,
     candidates: Annotated[
         list[str] | None,

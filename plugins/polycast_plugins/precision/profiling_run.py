@@ -23,10 +23,8 @@ class ModuleProfile:
     Attributes:
         name: its first name in the model; empty for the model itself.
         order: the number of calls before its first call.
-        calls: the number of its calls.
-        writes_arguments: whether it writes to its arguments.
-        written: the paths of the tensors among its arguments that it writes to.
         has_parameters: whether it, or a module in it, has parameters.
+        written: the paths of the tensors among its arguments that it writes to.
         dtypes: those of the tensors among its arguments.
         callers: the names of the modules that call it; None for the caller of the model.
     """
@@ -43,13 +41,7 @@ class ModuleProfile:
 
 @dataclass
 class ModelProfile:
-    """The result of a profiling run.
-
-    Attributes:
-        modules: the modules that are called, in the order of their first calls.
-        calls: the number of all calls.
-        state: the state that the forward writes.
-    """
+    """The modules that are called, in the order of their first calls, and the state that the forward writes."""
 
     modules: dict[torch.nn.Module, ModuleProfile] = field(default_factory=dict)
     calls: int = 0
@@ -112,18 +104,7 @@ def profile_runs(
 ) -> tuple[ModelProfile, list[Any]]:
     """Run each call of a model once in float32, outside all regions and without side effects.
 
-    Args:
-        model: the model.
-        calls: its arguments.
-        device_type: the device.
-        gradients: whether autograd records.
-
-    Returns:
-        One profile of all calls, and the outputs.
-
-    Raises:
-        TypeError: the model is a ScriptModule.
-        RuntimeError: its forward writes to its parameters.
+    Return one profile of all calls, and the outputs. `gradients` says whether autograd records.
     """
     check_not_scripted(model)
 
@@ -155,11 +136,7 @@ def profiled(
 ) -> tuple[ModelProfile, _T]:
     """Call a function that runs a model, outside all regions and without side effects.
 
-    Returns:
-        The profile of the modules in `names`, and the result of the function.
-
-    Raises:
-        RuntimeError: the model's forward writes to its parameters.
+    Return the profile of the modules in `names`, and the result of the function.
     """
     profiler = _Profiler(names)
 

@@ -126,12 +126,10 @@ class Errors:
 
 
 class Record:
-    """Adds up the errors of all calls of a comparison.
+    """Adds up the errors of all calls of a comparison, and counts the ops of recipes in the tested run.
 
     Attributes:
-        outputs, gradients: the errors in forward and in backward.
         parted_in: the modules in which the two runs made different calls.
-        recipe_counts: counts the ops that recipes compute, and those that they decline, in the tested run.
     """
 
     def __init__(self, profile: ModelProfile, advance: Callable[[str], None]) -> None:

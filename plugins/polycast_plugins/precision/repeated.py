@@ -20,12 +20,7 @@ class RepeatableCall(OpenCall):
     """A call in the reference's run, with what is needed to repeat it."""
 
     def __init__(
-        self,
-        key: CallKey,
-        module: torch.nn.Module,
-        arguments: Any,
-        situation: Situation,
-        pending: GradientCall | None,
+        self, key: CallKey, module: torch.nn.Module, arguments: Any, situation: Situation, pending: GradientCall | None
     ) -> None:
         super().__init__(key, module)
         self.arguments, self.situation, self.pending = arguments, situation, pending
@@ -45,11 +40,7 @@ class OwnGradients(NamedTuple):
 
 
 class Repeater:
-    """Repeats calls of the reference's run.
-
-    Attributes:
-        current: watches the call that is repeated now; None if there is none.
-    """
+    """Repeats calls of the reference's run; `current` watches the call that is repeated now."""
 
     def __init__(self, sides: Sides, generators: RandomState) -> None:
         self._sides, self._generators = sides, generators
@@ -96,12 +87,7 @@ class Repeater:
                 raise
 
     def _differentiated(
-        self,
-        saved: SavedCall,
-        side: Side,
-        module: torch.nn.Module,
-        of_outputs: Gradients,
-        repeated: "_Repeated",
+        self, saved: SavedCall, side: Side, module: torch.nn.Module, of_outputs: Gradients, repeated: "_Repeated"
     ) -> tuple[Gradients, Gradients] | None:
         args, kwargs, leaves = saved.arguments()
         with side.gradients.set_aside():
@@ -131,10 +117,7 @@ class Repeater:
     ) -> "Iterator[_Repeated]":
         """Prepare a repetition in the tested run's way, with the modules in the call as in the reference.
 
-        Args:
-            situation: that of the call.
-            in_backward: whether gradients are computed.
-            wholly: a side whose way all modules run in instead.
+        All modules run in the way of the side `wholly`, if it is given.
         """
         sides, random = self._sides, self._generators.get()
         is_own_state = sides.have_one_model or wholly is sides.reference

@@ -16,12 +16,7 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 from polycast.plugin import events, torch_name
 
 from .calls import CallKey, OpenCall, Watcher, innermost_common, watched_modules
-from .gradients import (
-    GradientCall,
-    SavedCall,
-    isolated_inputs,
-    isolated_unwritten_inputs,
-)
+from .gradients import GradientCall, SavedCall, isolated_inputs, isolated_unwritten_inputs
 from .isolation import Situation, isolated
 from .record import Lockstep, MatchedCall, Returned, ReturnedGradients
 from .repeated import RepeatableCall, Repeater
@@ -42,12 +37,7 @@ _EARLY = 16
 
 @dataclass
 class RunResult:
-    """The result of a run.
-
-    Attributes:
-        output: the output of the model.
-        gradients: by name, the gradients of the parameters; empty without a loss.
-    """
+    """The output of a run and, with a loss, the gradients of the parameters by name."""
 
     output: Any
     gradients: dict[str, torch.Tensor | None]
@@ -305,11 +295,7 @@ def _is_repeatable(call: GradientCall) -> bool:
 
 
 def run_both(both: Lockstep) -> tuple[RunResult, RunResult]:
-    """Return the results of the reference and of the tested run.
-
-    Raises:
-        BaseException: the exception of one of the runs, after both have ended.
-    """
+    """Return the results of the reference and of the tested run; after both have ended, raise what one raised."""
     caller, sides, handoff = threading.get_ident(), both.sides, both.handoff
     reference, tested = ReferenceRun(both, sides.reference), TestedRun(both, sides.tested)
 

@@ -36,19 +36,13 @@ _START = 1.0
 
 
 class Side:
-    """A run of a model.
+    """A run of a model, in a region, or in a disabled one outside all regions.
 
     Attributes:
-        model: the model.
-        region: the region; a disabled one for a run outside all regions.
-        is_enabled: whether the region is enabled.
         policy: the rules for modules.
-        recipe: the recipe of the region.
         compiled: whether compiled code runs as such.
         gradients: the gradients of the parameters of the model and the loss.
-        names: the names of the modules whose calls are watched, by module.
-        by_name: these modules, by name.
-        profile: the profile of the run.
+        names, by_name: the modules whose calls are watched.
     """
 
     profile: ModelProfile
@@ -84,10 +78,7 @@ class Side:
 class Sides:
     """Both sides, of which one is active: its rules for modules apply, and its code is compiled or not.
 
-    Args:
-        reference: the run to compare with.
-        tested: the run that is compared.
-        others: modules besides those of the models whose calls are watched, by name.
+    The calls of `others` are watched, besides those of the modules of the models.
     """
 
     def __init__(self, reference: Side, tested: Side, others: Mapping[str, torch.nn.Module]) -> None:
@@ -185,12 +176,9 @@ class Handoff:
         self._failure: BaseException | None = None
 
     def run(self, ours: Callable[[], _T], theirs: Callable[[], _S]) -> tuple[_T, _S]:
-        """Run `ours` here and `theirs` in the worker, `ours` first, and return both results.
+        """Run `ours` here and `theirs` in the worker, `ours` first, and return both results, or raise what one raised.
 
         `theirs` runs in a copy of the caller's :mod:`contextvars` context.
-
-        Raises:
-            BaseException: the exception of one of them, after the other has ended too.
         """
         result: list[_T] = []
         found: list[_S] = []

@@ -154,11 +154,7 @@ def _check_choices(**values: str) -> None:
 
 
 def _globs_of(value: object, argument: str) -> tuple[str, ...]:
-    """Return globs as a tuple; one alone may be a string.
-
-    Raises:
-        TypeError: they are not strings.
-    """
+    """Return globs as a tuple; one alone may be a string."""
     is_one = isinstance(value, str)
     globs = tuple(value) if isinstance(value, Iterable) and not is_one else (value,)
     if not all(isinstance(glob, str) for glob in globs):

@@ -78,11 +78,7 @@ class Tuner:
     """Searches a policy for a model."""
 
     def __init__(self, model: torch.nn.Module, calls: Calls, holdout: Calls, arguments: TuneArguments) -> None:
-        """Profile the model and find the candidates.
-
-        Raises:
-            ValueError: there is no metric, and nothing to compare in the output; or a glob matches nothing.
-        """
+        """Profile the model and find the candidates."""
         self._model, self._calls, self._arguments = model, calls, arguments
         region = self._region = arguments.region
         self._fast = None if arguments.recipe is None else autocast(region.device, region.fast_dtype)

@@ -117,10 +117,7 @@ def cloned(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 def replaced(value: _T, tensors: Mapping[int, object], modules: Mapping[int, torch.nn.Module]) -> _T:
     """Return a deep copy of a value with other objects in place of its tensors, and with modules that are not copied.
 
-    Args:
-        value: any value.
-        tensors: by the id of a tensor, what takes its place.
-        modules: by id, the modules.
+    Both are given by the ids of the originals.
     """
     return copy.deepcopy(value, {**modules, **tensors})
 
@@ -212,12 +209,7 @@ class Error(Result):
 
 
 class Sums:
-    """The sums from which the error of several tensors is computed.
-
-    Attributes:
-        elements, inf, nan: the numbers of elements, and of inf and nan elements.
-        made: the number of inf or nan elements that are finite in the reference.
-    """
+    """The sums from which the `Error` of several tensors is computed."""
 
     def __init__(self) -> None:
         self._max = self._error = self._reference = self._other = self._product = 0.0

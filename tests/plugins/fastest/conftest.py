@@ -69,6 +69,24 @@ def measured(kept, monkeypatch):
 
 
 @pytest.fixture
+def float32_way(profile_of):
+    """Return the recipe for a machine where only float32 is fast, also where an autograd function costs more."""
+    return polycast.Fastest(profile_of(overhead=1e-15, cast=1e-15, bfloat16=1e9, float16=1e9))
+
+
+@pytest.fixture
+def slow(profile_of):
+    """Return the recipe for a machine where float32 is faster."""
+    return polycast.Fastest(profile_of(overhead=1e-15, cast=1e-15, bfloat16=9.0, float16=9.0))
+
+
+@pytest.fixture
+def quick(profile_of):
+    """Return the recipe for a machine where the fast dtypes are faster."""
+    return polycast.Fastest(profile_of(overhead=1e-15, cast=1e-15, bfloat16=0.1, float16=0.1))
+
+
+@pytest.fixture
 def threads():
     """Return torch.set_num_threads, undone after the test."""
     before = torch.get_num_threads()
@@ -114,17 +132,30 @@ def clock(monkeypatch):
 
 
 @pytest.fixture
-def run(clock, monkeypatch):
-    """Return a function that times the cases of a clock, given the seconds of a call, and returns the `OpTimer`."""
+def run_cases(clock, monkeypatch):
+    """Return a function that times cases by a clock, and returns the `OpTimer`."""
 
-    def run(seconds, ways=(FLOAT32, BFLOAT16), **options):
-        monkeypatch.setattr(op_timer, "cases", lambda: clock.cases(seconds, **options))
+    def run_cases(cases, ways=(FLOAT32,)):
+        monkeypatch.setattr(op_timer, "cases", lambda: cases)
         timer = OpTimer("cpu", ways)
         timer._stopwatch = Stopwatch("cpu", clock)
         timer.run()
         return timer
 
-    return run
+    return run_cases
+
+
+@pytest.fixture
+def run(clock, run_cases):
+    """Return a function that times the cases of a clock, given the seconds of a call, and returns the `OpTimer`."""
+    return lambda seconds, ways=(FLOAT32, BFLOAT16), **options: run_cases(clock.cases(seconds, **options), ways)
+
+
+@pytest.fixture
+def queues(monkeypatch):
+    """Take the CPU for an accelerator that queues calls."""
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cpu"))
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from polycast import Fastest, autocast
+from polycast import autocast
 
 LAYOUTS = {
     "contiguous": lambda shape: torch.randn(shape),
@@ -19,24 +19,15 @@ SHAPES = [(1, 1, 1, 1), (2, 3, 5, 7), (0, 3, 4, 4), (4, 8, 33, 31), (2, 16, 64, 
 """The last three have more than 32,768 numbers, which several threads convert."""
 
 
-@pytest.fixture
-def recipe(profile_of):
-    """Return the recipe for a machine where only float32 is fast."""
-    return Fastest(profile_of(overhead=1e-15, cast=1e-15, bfloat16=1e9))
-
-
 @pytest.fixture(params=[1, 2, 3])
-def threads(request):
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
+def some_threads(request, threads):
+    threads(request.param)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_an_activation_is_converted_as_by_torch(layout, shape, dtype, threads, recipe, engine):
+def test_an_activation_is_converted_as_by_torch(layout, shape, dtype, some_threads, float32_way, engine):
     x = LAYOUTS[layout](torch.Size(shape)).to(dtype)
     assert x.shape == shape
     other = torch.randn(shape)
@@ -44,7 +35,7 @@ def test_an_activation_is_converted_as_by_torch(layout, shape, dtype, threads, r
     with torch.no_grad():
         expected = F.scaled_dot_product_attention(x.float(), other, other), F.conv2d(x.float(), weight)
         for _ in range(2):  # by Python, and natively
-            with autocast("cpu", recipe=recipe):
+            with autocast("cpu", recipe=float32_way):
                 found = F.scaled_dot_product_attention(x, other, other), F.conv2d(x, weight)
             for one, of_torch in zip(found, expected, strict=True):
                 assert one.dtype is torch.bfloat16
@@ -53,7 +44,7 @@ def test_an_activation_is_converted_as_by_torch(layout, shape, dtype, threads, r
 
 
 @pytest.mark.parametrize("count", [1, 7, 32767, 32769, 100_003])
-def test_results_of_any_value_are_rounded_as_by_torch(count, threads, recipe, engine):
+def test_results_of_any_value_are_rounded_as_by_torch(count, some_threads, float32_way, engine):
     bits = torch.randint(-(2**31), 2**31, (count,), dtype=torch.int32, generator=torch.Generator().manual_seed(count))
     special = torch.tensor(
         [float("inf"), float("-inf"), float("nan"), 1e30, -1e-40, 0.0, -0.0, 1 + 2**-8, 1 + 3 * 2**-8]
@@ -63,7 +54,7 @@ def test_results_of_any_value_are_rounded_as_by_torch(count, threads, recipe, en
     with torch.no_grad():
         expected = torch.bmm(values, ones).bfloat16()
         for _ in range(2):
-            with autocast("cpu", recipe=recipe):
+            with autocast("cpu", recipe=float32_way):
                 found = torch.bmm(values, ones)
             assert found.dtype is torch.bfloat16
             assert torch.equal(found.view(torch.int16), expected.view(torch.int16))

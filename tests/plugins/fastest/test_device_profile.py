@@ -39,22 +39,21 @@ def made(measurements=MEASURED, **changes):
     return polycast.DeviceProfile(**{**values, **changes})
 
 
-def test_ratios_are_those_of_the_measurements():
-    assert [made().ratio("linear", rows, "bfloat16") for rows in (1, 4, 16)] == [0.5, 1.0, 2.0]
+RATIOS = [
+    ("of the measurements", {1: 0.5, 4: 1.0, 16: 2.0}, None),
+    ("interpolated in the logarithm of rows", {2: 0.75}, None),
+    ("the nearest beyond the measurements", {10**6: 2.0}, None),
+    ("the nearest beyond the smallest size", {1: 2.0}, 1),
+    ("the nearest beyond the largest size", {1: 0.5}, 2**40),
+    ("interpolated in the logarithm of the size", {1: 1.25}, 2**16),
+]
 
 
-def test_ratios_are_interpolated_in_the_logarithm_of_rows():
-    assert made().ratio("linear", 2, "bfloat16") == pytest.approx(0.75)
-
-
-def test_beyond_the_measurements_the_nearest_ratio_is_returned():
-    assert made().ratio("linear", 10**6, "bfloat16") == 2.0
-    assert made().ratio("linear", 1, "bfloat16", size=1) == 2.0
-    assert made().ratio("linear", 1, "bfloat16", size=2**40) == 0.5
-
-
-def test_ratios_are_interpolated_in_the_logarithm_of_the_size():
-    assert made().ratio("linear", 1, "bfloat16", size=2**16) == pytest.approx(1.25)
+def test_ratios_between_and_beyond_the_measurements(subtests):
+    for what, ratios, size in RATIOS:
+        with subtests.test(what=what):
+            found = {rows: made().ratio("linear", rows, "bfloat16", size=size) for rows in ratios}
+            assert found == pytest.approx(ratios)
 
 
 def test_the_order_of_measurements_does_not_matter_for_ratios():

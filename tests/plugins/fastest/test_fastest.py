@@ -18,18 +18,6 @@ pytestmark = pytest.mark.usefixtures("engine", "no_grad")
 X = torch.randn(6, 32)
 
 
-@pytest.fixture
-def slow(profile_of):
-    """Return the recipe for a machine where only float32 is fast."""
-    return Fastest(profile_of(overhead=1e-15, cast=1e-15, bfloat16=9.0, float16=9.0))
-
-
-@pytest.fixture
-def quick(profile_of):
-    """Return the recipe for a machine where all but float32 is fast."""
-    return Fastest(profile_of(overhead=1e-15, cast=1e-15, bfloat16=0.1, float16=0.1))
-
-
 OPS = {
     "linear": (lambda x, w: F.linear(x, w[:32].t(), w[0, :32]), 2),
     "mm": (lambda x, w: torch.mm(x, w), 2),

@@ -200,38 +200,36 @@ def test_another_process_chooses_alike(profile, tmp_path):
     assert json.loads(done.stdout.splitlines()[-1]) == expected
 
 
+OPERANDS = RecordedOperands(2**15, 2**16, False, False, False, False, first_needed=True, second_needed=True)
+ATTENTION = Workload("scaled_dot_product_attention", 128, 2**16, 2**15)
+
+
 def test_an_attention_is_computed_in_float32_where_its_backward_is_slow_in_the_fast_dtype(profile_of):
     slow_backward = {"scaled_dot_product_attention_backward": 9, "other": 1.1}
-    operands = RecordedOperands(2**15, 2**16, False, False, False, False, first_needed=True, second_needed=True)
-    workload = Workload("scaled_dot_product_attention", 128, 2**16, 2**15)
-    assert choose_recorded(profile_of(bfloat16=1.1), torch.bfloat16, workload, operands).are_all_fast
-    found = choose_recorded(profile_of(bfloat16=slow_backward), torch.bfloat16, workload, operands)
+    assert choose_recorded(profile_of(bfloat16=1.1), torch.bfloat16, ATTENTION, OPERANDS).are_all_fast
+    found = choose_recorded(profile_of(bfloat16=slow_backward), torch.bfloat16, ATTENTION, OPERANDS)
     assert (found.first, found.second) == (Way.FLOAT32, Way.FLOAT32)
     assert "backward in float32" in found.reason
 
 
 def test_an_attention_that_the_backward_computes_again_is_priced_by_it(profile_of):
-    operands = RecordedOperands(2**15, 2**16, False, False, False, False, first_needed=True, second_needed=True)
-    workload = Workload("scaled_dot_product_attention", 128, 2**16, 2**15)
     profile = profile_of(bfloat16={"scaled_dot_product_attention_backward": 2, "other": 1.0})
-    assert choose_recorded(profile, torch.bfloat16, workload, operands).first is Way.FLOAT32
-    again = operands._replace(is_recomputed=True)
-    assert choose_recorded(profile, torch.bfloat16, workload, again).are_all_fast
+    assert choose_recorded(profile, torch.bfloat16, ATTENTION, OPERANDS).first is Way.FLOAT32
+    again = OPERANDS._replace(is_recomputed=True)
+    assert choose_recorded(profile, torch.bfloat16, ATTENTION, again).are_all_fast
 
 
 def test_an_attention_whose_backward_was_measured_in_one_way_only_is_priced_by_its_forward(profile_of):
-    operands = RecordedOperands(2**15, 2**16, False, False, False, False, first_needed=True, second_needed=True)
-    workload = Workload("scaled_dot_product_attention", 128, 2**16, 2**15)
     for ratios, is_fast in (({"float32": 1, "bfloat16": 1.1}, True), ({"float32": 1, "bfloat16": 4}, False)):
         complete = profile_of(**ratios)
         for way in ratios:
             left = [each for each in complete.measurements if (each.op, each.way) != (ATTENTION_BACKWARD, way)]
-            found = choose_recorded(replace(complete, measurements=tuple(left)), torch.bfloat16, workload, operands)
+            found = choose_recorded(replace(complete, measurements=tuple(left)), torch.bfloat16, ATTENTION, OPERANDS)
             assert found.are_all_fast is is_fast
         left = [each for each in complete.measurements if (each.op, each.way) != (ATTENTION_BACKWARD, "bfloat16")]
         raised = Omission(ATTENTION_BACKWARD, "bfloat16", "RuntimeError: no kernel")
         unsupported = replace(complete, measurements=tuple(left), omissions=(raised,))
-        assert choose_recorded(unsupported, torch.bfloat16, workload, operands).first is Way.FLOAT32
+        assert choose_recorded(unsupported, torch.bfloat16, ATTENTION, OPERANDS).first is Way.FLOAT32
 
 
 def test_the_backward_of_an_attention_is_priced_by_its_work():

@@ -22,16 +22,6 @@ def _fresh():
 
 
 @pytest.fixture
-def slow(profile_of):
-    return Fastest(profile_of(overhead=1e-15, cast=1e-15, bfloat16=1e9, bfloat16_kernel=1e9))
-
-
-@pytest.fixture
-def quick(profile_of):
-    return Fastest(profile_of(overhead=1e-15, cast=1e-15, bfloat16=0.01))
-
-
-@pytest.fixture
 def model():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 8))
@@ -55,10 +45,10 @@ class Graphs:
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_inference_compiles_to_torchs_ops(model, slow, dynamic):
+def test_inference_compiles_to_torchs_ops(model, float32_way, dynamic):
     graphs = Graphs()
     compiled = torch.compile(model, backend=graphs, fullgraph=True, dynamic=dynamic)
-    with torch.no_grad(), autocast("cpu", recipe=slow):
+    with torch.no_grad(), autocast("cpu", recipe=float32_way):
         for rows in (24, 30):
             x = torch.randn(rows, 64)
             assert torch.equal(compiled(x), model(x))
@@ -68,9 +58,9 @@ def test_inference_compiles_to_torchs_ops(model, slow, dynamic):
     assert len(graphs.ops) == (1 if dynamic else len(graphs.ops))
 
 
-def test_training_compiles_to_the_gradients_of_eager_code(model, slow, quick):
+def test_training_compiles_to_the_gradients_of_eager_code(model, float32_way, quick):
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    for recipe in (slow, quick):
+    for recipe in (float32_way, quick):
         found = []
         for function in (model, compiled):
             model.zero_grad()
@@ -82,7 +72,7 @@ def test_training_compiles_to_the_gradients_of_eager_code(model, slow, quick):
         assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
 
 
-def test_training_with_attention_compiles_to_the_gradients_of_eager_code(slow, quick):
+def test_training_with_attention_compiles_to_the_gradients_of_eager_code(float32_way, quick):
     weight = nn.Parameter(torch.randn(16, 16))
 
     def function(x):
@@ -90,7 +80,7 @@ def test_training_with_attention_compiles_to_the_gradients_of_eager_code(slow, q
         return torch.nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)
 
     compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
-    for recipe in (slow, quick):
+    for recipe in (float32_way, quick):
         found = []
         for each in (function, compiled):
             x = torch.randn(2, 3, 8, 16, generator=torch.Generator().manual_seed(0), requires_grad=True)
@@ -104,12 +94,12 @@ def test_training_with_attention_compiles_to_the_gradients_of_eager_code(slow, q
             assert float((ours - theirs).norm() / theirs.norm()) < 2**-7
 
 
-def test_another_profile_is_another_code(model, slow, quick, profile_of):
+def test_another_profile_is_another_code(model, float32_way, quick):
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(model, backend=counter)
-    equal = Fastest(profile_of(overhead=1e-15, cast=1e-15, bfloat16=0.01))
+    equal = Fastest(polycast.DeviceProfile.from_json(quick.profile.to_json()))
     with torch.no_grad():
-        for recipe, count in ((slow, 1), (quick, 2), (slow, 2), (equal, 2)):
+        for recipe, count in ((float32_way, 1), (quick, 2), (float32_way, 2), (equal, 2)):
             with autocast("cpu", recipe=recipe):
                 assert torch.equal(compiled(X), model(X))
             assert counter.frame_count == count
@@ -117,9 +107,9 @@ def test_another_profile_is_another_code(model, slow, quick, profile_of):
             assert torch.equal(compiled(X), model(X))
 
 
-def test_a_region_may_be_in_the_code(model, monkeypatch, slow, tmp_path):
+def test_a_region_may_be_in_the_code(model, monkeypatch, float32_way, tmp_path):
     path = tmp_path / "profile.json"
-    slow.profile.save(path)
+    float32_way.profile.save(path)
     monkeypatch.setenv("POLYCAST_PROFILE", str(path))
 
     @torch.compile(backend="aot_eager", fullgraph=True)
@@ -127,22 +117,22 @@ def test_a_region_may_be_in_the_code(model, monkeypatch, slow, tmp_path):
         with autocast("cpu", recipe=recipe):
             return model(x)
 
-    with torch.no_grad(), autocast("cpu", recipe=slow):
+    with torch.no_grad(), autocast("cpu", recipe=float32_way):
         expected = model(X)
     with torch.no_grad():
         assert torch.equal(function(X, "fastest"), expected)
-        assert torch.equal(function(X, slow), expected)
+        assert torch.equal(function(X, float32_way), expected)
 
 
-def test_a_rule_for_a_module_may_be_the_recipe(model, monkeypatch, slow, tmp_path):
+def test_a_rule_for_a_module_may_be_the_recipe(model, monkeypatch, float32_way, tmp_path):
     path = tmp_path / "profile.json"
-    slow.profile.save(path)
+    float32_way.profile.save(path)
     policy = polycast.Policy(modules={"0": Fastest(str(path))})
     policy.save(tmp_path / "policy.toml")
     with torch.no_grad(), polycast.apply_policy(model, tmp_path / "policy.toml"), autocast("cpu"):
         expected = model(X)
         assert torch.equal(torch.compile(model, backend="aot_eager")(X), expected)
-        with autocast("cpu", recipe=slow):
+        with autocast("cpu", recipe=float32_way):
             of_first = model[0](X)
         assert torch.equal(model[0](X), of_first)
 
@@ -173,17 +163,17 @@ def test_a_backends_kernel_gets_the_cached_cast_in_compiled_code(model, profile_
     assert sum("cached_cast" in op for op in graphs.ops[-1]) == 1  # a compiler fuses the cast of a small weight
 
 
-def test_what_is_exported_in_a_region_has_torchs_ops(model, slow):
-    with torch.no_grad(), autocast("cpu", recipe=slow):
+def test_what_is_exported_in_a_region_has_torchs_ops(model, float32_way):
+    with torch.no_grad(), autocast("cpu", recipe=float32_way):
         exported = torch.export.export(model, (X,))
     assert not any("polycast" in str(node.target) for node in exported.graph.nodes)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("training", [False, True])
-def test_inductor_computes_the_same(model, slow, training):
+def test_inductor_computes_the_same(model, float32_way, training):
     compiled = torch.compile(model, fullgraph=True)
-    with torch.set_grad_enabled(training), autocast("cpu", recipe=slow):
+    with torch.set_grad_enabled(training), autocast("cpu", recipe=float32_way):
         expected, found = model(X), compiled(X)
     torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
     if training:
@@ -194,7 +184,7 @@ def test_inductor_computes_the_same(model, slow, training):
             torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-3)
 
 
-def test_compiled_attention_with_a_boolean_mask_stays_in_the_fast_dtype(slow):
+def test_compiled_attention_with_a_boolean_mask_stays_in_the_fast_dtype(float32_way):
     def attend(q, mask):
         return nn.functional.scaled_dot_product_attention(q, q, q, attn_mask=mask)
 
@@ -202,6 +192,6 @@ def test_compiled_attention_with_a_boolean_mask_stays_in_the_fast_dtype(slow):
     with torch.no_grad():
         with autocast("cpu"):
             plain = attend(q, mask)
-        with autocast("cpu", recipe=slow):
+        with autocast("cpu", recipe=float32_way):
             assert not torch.equal(attend(q, mask), plain)
             assert torch.equal(torch.compile(attend, backend="aot_eager", fullgraph=True)(q, mask), plain)

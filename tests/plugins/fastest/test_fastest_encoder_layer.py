@@ -16,18 +16,6 @@ OP = "aten::_transformer_encoder_layer_fwd"
 X = torch.randn(3, 7, 16, generator=torch.Generator().manual_seed(0))
 
 
-@pytest.fixture
-def slow(profile_of):
-    """Return the recipe for a machine where only float32 is fast."""
-    return Fastest(profile_of(overhead=1e-15, cast=1e-15, bfloat16=9.0))
-
-
-@pytest.fixture
-def quick(profile_of):
-    """Return the recipe for a machine where only the fast dtype is fast."""
-    return Fastest(profile_of(overhead=1e-15, cast=1e-15, bfloat16=0.1))
-
-
 def layer(**options):
     return nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, **options).eval().requires_grad_(False)
 

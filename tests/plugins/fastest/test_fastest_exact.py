@@ -184,12 +184,6 @@ def test_each_element_is_the_nearest_to_the_exact_one(way, fast, profile_of, rec
 # ---- Attention and recurrent layers, whose results are no sums of products.
 
 
-@pytest.fixture
-def float32_way(profile_of):
-    """Return the recipe for a machine where only float32 is fast."""
-    return Fastest(profile_of(overhead=1e-15, cast=1e-15, bfloat16=1e9, float16=1e9))
-
-
 def norm(errors):
     return torch.cat([each.flatten() for each in errors]).norm()
 

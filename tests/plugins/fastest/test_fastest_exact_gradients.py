@@ -7,19 +7,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from polycast import Fastest, autocast
+from polycast import autocast
 
 pytestmark = pytest.mark.usefixtures("engine")
 CASES = 60
 FAST = (torch.bfloat16, torch.float16)
 SUM_ERROR = 4e-6
 """The error of a sum in float32, relative to the sum of the magnitudes."""
-
-
-@pytest.fixture
-def float32_way(profile_of):
-    """Return the recipe for a machine where only float32 is fast."""
-    return Fastest(profile_of(overhead=1e-15, cast=1e-15, bfloat16=1e9, float16=1e9))
 
 
 def laid_out(pick, tensor):

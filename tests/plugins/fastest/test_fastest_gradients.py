@@ -87,8 +87,7 @@ def test_gradients_are_those_of_the_products_in_each_way(op, ways, is_weight, pr
         assert rounded_otherwise(of_weight, expected_weight) < ROUNDED_OTHERWISE
 
 
-def test_an_attention_has_a_second_derivative_where_torch_computes_it_by_other_kernels(profile_of):
-    recipe = Fastest(profile_of(overhead=1e-15, cast=1e-15, bfloat16=1e9))
+def test_an_attention_has_a_second_derivative_where_torch_computes_it_by_other_kernels(float32_way):
     torch.manual_seed(0)
     operands = [torch.randn(2, 3, 24, 16).bfloat16().requires_grad_() for _ in range(3)]
 
@@ -102,9 +101,9 @@ def test_an_attention_has_a_second_derivative_where_torch_computes_it_by_other_k
         exact = second_derivative([each.detach().double().requires_grad_() for each in operands], nullcontext())
     for _ in range(2):  # the engine keeps what it decides for equal calls
         with pytest.raises(RuntimeError, match="not implemented"):
-            second_derivative(operands, autocast("cpu", recipe=recipe))
+            second_derivative(operands, autocast("cpu", recipe=float32_way))
         with sdpa_kernel(SDPBackend.MATH):
-            found = second_derivative(operands, autocast("cpu", recipe=recipe))
+            found = second_derivative(operands, autocast("cpu", recipe=float32_way))
         assert float((found - exact).norm() / exact.norm()) < 0.02
 
 
@@ -115,9 +114,8 @@ WRONG = {
 
 
 @pytest.mark.parametrize("options", WRONG.values(), ids=WRONG)
-def test_wrong_arguments_of_an_attention_raise_torchs_error(profile_of, options):
-    recipe = Fastest(profile_of(overhead=1e-15, cast=1e-15, bfloat16=1e9))
+def test_wrong_arguments_of_an_attention_raise_torchs_error(float32_way, options):
     operands = [torch.randn(2, 3, 24, 16).bfloat16().requires_grad_() for _ in range(3)]
-    for region in (torch.autocast("cpu"), *[autocast("cpu", recipe=recipe)] * 2):
+    for region in (torch.autocast("cpu"), *[autocast("cpu", recipe=float32_way)] * 2):
         with region, pytest.raises(RuntimeError):
             F.scaled_dot_product_attention(*operands, **options)

@@ -23,22 +23,11 @@ X = torch.randn(5, 3, 16, generator=torch.Generator().manual_seed(0))
 
 
 @pytest.fixture
-def slow(profile_of):
-    """Return the profile of a machine where only float32 is fast."""
-    return profile_of(overhead=1e-15, cast=1e-15, bfloat16=9.0)
-
-
-@pytest.fixture
-def quick(profile_of):
-    """Return the profile of a machine where all but float32 is fast."""
-    return profile_of(overhead=1e-15, cast=1e-15, bfloat16=0.1)
-
-
-@pytest.fixture
 def without_fast_lstm(quick):
-    """Return the profile of a machine where the fast dtype is fast, and has no kernel for recurrent layers."""
-    others = tuple(each for each in quick.measurements if (each.op, each.way) != ("lstm", "bfloat16"))
-    return replace(quick, measurements=others, omissions=(Omission("lstm", "bfloat16", "RuntimeError: no kernel"),))
+    """Return the recipe for a machine where the fast dtype is fast, and has no kernel for recurrent layers."""
+    others = tuple(each for each in quick.profile.measurements if (each.op, each.way) != ("lstm", "bfloat16"))
+    raised = Omission("lstm", "bfloat16", "RuntimeError: no kernel")
+    return Fastest(replace(quick.profile, measurements=others, omissions=(raised,)))
 
 
 def attention():
@@ -56,7 +45,7 @@ def flat(results):
 def test_fused_attention_is_computed_in_float32_where_that_is_faster(slow, recipe_counts, need_weights):
     module = attention()
     expected = flat(module(X, X, X, need_weights=need_weights))
-    with autocast("cpu", recipe=Fastest(slow)), recipe_counts() as counts:
+    with autocast("cpu", recipe=slow), recipe_counts() as counts:
         results = flat(module(X, X, X, need_weights=need_weights))
     assert [(each.op, each.recipe) for each in counts.records()] == [
         ("aten::_native_multi_head_attention", "fastest:float32")
@@ -69,7 +58,7 @@ def test_fused_attention_with_a_mask_is_computed_in_float32_where_that_is_faster
     module, mask = attention(), torch.zeros(X.shape[:2], dtype=torch.bool)
     mask[:, -1] = True
     expected = flat(module(X, X, X, key_padding_mask=mask))
-    with autocast("cpu", recipe=Fastest(slow)), recipe_counts() as counts:
+    with autocast("cpu", recipe=slow), recipe_counts() as counts:
         results = flat(module(X, X, X, key_padding_mask=mask))
     assert {each.recipe: each.declined for each in counts.records()} == {"fastest:float32": ""}
     assert all(torch.equal(*pair) for pair in zip(results, [each.bfloat16() for each in expected], strict=True))
@@ -79,14 +68,14 @@ def test_fused_attention_has_torchs_bits_where_the_fast_dtype_is_faster(quick):
     module = attention()
     with torch.autocast("cpu"):
         expected = flat(module(X, X, X))
-    with autocast("cpu", recipe=Fastest(quick)):
+    with autocast("cpu", recipe=quick):
         assert all(torch.equal(*pair) for pair in zip(flat(module(X, X, X)), expected, strict=True))
 
 
 @pytest.mark.parametrize("engine", ["native"], indirect=True)  # the reference engine is in Python
 def test_a_module_that_repeats_a_call_does_not_ask_python_again(asked, slow):
     module = attention()
-    with autocast("cpu", recipe=Fastest(slow)):
+    with autocast("cpu", recipe=slow):
         first, again = flat(module(X, X, X)), flat(module(X, X, X))
         without_weights = [flat(module(X, X, X, need_weights=False)) for _ in range(2)]
     assert asked == ["_native_multi_head_attention"] * 2
@@ -109,7 +98,7 @@ def test_a_module_that_repeats_a_call_does_not_ask_python_again(asked, slow):
 )
 def test_an_activation_of_any_layout_is_multiplied_as_a_matrix(x, records, slow):
     layer = nn.Linear(32, 32).requires_grad_(records)
-    with autocast("cpu", recipe=Fastest(slow)), torch.autograd.profiler.profile() as profile:
+    with autocast("cpu", recipe=slow), torch.autograd.profiler.profile() as profile:
         results = [layer(given) for given in (x, x, x.contiguous())]
     assert all(torch.equal(result, results[-1]) for result in results)
     assert results[0].is_contiguous()
@@ -122,7 +111,7 @@ def test_an_activation_of_any_layout_is_multiplied_as_a_matrix(x, records, slow)
 def test_a_recurrent_layer_is_computed_in_float32_where_that_is_faster_or_all_there_is(profile, request):
     layer = nn.LSTM(16, 8)
     expected = [each.bfloat16() for each in flat(layer(X))]
-    with autocast("cpu", recipe=Fastest(request.getfixturevalue(profile))):
+    with autocast("cpu", recipe=request.getfixturevalue(profile)):
         for _ in range(2):
             assert all(torch.equal(*pair) for pair in zip(flat(layer(X)), expected, strict=True))
 
@@ -133,7 +122,7 @@ def test_a_recurrent_layer_has_torchs_bits_where_the_fast_dtype_is_faster(quick)
     layer = nn.LSTM(16, 8)
     with torch.autocast("cpu"):
         expected = flat(layer(X))
-    with autocast("cpu", recipe=Fastest(quick)):
+    with autocast("cpu", recipe=quick):
         assert all(torch.equal(*pair) for pair in zip(flat(layer(X)), expected, strict=True))
 
 
@@ -143,7 +132,7 @@ def test_a_recurrent_layer_is_trained_in_float32_where_the_fast_dtype_has_no_ker
     weights = tuple(layer.parameters())
     for _ in range(2):
         expected = torch.autograd.grad(layer(X)[0].square().sum(), weights)
-        with autocast("cpu", recipe=Fastest(without_fast_lstm)):
+        with autocast("cpu", recipe=without_fast_lstm):
             output = layer(X)[0]
         assert output.dtype is torch.bfloat16
         found = torch.autograd.grad(output.float().square().sum(), weights)
@@ -167,7 +156,7 @@ def without_kernel(request, monkeypatch):
 @pytest.mark.parametrize("min_size", [0, 10**6])
 def test_a_recurrent_layer_without_a_kernel_is_trained_and_used_in_float32(quick, without_kernel, min_size):
     torch.manual_seed(0)  # the float32 kernels for training and for inference may differ in the last bit
-    layer, recipe = nn.LSTM(16, 8, num_layers=2), Fastest(quick, min_size=min_size)
+    layer, recipe = nn.LSTM(16, 8, num_layers=2), Fastest(quick.profile, min_size=min_size)
     weights = tuple(layer.parameters())
     expected = flat(layer(X))
     gradients = torch.autograd.grad(expected[0].square().sum(), weights)
@@ -188,7 +177,7 @@ def test_compiled_code_trains_a_recurrent_layer_without_a_kernel_in_float32(quic
     layer = nn.LSTM(16, 8)
 
     def train(function):
-        with autocast("cpu", without_kernel, recipe=Fastest(quick)):
+        with autocast("cpu", without_kernel, recipe=quick):
             output = function(X)[0]
         return output, *torch.autograd.grad(output.float().square().sum(), tuple(layer.parameters()))
 
@@ -207,7 +196,7 @@ def test_compiled_code_with_a_recurrent_layer_in_the_graph_uses_float32_without_
     layer = nn.LSTM(16, 8)
     expected = layer(X)[0].to(without_kernel)
     torch._dynamo.reset()
-    with torch._dynamo.config.patch(allow_rnn=True), autocast("cpu", without_kernel, recipe=Fastest(quick)):
+    with torch._dynamo.config.patch(allow_rnn=True), autocast("cpu", without_kernel, recipe=quick):
         found = torch.compile(layer, backend="aot_eager")(X)[0]
     torch._dynamo.reset()
     torch.testing.assert_close(found, expected)
@@ -216,7 +205,7 @@ def test_compiled_code_with_a_recurrent_layer_in_the_graph_uses_float32_without_
 @pytest.mark.slow
 @needs_fast_lstm
 def test_a_recurrent_layer_trains_on_a_processor_without_bfloat16(engine, quick, tmp_path):
-    quick.save(tmp_path / "profile.json")
+    quick.profile.save(tmp_path / "profile.json")
     code = """
 import torch, polycast
 layer, x = torch.nn.LSTM(16, 8), torch.randn(5, 3, 16)

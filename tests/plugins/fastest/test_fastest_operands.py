@@ -13,15 +13,9 @@ import polycast
 pytestmark = pytest.mark.usefixtures("engine")
 
 
-@pytest.fixture
-def recipe(profile_of):
-    """Return a recipe that computes everything in float32."""
-    return polycast.Fastest(profile_of(overhead=1e-15, cast=1e-15, bfloat16=1e9))
-
-
 @pytest.fixture(name="region", params=["plain", "fastest"])
-def _region(request, recipe):
-    return lambda: polycast.autocast("cpu", recipe=recipe if request.param == "fastest" else None)
+def _region(request, float32_way):
+    return lambda: polycast.autocast("cpu", recipe=float32_way if request.param == "fastest" else None)
 
 
 def attention_operands():
@@ -105,11 +99,11 @@ class OwnParameter(nn.Parameter):
     [(lambda: torch.randn(16, 8, requires_grad=True), True), (lambda: OwnParameter(torch.randn(8, 16)), False)],
     ids=["view of a leaf", "subclass"],
 )
-def test_equal_calls_have_equal_gradients(recipe, make, is_view):
+def test_equal_calls_have_equal_gradients(float32_way, make, is_view):
     weight, x, gradient = make(), torch.randn(48, 16, requires_grad=True), torch.randn(48, 8).bfloat16()
 
     def gradients():
-        with polycast.autocast("cpu", recipe=recipe):
+        with polycast.autocast("cpu", recipe=float32_way):
             y = F.linear(x, weight.t() if is_view else weight)
         return torch.autograd.grad(y, (x, weight), gradient)
 

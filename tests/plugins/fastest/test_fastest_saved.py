@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from polycast import Fastest, autocast
+from polycast import autocast
 from polycast_plugins.fastest import fastest_plan
 from polycast_plugins.fastest.choose_way import Way
 from polycast_plugins.fastest.recorded_ways import Ways
@@ -59,15 +59,14 @@ def saved_bytes(function, x, weight, region):
     "ways", WAYS, ids=lambda ways: "chosen" if ways is None else "-".join(way.value for way in ways)
 )
 @pytest.mark.parametrize("op", OPS)
-def test_no_more_is_saved_than_in_a_plain_region(op, ways, dtype, profile_of, monkeypatch):
+def test_no_more_is_saved_than_in_a_plain_region(op, ways, dtype, float32_way, monkeypatch):
     function, *shapes = OPS[op]
     x = torch.randn(shapes[0], dtype=dtype, requires_grad=True)
     weight = nn.Parameter(torch.randn(shapes[1]))
     plain = saved_bytes(function, x, weight, autocast("cpu"))
     if ways is not None:
         monkeypatch.setattr(fastest_plan, "choose_recorded", lambda *_: Ways(*ways, "for a test"))
-    recipe = Fastest(profile_of(overhead=1e-15, cast=1e-15, bfloat16=1e9))
-    assert saved_bytes(function, x, weight, autocast("cpu", recipe=recipe)) <= plain
+    assert saved_bytes(function, x, weight, autocast("cpu", recipe=float32_way)) <= plain
 
 
 def pointwise(op, x, w):
@@ -128,9 +127,8 @@ def equal(one, other):
 
 
 @pytest.mark.parametrize("op", OPS | OTHERS)
-def test_what_a_plain_region_lets_a_program_write_before_the_backward_may_be_written(op, profile_of, monkeypatch):
+def test_what_a_plain_region_lets_a_program_write_before_the_backward_may_be_written(op, float32_way, monkeypatch):
     function, *shapes = (OPS | OTHERS)[op]
-    recipe = Fastest(profile_of(overhead=1e-15, cast=1e-15, bfloat16=1e9))
     for dtype in (torch.float32, torch.bfloat16):
 
         def found(region, write=None, dtype=dtype):
@@ -143,6 +141,6 @@ def test_what_a_plain_region_lets_a_program_write_before_the_backward_may_be_wri
             with monkeypatch.context() as patch:
                 if ways is not None:
                     patch.setattr(fastest_plan, "choose_recorded", lambda *_, ways=ways: Ways(*ways, "for a test"))
-                expected = found(autocast("cpu", recipe=recipe))
+                expected = found(autocast("cpu", recipe=float32_way))
                 for name, write in writes.items():
-                    assert equal(found(autocast("cpu", recipe=recipe), write), expected), (name, ways, dtype)
+                    assert equal(found(autocast("cpu", recipe=float32_way), write), expected), (name, ways, dtype)

@@ -7,7 +7,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import polycast
-from polycast import Fastest, WeightCache, autocast
+from polycast import WeightCache, autocast
 from polycast_plugins.fastest import fastest_plan
 from polycast_plugins.fastest.choose_way import Way
 from polycast_plugins.fastest.recorded_ways import Ways
@@ -17,17 +17,11 @@ FAST, FLOAT32 = Way.FAST, Way.FLOAT32
 WAYS = [(FLOAT32, FLOAT32, FLOAT32), (FLOAT32, FAST, FAST), (FAST, FLOAT32, FLOAT32), (FLOAT32, FAST, FLOAT32)]
 
 
-@pytest.fixture
-def slow(profile_of):
-    """Return the recipe for a machine where only float32 is fast."""
-    return Fastest(profile_of(overhead=1e-15, cast=1e-15, bfloat16=1e9))
-
-
 @pytest.fixture(params=WAYS, ids=lambda ways: "-".join(way.name for way in ways))
-def recipe(request, slow, monkeypatch):
+def recipe(request, float32_way, monkeypatch):
     """Return a recipe that computes forward and gradients in given ways."""
     monkeypatch.setattr(fastest_plan, "choose_recorded", lambda *_: Ways(*request.param, "for a test"))
-    return slow
+    return float32_way
 
 
 def attention(x, w):
@@ -114,9 +108,9 @@ def test_gradients_are_as_exact_as_torchs(op, recipe, narrow):
         assert error <= 1.1 * of_torch + 1e-4
 
 
-def test_the_gradient_of_a_weight_is_that_of_the_float32_product(slow):
+def test_the_gradient_of_a_weight_is_that_of_the_float32_product(float32_way):
     layer, x = nn.Linear(32, 16), torch.randn(64, 32)
-    with autocast("cpu", recipe=slow):
+    with autocast("cpu", recipe=float32_way):
         result = layer(x)
     gradient = torch.randn(64, 16).bfloat16()
     result.backward(gradient)
@@ -125,15 +119,15 @@ def test_the_gradient_of_a_weight_is_that_of_the_float32_product(slow):
     assert torch.equal(layer.bias.grad, gradient.float().sum(0))
 
 
-def test_a_forward_in_float32_has_the_bits_of_inference(op, slow):
+def test_a_forward_in_float32_has_the_bits_of_inference(op, float32_way):
     function, x, weight = op
-    with autocast("cpu", recipe=slow):
+    with autocast("cpu", recipe=float32_way):
         recorded = function(x, weight)
         with torch.no_grad():
             assert torch.equal(function(x, weight), recorded)
 
 
-def test_activations_and_weights_are_saved_in_the_fast_dtype(slow):
+def test_activations_and_weights_are_saved_in_the_fast_dtype(float32_way):
     layer, saved = nn.Linear(32, 16), []
     x = torch.randn(64, 32)
 
@@ -141,13 +135,13 @@ def test_activations_and_weights_are_saved_in_the_fast_dtype(slow):
         saved.append(tensor)
         return tensor
 
-    with autocast("cpu", recipe=slow), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    with autocast("cpu", recipe=float32_way), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         layer(x.requires_grad_())
     kept = {(each.dtype, tuple(each.shape)) for each in saved}
     assert kept == {(torch.bfloat16, (64, 32)), (torch.bfloat16, (16, 32))}
 
 
-def test_nothing_is_saved_for_gradients_that_are_not_needed(slow):
+def test_nothing_is_saved_for_gradients_that_are_not_needed(float32_way):
     layer, saved = nn.Linear(32, 16), []
     layer.weight.requires_grad_(False)
 
@@ -155,7 +149,7 @@ def test_nothing_is_saved_for_gradients_that_are_not_needed(slow):
         saved.append(tensor.dtype)
         return tensor
 
-    with autocast("cpu", recipe=slow), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    with autocast("cpu", recipe=float32_way), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         layer(torch.randn(8, 32, requires_grad=True))
     assert saved == [torch.bfloat16]
 
@@ -254,10 +248,10 @@ def _sizes(layer):
     return (layer.in_features, layer.out_features) if isinstance(layer, nn.Linear) else ()
 
 
-def test_hooks_see_gradients_in_their_dtypes(slow):
+def test_hooks_see_gradients_in_their_dtypes(float32_way):
     layer, x, seen = nn.Linear(16, 16), torch.randn(4, 16, requires_grad=True), []
     layer.weight.register_hook(lambda gradient: seen.append(gradient.dtype))
-    with autocast("cpu", recipe=slow):
+    with autocast("cpu", recipe=float32_way):
         result = layer(x)
     result.register_hook(lambda gradient: seen.append(gradient.dtype))
     x.register_hook(lambda gradient: seen.append(gradient.dtype))
@@ -276,34 +270,34 @@ def test_batched_gradients(recipe):
         torch.testing.assert_close(of_vector, expected, rtol=1e-2, atol=1e-2)
 
 
-def test_transforms_and_forward_mode_use_the_fast_dtype(slow, recipe_counts):
+def test_transforms_and_forward_mode_use_the_fast_dtype(float32_way, recipe_counts):
     layer, x = nn.Linear(8, 4), torch.randn(3, 8)
     with autocast("cpu"):
         expected = torch.func.vmap(torch.func.grad(lambda x: layer(x).sum()))(x)
-    with autocast("cpu", recipe=slow), recipe_counts() as counts:
+    with autocast("cpu", recipe=float32_way), recipe_counts() as counts:
         assert torch.equal(torch.func.vmap(torch.func.grad(lambda x: layer(x).sum()))(x), expected)
         _, tangent = torch.func.jvp(layer, (x,), (x,))
     assert tangent.dtype is torch.bfloat16
     assert "something records, transforms or watches the ops" in {record.declined for record in counts.records()}
 
 
-def test_a_scaled_loss_has_scaled_gradients(model, slow):
+def test_a_scaled_loss_has_scaled_gradients(model, float32_way):
     x = torch.randn(8, 16)
-    expected = step(model, x, autocast("cpu", recipe=slow))
+    expected = step(model, x, autocast("cpu", recipe=float32_way))
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     model.zero_grad()
-    with autocast("cpu", recipe=slow):
+    with autocast("cpu", recipe=float32_way):
         loss = model(x).float().pow(2).mean()
     scaler.scale(loss).backward()
     scaler.unscale_(optimizer)
     assert equal([parameter.grad for parameter in model.parameters()], expected)
 
 
-def test_frozen_weights_and_no_grad_inside(slow):
+def test_frozen_weights_and_no_grad_inside(float32_way):
     layer, x = nn.Linear(16, 16), torch.randn(4, 16, requires_grad=True)
     layer.requires_grad_(False)
-    with autocast("cpu", recipe=slow):
+    with autocast("cpu", recipe=float32_way):
         with torch.no_grad():
             assert not layer(x).requires_grad
         layer(x).sum().backward()
@@ -311,17 +305,17 @@ def test_frozen_weights_and_no_grad_inside(slow):
     assert layer.weight.grad is None
 
 
-def test_what_has_no_gradients_here_runs_in_the_fast_dtype(slow, recipe_counts):
+def test_what_has_no_gradients_here_runs_in_the_fast_dtype(float32_way, recipe_counts):
     x = torch.randn(1, 2, 8, 16, requires_grad=True)
-    with autocast("cpu", recipe=slow), recipe_counts() as counts:
+    with autocast("cpu", recipe=float32_way), recipe_counts() as counts:
         F.scaled_dot_product_attention(x, x, x, dropout_p=0.5)
     (record,) = counts.records()
     assert record.declined == "autograd records it, and its gradients are computed in the fast dtype only"
 
 
-def test_explain_shows_the_ways_of_forward_and_backward(slow):
+def test_explain_shows_the_ways_of_forward_and_backward(float32_way):
     layer, x = nn.Linear(16, 16), torch.randn(4, 16)
-    with autocast("cpu", recipe=slow):
+    with autocast("cpu", recipe=float32_way):
         explained = polycast.explain("linear", x, layer.weight, layer.bias, device_type="cpu")
     assert explained.way == "float32"
     assert explained.reason.startswith("forward in float32, backward in float32: 0.")

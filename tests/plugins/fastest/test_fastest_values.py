@@ -39,11 +39,7 @@ def test_the_order_of_the_default_ops_does_not_matter():
 INVALID = [
     (lambda: Fastest(7), TypeError, "profile must be a DeviceProfile, the path of a saved one, or None, got 7"),
     (lambda: read_recipe("fastest:row"), ValueError, "'fastest:row' is not a recipe: did you mean"),
-    (
-        lambda: Fastest(SimpleNamespace(digest="0")).written,
-        ValueError,
-        "cannot be written: its profile is an object",
-    ),
+    (lambda: Fastest(SimpleNamespace(digest="0")).written, ValueError, "cannot be written: its profile is an object"),
 ]
 
 

@@ -1,4 +1,4 @@
-"""Measuring for real: which ways a backend offers, and that measuring leaves no trace."""
+"""Measuring for real: the cases, the ways that a backend offers, and that measuring leaves no trace."""
 
 import pytest
 import torch
@@ -9,12 +9,13 @@ import polycast
 from polycast.registry.registry import registry
 from polycast_plugins.fastest import measure as measuring
 from polycast_plugins.fastest import op_timer, operands, stopwatch
-from polycast_plugins.fastest.cases import ATTENTION, ATTENTION_BACKWARD, CONVOLUTIONS, cases
+from polycast_plugins.fastest.cases import ATTENTION, ATTENTION_BACKWARD, CONVOLUTIONS, OPS, cases
 from polycast_plugins.fastest.measure import measure, ways_of
 from polycast_plugins.fastest.measurement import Omission
 from polycast_plugins.fastest.operands import MeasuredWay, Operands
-from polycast_plugins.fastest.stopwatch import Stopwatch
 from polycast_plugins.fastest.workloads import workload_of
+
+from .conftest import FLOAT32
 
 
 class Doubling(polycast.plugin.LowBitKernel):
@@ -106,13 +107,9 @@ def test_kernels_of_the_backend_are_measured(with_kernels, quick):
     assert Doubling.calls > 0
 
 
-def test_first_calls_on_a_device_that_queues_them_are_not_timed(clock, monkeypatch):
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cpu"))
-    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
-    monkeypatch.setattr(op_timer, "cases", lambda: clock.cases(lambda way, work, before: 1e-5 if before else 1.0))
-    timer = op_timer.OpTimer("cpu", (MeasuredWay("float32", torch.float32, torch.bfloat16),))
-    timer._stopwatch = Stopwatch("cpu", clock)
-    timer.run()
+@pytest.mark.usefixtures("queues")
+def test_first_calls_on_a_device_that_queues_them_are_not_timed(run):
+    timer = run(lambda way, work, before: 1e-5 if before else 1.0, (FLOAT32,))
     assert [(each.seconds, each.extrapolated) for each in timer.measurements()] == [(pytest.approx(1e-5), False)] * 5
 
 
@@ -143,6 +140,40 @@ def test_backend_whose_tensors_cannot_be_made_is_an_error(hand_made, monkeypatch
     monkeypatch.setattr(Operands, "__init__", fail)
     with pytest.raises(RuntimeError, match="cpu cannot be measured: NotImplementedError: no such op"):
         measure(polycast.plugin.get_backend("cpu"))
+
+
+def test_the_cases_are_those_of_the_documentation():
+    found = [each for each in cases() if not each.is_large]
+    assert {each.op for each in found} == set(OPS)
+    for op in ("linear", "matmul"):
+        assert {(each.rows, each.size) for each in found if each.op == op} == {
+            (rows, size) for rows in (1, 4, 8, 16, 128, 1024) for size in (64 * 64, 256 * 256, 1024 * 1024)
+        }
+    assert [each.work for each in found] == sorted(each.work for each in found)
+
+
+@pytest.mark.parametrize("accelerator", [None, torch.device("cpu")], ids=str)
+@pytest.mark.usefixtures("queues")
+def test_large_cases_are_for_devices_that_queue_calls(accelerator, monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: accelerator)
+    timed = op_timer.OpTimer("cpu", (FLOAT32,))._cases
+    assert max(each.size for each in timed if each.op == "linear") == (2**20 if accelerator is None else 2**24)
+    assert max(each.rows for each in timed if each.op == "cast") == (2**20 if accelerator is None else 2**24)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_each_large_case_fits_in_the_memory(dtype):
+    operands = Operands("cpu")
+    for case in cases():
+        if case.is_large:
+            name = "to bfloat16" if case.op == "cast" else "a way"
+            case.prepare(MeasuredWay(name, dtype, torch.bfloat16), operands)
+
+
+@pytest.mark.usefixtures("queues")
+def test_passes_take_longer_on_a_device_that_queues_calls(run):
+    timer = run(lambda way, work, before: 0.01, (FLOAT32,), works=range(1, 61))
+    assert not any(each.noisy or each.extrapolated for each in timer.measurements())
 
 
 @pytest.fixture
@@ -210,11 +241,11 @@ def test_operands_are_normal_numbers(way):
 
 
 def test_convolutions_are_measured_as_what_calls_of_them_are_priced_by():
-    operands, way = Operands("cpu"), MeasuredWay("float32", torch.float32, torch.bfloat16)
+    operands = Operands("cpu")
     found = [case for case in cases() if case.op in CONVOLUTIONS]
     assert {case.op for case in found} == {*CONVOLUTIONS}
     for case in found:
-        x, *others = case.arguments(way, operands)
+        x, *others = case.arguments(FLOAT32, operands)
         workload = workload_of("aten::conv2d", (x, torch.empty(case.weight.shape), *others))
         assert workload[:3] == (case.op, case.rows, case.size)
 

@@ -3,18 +3,15 @@
 from dataclasses import replace
 
 import pytest
-import torch
 
 import polycast
 from polycast_plugins.fastest import op_timer
 from polycast_plugins.fastest.cases import Case
 from polycast_plugins.fastest.measure import measure
 from polycast_plugins.fastest.measurement import PREEMPTED, Omission
-from polycast_plugins.fastest.operands import MeasuredWay
 from polycast_plugins.fastest.stopwatch import PreemptionWatch, Stopwatch
 
-FLOAT32 = MeasuredWay("float32", torch.float32, torch.bfloat16)
-BFLOAT16 = MeasuredWay("bfloat16", torch.bfloat16, torch.bfloat16)
+from .conftest import BFLOAT16, FLOAT32
 
 
 def test_steady_times_are_found(clock, run, by_rows):
@@ -66,31 +63,26 @@ def test_a_way_whose_calls_take_long_besides_the_work_is_no_hopeless_one(shortes
     assert found[128].extrapolated == (shortest > 1e-4)
 
 
-def test_a_case_for_whose_op_the_device_has_no_kernel_is_left_out(clock, monkeypatch):
+def test_a_case_for_whose_op_the_device_has_no_kernel_is_left_out(clock, run_cases):
     (case,) = clock.cases(lambda way, work, before: 1e-3, works=(1,))
-    found = [replace(case, op="matmul", needs="aten::mm"), replace(case, op="bmm", needs="aten::miopen_rnn")]
-    monkeypatch.setattr(op_timer, "cases", lambda: found)
-    timer = op_timer.OpTimer("cpu", (FLOAT32,))
-    timer._stopwatch = Stopwatch("cpu", clock)
-    timer.run()
+    timer = run_cases([replace(case, op="matmul", needs="aten::mm"), replace(case, op="bmm", needs="aten::miopen_rnn")])
     assert [each.op for each in timer.measurements()] == ["matmul"]
     assert timer.omissions == []
 
 
-def test_extrapolation_is_from_less_work_if_that_was_timed(clock, monkeypatch):
-    def case(rows, size, seconds):
-        def function(way):
-            clock.now += seconds
+def sized(clock, rows, size, seconds):
+    """Return a case of linear, given the seconds by way."""
 
-        return Case("linear", rows, size, rows * size, function, lambda way, operands: (way.name,))
+    def function(way):
+        clock.now += seconds(way)
 
-    timed = [case(1, 64, 1e-6), case(2**14, 64, 2e-3)]
-    monkeypatch.setattr(op_timer, "cases", lambda: timed)
-    timer = op_timer.OpTimer("cpu", (FLOAT32,))
-    timer._stopwatch = Stopwatch("cpu", clock)
-    timer.run()
+    return Case("linear", rows, size, rows * size, function, lambda way, operands: (way.name,))
+
+
+def test_extrapolation_is_from_less_work_if_that_was_timed(clock, run_cases):
+    timer = run_cases([sized(clock, 1, 64, lambda way: 1e-6), sized(clock, 2**14, 64, lambda way: 2e-3)])
     for rows, size, rate in ((1, 2**20, 1e-6 / 64), (2**15, 128, 2e-3 / 2**20), (2**15, 32, 2e-3 / 2**20)):
-        assert timer._rate_like(case(rows, size, 0.0), "float32") == (pytest.approx(rate), False)
+        assert timer._rate_like(sized(clock, rows, size, None), "float32") == (pytest.approx(rate), False)
 
 
 @pytest.mark.parametrize(
@@ -104,20 +96,13 @@ def test_extrapolation_is_from_less_work_if_that_was_timed(clock, monkeypatch):
     ],
     ids=str,
 )
-def test_a_way_is_timed_if_it_is_fast_for_fewer_rows_or_for_a_smaller_size(
-    slow, ratio, extrapolated, clock, monkeypatch
-):
+def test_a_way_is_timed_if_it_is_fast_for_fewer_rows_or_for_a_smaller_size(slow, ratio, extrapolated, clock, run_cases):
     def case(rows, size):
-        def function(way):
-            clock.now += rows * size * 1e-7 * (ratio if way == "bfloat16" and (rows, size) in slow else 1)
-
-        return Case("linear", rows, size, rows * size, function, lambda way, operands: (way.name,))
+        times = {"float32": 1, "bfloat16": ratio if (rows, size) in slow else 1}
+        return sized(clock, rows, size, lambda way: rows * size * 1e-7 * times[way])
 
     found = [case(rows, size) for size in (64, 1024) for rows in (1, 16, 64)]
-    monkeypatch.setattr(op_timer, "cases", lambda: sorted(found, key=lambda each: each.work))
-    timer = op_timer.OpTimer("cpu", (FLOAT32, BFLOAT16))
-    timer._stopwatch = Stopwatch("cpu", clock)
-    timer.run()
+    timer = run_cases(sorted(found, key=lambda each: each.work), (FLOAT32, BFLOAT16))
     assert {(each.rows, each.size) for each in timer.measurements() if each.extrapolated} == extrapolated
 
 
@@ -205,10 +190,7 @@ def test_calls_that_are_slower_than_their_rate_take_no_more_than_their_time(cloc
 
 
 def test_what_stays_noisy_is_marked(clock, run, by_rows):
-    timer = run(
-        lambda way, work, before: 1e-3 * (1 + 5 * clock.now) if way == "bfloat16" else 1e-3,
-        works=(1,),
-    )
+    timer = run(lambda way, work, before: 1e-3 * (1 + 5 * clock.now) if way == "bfloat16" else 1e-3, works=(1,))
     assert by_rows(timer, "bfloat16")[1].noisy
     assert not by_rows(timer, "float32")[1].noisy
     assert clock.now < 3

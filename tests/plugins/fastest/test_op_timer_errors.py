@@ -7,9 +7,8 @@ import polycast
 from polycast_plugins.fastest import op_timer
 from polycast_plugins.fastest.cases import cases
 from polycast_plugins.fastest.measurement import Omission
-from polycast_plugins.fastest.op_timer import OpTimer
 from polycast_plugins.fastest.operands import MeasuredWay
-from polycast_plugins.fastest.stopwatch import PreemptionWatch, Stopwatch
+from polycast_plugins.fastest.stopwatch import PreemptionWatch
 
 
 def test_what_raises_is_left_out_with_the_reason(clock, run, by_rows):
@@ -25,7 +24,7 @@ def test_what_raises_is_left_out_with_the_reason(clock, run, by_rows):
     assert [clock.calls["bfloat16", work] for work in (16, 128, 1024)] == [1, 1, 1]
 
 
-def test_what_is_unsupported_is_not_extrapolated(monkeypatch, clock):
+def test_what_is_unsupported_is_not_extrapolated(run_cases, clock):
     class FewRows(polycast.plugin.LowBitKernel):
         def unsupported_reason(self, *args):
             return "too many rows" if args[0].shape[0] > 4 else None
@@ -36,10 +35,8 @@ def test_what_is_unsupported_is_not_extrapolated(monkeypatch, clock):
         def run(self, prepacked, *args):
             clock.now += 10.0  # so that there is no time for other cases
 
-    monkeypatch.setattr(op_timer, "cases", lambda: [case for case in cases() if case.op == "linear"])
-    timer = OpTimer("cpu", [MeasuredWay("int8", torch.bfloat16, torch.bfloat16, {"aten::linear": FewRows()})])
-    timer._stopwatch = Stopwatch("cpu", clock)
-    timer.run()
+    way = MeasuredWay("int8", torch.bfloat16, torch.bfloat16, {"aten::linear": FewRows()})
+    timer = run_cases([case for case in cases() if case.op == "linear"], [way])
     assert {each.rows for each in timer.measurements()} == {1, 4}
     assert timer.omissions == [Omission("linear", "int8", "too many rows")]
 

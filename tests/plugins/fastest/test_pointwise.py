@@ -77,13 +77,7 @@ def test_the_backend_computes_them(function, x, computed):
 
 @pytest.mark.parametrize(
     "given",
-    [
-        lambda x: x.float(),
-        lambda x: x.double(),
-        lambda x: x.half(),
-        lambda x: x[:4],
-        lambda x: x[:, ::2],
-    ],
+    [lambda x: x.float(), lambda x: x.double(), lambda x: x.half(), lambda x: x[:4], lambda x: x[:, ::2]],
     ids=["float32", "float64", "float16", "few", "not dense"],
 )
 def test_others_are_left_to_torch_as_they_are(given, x, computed):

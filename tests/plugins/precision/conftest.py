@@ -40,6 +40,11 @@ class PythonCpu(CpuBackend):
         return {"aten::linear": Linear(recipe.scales)}
 
 
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
 @pytest.fixture
 def int8_in_python():
     """Register a backend for the CPU whose recipes are computed in Python."""

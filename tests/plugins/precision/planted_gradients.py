@@ -36,7 +36,7 @@ def mean_square(output):
 
 def compare(model, x, loss=mean_square, **settings):
     settings = {"policy": {"linear": "fp32", "mm": "fp32"}, **settings}
-    return polycast.compare(model, x, device_type="cpu", loss=loss, **settings)
+    return polycast.compare(model, x, loss=loss, **settings)
 
 
 def by_name(comparison):

@@ -9,13 +9,10 @@ from torch import nn
 
 import polycast
 
+from .defined import Defined
+
 IN_FLOAT32 = {"linear": "fp32", "mm": "fp32"}
 """Policies under which the region computes the same as float32, so that an error means a lost write."""
-
-
-@pytest.fixture(autouse=True)
-def _seed():
-    torch.manual_seed(0)
 
 
 class Calls(nn.Module):
@@ -114,7 +111,7 @@ MODELS = {
 
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
 def test_writes_to_arguments_add_no_error_to_any_module(model):
-    comparison = polycast.compare(nn.Sequential(Calls(*model)), torch.randn(3, 4), device_type="cpu", policy=IN_FLOAT32)
+    comparison = polycast.compare(nn.Sequential(Calls(*model)), torch.randn(3, 4), policy=IN_FLOAT32)
     assert {
         module.name: (module.own.relative, module.total.relative) for module in comparison.modules
     } == dict.fromkeys(("", "0", "0.layer", "0.inner"), (0.0, 0.0))
@@ -122,20 +119,20 @@ def test_writes_to_arguments_add_no_error_to_any_module(model):
 
 @pytest.mark.parametrize("model", list(MODELS.values())[:-1], ids=list(MODELS)[:-1])
 def test_the_own_errors_are_those_of_the_fast_dtype(model):
-    comparison = polycast.compare(nn.Sequential(Calls(*model)), torch.randn(3, 4), device_type="cpu")
+    comparison = polycast.compare(nn.Sequential(Calls(*model)), torch.randn(3, 4))
     assert max(module.own.relative for module in comparison.modules) < 0.01
 
 
 def test_a_write_to_overlapping_casts_raises():
     with pytest.raises(RuntimeError, match=r"Does \(run in float32 by polycast.compare\) wrote to.*shares memory with"):
-        polycast.compare(Calls(write_and_read, aliased), torch.randn(3, 4), device_type="cpu")
+        polycast.compare(Calls(write_and_read, aliased), torch.randn(3, 4))
 
 
 def test_inputs_are_not_modified():
     model = Does(lambda x, items: (items.append(x), items[0].zero_())[1])
     x, items = torch.ones(2, 4), [torch.ones(2)]
     before = list(items)
-    comparison = polycast.compare(model, (x, items), device_type="cpu")
+    comparison = polycast.compare(model, (x, items))
     assert items == before
     assert items[0].tolist() == [1, 1]
     assert comparison.modules[0].own.relative == 0
@@ -147,7 +144,7 @@ def test_a_tensor_and_its_views_are_copied_with_their_overlap():
         return first + same
 
     x = torch.arange(4.0)
-    comparison = polycast.compare(Does(forward), (x, x[:2], x[:2]), device_type="cpu")
+    comparison = polycast.compare(Does(forward), (x, x[:2], x[:2]))
     assert comparison.modules[0].own.relative == comparison.modules[0].total.relative == 0
     assert x.tolist() == [0, 1, 2, 3]
 
@@ -168,24 +165,20 @@ def test_an_exception_in_a_repeated_call_restores_lists():
         return inner(given[-1][0])
 
     with pytest.raises(ZeroDivisionError):
-        polycast.compare(Calls(inner, outer), torch.randn(3, 4), device_type="cpu")
+        polycast.compare(Calls(inner, outer), torch.randn(3, 4))
     assert {dtype for _, dtype in given} == {torch.float32, torch.bfloat16}
     assert all(items[0].dtype is dtype for items, dtype in given)
 
 
 @pytest.mark.parametrize("over", ["modules", "ops"])
 def test_tune_tries_modules_that_write_to_their_arguments(over):
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.relu, self.last = nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 4)
+    def forward(self, x):
+        h = self.first(x)
+        self.relu(h)
+        return self.last(h)
 
-        def forward(self, x):
-            h = self.first(x)
-            self.relu(h)
-            return self.last(h)
-
-    tuned = polycast.tune(Model(), torch.randn(3, 4), tolerance=0.0, device_type="cpu", over=over)
+    model = Defined(forward, first=nn.Linear(4, 4), relu=nn.ReLU(inplace=True), last=nn.Linear(4, 4))
+    tuned = polycast.tune(model, torch.randn(3, 4), tolerance=0.0, over=over)
     assert tuned.met
     assert tuned.evidence.distance == 0
 
@@ -200,16 +193,12 @@ def test_tune_finds_a_module_that_writes_a_cache():
             cache["k"][:2].copy_(x[:2])
             return torch.mm(x, self.weight) * 1e-5
 
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.attn = nn.Linear(4, 4), Attention()
+    def forward(self, x):
+        h = self.first(x)
+        cache = {"k": torch.zeros(3, 4, dtype=h.dtype)}
+        return self.attn(h, cache) + cache["k"] * 10
 
-        def forward(self, x):
-            h = self.first(x)
-            cache = {"k": torch.zeros(3, 4, dtype=h.dtype)}
-            return self.attn(h, cache) + cache["k"] * 10
-
-    tuned = polycast.tune(Model(), torch.randn(3, 4), tolerance=0.01, device_type="cpu", dtype=torch.float16)
+    model = Defined(forward, first=nn.Linear(4, 4), attn=Attention())
+    tuned = polycast.tune(model, torch.randn(3, 4), tolerance=0.01, dtype=torch.float16)
     assert tuned.policy.modules == {"attn": "fp32"}
     assert tuned.met

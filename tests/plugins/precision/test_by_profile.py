@@ -60,7 +60,7 @@ def test_without_a_profile_there_is_no_choice(monkeypatch):
 
 
 def tune(**arguments):
-    return polycast.tune(Model(), X, tolerance=0.1, device_type="cpu", **arguments)
+    return polycast.tune(Model(), X, tolerance=0.1, **arguments)
 
 
 def test_choice_is_timed_and_returned_if_it_is_the_fastest(profiled, quick):
@@ -76,7 +76,7 @@ def test_choice_that_does_not_keep_the_tolerance_is_not_timed(profiled, quick):
     profiled(other=2.0)
     quick(PLAIN_REGION)
     tuned = polycast.tune(
-        Model(), X, lambda *_: 1.0, tolerance=2.0, device_type="cpu", objective="time", budget=2
+        Model(), X, lambda *_: 1.0, tolerance=2.0, objective="time", budget=2
     )  # the budget is spent on the plain region and on float32
     assert BY_PROFILE not in tuned.evidence.timings.seconds
 

@@ -1,5 +1,6 @@
 """``compare(loss=...)`` of models that write in place, share, recompute or fail, and what it leaves behind."""
 
+import functools
 import json
 import math
 import weakref
@@ -12,12 +13,8 @@ from torch.utils.checkpoint import checkpoint
 import polycast
 from polycast_plugins.precision import values
 
+from .defined import Defined
 from .planted_gradients import Planted, by_name, compare, mean_square
-
-
-@pytest.fixture(autouse=True)
-def _seed():
-    torch.manual_seed(0)
 
 
 class InPlace(nn.Module):
@@ -107,15 +104,7 @@ def test_parameters_without_gradients_are_left_out():
 
 
 def test_a_loss_with_parameters_is_compared_too():
-    class Scaled(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.scale = nn.Parameter(torch.ones(()))
-
-        def forward(self, output):
-            return (output * self.scale).square().mean()
-
-    loss = Scaled()
+    loss = Defined(lambda self, output: (output * self.scale).square().mean(), scale=nn.Parameter(torch.ones(())))
     found = by_name(compare(nn.Linear(8, 8), torch.randn(3, 8), loss))
     assert found["(loss).scale"].total.relative == 0.0
     assert loss.scale.grad is None
@@ -142,17 +131,13 @@ def test_nested_checkpoints(use_reentrant):
         def forward(self, x):
             return checkpoint(self.b, self.a(x), use_reentrant=use_reentrant)
 
-    class Outer(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = nn.ModuleList([Inner(), Inner()])
+    def forward(self, x):
+        for inner in self.inner:
+            x = checkpoint(inner, x, use_reentrant=use_reentrant)
+        return x
 
-        def forward(self, x):
-            for inner in self.inner:
-                x = checkpoint(inner, x, use_reentrant=use_reentrant)
-            return x
-
-    found = by_name(compare(Outer(), torch.randn(3, 8, requires_grad=True)))
+    outer = Defined(forward, inner=nn.ModuleList([Inner(), Inner()]))
+    found = by_name(compare(outer, torch.randn(3, 8, requires_grad=True)))
     own = {name: each.own.relative for name, each in found.items() if not math.isclose(each.own.relative, 0.0)}
     assert set(own) == {f"inner.{n}.b{part}" for n in (0, 1) for part in ("", ".weight")}
     assert found["inner.0.a.weight"].total.relative == pytest.approx(0.21, rel=1e-3)
@@ -186,17 +171,19 @@ def test_inputs_of_modules_are_not_kept_in_checkpoints(monkeypatch):
     assert max(most) < 45  # of 120 in both runs
 
 
-def test_the_caller_keeps_its_gradients_and_hooks():
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    ran = []
+@pytest.mark.parametrize("function", [polycast.compare, functools.partial(polycast.tune, tolerance=1.0)])
+def test_the_caller_keeps_its_gradients_and_hooks(function):
+    model, x, ran = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), torch.randn(3, 8), []
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
         parameter.register_post_accumulate_grad_hook(ran.append)
     before = [parameter.grad for parameter in model.parameters()]
-    compare(model, torch.randn(3, 8))
+    function(model, x, loss=mean_square)
     assert all(parameter.grad is each for parameter, each in zip(model.parameters(), before, strict=True))
     assert {each.min().item() for each in before} == {1.0}
     assert not ran
+    model(x).mean().backward()
+    assert len(ran) == 4
 
 
 def test_an_exception_in_a_backward_restores_the_model():
@@ -212,11 +199,8 @@ def test_an_exception_in_a_backward_restores_the_model():
                 raise ZeroDivisionError("in backward")
             return gradient
 
-    class Failing(nn.Module):
-        def forward(self, x):
-            return Fails.apply(x)
-
-    model = nn.Sequential(nn.Linear(8, 8), Failing(), nn.Linear(8, 8))
+    failing = Defined(lambda self, x: Fails.apply(x))
+    model = nn.Sequential(nn.Linear(8, 8), failing, nn.Linear(8, 8))
     with pytest.raises(ZeroDivisionError, match="in backward"):
         compare(model, torch.randn(3, 8))
     assert {parameter.grad for parameter in model.parameters()} == {None}
@@ -233,11 +217,8 @@ def test_an_interrupt_keeps_what_was_found():
         def backward(ctx, gradient):
             raise KeyboardInterrupt
 
-    class Interrupting(nn.Module):
-        def forward(self, x):
-            return Interrupts.apply(x)
-
-    model = nn.Sequential(nn.Linear(8, 8), Interrupting(), nn.Linear(8, 8))
+    interrupting = Defined(lambda self, x: Interrupts.apply(x))
+    model = nn.Sequential(nn.Linear(8, 8), interrupting, nn.Linear(8, 8))
     with pytest.raises(KeyboardInterrupt) as caught:
         compare(model, torch.randn(3, 8), policy=None)
     found = caught.value.comparison
@@ -253,21 +234,22 @@ def test_the_gradients_are_printed_and_written_as_json():
     assert {each["module"] for each in said["gradients"]} == {"(loss)", "0", "1"}
     assert "gradient in   of" in str(comparison)
     assert comparison._repr_html_().count("<table") == 3
-    without = polycast.compare(nn.Linear(8, 8), torch.randn(3, 8), device_type="cpu")
+    without = polycast.compare(nn.Linear(8, 8), torch.randn(3, 8))
     assert without.gradients == ()
     assert "gradient" not in str(without)
 
 
-@pytest.mark.parametrize(
-    ("loss", "error", "problem"),
-    [
-        (3, TypeError, "loss must be a function of the model's output, or None; got 3"),
-        (lambda y: 1.0, TypeError, "loss must return a scalar tensor that requires gradients; got float"),
-        (lambda y: y, ValueError, r"loss must return .*; got the shape \(3, 8\)\. Reduce it, by mean\(\) or sum\(\)\."),
-        (lambda y: y.detach().sum(), ValueError, "loss must return .*; its result does not. Check that parameters"),
-    ],
-    ids=["a number", "returns a number", "returns no scalar", "without gradients"],
-)
-def test_a_loss_without_gradients_is_refused(loss, error, problem):
-    with pytest.raises(error, match=f"^{problem}"):
-        compare(nn.Linear(8, 8), torch.randn(3, 8), loss)
+LOSSES = [
+    (3, TypeError, "loss must be a function of the model's output, or None; got 3"),
+    (lambda y: 1.0, TypeError, "loss must return a scalar tensor that requires gradients; got float"),
+    (lambda y: y, ValueError, r"loss must return .*; got the shape \(3, 8\)\. Reduce it, by mean\(\) or sum\(\)\."),
+    (lambda y: y.detach().sum(), ValueError, "loss must return .*; its result does not. Check that parameters"),
+    (lambda y: y.to(torch.complex64).sum(), ValueError, "loss must return .*; got complex64. Return a real number"),
+]
+
+
+@pytest.mark.parametrize("function", [polycast.compare, functools.partial(polycast.tune, tolerance=1.0)])
+def test_a_loss_without_gradients_is_refused(function, subtests):
+    for loss, error, problem in LOSSES:
+        with subtests.test(problem=problem), pytest.raises(error, match=f"^{problem}"):
+            function(nn.Linear(8, 8), torch.randn(3, 8), loss=loss)

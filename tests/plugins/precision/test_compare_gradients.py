@@ -9,15 +9,11 @@ from torch.utils.checkpoint import checkpoint
 
 import polycast
 
+from .defined import Defined
 from .planted_gradients import Planted, Wrong, by_name, compare, mean_square
 
 IN_FLOAT32 = {"linear": "fp32"}
 """Policies under which the region computes the same as float32."""
-
-
-@pytest.fixture(autouse=True)
-def _seed():
-    torch.manual_seed(0)
 
 
 def relative(error):
@@ -69,18 +65,14 @@ def test_the_own_error_is_that_of_the_gradients_given_those_of_float32():
 
 @pytest.mark.parametrize("use_reentrant", [None, False, True], ids=["no checkpoint", "checkpoint", "reentrant"])
 def test_an_error_in_a_backward_is_found_where_it_was_planted(engine, use_reentrant):
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers = nn.ModuleList(Planted() if n == 2 else nn.Linear(8, 8) for n in range(5))
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x) if use_reentrant is None else checkpoint(layer, x, use_reentrant=use_reentrant)
+        return x
 
-        def forward(self, x):
-            for layer in self.layers:
-                x = layer(x) if use_reentrant is None else checkpoint(layer, x, use_reentrant=use_reentrant)
-            return x
-
+    model = Defined(forward, layers=nn.ModuleList(Planted() if n == 2 else nn.Linear(8, 8) for n in range(5)))
     x = torch.randn(3, 8, requires_grad=True)
-    comparison = compare(Model(), x)
+    comparison = compare(model, x)
     found = by_name(comparison)
     # The layer itself adds 10%, also to its weight; the layers before it inherit that; those after it are right.
     for name in ("layers.2", "layers.2.weight"):
@@ -97,11 +89,8 @@ def test_an_error_in_a_backward_is_found_where_it_was_planted(engine, use_reentr
 
 
 def test_an_error_of_the_forward_is_inherited_by_gradients():
-    class Shifts(nn.Module):
-        def forward(self, x):
-            return x + 0.5 if torch.is_autocast_enabled("cpu") else x
-
-    model = nn.Sequential(nn.Linear(8, 8), Shifts(), nn.Linear(8, 8))
+    shifts = Defined(lambda self, x: x + 0.5 if torch.is_autocast_enabled("cpu") else x)
+    model = nn.Sequential(nn.Linear(8, 8), shifts, nn.Linear(8, 8))
     comparison = compare(model, torch.randn(3, 8))
     assert comparison.modules[0].name == "1"
     found = by_name(comparison)
@@ -121,15 +110,10 @@ def test_an_error_in_the_backward_of_the_loss_is_its_own():
 def test_a_shared_module_adds_up_its_calls():
     """The gradient of a module with several calls is the sum, and its own error is over all of them."""
 
-    class Shared(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.planted, self.between = Planted(), nn.Linear(8, 8)
-
-        def forward(self, x):
-            return self.planted(self.between(self.planted(x).tanh()))
-
-    comparison = compare(Shared(), torch.randn(3, 8, requires_grad=True))
+    shared = Defined(
+        lambda self, x: self.planted(self.between(self.planted(x).tanh())), planted=Planted(), between=nn.Linear(8, 8)
+    )
+    comparison = compare(shared, torch.randn(3, 8, requires_grad=True))
     found = by_name(comparison)
     assert found["planted"].own.relative == pytest.approx(0.1, rel=1e-3)
     assert found["planted.weight"].own.relative == pytest.approx(0.1, rel=1e-3)
@@ -182,15 +166,10 @@ def test_weights_of_modules_that_are_not_called_count_for_those_that_use_them():
 
 
 def test_a_recurrent_module_inside_of_another_counts_its_weights_once():
-    class Outer(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.rnn, self.layer = nn.GRU(8, 8, batch_first=True), nn.Linear(8, 8)
-
-        def forward(self, x):
-            return self.layer(self.rnn(x)[0])
-
-    found = by_name(compare(nn.Sequential(Outer()), torch.randn(2, 3, 8), policy={"linear": "fp32", "gru": "fp32"}))
+    outer = Defined(
+        lambda self, x: self.layer(self.rnn(x)[0]), rnn=nn.GRU(8, 8, batch_first=True), layer=nn.Linear(8, 8)
+    )
+    found = by_name(compare(nn.Sequential(outer), torch.randn(2, 3, 8), policy={"linear": "fp32", "gru": "fp32"}))
     assert {(name, each.own.relative) for name, each in found.items()} == {(name, 0.0) for name in found}
 
 

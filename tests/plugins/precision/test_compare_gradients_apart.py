@@ -9,17 +9,12 @@ import polycast
 POLICY = dict.fromkeys(("linear", "mm", "addmm", "bmm", "matmul", "scaled_dot_product_attention"), "fp32")
 
 
-@pytest.fixture(autouse=True)
-def _seed():
-    torch.manual_seed(0)
-
-
 def cubes(output):
     return output.float().pow(3).sum()
 
 
 def compare(model, x, loss=cubes, **settings):
-    return polycast.compare(model, x, device_type="cpu", loss=loss, **{"policy": POLICY, **settings})
+    return polycast.compare(model, x, loss=loss, **{"policy": POLICY, **settings})
 
 
 def own_errors(comparison):

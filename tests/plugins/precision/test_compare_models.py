@@ -8,11 +8,6 @@ from torch.utils.checkpoint import checkpoint
 import polycast
 
 
-@pytest.fixture(autouse=True)
-def _seed():
-    torch.manual_seed(0)
-
-
 def mean_square(output):
     return output.float().square().mean()
 
@@ -23,9 +18,7 @@ def net(width=8, outputs=4):
 
 @pytest.mark.parametrize("other", [{"width": 12}, {"outputs": 3}])
 def test_models_whose_layers_have_other_shapes_can_be_compared(engine, other):
-    comparison = polycast.compare(
-        net(), torch.randn(5, 6), device_type="cpu", reference=net(**other), enabled=False, loss=mean_square
-    )
+    comparison = polycast.compare(net(), torch.randn(5, 6), reference=net(**other), enabled=False, loss=mean_square)
     errors = {each.name: each.own.relative for each in comparison.modules}
     assert errors["2"] == float("inf")
     assert errors["1"] == errors["(loss)"] == 0
@@ -37,13 +30,13 @@ def test_an_exception_of_a_model_itself_is_raised(model):
     wrong = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(9, 4))
     models = (wrong, net()) if model == "reference" else (net(), wrong)
     with pytest.raises(RuntimeError, match="cannot be multiplied"):
-        polycast.compare(models[1], torch.randn(5, 6), device_type="cpu", reference=models[0])
+        polycast.compare(models[1], torch.randn(5, 6), reference=models[0])
 
 
 @pytest.mark.parametrize("loss", [None, mean_square])
 def test_a_model_in_the_fast_dtype_can_be_compared(engine, loss):
     model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4)).bfloat16()
-    comparison = polycast.compare(model, torch.randn(5, 6).bfloat16(), device_type="cpu", loss=loss)
+    comparison = polycast.compare(model, torch.randn(5, 6).bfloat16(), loss=loss)
     assert comparison.outputs["output"].relative < 0.02
     assert {each.own.relative for each in comparison.modules} == {0.0}
 
@@ -51,7 +44,7 @@ def test_a_model_in_the_fast_dtype_can_be_compared(engine, loss):
 def test_a_gradient_of_rounding_errors_only_does_not_come_first():
     """The gradient of a bias before a batch norm is zero, but for rounding."""
     model = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 4))
-    gradients = polycast.compare(model, torch.randn(64, 16), device_type="cpu", loss=mean_square).gradients
+    gradients = polycast.compare(model, torch.randn(64, 16), loss=mean_square).gradients
     bias = next(each for each in gradients if each.name == "0.bias")
     assert bias.total.relative > 100
     assert bias.adds < 0.1
@@ -69,25 +62,11 @@ class Checkpointed(nn.Module):
 
 def test_a_reentrant_checkpoint_does_not_warn():
     """A part gets no gradients when only those of the module around it are computed again."""
-    gradients = polycast.compare(
-        Checkpointed(), torch.randn(5, 6), device_type="cpu", enabled=False, loss=mean_square
-    ).gradients
+    gradients = polycast.compare(Checkpointed(), torch.randn(5, 6), enabled=False, loss=mean_square).gradients
     assert {each.name for each in gradients if each.parameter} == {
         f"{name}.{parameter}" for name in ("first", "second", "last") for parameter in ("weight", "bias")
     }
     assert {each.total.relative for each in gradients} == {0.0}
-
-
-def test_a_complex_loss_is_refused():
-    with pytest.raises(ValueError, match=r"got complex64. Return a real number"):
-        polycast.compare(
-            net(), torch.randn(5, 6), device_type="cpu", loss=lambda y: torch.complex(y.float(), y.float()).mean()
-        )
-
-
-def test_a_state_dict_as_the_reference_is_refused():
-    with pytest.raises(TypeError, match=r"got a mapping \(OrderedDict\)\. Load a state dict into a copy of the model"):
-        polycast.compare(net(), torch.randn(5, 6), device_type="cpu", reference=net().state_dict())
 
 
 @pytest.mark.parametrize("tuned", [False, True])
@@ -96,20 +75,20 @@ def test_a_model_that_another_call_compares_is_refused(in_thread, tuned):
 
     def compare_part():
         if tuned:
-            polycast.tune(model[0], x, tolerance=1.0, device_type="cpu")
+            polycast.tune(model[0], x, tolerance=1.0)
         else:
-            polycast.compare(model[0], x, device_type="cpu")
+            polycast.compare(model[0], x)
 
     def other():
         with pytest.raises(RuntimeError, match="Linear is in use by another call of polycast.compare or polycast.tune"):
             compare_part()
-        found.append(polycast.compare(net(), x, device_type="cpu"))
+        found.append(polycast.compare(net(), x))
 
     def loss(output):
         if not found:
             in_thread(other)
         return mean_square(output)
 
-    polycast.compare(model, x, device_type="cpu", loss=loss)
+    polycast.compare(model, x, loss=loss)
     assert found
     compare_part()

@@ -31,7 +31,7 @@ def x():
 
 
 def compare(model, x, **settings):
-    return polycast.compare(model, x, device_type="cpu", **{"recipe": RECIPE, **settings})
+    return polycast.compare(model, x, **{"recipe": RECIPE, **settings})
 
 
 def errors(comparison):
@@ -86,7 +86,7 @@ def test_the_plain_data_has_the_recipe_and_the_counts(model, x):
     said = json.loads(json.dumps(compare(model, x).to_dict(), allow_nan=False))
     assert said["recipe"] == "int8"
     assert said["low_bit"] == [
-        {"device": "cpu", "recipe": "int8", "op": "aten::linear", "declined": "", "calls": 2, "package": ""},
+        {"device": "cpu", "recipe": "int8", "op": "aten::linear", "declined": "", "calls": 2, "package": ""}
     ]
 
 

@@ -9,7 +9,7 @@ import re
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import nn
 
 import polycast
@@ -130,67 +130,59 @@ def test_a_missing_file_is_an_os_error(model, tmp_path):
         Equalization.load(tmp_path / "e", model)
 
 
-@pytest.mark.parametrize("part", [0.0, 0.005, 0.5, 0.9, 0.999])
-def test_a_truncated_file_is_refused(model, e, tmp_path, part):
-    path = tmp_path / "e"
-    e.save(path)
-    content = path.read_bytes()
-    path.write_bytes(content[: int(len(content) * part)])
-    with pytest.raises(ValueError, match="is no equalization: it is not a complete safetensors file"):
-        Equalization.load(path, model)
+def described(change):
+    """Return a function that changes the description in the content of a file."""
+
+    def changed(content):
+        size = int.from_bytes(content[:8], "little")
+        header = json.loads(content[8 : 8 + size])
+        change(header["__metadata__"])
+        text = json.dumps(header).encode()
+        return len(text).to_bytes(8, "little") + text + content[8 + size :]
+
+    return changed
 
 
-@pytest.mark.parametrize("content", [b"", b"{}", b"\0" * 100, b"\xff" * 100], ids=["empty", "json", "zeros", "ones"])
-def test_a_file_of_another_kind_is_refused(model, tmp_path, content):
-    (tmp_path / "e").write_bytes(content)
-    with pytest.raises(ValueError, match="is no "):
-        Equalization.load(tmp_path / "e", model)
+def flipped(where):
+    return lambda content: content[:where] + bytes([content[where] ^ 1]) + content[where:][1:]
 
 
-def test_other_safetensors_are_refused(model, tmp_path):
-    save_file({"0.weight": torch.ones(32)}, tmp_path / "e")
-    with pytest.raises(ValueError, match="is a safetensors file, but not an equalization that polycast saved"):
-        Equalization.load(tmp_path / "e", model)
+def truncated(part):
+    return lambda content: content[: int(len(content) * part)]
 
 
-def changed(path, change):
-    content = path.read_bytes()
-    size = int.from_bytes(content[:8], "little")
-    header = json.loads(content[8 : 8 + size])
-    change(header["__metadata__"])
-    text = json.dumps(header).encode()
-    path.write_bytes(len(text).to_bytes(8, "little") + text + content[8 + size :])
-
-
-@pytest.mark.parametrize("where", [-1, -20, -100])
-def test_a_file_with_other_factors_is_refused(model, e, tmp_path, where):
-    path = tmp_path / "e"
-    e.save(path)
-    content = bytearray(path.read_bytes())
-    content[where] ^= 1
-    path.write_bytes(content)
-    with pytest.raises(ValueError, match="is damaged: its contents do not have the digest that it says"):
-        Equalization.load(path, model)
-
-
-OTHERS = [
-    (lambda metadata: metadata.update(version="2"), "is of version 2: install a newer polycast"),
-    (lambda metadata: metadata.pop("weights"), "is damaged: 'weights'"),
-    (lambda metadata: metadata.update(weights="[]]"), "is damaged: "),
-    (lambda metadata: metadata.update(weights="{}"), "is damaged: its contents"),
-    (lambda metadata: metadata.update(weights='{"0.weight": {}}'), "is damaged: 'strength'"),
-    (lambda metadata: metadata.update(weights='{"0.weight": 3}'), "is damaged: 'int' object"),
-    (lambda metadata: metadata.update(digest="0"), "is damaged: its contents"),
+INCOMPLETE = "is no equalization: it is not a complete safetensors file"
+OTHER_FACTORS = "is damaged: its contents do not have the digest that it says"
+OTHER_FILE = "is a safetensors file, but not an equalization that polycast saved"
+BAD = [
+    *(
+        (truncated(part), "is no equalization: it is not a complete safetensors file")
+        for part in (0, 0.005, 0.5, 0.999)
+    ),
+    *((lambda _, other=other: other, "is no ") for other in (b"", b"{}", b"\0" * 100, b"\xff" * 100)),
+    (
+        lambda _: save({"0.weight": torch.ones(32)}),
+        "is a safetensors file, but not an equalization that polycast saved",
+    ),
+    *((flipped(where), OTHER_FACTORS) for where in (-1, -20, -100)),
+    (described(lambda metadata: metadata.update(version="2")), "is of version 2: install a newer polycast"),
+    (described(lambda metadata: metadata.pop("weights")), "is damaged: 'weights'"),
+    (described(lambda metadata: metadata.update(weights="[]]")), "is damaged: "),
+    (described(lambda metadata: metadata.update(weights="{}")), "is damaged: its contents"),
+    (described(lambda metadata: metadata.update(weights='{"0.weight": {}}')), "is damaged: 'strength'"),
+    (described(lambda metadata: metadata.update(weights='{"0.weight": 3}')), "is damaged: 'int' object"),
+    (described(lambda metadata: metadata.update(digest="0")), "is damaged: its contents"),
 ]
 
 
-def test_a_file_with_another_description_is_refused(model, e, tmp_path, subtests):
-    for change, message in OTHERS:
-        with subtests.test(change=change, message=message):
-            e.save(tmp_path / "e")
-            changed(tmp_path / "e", change)
-            with pytest.raises(ValueError, match=re.escape(message)):
-                Equalization.load(tmp_path / "e", model)
+def test_a_file_with_other_contents_is_refused(model, e, tmp_path, subtests):
+    path = tmp_path / "e"
+    for number, (change, problem) in enumerate(BAD):
+        with subtests.test(number=number, problem=problem):
+            e.save(path)
+            path.write_bytes(change(path.read_bytes()))
+            with pytest.raises(ValueError, match=re.escape(problem)):
+                Equalization.load(path, model)
 
 
 def reloaded(model):

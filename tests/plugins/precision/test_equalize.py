@@ -13,16 +13,13 @@ from polycast.plugin import events
 from polycast_plugins.fastest import estimates
 from polycast_plugins.quantize.products import Activations
 
+from .defined import Defined
+
 AVAILABLE = polycast.plugin.check(polycast.plugin.get_backend("cpu"), polycast.Int8())
 pytestmark = pytest.mark.skipif(not AVAILABLE, reason=f"no int8 here: {AVAILABLE.reason}")
 
 RECIPE = Int8(min_size=0)
 LARGE = [1, 5]
-
-
-@pytest.fixture(autouse=True)
-def _seed():
-    torch.manual_seed(0)
 
 
 def with_outliers(rows=16, terms=32):
@@ -111,19 +108,11 @@ def test_equal_weights_share_the_factors_for_the_activations_of_both():
 
 
 def test_a_parameter_that_is_multiplied_both_ways_has_an_equalization_of_each():
-    class Autoencoder(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(24, 32))
-
-        def forward(self, x):
-            return F.linear(x, self.weight) @ self.weight
-
-    found = named(polycast.equalize(Autoencoder(), [torch.randn(8, 32)], RECIPE))
-    assert {name: each.shape for name, each in found.items()} == {
-        "weight": (24, 32),
-        "weight[transposed]": (32, 24),
-    }
+    autoencoder = Defined(
+        lambda self, x: F.linear(x, self.weight) @ self.weight, weight=nn.Parameter(torch.randn(24, 32))
+    )
+    found = named(polycast.equalize(autoencoder, [torch.randn(8, 32)], RECIPE))
+    assert {name: each.shape for name, each in found.items()} == {"weight": (24, 32), "weight[transposed]": (32, 24)}
 
 
 def linear(**settings):

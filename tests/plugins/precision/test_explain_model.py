@@ -90,20 +90,10 @@ def test_memory_is_not_needed():
     ]
 
 
-def test_a_model_on_meta_needs_a_device():
-    with pytest.raises(ValueError, match="^the model is on meta: name the device .*device_type='cpu'$"):
-        polycast.explain(nn.Linear(4, 4, device="meta"), torch.ones(1, 4, device="meta"))
-
-
 def test_attributes_may_be_tensors_of_a_graph(model, x):
     model.last = model(x)
     assert by_name(polycast.explain(model, x))["1"].compute == {"bfloat16": 1}
     assert model.last.grad_fn is not None
-
-
-def test_an_op_without_a_device_is_refused(x):
-    with pytest.raises(TypeError, match=r"^explain\(\) of an op needs the device .*, as device_type='cpu'$"):
-        polycast.explain("mm", "cpu", x, x)
 
 
 def test_an_op_is_explained_with_its_arguments_and_keywords(x):
@@ -111,16 +101,6 @@ def test_an_op_is_explained_with_its_arguments_and_keywords(x):
     with polycast.autocast("cpu"):
         found = polycast.explain("conv2d", images, images, device_type="cpu", policy={"conv2d": "fp32"}, stride=2)
         assert found == polycast.plugin.explain_op("conv2d", "cpu", (images, images), {"stride": 2}, {"conv2d": "fp32"})
-
-
-def test_lazy_modules_are_refused(x):
-    with pytest.raises(ValueError, match="^the model has lazy modules.*: call it once before$"):
-        polycast.explain(nn.LazyLinear(4), x)
-
-
-def test_a_script_module_is_refused(x):
-    with pytest.raises(TypeError, match="^the model is a ScriptModule"):
-        polycast.explain(torch.jit.ScriptModule(), x)
 
 
 def test_buffers_of_the_model_keep_their_values():
@@ -225,17 +205,32 @@ def test_the_explanation_is_plain_data(model, x):
     }
 
 
-def test_a_forward_that_reads_values_is_refused(x):
-    with pytest.raises(RuntimeError, match=r"^the forward of Refusing depends on values .*polycast.observe\(model\)$"):
-        polycast.explain(Refusing(), x)
-    assert not polycast.is_autocast_enabled("cpu")
-
-
-def test_a_model_that_cannot_be_copied_is_refused(x):
+def locked():
     model = nn.Linear(16, 16)
     model.lock = threading.Lock()
-    with pytest.raises(TypeError, match="^explain runs a copy of the model, which cannot be copied: .*lock"):
-        polycast.explain(model, x)
+    return model
+
+
+LINEAR, X = nn.Linear(16, 16), torch.ones(2, 16)
+USAGE = r"^explain\(\) of a model takes explain\(model, inputs, \*, device_type, .*; got {}$"
+REFUSED = [
+    ((nn.LazyLinear(4), X), {}, ValueError, "^the model has lazy modules.*: call it once before$"),
+    ((torch.jit.ScriptModule(), X), {}, TypeError, "^the model is a ScriptModule"),
+    ((locked(), X), {}, TypeError, "^explain runs a copy of the model, which cannot be copied: .*lock"),
+    ((Refusing(), X), {}, RuntimeError, r"^the forward of Refusing depends on values .*polycast.observe\(model\)$"),
+    ((LINEAR, [1]), {}, TypeError, "^inputs must be a tensor, a tuple of arguments or a dict"),
+    ((LINEAR,), {}, TypeError, USAGE.format(r"0 positional arguments after the model, and the keywords \[\]")),
+    ((LINEAR, X, "cpu"), {"reference": None}, TypeError, USAGE.format(r"2 .*, and the keywords \['reference'\]")),
+    (("mm", "cpu", X, X), {}, TypeError, r"^explain\(\) of an op needs the device .*, as device_type='cpu'$"),
+    ((3,), {"device_type": "cpu"}, TypeError, ""),
+]
+
+
+def test_other_models_and_calls_are_refused(subtests):
+    for args, kwargs, error, problem in REFUSED:
+        with subtests.test(args=args), pytest.raises(error, match=problem):
+            polycast.explain(*args, **kwargs)
+    assert not polycast.is_autocast_enabled("cpu")
 
 
 def test_the_device_is_a_keyword_and_by_default_the_models():
@@ -245,24 +240,6 @@ def test_the_device_is_a_keyword_and_by_default_the_models():
         assert inspect.signature(function).parameters["device_type"].kind is inspect.Parameter.KEYWORD_ONLY
         with pytest.raises(ValueError, match="^the model is on meta: name the device .*device_type='cpu'$"):
             function(model.to("meta"), x.to("meta"), **{"tolerance": 1} if function is polycast.tune else {})
-
-
-def test_inputs_of_another_type_are_refused(model):
-    with pytest.raises(TypeError, match="^inputs must be a tensor, a tuple of arguments or a dict"):
-        polycast.explain(model, [1])
-
-
-def test_a_wrong_call_is_refused_with_the_usage(model):
-    usage = r"^explain\(\) of a model takes explain\(model, inputs, \*, device_type, .*; got {}$"
-    with pytest.raises(TypeError, match=usage.format(r"0 positional arguments after the model, and the keywords \[\]")):
-        polycast.explain(model)
-    with pytest.raises(TypeError, match=usage.format(r"2 .*, and the keywords \['reference'\]")):
-        polycast.explain(model, torch.ones(2, 16), "cpu", reference=None)
-
-
-def test_what_is_neither_an_op_nor_a_model_is_refused():
-    with pytest.raises(TypeError):
-        polycast.explain(3, device_type="cpu")
 
 
 def test_a_notebook_shows_a_table(model):

@@ -13,9 +13,11 @@ from torch import nn
 import polycast
 from polycast_plugins.precision import sides
 
+from .defined import Defined
+
 CALLS = {
-    "compare": lambda model, x: polycast.compare(model, x, device_type="cpu"),
-    "tune": lambda model, x: polycast.tune(model, x, tolerance=0.0, device_type="cpu"),
+    "compare": lambda model, x: polycast.compare(model, x),
+    "tune": lambda model, x: polycast.tune(model, x, tolerance=0.0),
 }
 
 
@@ -86,43 +88,34 @@ def threads():
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 def test_an_interrupt_while_the_runs_call_different_modules_ends_both(call):
-    class Chooses(nn.Module):
-        """In the region it calls another module than in float32, so both wait for the call around these."""
-
-        def __init__(self):
-            super().__init__()
-            self.gate, self.one = nn.Linear(4, 4), nn.Linear(4, 4)
-            self.two = Interrupted(lambda y: in_worker(), lambda: None)
-
-        def forward(self, x):
-            return self.one(x) if self.gate(x).dtype is torch.float32 else self.two(x)
-
-    ends_at_once(call, nn.Sequential(nn.Linear(4, 4), Chooses(), *(nn.Linear(4, 4) for _ in range(3))))
+    chooses = Defined(
+        lambda self, x: self.one(x) if self.gate(x).dtype is torch.float32 else self.two(x),
+        gate=nn.Linear(4, 4),
+        one=nn.Linear(4, 4),
+        two=Interrupted(lambda y: in_worker(), lambda: None),
+    )
+    ends_at_once(call, nn.Sequential(nn.Linear(4, 4), chooses, *(nn.Linear(4, 4) for _ in range(3))))
 
 
 def test_a_run_that_catches_all_exceptions_ends_at_the_next_call_of_a_module():
     calls = []
 
-    class Stubborn(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(4, 4)
+    def forward(self, x):
+        for _ in range(2):
+            try:
+                if in_worker() and not calls:
+                    calls.append(1)
+                    interrupt()
+                    run_on()
+            except BaseException:
+                calls.append(2)
+        if in_worker():
+            self.layer(x)
+            calls.append(3)
+        return x
 
-        def forward(self, x):
-            for _ in range(2):
-                try:
-                    if in_worker() and not calls:
-                        calls.append(1)
-                        interrupt()
-                        run_on()
-                except BaseException:
-                    calls.append(2)
-            if in_worker():
-                self.layer(x)
-                calls.append(3)
-            return x
-
-    ends_at_once(CALLS["compare"], nn.Sequential(Stubborn()))
+    stubborn = Defined(forward, layer=nn.Linear(4, 4))
+    ends_at_once(CALLS["compare"], nn.Sequential(stubborn))
     assert calls == [1, 2]
 
 
@@ -138,9 +131,9 @@ def test_a_timeout_of_another_signal_handler_ends_both_runs():
         model = Interrupted(lambda y: False)
         model.when = lambda y: in_worker() and os.kill(os.getpid(), signal.SIGUSR1) is None and run_on()
         with pytest.raises(Timeout):
-            polycast.compare(model, torch.randn(2, 4), device_type="cpu")
+            polycast.compare(model, torch.randn(2, 4))
         with pytest.raises(Timeout):
-            polycast.tune(model, torch.randn(2, 4), tolerance=0.0, device_type="cpu")
+            polycast.tune(model, torch.randn(2, 4), tolerance=0.0)
     finally:
         signal.signal(signal.SIGUSR1, before)
     assert threads() == 0

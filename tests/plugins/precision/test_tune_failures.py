@@ -8,7 +8,9 @@ from torch import nn
 
 import polycast
 
-FLOAT16 = {"tolerance": 1e-2, "device_type": "cpu", "dtype": torch.float16}
+from .defined import Defined
+
+FLOAT16 = {"tolerance": 1e-2, "dtype": torch.float16}
 
 
 class Strict(nn.Module):
@@ -91,19 +93,15 @@ def test_a_reference_without_a_finite_element_is_refused():
 
 
 def test_the_distance_is_infinite_where_an_attention_refuses_mixed_dtypes():
-    class Attention(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.q, self.k = nn.Linear(4, 4), nn.Linear(4, 4)
+    def forward(self, x):
+        q, k = self.q(x), self.k(x)
+        if q.dtype != k.dtype:
+            raise ValueError("q and k must have the same dtype")
+        return torch.softmax(q @ k.T, -1)
 
-        def forward(self, x):
-            q, k = self.q(x), self.k(x)
-            if q.dtype != k.dtype:
-                raise ValueError("q and k must have the same dtype")
-            return torch.softmax(q @ k.T, -1)
-
+    attention = Defined(forward, q=nn.Linear(4, 4), k=nn.Linear(4, 4))
     torch.manual_seed(0)
-    model = nn.Sequential(Attention())
+    model = nn.Sequential(attention)
     with torch.no_grad():
         model[0].q.weight.mul_(1e6)
         model[0].k.weight.mul_(1e-6)
@@ -134,18 +132,14 @@ def test_running_out_of_memory_and_interrupts_end_the_search(error):
 
 
 def test_a_banned_op_is_found_behind_another_exception():
-    class Wraps(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(4, 4)
+    def forward(self, x):
+        try:
+            return self.layer(x)
+        except RuntimeError as error:
+            raise ValueError("the layer failed") from error
 
-        def forward(self, x):
-            try:
-                return self.layer(x)
-            except RuntimeError as error:
-                raise ValueError("the layer failed") from error
-
+    wraps = Defined(forward, layer=nn.Linear(4, 4))
     with torch.no_grad():
-        model = nn.Sequential(Wraps())
+        model = nn.Sequential(wraps)
         model[0].layer.weight.mul_(1e6)
     assert polycast.tune(model, torch.randn(2, 4), **FLOAT16, over="ops").policy.ops.keys() == {"linear"}

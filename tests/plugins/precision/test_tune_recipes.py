@@ -44,7 +44,7 @@ def planted(*culprits, blocks=5):
 
 def tune(model, x, **arguments):
     """Tune, and check that the result keeps the tolerance and, if it says so, is minimal."""
-    settings = {"tolerance": 2e-2, "device_type": "cpu", "recipe": RECIPE}
+    settings = {"tolerance": 2e-2, "recipe": RECIPE}
     tuned = polycast.tune(model, x, **{**settings, **arguments})
     evidence = tuned.evidence
     tried = {(frozenset(trial.members), frozenset(trial.kept)): trial.distance for trial in evidence.trials}
@@ -146,7 +146,7 @@ def test_a_warning_says_that_even_float32_is_insufficient():
     with pytest.warns(
         UserWarning, match="no policy keeps the tolerance: with all modules in float32 the distance is 1"
     ):
-        tuned = polycast.tune(model, x, lambda *_: 1.0, tolerance=0.5, device_type="cpu", recipe=RECIPE)
+        tuned = polycast.tune(model, x, lambda *_: 1.0, tolerance=0.5, recipe=RECIPE)
     assert not tuned.met
 
 

@@ -25,10 +25,19 @@ class Normed(torch.nn.Linear):
         return super().forward(x)
 
 
-@pytest.mark.parametrize("in_place", [False, True])
-def test_writes_to_the_data_of_a_parameter_are_refused(in_place):
-    with pytest.raises(RuntimeError, match="writes to its parameter 'weight'"):
-        polycast.compare(Normed(in_place), torch.randn(2, 8), device_type="cpu")
+@pytest.mark.parametrize(
+    ("layer", "x"),
+    [
+        (Normed(False), torch.randn(2, 8)),
+        (Normed(True), torch.randn(2, 8)),
+        (torch.nn.Embedding(4, 4, max_norm=0.1), torch.tensor([1, 2])),
+    ],
+    ids=["new data", "in place", "embedding"],
+)
+def test_writes_to_a_parameter_are_refused(layer, x):
+    expected = r"writes to its parameter '0\.weight' \(as nn\.Embedding does with max_norm\)"
+    with pytest.raises(RuntimeError, match=expected):
+        polycast.compare(torch.nn.Sequential(layer), x)
 
 
 @pytest.mark.filterwarnings("ignore:float32's own output has")
@@ -36,7 +45,7 @@ def test_parameters_with_nan_are_not_taken_for_written_ones():
     model = torch.nn.Linear(4, 4)
     with torch.no_grad():
         model.weight.fill_(torch.nan)
-    assert polycast.compare(model, torch.ones(1, 4), device_type="cpu").is_complete
+    assert polycast.compare(model, torch.ones(1, 4)).is_complete
 
 
 def test_buffers_in_an_ordered_dict_are_restored():
@@ -44,7 +53,7 @@ def test_buffers_in_an_ordered_dict_are_restored():
     model = torch.nn.BatchNorm1d(4)
     vars(model)["_buffers"] = collections.OrderedDict(model._buffers)
     before = model.running_mean.clone()
-    polycast.compare(model, torch.randn(8, 4), device_type="cpu")
+    polycast.compare(model, torch.randn(8, 4))
     assert torch.equal(model.running_mean, before)
 
 
@@ -65,7 +74,7 @@ class Shared(torch.nn.Module):
 
 def test_buffers_that_share_memory_do_so_in_each_run():
     model, x = Shared(), torch.ones(1, 4)
-    found = polycast.compare(model, x, device_type="cpu")
+    found = polycast.compare(model, x)
     assert found.outputs["output"].relative < 0.1
     assert torch.equal(model.cache, torch.zeros(2, 4))
     assert torch.equal(model.keys, torch.zeros(4))
@@ -74,13 +83,13 @@ def test_buffers_that_share_memory_do_so_in_each_run():
 def test_sparse_buffers_are_cloned():
     model = torch.nn.Linear(4, 4)
     model.register_buffer("adjacency", torch.eye(4).to_sparse())
-    assert polycast.compare(model, torch.ones(1, 4), device_type="cpu").is_complete
+    assert polycast.compare(model, torch.ones(1, 4)).is_complete
 
 
 def test_results_are_copied_and_pickled():
     model, x = torch.nn.Linear(4, 4), torch.ones(1, 4)
-    compared = polycast.compare(model, x, device_type="cpu")
-    evidence = polycast.tune(model, x, tolerance=1.0, device_type="cpu").evidence
+    compared = polycast.compare(model, x)
+    evidence = polycast.tune(model, x, tolerance=1.0).evidence
     for copied in (copy.deepcopy, lambda found: pickle.loads(pickle.dumps(found))):
         assert copied(compared).outputs == compared.outputs
         assert str(copied(evidence)) == str(evidence)
