@@ -9,6 +9,8 @@ from polycast_plugins.fastest import estimates
 from polycast_plugins.precision.timing import BY_PROFILE, PLAIN_REGION
 from polycast_plugins.precision.tuner import modules_faster_in_float32
 
+from .defined import Defined
+
 
 @pytest.fixture
 def profiled(profile_of, monkeypatch):
@@ -18,13 +20,9 @@ def profiled(profile_of, monkeypatch):
     )
 
 
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.conv, self.out = nn.Conv2d(3, 8, 3), nn.Linear(8 * 36, 16)
-
-    def forward(self, x):
-        return self.out(self.conv(x).relu().flatten(1))
+def new_model():
+    conv, out = nn.Conv2d(3, 8, 3), nn.Linear(8 * 36, 16)
+    return Defined(lambda self, x: self.out(self.conv(x).relu().flatten(1)), conv=conv, out=out)
 
 
 X = torch.randn(2, 3, 8, 8)
@@ -38,7 +36,7 @@ def faster_in_float32(model):
 
 
 def test_modules_are_chosen_by_their_ops(engine, profiled):
-    model = Model()
+    model = new_model()
     profiled(linear=2.0, conv2d=0.5)
     assert faster_in_float32(model) == ["out"]
     profiled(linear=0.5, conv2d=2.0)
@@ -48,7 +46,7 @@ def test_modules_are_chosen_by_their_ops(engine, profiled):
 
 
 def test_modules_that_stay_in_float32_anyway_are_not_chosen(engine, profiled):
-    model = Model()
+    model = new_model()
     profiled(linear=2.0, conv2d=2.0)
     with polycast.apply_policy(model, polycast.Policy(modules={"conv": "fp32"})):
         assert faster_in_float32(model) == ["out"]
@@ -56,11 +54,11 @@ def test_modules_that_stay_in_float32_anyway_are_not_chosen(engine, profiled):
 
 def test_without_a_profile_there_is_no_choice(monkeypatch):
     monkeypatch.setattr(estimates, "find_profile", lambda device_type: None)
-    assert faster_in_float32(Model()) is None
+    assert faster_in_float32(new_model()) is None
 
 
 def tune(**arguments):
-    return polycast.tune(Model(), X, tolerance=0.1, **arguments)
+    return polycast.tune(new_model(), X, tolerance=0.1, **arguments)
 
 
 def test_choice_is_timed_and_returned_if_it_is_the_fastest(profiled, quick):
@@ -76,7 +74,7 @@ def test_choice_that_does_not_keep_the_tolerance_is_not_timed(profiled, quick):
     profiled(other=2.0)
     quick(PLAIN_REGION)
     tuned = polycast.tune(
-        Model(), X, lambda *_: 1.0, tolerance=2.0, objective="time", budget=2
+        new_model(), X, lambda *_: 1.0, tolerance=2.0, objective="time", budget=2
     )  # the budget is spent on the plain region and on float32
     assert BY_PROFILE not in tuned.evidence.timings.seconds
 

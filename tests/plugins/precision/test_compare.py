@@ -18,24 +18,14 @@ def by_name(comparison):
     return {module.name: module for module in comparison.modules}
 
 
-class Residual(nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        self.a, self.b = nn.Linear(width, width), nn.Linear(width, width)
-
-    def forward(self, x):
-        return self.a(x) + self.b(x)
+def residual(width):
+    return Defined(lambda self, x: self.a(x) + self.b(x), a=nn.Linear(width, width), b=nn.Linear(width, width))
 
 
-class Attention(nn.Module):
-    """Computes the product of queries and keys itself."""
-
-    def __init__(self, width):
-        super().__init__()
-        self.q, self.k = nn.Linear(width, width), nn.Linear(width, width)
-
-    def forward(self, x):
-        return torch.softmax(self.q(x) @ self.k(x).transpose(-1, -2), -1)
+def attention(width):
+    """Return a module that computes the product of queries and keys itself."""
+    q, k = nn.Linear(width, width), nn.Linear(width, width)
+    return Defined(lambda self, x: torch.softmax(self.q(x) @ self.k(x).transpose(-1, -2), -1), q=q, k=k)
 
 
 def test_a_region_that_casts_nothing_is_bit_equal(engine):
@@ -76,7 +66,7 @@ def test_a_module_inherits_the_error_of_its_inputs():
 
 
 def test_the_own_error_of_a_container_excludes_the_modules_in_it():
-    found = by_name(polycast.compare(nn.Sequential(Residual(8), Attention(8)), torch.randn(3, 8)))
+    found = by_name(polycast.compare(nn.Sequential(residual(8), attention(8)), torch.randn(3, 8)))
     assert found["0"].own.relative == 0.0
     assert found["0"].total.relative > 0
     assert found["1"].own.relative > 0
@@ -118,7 +108,7 @@ def test_the_first_module_that_makes_inf_or_nan_is_named(engine):
 
 
 def test_an_overflow_outside_of_the_inner_modules_counts_for_the_container():
-    model = Residual(4)
+    model = residual(4)
     with torch.no_grad():
         for layer in (model.a, model.b):
             layer.weight.fill_(10_000.0)

@@ -45,25 +45,15 @@ class Chunks(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.layer, self.add = nn.Linear(8, 16), Add()
+        self.layer, self.add = nn.Linear(8, 16), Defined(lambda self, a, b: a * 2 if a is b else a + b)
 
     def forward(self, x):
         a, b = self.layer(x).chunk(2, -1)
         return self.add(self.add(a, b), self.add(x, x))
 
 
-class Add(nn.Module):
-    def forward(self, a, b):
-        return a * 2 if a is b else a + b
-
-
-class Identity(nn.Module):
-    def forward(self, x):
-        return x
-
-
 def dropped(rate=0.5):
-    return nn.Sequential(nn.Linear(8, 8), nn.Dropout(rate), Identity(), nn.Linear(8, 8))
+    return nn.Sequential(nn.Linear(8, 8), nn.Dropout(rate), Defined(lambda self, x: x), nn.Linear(8, 8))
 
 
 MODELS = {

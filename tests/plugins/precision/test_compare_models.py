@@ -7,6 +7,8 @@ from torch.utils.checkpoint import checkpoint
 
 import polycast
 
+from .defined import Defined
+
 
 def mean_square(output):
     return output.float().square().mean()
@@ -51,18 +53,14 @@ def test_a_gradient_of_rounding_errors_only_does_not_come_first():
     assert gradients[0].name != "0.bias"
 
 
-class Checkpointed(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.second, self.last = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 4)
+def test_a_reentrant_checkpoint_does_not_warn():
+    """A part gets no gradients when only those of the module around it are computed again."""
 
     def forward(self, x):
         return self.last(checkpoint(self.second, self.first(x), use_reentrant=True))
 
-
-def test_a_reentrant_checkpoint_does_not_warn():
-    """A part gets no gradients when only those of the module around it are computed again."""
-    gradients = polycast.compare(Checkpointed(), torch.randn(5, 6), enabled=False, loss=mean_square).gradients
+    model = Defined(forward, first=nn.Linear(6, 8), second=nn.Linear(8, 8), last=nn.Linear(8, 4))
+    gradients = polycast.compare(model, torch.randn(5, 6), enabled=False, loss=mean_square).gradients
     assert {each.name for each in gradients if each.parameter} == {
         f"{name}.{parameter}" for name in ("first", "second", "last") for parameter in ("weight", "bias")
     }

@@ -11,6 +11,8 @@ from torch import nn
 import polycast
 from polycast import Reference
 
+from .defined import Defined
+
 RECIPE = polycast.Int8(min_size=0)
 
 
@@ -136,18 +138,14 @@ def test_a_checkpoint_in_a_region_against_another_in_float32(model, x):
 
 
 def test_models_with_different_modules_are_matched_where_they_agree(x):
-    class Model(nn.Module):
-        def __init__(self, norm):
-            super().__init__()
-            self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
-            if norm:
-                self.norm = nn.LayerNorm(8)
-
+    def new(**norm):
         def forward(self, x):
-            x = self.first(x)
-            return self.last(self.norm(x) if hasattr(self, "norm") else x)
+            return self.last(self.norm(self.first(x)) if norm else self.first(x))
 
-    for one, two in ((Model(True), Model(False)), (Model(False), Model(True))):
+        return Defined(forward, first=nn.Linear(8, 8), last=nn.Linear(8, 8), **norm)
+
+    norm = nn.LayerNorm(8)
+    for one, two in ((new(norm=norm), new()), (new(), new(norm=norm))):
         two.load_state_dict(one.state_dict(), strict=False)
         found = by_name(polycast.compare(two, x, reference=one, enabled=False))
         assert (found["first"].total.relative, found["last"].own.relative) == (0.0, 0.0)
@@ -164,15 +162,6 @@ def test_each_model_keeps_its_own_state(x):
     assert {(module.own.relative, module.total.relative) for module in comparison.modules} == {(0.0, 0.0)}
     assert {each.total.relative for each in comparison.gradients} == {0.0}
     assert [each[1].num_batches_tracked.item() for each in (one, two)] == [0, 0]
-
-
-class Outer(nn.Module):
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
-
-    def forward(self, x):
-        return self.model(x) + 0
 
 
 def counting_backend(calls):
@@ -195,7 +184,7 @@ def test_eager_and_compiled(model, x, how):
     if how == "wrapped":
         compiled = torch.compile(model, backend=counting_backend(calls))
     elif how == "in place":
-        compiled = Outer(model)
+        compiled = Defined(lambda self, x: self.model(x) + 0, model=model)
         compiled.compile(backend=counting_backend(calls))
     else:
         model[2] = torch.compile(model[2], backend=counting_backend(calls))

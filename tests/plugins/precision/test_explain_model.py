@@ -13,6 +13,8 @@ from torch import nn
 import polycast
 from polycast import Int8, Policy
 
+from .defined import Defined
+
 
 class Block(nn.Module):
     def __init__(self):
@@ -21,15 +23,6 @@ class Block(nn.Module):
 
     def forward(self, x):
         return x + self.inner(self.norm(x))
-
-
-class Refusing(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(16, 16)
-
-    def forward(self, x):
-        return -x if self.linear(x).sum() > 0 else x
 
 
 @pytest.fixture
@@ -212,12 +205,13 @@ def locked():
 
 
 LINEAR, X = nn.Linear(16, 16), torch.ones(2, 16)
+REFUSING = Defined(lambda self, x: -x if self.linear(x).sum() > 0 else x, linear=LINEAR)
 USAGE = r"^explain\(\) of a model takes explain\(model, inputs, \*, device_type, .*; got {}$"
 REFUSED = [
     ((nn.LazyLinear(4), X), {}, ValueError, "^the model has lazy modules.*: call it once before$"),
     ((torch.jit.ScriptModule(), X), {}, TypeError, "^the model is a ScriptModule"),
     ((locked(), X), {}, TypeError, "^explain runs a copy of the model, which cannot be copied: .*lock"),
-    ((Refusing(), X), {}, RuntimeError, r"^the forward of Refusing depends on values .*polycast.observe\(model\)$"),
+    ((REFUSING, X), {}, RuntimeError, r"^the forward of Defined depends on values .*polycast.observe\(model\)$"),
     ((LINEAR, [1]), {}, TypeError, "^inputs must be a tensor, a tuple of arguments or a dict"),
     ((LINEAR,), {}, TypeError, USAGE.format(r"0 positional arguments after the model, and the keywords \[\]")),
     ((LINEAR, X, "cpu"), {"reference": None}, TypeError, USAGE.format(r"2 .*, and the keywords \['reference'\]")),

@@ -15,6 +15,8 @@ from polycast_plugins.precision.minimal_set import Choice
 from polycast_plugins.precision.profiling_run import profile_runs
 from polycast_plugins.precision.timing import PLAIN_REGION
 
+from .defined import Defined
+
 pytestmark = pytest.mark.usefixtures("int8_in_python")
 RECIPE = Int8(min_size=0)
 
@@ -195,15 +197,6 @@ def test_the_fastest_leaves_the_recipe_where_the_tolerance_needs_it(monkeypatch)
     assert PLAIN_REGION not in evidence.timings.seconds
 
 
-class Nested(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.act, self.last = nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)
-
-    def forward(self, x):
-        return self.last(self.act(self.first(x)))
-
-
 @pytest.mark.parametrize(
     ("choice", "rules"),
     [
@@ -217,7 +210,8 @@ class Nested(nn.Module):
     ids=str,
 )
 def test_a_module_has_a_rule_where_its_precision_is_not_that_of_its_caller(choice, rules):
-    model = Nested()
+    parts = {"first": nn.Linear(4, 4), "act": nn.ReLU(), "last": nn.Linear(4, 4)}
+    model = Defined(lambda self, x: self.last(self.act(self.first(x))), **parts)
     seen, _ = profile_runs(model, (ModelCall.of(model, torch.randn(2, 4)),), "cpu")
     assert ModuleCandidates(Blocks(model, seen), torch.bfloat16, RECIPE).policy(choice) == Policy(modules=rules)
 
