@@ -14,7 +14,7 @@ from typing_extensions import Self
 
 from polycast.plugin import Result
 
-from .measurement import FLOAT32, PREEMPTED, Measurement, Omission, cells, is_positive, is_valid, legend
+from .measurement import FLOAT32, PREEMPTED, Measurement, Omission, is_positive, is_valid, table_legend, table_rows
 
 _FORMAT = 2
 _NOISY = 0.25
@@ -240,12 +240,12 @@ class DeviceProfile(Result):
 
     def tables(self) -> list[tuple[Sequence[str], Sequence[Sequence[str]]]]:
         """See :class:`polycast.plugin.Result`."""
-        columns, *rows = cells(self.measurements)
+        columns, *rows = table_rows(self.measurements)
         return [(columns, rows)]
 
     def lines(self) -> list[str]:
         """See :class:`polycast.plugin.Result`."""
-        return legend(self.omissions)
+        return table_legend(self.omissions)
 
     def __repr__(self) -> str:
         return str(self)

@@ -71,15 +71,15 @@ def is_valid(each: Measurement) -> bool:
 
 def as_lines(heading: str, measurements: Sequence[Measurement], omissions: Iterable[Omission]) -> list[str]:
     """Return a line for each row, for places that are too narrow for the table."""
-    columns, *rows = cells(measurements)
+    columns, *rows = table_rows(measurements)
     lines = [heading, ""]
     for op, count, size, *times in rows:
         shown = ", ".join(f"{way} {time}" for way, time in zip(columns[3:], times, strict=True) if time != "-")
         lines.append(f"{op}, {count} row{'s' * (count != '1')}{f' of {size}' if size != '-' else ''}: {shown}")
-    return [*lines, "", *legend(omissions)]
+    return [*lines, "", *table_legend(omissions)]
 
 
-def cells(measurements: Sequence[Measurement]) -> Iterator[list[str]]:
+def table_rows(measurements: Sequence[Measurement]) -> Iterator[list[str]]:
     """Yield the rows of the table, the header first; casts last, with their times."""
     matmuls = [each for each in measurements if each.op != "cast"]
     ways = [way for way in dict.fromkeys(each.way for each in matmuls) if way != FLOAT32]
@@ -117,6 +117,6 @@ def _count(size: int) -> str:
     return f"{size / 2**20:.3g} M" if size >= 2**20 else f"{size / 2**10:.3g} K" if size >= 2**10 else str(size)
 
 
-def legend(omissions: Iterable[Omission]) -> list[str]:
+def table_legend(omissions: Iterable[Omission]) -> list[str]:
     """Return the lines below the table: what its signs mean, and what was not measured."""
     return [_LEGEND, *(f"Not measured: {each.op} in {each.way}: {each.reason}" for each in dict.fromkeys(omissions))]

@@ -41,35 +41,33 @@ def flat(results):
     return [tensor for each in results for tensor in flat(each)]
 
 
-@pytest.mark.parametrize("need_weights", [True, False])
-def test_fused_attention_is_computed_in_float32_where_that_is_faster(slow, recipe_counts, need_weights):
+LAST = torch.arange(3).eq(2).repeat(5, 1)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"need_weights": False}, {"key_padding_mask": LAST}], ids=["plain", "no weights", "mask"]
+)
+def test_fused_attention_is_computed_in_float32_where_that_is_faster(slow, recipe_counts, options):
     module = attention()
-    expected = flat(module(X, X, X, need_weights=need_weights))
+    expected = flat(module(X, X, X, **options))
     with autocast("cpu", recipe=slow), recipe_counts() as counts:
-        results = flat(module(X, X, X, need_weights=need_weights))
-    assert [(each.op, each.recipe) for each in counts.records()] == [
-        ("aten::_native_multi_head_attention", "fastest:float32")
+        results = flat(module(X, X, X, **options))
+    assert [(each.op, each.recipe, each.declined) for each in counts.records()] == [
+        ("aten::_native_multi_head_attention", "fastest:float32", "")
     ]
-    assert len(results) == 1 + need_weights
+    assert len(results) == 1 + options.get("need_weights", True)
     assert all(torch.equal(*pair) for pair in zip(results, [each.bfloat16() for each in expected], strict=True))
 
 
-def test_fused_attention_with_a_mask_is_computed_in_float32_where_that_is_faster(slow, recipe_counts):
-    module, mask = attention(), torch.zeros(X.shape[:2], dtype=torch.bool)
-    mask[:, -1] = True
-    expected = flat(module(X, X, X, key_padding_mask=mask))
-    with autocast("cpu", recipe=slow), recipe_counts() as counts:
-        results = flat(module(X, X, X, key_padding_mask=mask))
-    assert {each.recipe: each.declined for each in counts.records()} == {"fastest:float32": ""}
-    assert all(torch.equal(*pair) for pair in zip(results, [each.bfloat16() for each in expected], strict=True))
-
-
-def test_fused_attention_has_torchs_bits_where_the_fast_dtype_is_faster(quick):
-    module = attention()
+@pytest.mark.usefixtures("no_grad")
+@pytest.mark.parametrize("make", [attention, pytest.param(lambda: nn.LSTM(16, 8), marks=needs_fast_lstm, id="LSTM")])
+def test_modules_have_torchs_bits_where_the_fast_dtype_is_faster(quick, make):
+    module = make()
+    inputs = (X, X, X) if isinstance(module, nn.MultiheadAttention) else (X,)
     with torch.autocast("cpu"):
-        expected = flat(module(X, X, X))
+        expected = flat(module(*inputs))
     with autocast("cpu", recipe=quick):
-        assert all(torch.equal(*pair) for pair in zip(flat(module(X, X, X)), expected, strict=True))
+        assert all(torch.equal(*pair) for pair in zip(flat(module(*inputs)), expected, strict=True))
 
 
 @pytest.mark.parametrize("engine", ["native"], indirect=True)  # the reference engine is in Python
@@ -114,16 +112,6 @@ def test_a_recurrent_layer_is_computed_in_float32_where_that_is_faster_or_all_th
     with autocast("cpu", recipe=request.getfixturevalue(profile)):
         for _ in range(2):
             assert all(torch.equal(*pair) for pair in zip(flat(layer(X)), expected, strict=True))
-
-
-@needs_fast_lstm
-@pytest.mark.usefixtures("no_grad")
-def test_a_recurrent_layer_has_torchs_bits_where_the_fast_dtype_is_faster(quick):
-    layer = nn.LSTM(16, 8)
-    with torch.autocast("cpu"):
-        expected = flat(layer(X))
-    with autocast("cpu", recipe=quick):
-        assert all(torch.equal(*pair) for pair in zip(flat(layer(X)), expected, strict=True))
 
 
 @needs_fast_lstm

@@ -26,33 +26,24 @@ def profiled(hand_made, monkeypatch):
     return profile
 
 
-def test_dtype_that_is_fast_by_the_profile_is_not_slow(profiled):
-    backend = profiled({128: 0.5, 1024: 1.05}, reason="it has no such unit")
-    assert find_slow_dtype(backend, torch.bfloat16) is None
-    assert slow_reasons({"cpu": ["bfloat16"]}) == {}
+TIMES = "(time of linear layers relative to float32: {0} for 1 row and {0} for 128 rows)"
+CASES = {
+    "fast by the profile": ({128: 0.5, 1024: 1.05}, {"reason": "why"}, None),
+    "slow by the profile": ({128: 1.3, 1024: 1.83}, {}, "matrix products of 1024 rows take 1.8 of float32's time"),
+    "slow for a reason": ({128: 1.3}, {"reason": "why"}, f"why {TIMES.format(1.3)}"),
+    "extrapolated": ({128: 1.6}, {"extrapolated": True}, "matrix products of 128 rows take 1.6 of float32's time"),
+    "noisy": ({128: 1.8}, {"noisy": True}, None),
+    "noisy, and slow for a reason": ({128: 0.8}, {"noisy": True, "reason": "why"}, f"why {TIMES.format(0.8)}"),
+}
 
 
-def test_dtype_that_is_slow_by_the_profile_is_slow(profiled):
-    backend = profiled({128: 1.3, 1024: 1.83})
-    assert find_slow_dtype(backend, torch.bfloat16).reason == "matrix products of 1024 rows take 1.8 of float32's time"
-
-
-def test_backend_says_why_a_dtype_is_slow_by_the_profile(profiled):
-    backend = profiled({128: 1.3}, reason="it has no such unit")
-    times = "(time of linear layers relative to float32: 1.3 for 1 row and 1.3 for 128 rows)"
-    assert find_slow_dtype(backend, torch.bfloat16).reason == f"it has no such unit {times}"
-    assert slow_reasons({"cpu": ["bfloat16"]}) == {"cpu bfloat16": "it has no such unit"}
-
-
-def test_extrapolated_times_count(profiled):
-    backend = profiled({128: 1.6}, extrapolated=True)
-    assert find_slow_dtype(backend, torch.bfloat16).reason == "matrix products of 128 rows take 1.6 of float32's time"
-
-
-def test_noisy_times_do_not_count(profiled):
-    assert find_slow_dtype(profiled({128: 1.8}, noisy=True), torch.bfloat16) is None
-    polycast.plugin.unregister_backend("cpu")
-    assert find_slow_dtype(profiled({128: 0.8}, reason="why", noisy=True), torch.bfloat16).reason.startswith("why")
+@pytest.mark.parametrize("case", CASES)
+def test_the_profile_decides_whether_a_dtype_is_slow(profiled, case):
+    ratios, options, reason = CASES[case]
+    found = find_slow_dtype(profiled(ratios, **options), torch.bfloat16)
+    assert (None if found is None else found.reason) == reason
+    told = reason and options.get("reason")
+    assert slow_reasons({"cpu": ["bfloat16"]}) == ({"cpu bfloat16": told} if told else {})
 
 
 def test_dtype_that_was_not_measured_is_left_to_the_backend(profiled):

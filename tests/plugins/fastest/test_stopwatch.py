@@ -42,15 +42,11 @@ def test_queued_calls_are_waited_for_and_earlier_ones_do_not_count(queue):
     assert queue.queued == 0.0
 
 
-@pytest.mark.parametrize("device", ["cpu", "mtia"])
-def test_other_devices_do_not_wait_for_it(queue, device):
+@pytest.mark.parametrize(("device", "accelerator"), [("cpu", "xpu"), ("mtia", "xpu"), ("xpu", None)])
+def test_other_devices_do_not_wait_for_it(queue, device, accelerator, monkeypatch):
+    found = accelerator and torch.device(accelerator)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: found)
     Stopwatch(device, lambda: queue.now).time(queue.call)
-    assert queue.waited == 0
-
-
-def test_without_an_accelerator_nothing_is_waited_for(queue, monkeypatch):
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: None)
-    Stopwatch("xpu", lambda: queue.now).time(queue.call)
     assert queue.waited == 0
 
 

@@ -262,6 +262,7 @@ def test_without_a_model_it_is_loaded_for_the_weights_that_it_was_made_with(e, m
 
 def test_an_equalization_of_changed_weights_is_in_no_file(e, model):
     assert Equalization.load(e.path, model).path == e.path
+    torch.manual_seed(1)
     changed = torch.nn.Sequential(*(torch.nn.Linear(96, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8)))
     loaded = Equalization.load(e.path, changed)
     assert loaded != e

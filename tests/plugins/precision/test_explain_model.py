@@ -66,9 +66,10 @@ def test_outputs_have_the_dtypes_of_a_real_run(model, x, dtype, engine):
 
 
 def test_nothing_is_computed_or_changed(model, x, engine):
+    model = nn.Sequential(model, nn.Dropout(), nn.BatchNorm1d(4))
     state, seed = copy.deepcopy(model.state_dict()), torch.get_rng_state()
     attributes = {name: set(vars(each)) for name, each in model.named_modules()}
-    polycast.explain(nn.Sequential(model, nn.Dropout()), x)
+    polycast.explain(model, x)
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
     assert torch.equal(torch.get_rng_state(), seed)
     assert {name: set(vars(each)) for name, each in model.named_modules()} == attributes
@@ -94,13 +95,6 @@ def test_an_op_is_explained_with_its_arguments_and_keywords(x):
     with polycast.autocast("cpu"):
         found = polycast.explain("conv2d", images, images, device_type="cpu", policy={"conv2d": "fp32"}, stride=2)
         assert found == polycast.plugin.explain_op("conv2d", "cpu", (images, images), {"stride": 2}, {"conv2d": "fp32"})
-
-
-def test_buffers_of_the_model_keep_their_values():
-    norm = nn.BatchNorm1d(4)
-    polycast.explain(norm, torch.randn(8, 4))
-    assert norm.num_batches_tracked == 0
-    assert torch.equal(norm.running_mean, torch.zeros(4))
 
 
 def test_rules_apply_to_their_module_and_the_modules_in_it(model, x, engine):
@@ -216,7 +210,7 @@ REFUSED = [
     ((LINEAR,), {}, TypeError, USAGE.format(r"0 positional arguments after the model, and the keywords \[\]")),
     ((LINEAR, X, "cpu"), {"reference": None}, TypeError, USAGE.format(r"2 .*, and the keywords \['reference'\]")),
     (("mm", "cpu", X, X), {}, TypeError, r"^explain\(\) of an op needs the device .*, as device_type='cpu'$"),
-    ((3,), {"device_type": "cpu"}, TypeError, ""),
+    ((3,), {"device_type": "cpu"}, TypeError, None),
 ]
 
 
