@@ -80,7 +80,8 @@ stress: $(VENV)/polycast.stamp
 # locks over a fork; tests of memory: AddressSanitizer does not return what is freed; and one that calls each op of torch
 # with any arguments: some divide by zero. setarch turns off address randomization, which ThreadSanitizer does not support.
 SANITIZED ?= tests/core/engine tests/plugins/observe tests/core/region
-SANITIZED_OPS ?= $(addprefix tests/plugins/quantize/,test_matmuls.py test_few_rows.py) $(wildcard tests/plugins/quantize/test_int*.py)
+SANITIZED_OPS ?= $(addprefix tests/plugins/quantize/,test_matmuls.py test_few_rows.py) $(wildcard tests/plugins/quantize/test_int*.py) \
+	tests/plugins/fastest/test_recorded_natively.py
 RACE_STEPS ?= 1000
 preloading = XDG_CACHE_HOME="$(abspath $(VENV))/$(1)" \
 	LD_PRELOAD="$$($(CXX) -print-file-name=lib$(1).so) $$($(CXX) -print-file-name=libstdc++.so)"

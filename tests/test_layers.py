@@ -290,3 +290,14 @@ def test_no_two_classes_of_the_core_share_a_name():
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 where.setdefault(node.name, []).append(module)
     assert {name: modules for name, modules in where.items() if len(modules) > 1} == {}
+
+
+def test_only_one_header_of_recipes_is_included_by_the_rest_of_the_engine():
+    engine = ROOT / "engine" / "native"
+    recipes = {path.name for path in (engine / "recipes").iterdir()}
+    others = [
+        path for folder in (engine, engine / "common") for path in folder.iterdir() if path.suffix in (".h", ".cpp")
+    ]
+    included = {path.name: set(re.findall(r'#include "(.*)"', path.read_text(encoding="utf-8"))) for path in others}
+    found = {name: headers & recipes for name, headers in included.items() if headers & recipes}
+    assert found == {"kernel.h": {"recipe_call.h"}}

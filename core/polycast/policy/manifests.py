@@ -50,7 +50,7 @@ class Plugin:
         slow_reasons: functions that know better than backends whether a fast dtype is slow on a device: given the
             device type, the dtype, and the reason so far, the backend's at first, each returns the reason, as the end
             of a sentence, or None: the dtype is not slow.
-        libraries: its C++, each a :class:`NativeLibrary`, which ``polycast build`` compiles.
+        libraries: its C++, which ``polycast build`` compiles: each a :class:`NativeLibrary` or what `of_ops` returns.
         needs: the plugins that it imports, by the names of their entry points; the modules of commands, which only
             the command line imports, may import ``polycast_plugins.cli`` anyway.
 

@@ -191,7 +191,7 @@ def load_ops(package: str) -> Availability:
     The package contains ``.cpp`` and ``.h`` files, which register ops with ``TORCH_LIBRARY`` and need no Python. They
     are compiled by the compiler of the native engine, without options for a processor: a function that needs certain
     instructions declares them as its target, and products are fused with sums only where it says so. They may include
-    ``parallel.h``, for loops over torch's threads, and ``huge_pages.h``, for weights. A failure is
+    ``parallel.h``, for loops over torch's threads, ``huge_pages.h``, for weights, and ``conversions.h``. A failure is
     returned, for the backend to pass on.
 
     Args:

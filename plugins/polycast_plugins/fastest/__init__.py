@@ -16,5 +16,6 @@ plugin = Plugin(
     doctor={"profiles": "polycast_plugins.fastest.profile_command:describe"},
     devices={"profile": "polycast_plugins.fastest.profile_command:summary"},
     vetoes=("polycast_plugins.fastest.estimates:slower_reason",),
+    libraries=("polycast_plugins.fastest.attention:OPS",),
     slow_reasons=("polycast_plugins.fastest.estimates:slow_reason",),
 )

@@ -7,13 +7,14 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from polycast.plugin import Plan, disable_autocast, find_op
+from polycast.plugin import NativeLibrary, Plan, disable_autocast, find_op, load_ops
 
 from .cases import has_kernel
 from .choose_way import dtype_of
 from .recorded_ways import RecordedOperands, Ways
 from .workloads import size_hint
 
+OPS = NativeLibrary.of_ops("polycast_plugins.fastest.native")
 _FUSED, _FUSED_BACKWARD = (f"aten::_scaled_dot_product_flash_attention_for_cpu{part}" for part in ("", "_backward"))
 """The ops that torch computes most attentions by, on the CPU."""
 
@@ -59,8 +60,8 @@ class RecordedAttention(NamedTuple):
         )
 
     def native_action(self, ways: Ways, dtype: torch.dtype) -> Plan.Action | None:
-        """Return what the native engine does for calls like this one; None if it has no autograd function for them."""
-        return Plan.recorded_action(constants=_dtypes(ways, dtype)) if self.is_fused else None
+        """Return what the native engine does for calls like this one; None if no op in C++ computes them."""
+        return op_action("attention", constants=_dtypes(ways, dtype)) if self.is_fused else None
 
     def compute(
         self, ways: Ways, dtype: torch.dtype, cast_weight: Callable[[torch.Tensor], torch.Tensor]
@@ -98,6 +99,15 @@ class RecordedAttention(NamedTuple):
 
         result: torch.Tensor = Recomputed.apply(compute, again, *saved)  # type: ignore[no-untyped-call]
         return result
+
+
+def op_action(
+    name: str, weight: int = 0, prepack_id: int = Plan.AS_IT_IS, constants: tuple[Any, ...] = ()
+) -> Plan.Action | None:
+    """Return the action that calls an op in native/ops.cpp; None if that cannot be compiled. See `Plan.Action`."""
+    if not load_ops(OPS.package).available:
+        return None
+    return Plan.call_action(getattr(torch.ops.polycast_fastest, name).default, weight, prepack_id, constants)
 
 
 def _dtypes(ways: Ways, dtype: torch.dtype) -> tuple[torch.dtype, torch.dtype]:

@@ -7,7 +7,7 @@ import torch
 
 from polycast.plugin import Plan
 
-from .attention import RecordedAttention
+from .attention import RecordedAttention, op_action
 from .autograd_functions import Computation, Convolution, ConvolutionSettings, Gradients, RecordedProduct
 from .cases import ATTENTION
 from .choose_way import Way
@@ -80,14 +80,17 @@ class Recorded(NamedTuple):
         )
 
     def native_action(self, ways: Ways, dtype: torch.dtype) -> Plan.Action | None:
-        """Return what the native engine does for calls like this one; None if it has no autograd function for them."""
-        if not ways.is_float32 or self.op not in _NATIVE or (self.op == "aten::matmul" and self.second.dim() != 2):
+        """Return what the native engine does for calls like this one; None if no op in C++ computes them."""
+        name = _NATIVE.get(self.op)
+        if not ways.is_float32 or name is None or (self.op == "aten::matmul" and self.second.dim() != 2):
             return None
         if self.settings is not None:
             x, weight, _, *settings, _ = self.args
             if x.dim() != weight.dim() or any(len(each) != weight.dim() - 2 for each in settings):
                 return None
-        return Plan.recorded_action(weight_position(self.op))
+        saves_cast = self.first.requires_grad or self.settings is not None
+        part = Plan.CACHED_CAST if saves_cast else Plan.AS_IT_IS
+        return op_action(name, weight_position(self.op), part, (self.is_weight,))
 
     def compute(
         self, ways: Ways, dtype: torch.dtype, cast_weight: Callable[[torch.Tensor], torch.Tensor]
@@ -148,10 +151,12 @@ def _settings(
 
 
 _NATIVE = {
-    *("aten::linear", "aten::mm", "aten::addmm", "aten::matmul"),
-    *("aten::conv1d", "aten::conv2d", "aten::conv3d"),
+    "aten::linear": "linear",
+    "aten::addmm": "addmm",
+    **dict.fromkeys(("aten::mm", "aten::matmul"), "matmul"),
+    **dict.fromkeys(("aten::conv1d", "aten::conv2d", "aten::conv3d"), "convolution"),
 }
-"""The products for which the native engine has an autograd function in float32; see native/recorded.h."""
+"""The products that an op in C++ computes in float32, and the op, in native/ops.cpp."""
 _RECORDED = {
     *("aten::linear", "aten::mm", "aten::addmm", "aten::matmul", "aten::bmm", "aten::baddbmm"),
     *(f"aten::conv{axes}d{overload}" for axes in (1, 2, 3) for overload in ("", ".padding")),

@@ -14,7 +14,7 @@ import torch
 
 from polycast.plugin import Backend, NativeLibrary, disable_dynamo, get_backend
 
-from .recorder import CHAIN_KINDS, NONFINITE, Observer
+from .recorder import CHAIN_KINDS, NONFINITE, ROWS, Observer
 
 _MAX_LINES = 32
 _EXCLUDED = (
@@ -70,7 +70,7 @@ def load_observer() -> Observer:
 
 
 def _bind(module: Any, engine: object) -> None:
-    module.bind(engine, call_stack, call_site, _captures, CHAIN_KINDS, NONFINITE)
+    module.bind(engine, call_stack, call_site, _captures, ROWS, CHAIN_KINDS, NONFINITE)
 
 
 def load_backend_of_accelerator() -> None:

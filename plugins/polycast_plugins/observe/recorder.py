@@ -174,6 +174,16 @@ class EventRow:
     bytes: int
 
 
+ROWS = {
+    each.__name__: each
+    for each in (
+        *(CastRow, ChainRow, CountRow, EventRow, MatmulRow),
+        *(NonFiniteRow, NumericsRow, RegionRow, SourceRow),
+    )
+}
+"""The classes of rows, which the C++ makes."""
+
+
 @dataclass(frozen=True)
 class Reading:
     """All counts of a recorder.
@@ -229,22 +239,15 @@ def read(recorder: "Recorder", modules: Iterable[ModuleName] = ()) -> Reading:
     raw = recorder.read()
     return Reading(
         modules=tuple(modules),  # after reading: other threads may add modules
-        counts=[_count_row(*row) for row in raw["counts"]],
+        counts=raw["counts"],
         entries=raw["entries"],
-        chains=[ChainRow(*row) for row in raw["chains"]],
-        regions=[RegionRow(*row) for row in raw["regions"]],
+        chains=raw["chains"],
+        regions=raw["regions"],
         compiled=raw["compiled"],
-        numerics=[NumericsRow(*row) for row in raw["numerics"]],
+        numerics=raw["numerics"],
         overrides={number: override for number, (override, _) in raw["overrides"].items()},
-        nonfinite=None if raw["nonfinite"] is None else NonFiniteRow(*raw["nonfinite"]),
+        nonfinite=raw["nonfinite"],
     )
-
-
-def _count_row(*row: Any) -> CountRow:
-    *counts, matmuls, inputs, computes, outputs, seconds, casts, stack, sources = row
-    lists: list[Any] = [[MatmulRow(*each) for each in matmuls], inputs, computes, outputs, seconds]
-    lists += [[CastRow(*each) for each in casts], stack, [SourceRow(*each) for each in sources]]
-    return CountRow(*counts + lists)
 
 
 class Recorder(Protocol):
@@ -265,8 +268,8 @@ class Recorder(Protocol):
     def keep_events(self, most: int, /) -> None:
         """Keep the times of ops and casts, up to a number; before the recorder starts."""
 
-    def events(self) -> tuple[list[tuple[Any, ...]], int]:
-        """Return these, as the fields of :class:`EventRow`, and how many others there were."""
+    def events(self) -> tuple[list[EventRow], int]:
+        """Return these, and how many others there were."""
 
     def add_module(self, address: int, number: int, /) -> None:
         """Count ops of a module, known by its ``id``, under a number."""

@@ -51,8 +51,8 @@ class Trace:
 
 def trace_of(recorder: Recorder, modules: Sequence[ModuleName]) -> Trace:
     """Return the trace of a recorder that has stopped."""
-    rows, dropped = recorder.events()
-    return Trace(tuple(EventRow(*row) for row in rows), tuple(module.name for module in modules), dropped)
+    events, dropped = recorder.events()
+    return Trace(tuple(events), tuple(module.name for module in modules), dropped)
 
 
 def write_trace(trace: Trace, path: str | os.PathLike[str], profile: ProfileLike | None) -> None:

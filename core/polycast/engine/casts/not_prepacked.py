@@ -18,4 +18,4 @@ NOT_PREPACKED = {
     "NO_ROOM": NO_ROOM,
     "VIEWS_ARE_FULL": VIEWS_ARE_FULL,
 }
-"""By name, in the order of the native engine's enumeration (native/prepacked.h), which checks it."""
+"""By name, in the order of the native engine's enumeration (native/recipes/prepacked.h), which checks it."""

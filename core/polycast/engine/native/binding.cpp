@@ -2,7 +2,7 @@
 //
 // One translation unit with all headers, in anonymous namespaces: parsing torch's headers is most of the build. From the bottom:
 // version_stamp.h, invalidation.h, admission.h; user_store.h and region_store.h; frames.h, regions.h, construction.h, methods.h;
-// casting.h, arguments.h, prepacked.h, decisions.h, actions.h, recipe_call.h, kernel.h, unboxed.h, registrations.h.
+// casting.h, arguments.h, recipes/, kernel.h, unboxed.h, registrations.h.
 
 #include "extension.h"
 
@@ -107,16 +107,6 @@ PyObject* registrations_cached_cast(PyObject* self, PyObject* is_capturing) {
   return Py_NewRef(Py_None);
 }
 
-PyObject* registrations_fallthrough(PyObject* self, PyObject*) {
-  Holder<KernelRegistrations>::unwrap(self)->fallthrough();
-  return Py_NewRef(Py_None);
-}
-
-PyObject* registrations_remove(PyObject* self, PyObject*) {
-  Holder<KernelRegistrations>::unwrap(self)->remove();
-  return Py_NewRef(Py_None);
-}
-
 // observing() -> a capsule with the Engine that an observer is bound to
 PyObject* observing(PyObject*, PyObject*) {
   static Engine engine{
@@ -141,10 +131,9 @@ PyObject* watch_writes(PyObject*, PyObject* arguments) {
   return Py_NewRef(Py_None);
 }
 
-PyObject* unwatch_writes(PyObject*, PyObject*) {
+void unwatch_writes() {
   write_hooks.reset();
   delete std::exchange(alias_hooks, nullptr);
-  return Py_NewRef(Py_None);
 }
 
 // note_writes(tensors); of None, any tensor
@@ -177,30 +166,8 @@ PyObject* read(PyObject*, PyObject* arguments) {
   return PyObject_CallNoArgs(function);
 }
 
-// enter_mode()
-PyObject* enter_mode(PyObject*, PyObject*) {
-  ModesOfThread::enter();
-  return Py_NewRef(Py_None);
-}
-
-// leave_mode()
-PyObject* leave_mode(PyObject*, PyObject*) {
-  ModesOfThread::leave();
-  return Py_NewRef(Py_None);
-}
-
 // begin_capture() -> a GraphCapture
 PyObject* begin_capture(PyObject*, PyObject*) { return Holder<GraphCapture>::wrap(std::make_shared<GraphCapture>()); }
-
-PyObject* capture_end(PyObject* self, PyObject*) {
-  Holder<GraphCapture>::unwrap(self)->end();
-  return Py_NewRef(Py_None);
-}
-
-PyObject* capture_note_replay(PyObject* self, PyObject*) {
-  Holder<GraphCapture>::unwrap(self)->note_replay();
-  return Py_NewRef(Py_None);
-}
 
 // forget(tensors): drop the entries of weights, and the weakrefs to them.
 PyObject* forget(PyObject*, PyObject* tensors) {
@@ -213,54 +180,20 @@ PyObject* forget(PyObject*, PyObject* tensors) {
   return Py_NewRef(Py_None);
 }
 
-// forget_actions()
-PyObject* forget_actions(PyObject*, PyObject*) {
-  Decisions::forget_all();
-  return Py_NewRef(Py_None);
-}
-
-// set_recomputing(backward)
-PyObject* set_recomputing(PyObject*, PyObject* backward) {
-  recomputing_backward = backward == Py_None ? kNotRecomputing : static_cast<int>(PyLong_AsLong(backward));
-  return Py_NewRef(Py_None);
-}
-
-// Return an item of a dict.
-PyObject* item_of(PyObject* dict, const char* name) {
-  PyObject* const found = PyDict_GetItemString(dict, name);
-  TORCH_CHECK(found != nullptr, "bind() lacks ", name);
-  return found;
-}
-
-// Throw if Python's numbers of a kind are not `first` and those that follow.
-template <size_t size>
-void check_numbers(PyObject* numbers, const char* kind, const std::array<const char*, size>& names, long first = 0) {
-  PyObject* const given = item_of(numbers, kind);
-  bool are_same = PyDict_Size(given) == static_cast<Py_ssize_t>(size);
-  for (size_t i = 0; are_same && i < size; ++i) {
-    PyObject* const number = PyDict_GetItemString(given, names[i]);
-    are_same = number != nullptr && PyLong_AsLong(number) == first + static_cast<long>(i);
-  }
-  TORCH_CHECK(are_same, "Python and C++ number the ", kind, " differently");
-}
-
 // bind(given): the numbers that Python has for names which C++ numbers too, by kind of name, and by name the functions that the engine
 // calls, a part of a storage, and a class of torch's
 PyObject* bind(PyObject*, PyObject* given) {
   const auto item = [given](const char* name) { return item_of(given, name); };
   PyObject* const numbers = item("numbers");
   check_numbers(numbers, "policies", kPolicyNames, static_cast<long>(Policy::kNone));
-  check_numbers(numbers, "not_prepacked", kNotPrepackedNames);
-  check_numbers(numbers, "actions", Action::kKindNames);
-  check_numbers(numbers, "prepack_ids", Action::kPrepackNames, Action::kAsItIs);
   check_numbers(numbers, "settings", kSettingNames);
+  bind_recipes(numbers, item("perform_recipe"));
   set_reference(native_override, item("native_override"));
   set_reference(native_store, item("native_store"));
   set_reference(storages_are_rewritten, item("storages_are_rewritten"));
   set_reference(stale_weight_error, item("stale_weight_error"));
   set_reference(cached_cast_of_traced, item("cast_of_traced"));
   set_reference(store_by_identity, item("store_by_identity"));
-  set_reference(perform_recipe, item("perform_recipe"));
   stale_weight_message = string_of(item("stale_weight_message"));
   PyObject* const part = item("storage_part");
   storage_part_deleter = torch::createStorage(part).data_ptr().get_deleter();
@@ -275,8 +208,8 @@ PyMethodDef functions[] = {
     {"enter", fast(&raising_fast<&enter>), METH_FASTCALL, "Enter a region on this thread."},
     {"leave", fast(&raising_fast<&leave>), METH_FASTCALL, "Leave the innermost region that an owner entered on this thread."},
     {"acquire_for_fork", &raising<&acquire_for_fork>, METH_O, "Keep other threads from clearing torch's cache; return False if one does and this may not block."},
-    {"release_after_fork", &raising<&release_after_fork>, METH_NOARGS, "Let them clear it again."},
-    {"forget_other_threads", &raising<&forget_other_threads>, METH_NOARGS, "In a forked child, forget the other threads that forked or cleared it."},
+    {"release_after_fork", &raising<&run<&TorchsCache::release_after_fork>>, METH_NOARGS, "Let them clear it again."},
+    {"forget_other_threads", &raising<&run<&TorchsCache::forget_other_threads>>, METH_NOARGS, "In a forked child, forget the other threads that forked or cleared it."},
     {"excluded_keys", &raising<&excluded_keys>, METH_NOARGS, "Return the raw bits of the dispatch keys that this thread excludes."},
     {"dtype", &raising<&dtype>, METH_O, "Return the fast dtype of a device on this thread."},
     {"last", &raising<&last>, METH_NOARGS, "Return (owner, settings) of the region that this thread entered last; None if it is in none."},
@@ -287,15 +220,15 @@ PyMethodDef functions[] = {
     {"clear_own_casts", &raising<&clear_own_casts>, METH_O, "Drop the casts of this thread's regions, or of all threads'."},
     {"region_methods", &raising<&region_methods>, METH_VARARGS, "Return __init__, __enter__ and __exit__."},
     {"watch_writes", &raising<&watch_writes>, METH_VARARGS, "Install the hooks that see writes without a version."},
-    {"unwatch_writes", &raising<&unwatch_writes>, METH_NOARGS, "Remove these hooks."},
+    {"unwatch_writes", &raising<&run<&unwatch_writes>>, METH_NOARGS, "Remove these hooks."},
     {"note_writes", &raising<&note_writes>, METH_O, "Drop what is cached of tensors that were written; None: of all."},
-    {"enter_mode", &raising<&enter_mode>, METH_NOARGS, "Watch the writes of this thread's dispatch modes from now on."},
-    {"leave_mode", &raising<&leave_mode>, METH_NOARGS, "Note that this thread has left a dispatch mode."},
+    {"enter_mode", &raising<&run<&ModesOfThread::enter>>, METH_NOARGS, "Watch the writes of this thread's dispatch modes from now on."},
+    {"leave_mode", &raising<&run<&ModesOfThread::leave>>, METH_NOARGS, "Note that this thread has left a dispatch mode."},
     {"begin_capture", &raising<&begin_capture>, METH_NOARGS, "Note what is written while a graph is captured."},
     {"read", &raising<&read>, METH_VARARGS, "Call a function that only reads the memory of a tensor."},
     {"forget", &raising<&forget>, METH_O, "Drop the entries of weights and the references to them."},
     {"prepacked", &raising<&prepacked>, METH_VARARGS, "Return a prepacked weight, None if it cannot be prepacked, or the number of the reason why it cannot be cached."},
-    {"forget_actions", &raising<&forget_actions>, METH_NOARGS, "Drop the actions that are kept for calls by a recipe, on all threads."},
+    {"forget_actions", &raising<&run<&forget_actions>>, METH_NOARGS, "Drop the actions that are kept for calls by a recipe, on all threads."},
     {"set_recomputing", &raising<&set_recomputing>, METH_O, "Set the backward that recomputes a forward on this thread."},
     {"observing", &raising<&observing>, METH_NOARGS, "Return what an observer is bound to."},
     {"bind", &raising<&bind>, METH_O, "Check that Python numbers names as C++ does, and set the functions that the engine calls."},
@@ -309,15 +242,15 @@ PyMethodDef store_methods[] = {
     {nullptr, nullptr, 0, nullptr}};
 
 PyMethodDef capture_methods[] = {
-    {"end", &raising<&capture_end>, METH_NOARGS, "Note that the capture has ended."},
-    {"note_replay", &raising<&capture_note_replay>, METH_NOARGS, "Drop what is cached of the weights that a replay writes."},
+    {"end", &raising<&run_method<&GraphCapture::end>>, METH_NOARGS, "Note that the capture has ended."},
+    {"note_replay", &raising<&run_method<&GraphCapture::note_replay>>, METH_NOARGS, "Drop what is cached of the weights that a replay writes."},
     {nullptr, nullptr, 0, nullptr}};
 
 PyMethodDef registrations_methods[] = {
     {"impl", &raising<&registrations_impl>, METH_VARARGS, "Install the kernel of an op."},
     {"cached_cast", &raising<&registrations_cached_cast>, METH_O, "Install the kernels of polycast::cached_cast."},
-    {"fallthrough", &raising<&registrations_fallthrough>, METH_NOARGS, "Install a fallthrough for other ops."},
-    {"remove", &raising<&registrations_remove>, METH_NOARGS, "Remove the kernels."},
+    {"fallthrough", &raising<&run_method<&KernelRegistrations::fallthrough>>, METH_NOARGS, "Install a fallthrough for other ops."},
+    {"remove", &raising<&run_method<&KernelRegistrations::remove>>, METH_NOARGS, "Remove the kernels."},
     {nullptr, nullptr, 0, nullptr}};
 
 PyMethodDef no_methods[] = {{nullptr, nullptr, 0, nullptr}};

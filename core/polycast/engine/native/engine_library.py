@@ -7,7 +7,7 @@ from ...toolchain.cache_folder import cache_directory
 from ...toolchain.load import BuildableLibrary, import_extension, load_built, load_prebuilt
 from .engine import NativeEngine
 
-ENGINE = BuildableLibrary(str(__package__), "polycast_native", "the native engine", folders=(".", "common"))
+ENGINE = BuildableLibrary(str(__package__), "polycast_native", "the native engine", folders=(".", "common", "recipes"))
 
 
 def load() -> NativeEngine:

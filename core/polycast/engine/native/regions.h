@@ -252,18 +252,6 @@ PyObject* acquire_for_fork(PyObject*, PyObject* blocking) {
   return PyBool_FromLong(TorchsCache::acquire_for_fork(blocking == Py_True));
 }
 
-// release_after_fork()
-PyObject* release_after_fork(PyObject*, PyObject*) {
-  TorchsCache::release_after_fork();
-  return Py_NewRef(Py_None);
-}
-
-// forget_other_threads()
-PyObject* forget_other_threads(PyObject*, PyObject*) {
-  TorchsCache::forget_other_threads();
-  return Py_NewRef(Py_None);
-}
-
 // dtype(device_type) -> torch.dtype
 PyObject* dtype(PyObject*, PyObject* device_type) {
   return Py_NewRef(python_dtype(at::autocast::get_autocast_dtype(device_of(device_type))));

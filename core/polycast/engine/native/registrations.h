@@ -13,7 +13,7 @@ class KernelRegistrations {
  public:
   KernelRegistrations(const std::string& device_type, const std::string& key)
       : device_(c10::Device(device_type).type()), key_(c10::parseDispatchKey(key)) {
-    Decisions::forget_all();  // the backend may be another one
+    forget_actions();  // the backend may be another one
   }
 
   void impl(const std::string& name, Op op, const char* with_dtype, IsCapturing is_capturing) {

@@ -9,8 +9,9 @@
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/utils.h>
 
-#include "cpu_cast.h"
+#include "conversions.h"
 #include "huge_pages.h"
+#include "observed.h"
 #include "python.h"
 #include "streams.h"
 #include "version_stamp.h"
@@ -28,6 +29,24 @@ void synchronize_streams(const Tensor& cast, const c10::Stream& made_on, const c
   made.record(made_on);
   made.block(stream);
   device.recordDataPtrOnStream(cast.storage().data_ptr(), stream);
+}
+
+// Fill a cast of the same layout on the CPU. Profilers see it under the name of torch's kernel.
+//
+// This is a kernel of the CPU in the core. As an op of the CPU's backend it would be a second library that every user has to compile,
+// and a dispatcher call for each cast.
+void cast_on_cpu(const Tensor& weight, const Tensor& cast, polycast::CastFloats cast_floats) {
+  RECORD_FUNCTION("aten::copy_", (std::array<c10::IValue, 2>{cast, weight}));
+  const auto* const from = static_cast<const float*>(weight.const_data_ptr());
+  auto* const to = static_cast<uint16_t*>(cast.mutable_data_ptr());
+  ObservedCall* const op = observed_op;  // of this thread
+  polycast::for_each_part(weight.numel(), polycast::kGrain, [&](int64_t begin, int64_t end) {
+    if (op != nullptr && op->cast_floats != nullptr) {
+      op->cast_floats(*op, cast_floats, from + begin, to + begin, end - begin, cast.scalar_type());
+    } else {
+      cast_floats(from + begin, to + begin, end - begin);
+    }
+  });
 }
 
 // Return a weight in another dtype, without history. `reusable` is undefined, or an old cast whose memory is written again if
@@ -49,14 +68,15 @@ Tensor make_cast(const Tensor& weight, ScalarType dtype, Tensor reusable = {}, b
     return weight.to(dtype);  // as they would see torch cast it
   }
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  if (can_cast_on_cpu(weight, dtype)) {
+  const polycast::CastFloats cast_floats = weight.scalar_type() == at::kFloat ? polycast::cast_floats_to(dtype) : nullptr;
+  if (cast_floats != nullptr && polycast::is_convertible(weight)) {
     if (!reuses && lasts) {
       reusable = polycast::zeros_in_huge_pages(weight.sizes(), dtype, weight.strides());
     }
     if (!reusable.defined()) {
       reusable = weight.new_empty_strided(weight.sizes(), weight.strides(), weight.options().dtype(dtype));
     }
-    cast_on_cpu(weight, reusable);
+    cast_on_cpu(weight, reusable, cast_floats);
     return reusable;
   }
   return reuses ? reusable.copy_(weight) : weight.to(dtype);

@@ -20,12 +20,9 @@ class ActionKind(IntEnum):
     """Compute the op in the fast dtype, as without the recipe."""
     FLOAT32 = 1
     """Cast tensors to float32, compute the op, and cast its results to the fast dtype. Autograd may record it."""
-    RECORDED = 2
-    """Run an autograd function of polycast: a matmul or convolution in float32, or fused attention whose forward and
-    backward dtypes are the constants; see native/recorded.h."""
-    OPERATOR = 3
+    OPERATOR = 2
     """Call an operator with the op's arguments, the prepacked weight or the weight's cast, the fast dtype and the
-    constants. Ask Python if the weight is not prepacked, or if its cast may not be cached."""
+    constants. Autograd may record it. Ask Python if the weight is not prepacked."""
 
 
 class Action(NamedTuple):
@@ -44,12 +41,11 @@ class Action(NamedTuple):
 
     Attributes:
         kind: what to do.
-        weight: for OPERATOR and RECORDED, the position of the weight among the op's arguments.
+        weight: for OPERATOR, the position of the weight among the op's arguments.
         prepack_id: for OPERATOR, the id of the prepacked weight; CACHED_CAST: the operator takes the weight's cast;
             AS_IT_IS: the weight itself.
         operator: for OPERATOR, the operator.
-        constants: for OPERATOR, its last arguments; for RECORDED, of an attention, the dtypes to compute its forward
-            and its backward in.
+        constants: for OPERATOR, its last arguments.
     """
 
     kind: ActionKind

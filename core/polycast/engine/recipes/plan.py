@@ -286,17 +286,19 @@ class Plan(ABC):
                 raise TypeError(
                     f"{type(kernel).__name__}.constants must be numbers, strings, dtypes or None, got {constant!r}"
                 )
-        return self.Action(ActionKind.OPERATOR, kernel.weight, prepack_id, kernel.operator, tuple(kernel.constants))
+        return self.call_action(kernel.operator, kernel.weight, prepack_id, tuple(kernel.constants))
 
     @staticmethod
-    def recorded_action(weight: int = 0, constants: tuple[Any, ...] = ()) -> Action:
-        """Return the action that runs an autograd function of polycast: see `Action`.
+    def call_action(operator: Any, weight: int, prepack_id: int, constants: tuple[Any, ...]) -> Action:
+        """Return the action that calls an operator, which may record a call for autograd: see `Action`.
 
         Args:
+            operator: takes the op's arguments, what is named next, the fast dtype and the constants.
             weight: the position of the weight among the op's arguments.
-            constants: for attention, the dtypes to compute the forward and the backward in.
+            prepack_id: as of :meth:`operator_action`. The operator may also take nothing of the weight.
+            constants: bools, numbers, strings, dtypes or None.
         """
-        return actions.Action(ActionKind.RECORDED, weight, constants=constants)
+        return actions.Action(ActionKind.OPERATOR, weight, prepack_id, operator, constants)
 
 
 @functools.lru_cache(maxsize=64)

@@ -186,13 +186,28 @@ void count_values(ObservedOp& op, ValuesOf of, const Tensor& source, const Tenso
   });
 }
 
-// Count a cast that autocast has made for an op. The engine may have counted it while it made it.
+// Count floats while the engine casts them, block by block: from the processor's cache. See ObservedCall.
+void count_while_cast(ObservedCall& call, polycast::CastFloats cast, const float* from, uint16_t* to, int64_t count, ScalarType dtype) {
+  constexpr int64_t kBlock = 1 << 15;
+  Magnitudes found;
+  for (int64_t begin = 0; begin < count; begin += kBlock) {
+    const int64_t size = std::min(kBlock, count - begin);
+    cast(from + begin, to + begin, size);
+    count_some(reinterpret_cast<const int32_t*>(from + begin), size, *bounds_of(at::kFloat, dtype), found);
+  }
+  OpNumerics& numerics = *static_cast<ObservedOp&>(call).numerics;
+  const std::lock_guard<std::mutex> lock(numerics.of_cast);
+  numerics.cast_count += count;
+  numerics.cast_magnitudes.add(found);
+}
+
+// Count a cast that autocast has made for an op.
 void count_cast(ObservedOp& op, const Tensor& tensor, const Tensor& cast, bool of_weight, bool made) {
   const ValuesOf of = of_weight ? ValuesOf::kWeight : ValuesOf::kActivation;
-  const CountedCast known = std::exchange(op.numerics->cast, CountedCast());
-  if (made && known.count != 0) {
-    op.numerics->counted.push_back(
-        {of, tensor.scalar_type(), cast.scalar_type(), counts_of(known.magnitudes, known.count, tensor.scalar_type(), true)});
+  const uint64_t known = std::exchange(op.numerics->cast_count, 0);
+  const Magnitudes magnitudes = std::exchange(op.numerics->cast_magnitudes, Magnitudes());
+  if (made && known != 0) {
+    op.numerics->counted.push_back({of, tensor.scalar_type(), cast.scalar_type(), counts_of(magnitudes, known, tensor.scalar_type(), true)});
   } else if (made) {
     count_values(op, of, tensor, cast);
   }
@@ -208,7 +223,7 @@ void begin_numerics(ObservedOp& op, c10::ArrayRef<const c10::IValue> inputs) {
     return;
   }
   op.numerics = std::make_unique<OpNumerics>();
-  op.cast = &op.numerics->cast;
+  op.cast_floats = &count_while_cast;
   if (op.op->moves && !op.inner) {
     const size_t source = op.op->written.empty() ? 0 : 1;  // of copy_(self, src)
     if (inputs.size() > source && inputs[source].isTensor()) {

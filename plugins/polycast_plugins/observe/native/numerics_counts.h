@@ -64,9 +64,11 @@ struct Counted {
 
 // The numerics of an op while it runs.
 struct OpNumerics {
-  bool knows_inputs = true;  // it does not write to any
-  Tensor source;             // of a conversion
-  CountedCast cast;          // which the engine fills
+  bool knows_inputs = true;   // it does not write to any
+  Tensor source;              // of a conversion
+  uint64_t cast_count = 0;    // the values that were counted while the engine cast them
+  Magnitudes cast_magnitudes;  // and their magnitudes
+  std::mutex of_cast;         // guards these two
   c10::SmallVector<Counted, 3> counted;
 };
 

@@ -126,12 +126,12 @@ void check_names(PyObject* names, const char* const (&expected)[count]) {
       "those in observer/recorder.py");
 }
 
-// bind(engine, call_stack, call_site, captures, chain_kinds, nonfinite): the engine to observe, functions in Python, names of
-// enumerations
+// bind(engine, call_stack, call_site, captures, rows, chain_kinds, nonfinite): the engine to observe, functions in Python, the classes of
+// rows by name, and names of enumerations
 PyObject* bind(PyObject*, PyObject* arguments) {
   static const Observer observer{&note_entry, &note_exit, &note_cast};
-  PyObject *capsule, *stack, *site, *captures, *chain_kinds, *nonfinite;
-  parse(arguments, "OOOOOO", &capsule, &stack, &site, &captures, &chain_kinds, &nonfinite);
+  PyObject *capsule, *stack, *site, *captures, *rows, *chain_kinds, *nonfinite;
+  parse(arguments, "OOOOO!OO", &capsule, &stack, &site, &captures, &PyDict_Type, &rows, &chain_kinds, &nonfinite);
   check_names(chain_kinds, kChainKinds);
   check_names(nonfinite, kNonFinitePolicies);
   const auto* const observed = static_cast<const Engine*>(PyCapsule_GetPointer(capsule, kObserving));
@@ -142,6 +142,7 @@ PyObject* bind(PyObject*, PyObject* arguments) {
   set_reference(call_stack, stack);
   set_reference(call_site, site);
   set_reference(backend_captures, captures);
+  set_reference(row_classes, rows);
   AtForkLock::install(&acquire_locks);
   engine.set_observer(observer);
   return Py_NewRef(Py_None);

@@ -1,4 +1,4 @@
-// Converts a recorder's counts to Python objects; see the rows in observe/recorder.py.
+// Converts a recorder's counts to the rows of observe/recorder.py.
 //
 // Locks: those of the recorder and its records. None is held while Python may run: an allocation may start a collection.
 
@@ -10,7 +10,28 @@
 
 namespace {
 
+// The classes of rows, by name. Set by bind(); it lives as long as the process.
+PyObject* row_classes = nullptr;
+
 // The functions below return new references.
+
+PyObject* to_python(bool value) { return PyBool_FromLong(value); }
+PyObject* to_python(int value) { return PyLong_FromLong(value); }
+PyObject* to_python(int64_t value) { return PyLong_FromLongLong(value); }
+PyObject* to_python(uint64_t value) { return PyLong_FromUnsignedLongLong(value); }
+PyObject* to_python(double value) { return PyFloat_FromDouble(value); }
+PyObject* to_python(const char* text) { return text == nullptr ? Py_NewRef(Py_None) : PyUnicode_FromString(text); }
+PyObject* to_python(const std::string& text) { return PyUnicode_FromString(text.c_str()); }
+PyObject* to_python(ScalarType dtype) { return Py_NewRef(python_dtype(dtype)); }
+PyObject* to_python(const OpInfo* op) { return to_python(op == nullptr ? nullptr : op->name.c_str()); }
+PyObject* to_python(const Object& object) { return Py_NewRef(object.get()); }
+PyObject* to_python(PyObject* created) { return created; }
+
+PyObject* device_name(int8_t type) {
+  return type < 0 ? Py_NewRef(Py_None) : to_python(c10::DeviceTypeName(static_cast<DeviceType>(type), /*lower_case=*/true));
+}
+
+PyObject* address_of(const void* of) { return PyLong_FromVoidPtr(const_cast<void*>(of)); }
 
 template <class Rows, class Convert>
 PyObject* list_of(const Rows& rows, Convert convert) {
@@ -24,30 +45,46 @@ PyObject* list_of(const Rows& rows, Convert convert) {
   return list.release();
 }
 
-PyObject* address_of(const void* of) { return PyLong_FromVoidPtr(const_cast<void*>(of)); }
+struct Field {
+  template <class Value>
+  Field(const char* name, const Value& value)
+      : name(Object::steal(PyUnicode_InternFromString(name))), value(Object::steal(to_python(value))) {}
 
-PyObject* device_name(int8_t type) {
-  return type < 0 ? Py_NewRef(Py_None)
-                  : Py_BuildValue("s", c10::DeviceTypeName(static_cast<DeviceType>(type), /*lower_case=*/true).c_str());
+  Object name, value;
+};
+
+// Make a row of a class in recorder.py.
+PyObject* make_row(const char* type, std::initializer_list<Field> fields) {
+  static PyObject* const nothing = PyTuple_New(0);
+  const Object named = Object::steal(PyDict_New());
+  for (const Field& field : fields) {
+    if (PyDict_SetItem(named.get(), field.name.get(), field.value.get()) != 0) {
+      throw_python_error();
+    }
+  }
+  return Object::steal(PyObject_Call(PyDict_GetItemString(row_classes, type), nothing, named.get())).release();
 }
 
 PyObject* dtypes_of(const DtypeCounts& counts) {
-  return list_of(counts, [](const auto& each) {
-    return Py_BuildValue("(OL)", python_dtype(each.dtype), static_cast<long long>(each.sum));
-  });
+  return list_of(counts, [](const auto& each) { return Py_BuildValue("(ON)", python_dtype(each.dtype), to_python(each.sum)); });
 }
 
 PyObject* row_of_cast(const CastCounts& cast, bool timing) {
-  return Py_BuildValue(
-      "(OONKKKKKKd)", python_dtype(cast.source), python_dtype(cast.target), PyBool_FromLong(cast.of_weight), cast.count, cast.bytes,
-      cast.hits, cast.misses, cast.recasts, cast.recast_bytes, timing ? cast.seconds : 0.0);
+  return make_row(
+      "CastRow", {{"source", cast.source}, {"target", cast.target}, {"of_weight", cast.of_weight}, {"count", cast.count},
+                  {"bytes", cast.bytes}, {"hits", cast.hits}, {"misses", cast.misses}, {"recasts", cast.recasts},
+                  {"recast_bytes", cast.recast_bytes}, {"seconds", timing ? cast.seconds : 0.0}});
 }
 
 PyObject* row_of_source(const SourceCounts& source) {
-  return Py_BuildValue(
-      "(ziOONOKKKK)", source.op == nullptr ? nullptr : source.op->name.c_str(), source.module, python_dtype(source.dtype),
-      python_dtype(source.cast), PyBool_FromLong(source.is_first), python_dtype(source.asked_from), source.count, source.bytes,
-      source.casts, source.cast_bytes);
+  return make_row(
+      "SourceRow", {{"op", source.op}, {"module", source.module}, {"dtype", source.dtype}, {"cast", source.cast},
+                    {"is_first", source.is_first}, {"asked_from", source.asked_from}, {"count", source.count}, {"bytes", source.bytes},
+                    {"casts", source.casts}, {"cast_bytes", source.cast_bytes}});
+}
+
+PyObject* row_of_matmul(const MatmulRows& matmul) {
+  return make_row("MatmulRow", {{"kind", matmul.kind}, {"rows", matmul.rows}, {"calls", matmul.calls}, {"flops", matmul.flops}});
 }
 
 PyObject* stack_of(Recorder& recorder, size_t number) {
@@ -61,52 +98,53 @@ PyObject* stack_of(Recorder& recorder, size_t number) {
 PyObject* row_of_op(Recorder& recorder, const CallKey& key, const CallCounts& counts) {
   // If only another recorder asks for times, ops are timed but these are not returned.
   const decltype(counts.seconds) none;
-  PyObject* const seconds = list_of(recorder.timing ? counts.seconds : none, [](const auto& each) {
-    return Py_BuildValue("(Od)", python_dtype(each.dtype), each.sum);
-  });
-  PyObject* const casts = list_of(counts.casts, [&](const auto& cast) { return row_of_cast(cast, recorder.timing); });
-  const char* const recipe = key.outcome == nullptr ? nullptr : key.outcome->first.c_str();
-  const char* const declined = key.outcome == nullptr ? nullptr : key.outcome->second.c_str();
-  return Py_BuildValue(
-      "(sNiNONzzKKdNNNNNNNN)", key.op->name.c_str(), PyBool_FromLong(key.backward), key.module, device_name(key.device),
-      python_dtype(key.fast), address_of(key.override), recipe, declined, counts.calls, counts.inner_calls, counts.flops,
-      list_of(counts.rows, [](const auto& each) { return Py_BuildValue("(sLKd)", each.kind, static_cast<long long>(each.rows), each.calls, each.flops); }),
-      dtypes_of(counts.inputs),
-      dtypes_of(counts.computes), dtypes_of(counts.outputs), seconds, casts, stack_of(recorder, counts.stack),
-      list_of(counts.sources, &row_of_source));
+  const auto seconds = [](const auto& each) { return Py_BuildValue("(Od)", python_dtype(each.dtype), each.sum); };
+  return make_row(
+      "CountRow", {{"op", key.op}, {"backward", key.backward}, {"module", key.module}, {"device", device_name(key.device)},
+                   {"fast", key.fast}, {"override", address_of(key.override)},
+                   {"recipe", key.outcome == nullptr ? nullptr : key.outcome->first.c_str()},
+                   {"declined", key.outcome == nullptr ? nullptr : key.outcome->second.c_str()}, {"calls", counts.calls},
+                   {"inner_calls", counts.inner_calls}, {"flops", counts.flops}, {"matmuls", list_of(counts.rows, &row_of_matmul)},
+                   {"inputs", dtypes_of(counts.inputs)}, {"computes", dtypes_of(counts.computes)},
+                   {"outputs", dtypes_of(counts.outputs)}, {"seconds", list_of(recorder.timing ? counts.seconds : none, seconds)},
+                   {"casts", list_of(counts.casts, [&](const auto& cast) { return row_of_cast(cast, recorder.timing); })},
+                   {"stack", stack_of(recorder, counts.stack)}, {"sources", list_of(counts.sources, &row_of_source)}});
 }
 
 PyObject* row_of_chain(const Chain& chain, const ChainCounts& counts) {
-  std::vector<const OpInfo*> ops(chain.ops.begin(), std::find(chain.ops.begin(), chain.ops.end(), nullptr));
-  return Py_BuildValue(
-      "(iNNiNOiKKK)", static_cast<int>(chain.kind), list_of(ops, [](const OpInfo* op) { return Py_BuildValue("s", op->name.c_str()); }),
-      address_of(chain.override), chain.module, device_name(chain.device), python_dtype(chain.fast), chain.consumer, counts.count,
-      counts.bytes, counts.casts);
+  const std::vector<const OpInfo*> ops(chain.ops.begin(), std::find(chain.ops.begin(), chain.ops.end(), nullptr));
+  return make_row(
+      "ChainRow", {{"kind", static_cast<int>(chain.kind)}, {"ops", list_of(ops, [](const OpInfo* op) { return to_python(op); })},
+                   {"override", address_of(chain.override)}, {"module", chain.module}, {"device", device_name(chain.device)},
+                   {"fast", chain.fast}, {"consumer", chain.consumer}, {"count", counts.count}, {"bytes", counts.bytes},
+                   {"casts", counts.casts}});
 }
 
 PyObject* row_of_region(const RegionKey& key, const RegionCounts& counts) {
-  return Py_BuildValue(
-      "(sNNNOKKKK)", key.call_site.c_str(), PyBool_FromLong(key.by_module_rule), device_name(key.device), PyBool_FromLong(key.enabled),
-      python_dtype(key.dtype), counts.entries, counts.unused, counts.ops, counts.compiled);
+  return make_row(
+      "RegionRow", {{"call_site", key.call_site}, {"by_module_rule", key.by_module_rule}, {"device", device_name(key.device)},
+                    {"enabled", key.enabled}, {"dtype", key.dtype}, {"entries", counts.entries}, {"unused", counts.unused},
+                    {"ops", counts.ops}, {"compiled", counts.compiled}});
 }
 
 PyObject* row_of_nonfinite(const FirstNonFinite& first, uint64_t count) {
-  return Py_BuildValue(
-      "(sNiNNOOK)", first.op->name.c_str(), PyBool_FromLong(first.backward), first.module, PyBool_FromLong(first.inf),
-      PyBool_FromLong(first.nan), python_dtype(first.dtype), first.stack.get(), count);
+  return make_row(
+      "NonFiniteRow", {{"op", first.op}, {"backward", first.backward}, {"module", first.module}, {"inf", first.inf}, {"nan", first.nan},
+                       {"dtype", first.dtype}, {"stack", first.stack}, {"count", count}});
+}
+
+PyObject* row_of_event(const Events& events, const Event& event) {
+  const int64_t began = events.since_1970(event.begin);
+  return make_row(
+      "EventRow", {{"is_cast", event.is_cast}, {"op", event.op}, {"began", began}, {"duration", events.since_1970(event.end) - began},
+                   {"thread", event.thread}, {"module", event.module}, {"backward", event.backward}, {"source", event.source},
+                   {"dtype", event.dtype}, {"of_weight", event.of_weight}, {"is_hit", event.is_hit}, {"bytes", event.bytes}});
 }
 
 // Return the events and how many were dropped. Called with the GIL held.
 PyObject* read_events(Recorder& recorder) {
   const auto [events, dropped] = recorder.events.copy();
-  return Py_BuildValue("(NK)", list_of(events, [&](const Event& event) {
-    const long long began = recorder.events.since_1970(event.begin);
-    return Py_BuildValue(
-        "(NsLLKiNOONNK)", PyBool_FromLong(event.is_cast), event.op->name.c_str(), began,
-        static_cast<long long>(recorder.events.since_1970(event.end)) - began, event.thread, event.module,
-        PyBool_FromLong(event.backward), python_dtype(event.source), python_dtype(event.dtype), PyBool_FromLong(event.of_weight),
-        PyBool_FromLong(event.is_hit), event.bytes);
-  }), dropped);
+  return Py_BuildValue("(NK)", list_of(events, [&](const Event& event) { return row_of_event(recorder.events, event); }), dropped);
 }
 
 // Return what torch's ops counted: underflowed, overflowed, zeroed, nonfinite and amax. Waits for the device.
@@ -130,10 +168,11 @@ PyObject* row_of_numerics(const NumericsKey& key, NumericsCounts counts) {
   for (const CountsOnDevice& sum : counts.on_devices) {
     counts.add_numbers(read_device(sum));
   }
-  return Py_BuildValue(
-      "(sNisOOKdKKKK)", key.op->name.c_str(), PyBool_FromLong(key.backward), key.module, kValuesOf[static_cast<size_t>(key.of)],
-      python_dtype(key.source), python_dtype(key.dtype), counts.count, counts.amax, counts.underflowed, counts.overflowed,
-      counts.zeroed, counts.nonfinite);
+  return make_row(
+      "NumericsRow", {{"op", key.op}, {"backward", key.backward}, {"module", key.module}, {"of", kValuesOf[static_cast<size_t>(key.of)]},
+                      {"source", key.source}, {"dtype", key.dtype}, {"count", counts.count}, {"amax", counts.amax},
+                      {"underflowed", counts.underflowed}, {"overflowed", counts.overflowed}, {"zeroed", counts.zeroed},
+                      {"nonfinite", counts.nonfinite}});
 }
 
 PyObject* dict_of(const std::unordered_map<const void*, Object>& overrides) {
@@ -172,15 +211,13 @@ PyObject* read(Recorder& recorder) {
     first = recorder.first;
   }
   const auto row = [](auto convert) { return [convert](const auto& each) { return convert(each.first, each.second); }; };
+  const auto entry = [](int module, uint64_t count) { return Py_BuildValue("(iK)", module, count); };
+  const auto calls = [](const auto& key, uint64_t count) { return Py_BuildValue("(siK)", key.first.c_str(), key.second, count); };
   return Py_BuildValue(
-      "{sNsNsNsNsNsNsNsN}", "counts", counts, "entries",
-      list_of(totals.entries, row([](int module, uint64_t count) { return Py_BuildValue("(iK)", module, count); })), "chains",
-      list_of(totals.chains, row(&row_of_chain)), "regions",
-      list_of(totals.regions, row(&row_of_region)), "compiled",
-      list_of(totals.compiled, row([](const auto& key, uint64_t count) {
-        return Py_BuildValue("(siK)", key.first.c_str(), key.second, count);
-      })),
-      "numerics", list_of(totals.numerics, row(&row_of_numerics)), "overrides", dict_of(overrides), "nonfinite", first ? row_of_nonfinite(*first, nonfinite_count) : Py_NewRef(Py_None));
+      "{sNsNsNsNsNsNsNsN}", "counts", counts, "entries", list_of(totals.entries, row(entry)), "chains",
+      list_of(totals.chains, row(&row_of_chain)), "regions", list_of(totals.regions, row(&row_of_region)), "compiled",
+      list_of(totals.compiled, row(calls)), "numerics", list_of(totals.numerics, row(&row_of_numerics)), "overrides",
+      dict_of(overrides), "nonfinite", first ? row_of_nonfinite(*first, nonfinite_count) : Py_NewRef(Py_None));
 }
 
 }  // namespace

@@ -43,6 +43,25 @@ void parse(PyObject* arguments, const char* format, Args... args) {
   }
 }
 
+// Return an item of a dict.
+PyObject* item_of(PyObject* dict, const char* name) {
+  PyObject* const found = PyDict_GetItemString(dict, name);
+  TORCH_CHECK(found != nullptr, "bind() lacks ", name);
+  return found;
+}
+
+// Throw if Python's numbers of a kind are not `first` and those that follow.
+template <size_t size>
+void check_numbers(PyObject* numbers, const char* kind, const std::array<const char*, size>& names, long first = 0) {
+  PyObject* const given = item_of(numbers, kind);
+  bool are_same = PyDict_Size(given) == static_cast<Py_ssize_t>(size);
+  for (size_t i = 0; are_same && i < size; ++i) {
+    PyObject* const number = PyDict_GetItemString(given, names[i]);
+    are_same = number != nullptr && PyLong_AsLong(number) == first + static_cast<long>(i);
+  }
+  TORCH_CHECK(are_same, "Python and C++ number the ", kind, " differently");
+}
+
 // A Python object that owns a share of a C++ object.
 template <class Value>
 struct Holder {
@@ -71,6 +90,22 @@ struct Holder {
     Py_DECREF(type);
   }
 };
+
+// Make a Python function of one without arguments and results, and a method of one of a C++ object that a Holder holds.
+template <auto function>
+PyObject* run(PyObject*, PyObject*) {
+  function();
+  return Py_NewRef(Py_None);
+}
+
+template <class Value>
+Value class_of_method(void (Value::*)());
+
+template <auto method>
+PyObject* run_method(PyObject* self, PyObject*) {
+  (*Holder<decltype(class_of_method(method))>::unwrap(self).*method)();
+  return Py_NewRef(Py_None);
+}
 
 // Py_TPFLAGS_DISALLOW_INSTANTIATION, which the limited API does not name: only C++ makes instances, also not copies. Without it, Python
 // would make them by object.__new__, with memory that no constructor has seen.

@@ -6,7 +6,7 @@
 
 #include <Python.h>
 
-#include "magnitudes.h"
+#include "conversions.h"
 #include "tensors.h"
 
 namespace {
@@ -14,7 +14,9 @@ namespace {
 // The engine's view of an observed call of an op.
 struct ObservedCall {
   bool is_timed = false;
-  CountedCast* cast = nullptr;  // to be filled by a cast that can count; null: casts are not counted
+  // Calls `cast`, and counts the floats while they are in the processor's cache; null: casts are not counted. Called on torch's threads.
+  void (*cast_floats)(
+      ObservedCall& call, polycast::CastFloats cast, const float* from, uint16_t* to, int64_t count, ScalarType dtype) = nullptr;
 };
 
 // The origin of an input's cast.

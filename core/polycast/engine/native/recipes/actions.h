@@ -5,11 +5,10 @@
 #pragma once
 
 #include "casting.h"
+#include "conversions.h"
 #include "decisions.h"
 #include "extension.h"
 #include "prepacked.h"
-#include "recorded.h"
-#include "conversions.h"
 #include "user_store.h"
 
 namespace {
@@ -126,21 +125,15 @@ std::shared_ptr<const Action> action_of(PyObject* given, c10::ArrayRef<c10::IVal
   return add_operator(*action, name, overload, arguments) ? action : nullptr;
 }
 
-// Return the prepacked weight or the cached cast that an operator takes; nothing if it is not cached.
+// Return the prepacked weight or the cast that an operator takes; nothing if a prepacked weight is not cached.
 std::optional<Tensors> find_parts(const Action& action, const RecipeCall& call, const Tensor& tensor) {
   const DeviceRegion& region = region_of(call.device);
   if (action.prepack_id == Action::kAsItIs) {
     return Tensors{tensor};
   }
   if (action.prepack_id == Action::kCachedCast) {
-    const ScalarType fast = at::autocast::get_autocast_dtype(call.device);
-    if (tensor.scalar_type() == fast) {
-      return Tensors{tensor};
-    }
-    if (cacheable_weight(tensor, fast, call.is_capturing) == nullptr) {
-      return std::nullopt;
-    }
-    return Tensors{cast(tensor, {fast, call.device, call.has_only_autograd, region, call.is_capturing})};
+    const CastSpec spec{at::autocast::get_autocast_dtype(call.device), call.device, call.has_only_autograd, region, call.is_capturing};
+    return Tensors{spec.applies_to(tensor) ? cast(tensor, spec) : tensor};
   }
   const std::shared_ptr<UserStore> store = region.store == nullptr ? action.process_store.lock() : region.store->shared_from_this();
   NotPrepacked reason;
@@ -155,19 +148,18 @@ std::optional<Tensors> find_parts(const Action& action, const RecipeCall& call, 
 // asked.
 std::optional<Results> compute(const Action& action, const RecipeCall& call, torch::jit::Stack& arguments, bool records) {
   const ScalarType fast = at::autocast::get_autocast_dtype(call.device);
-  if (action.kind == Action::Kind::kRecorded) {
-    const Tensor result = record(
-        {call.handle, arguments, action.weight, action.constants,
-         {fast, call.device, call.has_only_autograd, region_of(call.device), call.is_capturing}});
-    return result.defined() ? std::optional(Results{result}) : std::nullopt;
-  }
   if (action.kind == Action::Kind::kOperator) {
-    const std::optional<Tensors> parts = find_parts(action, call, arguments[action.weight].toTensor());
-    if (!parts || parts->empty() || parts->size() != action.parts) {
-      return std::nullopt;
+    std::optional<Tensors> parts;
+    if (action.parts != 0) {
+      parts = find_parts(action, call, arguments[action.weight].toTensor());
+      if (!parts || parts->size() != action.parts) {
+        return std::nullopt;
+      }
     }
     std::replace_if(arguments.begin(), arguments.end(), &is_undefined, c10::IValue());
-    arguments.insert(arguments.end(), parts->begin(), parts->end());
+    if (parts) {
+      arguments.insert(arguments.end(), parts->begin(), parts->end());
+    }
     arguments.emplace_back(fast);
     arguments.insert(arguments.end(), action.constants.begin(), action.constants.end());
     for (const size_t position : action.floats) {
@@ -181,7 +173,7 @@ std::optional<Results> compute(const Action& action, const RecipeCall& call, tor
   if (action.kind == Action::Kind::kFloat32) {
     for (c10::IValue& argument : arguments) {
       if (argument.isTensor() && is_eligible(argument.toTensor(), call.device)) {
-        argument = converted(argument.toTensor(), at::kFloat);
+        argument = polycast::converted(argument.toTensor(), at::kFloat);
       }
     }
   }
@@ -189,7 +181,7 @@ std::optional<Results> compute(const Action& action, const RecipeCall& call, tor
   for (c10::IValue& result : arguments) {
     const Tensor& tensor = result.toTensor();
     if (tensor.defined() && tensor.is_floating_point() && tensor.scalar_type() != fast) {
-      result = converted(tensor, fast);
+      result = polycast::converted(tensor, fast);
     }
   }
   return std::move(arguments);

@@ -18,14 +18,14 @@ struct Action {
   // The numbers of recipes/actions.py, which bind() checks.
   static constexpr int kCachedCast = 0, kAsItIs = -1;  // the operator takes the cached cast, or the weight itself
   static constexpr std::array<const char*, 2> kPrepackNames = {"AS_IT_IS", "CACHED_CAST"};
-  enum class Kind : long { kDeclined, kFloat32, kRecorded, kOperator };
-  static constexpr std::array<const char*, 4> kKindNames = {"DECLINED", "FLOAT32", "RECORDED", "OPERATOR"};
+  enum class Kind : long { kDeclined, kFloat32, kOperator };
+  static constexpr std::array<const char*, 3> kKindNames = {"DECLINED", "FLOAT32", "OPERATOR"};
 
   Kind kind;
   size_t weight = 0;
   int prepack_id = kCachedCast;
   std::optional<c10::OperatorHandle> op;
-  size_t parts = 0;  // the number of prepacked tensors that it takes
+  size_t parts = 0;  // how many tensors it takes of the weight
   std::vector<c10::IValue> constants;
   c10::SmallVector<size_t, 2> floats;  // the positions of integers that it takes as floating-point numbers
   std::weak_ptr<UserStore> process_store;

@@ -34,12 +34,6 @@ struct Magnitudes {
   }
 };
 
-// A cast whose values were counted while it was made.
-struct CountedCast {
-  uint64_t count = 0;  // 0: none was
-  Magnitudes magnitudes;
-};
-
 constexpr Bounds kHalfBounds{1, 0x0400, 0x7c00, 0x7c00};
 constexpr Bounds kBFloat16Bounds{1, 0x0080, 0x7f80, 0x7f80};
 constexpr Bounds kFloatBounds{1, 0x00800000, 0x7f800000, 0x7f800000};

@@ -1,5 +1,5 @@
-// Ops that a region's recipe computes: by the action that Python has decided for calls like this one, or by Python, in
-// recipes/plan.py.
+// Ops that a region's recipe computes: by the action that Python has decided for similar calls, or by Python, in
+// recipes/plan.py. The rest of the engine includes this header alone of recipes/.
 //
 // Calling Python takes the GIL and may run anything, which may end the region.
 
@@ -15,7 +15,7 @@ int get_current_graph_task_id();  // its header takes long to parse
 
 namespace {
 
-// Set by bind().
+// Set by bind_recipes().
 PyObject* perform_recipe = nullptr;
 
 // Convert an argument to Python; return nothing for types that no recipe takes.
@@ -212,6 +212,23 @@ C10_NOINLINE Results call_recipe(const RecipeCall& call, const Arguments& argume
     }
   }
   return ask_python(call, boxed, &metadata);
+}
+
+// set_recomputing(backward)
+PyObject* set_recomputing(PyObject*, PyObject* backward) {
+  recomputing_backward = backward == Py_None ? kNotRecomputing : static_cast<int>(PyLong_AsLong(backward));
+  return Py_NewRef(Py_None);
+}
+
+// Forget what was decided for calls, on all threads.
+void forget_actions() { Decisions::forget_all(); }
+
+// Check that Python numbers what recipes use as C++ does, and set the function that performs a call.
+void bind_recipes(PyObject* numbers, PyObject* perform) {
+  check_numbers(numbers, "not_prepacked", kNotPrepackedNames);
+  check_numbers(numbers, "actions", Action::kKindNames);
+  check_numbers(numbers, "prepack_ids", Action::kPrepackNames, Action::kAsItIs);
+  set_reference(perform_recipe, perform);
 }
 
 // Whether recipes take the arguments of a signature: of ops with a weight, and of elementwise functions.
