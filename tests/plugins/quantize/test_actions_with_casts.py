@@ -104,11 +104,14 @@ def test_an_operator_gets_a_weight_in_the_fast_dtype_as_it_is(decide, linear_of_
     assert {cast.data_ptr() for cast in casts} == {layer.weight.data_ptr()}
 
 
-def test_a_tensor_that_is_no_weight_is_asked_for(layer, decide, linear_of_cast, asked):
-    decide(linear_of_cast[0])
-    for _ in range(3):
-        run(linear, X, torch.randn(8, 8), layer.bias)
-    assert len(asked) == 3
+def test_an_operator_gets_a_new_cast_of_a_tensor_that_is_no_weight(layer, decide, linear_of_cast, asked):
+    action, casts = linear_of_cast
+    decide(action)
+    given = [torch.randn(8, 8) for _ in range(3)]
+    for weight in given:
+        run(linear, X, weight, layer.bias)
+    assert asked == ["linear"]
+    assert all(torch.equal(cast, weight.bfloat16()) for cast, weight in zip(casts, given[1:], strict=True))
 
 
 def test_a_weight_and_a_part_of_one_are_told_apart(decide, asked):
