@@ -1,9 +1,9 @@
-// Admission: whether a cast of a weight may be cached, for how long, and whether a cached one may serve.
+// Admission: whether a cast of a weight may be cached, and whether a cached one may be used.
 //
-// A user store (WeightCache) and a region ask different questions. A user store may hold a cast only while every write of the
-// weight is seen, so it refuses weights whose memory has holders that count no versions. A region must never be more stale
-// than torch's own: torch caches casts of weights that require grad, whatever is written, and no others. So a region caches
-// those too, and casts of frozen weights and of views only while nothing else holds the memory.
+// A user store (WeightCache) holds a cast only while every write of the weight is seen, so it refuses weights whose memory has
+// holders that count no versions. A region must never be more stale than torch's: torch caches casts of weights that require
+// grad, whatever is written, and no others. So a region caches those too, and casts of frozen weights and of views only while
+// nothing else holds the memory.
 
 #pragma once
 

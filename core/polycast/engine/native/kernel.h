@@ -72,8 +72,7 @@ class Kernel final : public c10::OperatorKernel {
   }
 
   // Compute the op by the recipe, or as it is once Python has left the region; return no results if the recipe declines it.
-  template <class Arguments>
-  C10_NOINLINE Results call_recipe(c10::DispatchKeySet keys, const Arguments& arguments) const {
+  C10_NOINLINE Results call_recipe(c10::DispatchKeySet keys, torch::jit::Stack arguments) const {
     const uint64_t changes = region_changes;
     Results results = [&] {
       const NoAutocast no_autocast(device_, keys_);
@@ -81,7 +80,7 @@ class Kernel final : public c10::OperatorKernel {
     }();
     if (C10_UNLIKELY(changes != region_changes) && results.empty() && !at::autocast::is_autocast_enabled(device_)) {
       const NoAutocast no_autocast(device_, keys_);
-      results = arguments.box();
+      results = std::move(arguments);
       handle_.redispatchBoxed(keys & below_, &results);
       TORCH_INTERNAL_ASSERT(!results.empty());
     }
@@ -98,7 +97,7 @@ class Kernel final : public c10::OperatorKernel {
           multiplies_batches_ && should_make_contiguous(keys, first.toTensor(), argument(stack, 1).toTensor())) {
         first = contiguous(first.toTensor());
       }
-      if (Results results = call_recipe(keys, BoxedArguments{c10::ArrayRef<c10::IValue>(&argument(stack, 0), arity_)}); !results.empty()) {
+      if (Results results = call_recipe(keys, torch::jit::Stack(stack->end() - static_cast<int64_t>(arity_), stack->end())); !results.empty()) {
         stack->erase(stack->end() - static_cast<int64_t>(arity_), stack->end());
         stack->insert(stack->end(), std::make_move_iterator(results.begin()), std::make_move_iterator(results.end()));
         return;
@@ -203,7 +202,7 @@ class Kernel final : public c10::OperatorKernel {
     static constexpr size_t kNormWeight = 10;
     const c10::IValue& weight = argument(stack, kNormWeight);
     return region.override != nullptr || region.store != nullptr ||
-        (region.casts != nullptr && weight.isTensor() && region.casts->is_used_again(weight.toTensor()));
+        (region.casts != nullptr && weight.isTensor() && region.casts->note_uncast(weight.toTensor()));
   }
 
   bool needs_autograd(torch::jit::Stack* stack) const {

@@ -114,11 +114,11 @@ struct InitDescriptor {
 // region_methods(cls, ready, ready_with_cache, init, resolve, generation, complete_entry, complete_exit) -> (__init__, __enter__, __exit__)
 PyObject* region_methods(PyObject*, PyObject* arguments) {
   static PyMethodDef init_method{
-      "__init__", fast(&raising_fast<&init_region, PyObject*>), METH_FASTCALL | METH_KEYWORDS, "Construct a region."};
+      "__init__", fast(raising_fast<&init_region, PyObject*>), METH_FASTCALL | METH_KEYWORDS, "Construct a region."};
   static PyMethodDef enter_method{
-      "__enter__", &raising<&enter_block>, METH_NOARGS, "__enter__($self)\n--\n\nEnter the region on this thread; return it."};
+      "__enter__", raising<&enter_block>, METH_NOARGS, "__enter__($self)\n--\n\nEnter the region on this thread; return it."};
   static PyMethodDef exit_method{
-      "__exit__", fast(&raising_fast<&exit_block>), METH_FASTCALL,
+      "__exit__", fast(raising_fast<&exit_block>), METH_FASTCALL,
       "__exit__($self, *exc_info)\n--\n\nLeave the region on this thread."};
   PyObject *cls, *ready_set, *with_cache, *init, *resolve, *generation, *entry, *exit;
   parse(arguments, "OOO!OOO!OO", &cls, &ready_set, &PyDict_Type, &with_cache, &init, &resolve, &PyDict_Type, &generation, &entry, &exit);

@@ -114,7 +114,7 @@ class RegionStore {
   }
 
   // Note that a weight was used without casting it; return whether it has been used so often that a cast of it would be kept.
-  bool is_used_again(const Tensor& weight) { return uses_.note_miss({weight.unsafeGetTensorImpl(), ScalarType::Undefined}); }
+  bool note_uncast(const Tensor& weight) { return uses_.note_miss({weight.unsafeGetTensorImpl(), ScalarType::Undefined}); }
 
   // Called as the outermost region ends.
   void end_region() {

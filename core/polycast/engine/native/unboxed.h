@@ -143,9 +143,7 @@ struct c10::impl::wrap_kernel_functor_unboxed_<Unboxed<Result(Args...)>, Result(
             }(args...);
           }
         }
-        static constexpr std::array<ArgumentReader, sizeof...(Args)> kReaders{kReader<std::decay_t<Args>>...};
-        const std::array<const void*, sizeof...(Args)> given{std::addressof(args)...};
-        if (Results results = kernel.call_recipe(keys, UnboxedArguments{kReaders.data(), given.data(), given.size()}); !results.empty()) {
+        if (Results results = kernel.call_recipe(keys, boxed(args...)); !results.empty()) {
           return from_results<Result>(std::move(results));
         }
       }

@@ -149,23 +149,23 @@ PyObject* bind(PyObject*, PyObject* arguments) {
 }
 
 PyMethodDef functions[] = {
-    {"enter_module", &raising<&pass_module<true>>, METH_O, "Note that a module is called."},
-    {"leave_module", &raising<&pass_module<false>>, METH_O, "Note that the call has ended."},
-    {"note_uncounted", &raising<&note_uncounted>, METH_O, "Stop counting this thread's ops, or resume."},
-    {"note_recipe", &raising<&note_recipe>, METH_VARARGS, "Note what a recipe did with an op."},
-    {"bind", &raising<&bind>, METH_VARARGS, "Bind to an engine."},
+    {"enter_module", raising<&pass_module<true>>, METH_O, "Note that a module is called."},
+    {"leave_module", raising<&pass_module<false>>, METH_O, "Note that the call has ended."},
+    {"note_uncounted", raising<&note_uncounted>, METH_O, "Stop counting this thread's ops, or resume."},
+    {"note_recipe", raising<&note_recipe>, METH_VARARGS, "Note what a recipe did with an op."},
+    {"bind", raising<&bind>, METH_VARARGS, "Bind to an engine."},
     {nullptr, nullptr, 0, nullptr}};
 
 PyMethodDef recorder_methods[] = {
-    {"start", &raising<&recorder_start>, METH_NOARGS, "Start to count."},
-    {"stop", &raising<&recorder_stop>, METH_NOARGS, "Stop counting."},
-    {"read", &raising<&recorder_read>, METH_NOARGS, "Return the counts."},
-    {"nonfinite_count", &raising<&recorder_nonfinite_count>, METH_NOARGS, "Count the ops that made inf or nan."},
-    {"keep_events", &raising<&recorder_keep_events>, METH_O, "Keep the times of ops and casts."},
-    {"events", &raising<&recorder_events>, METH_NOARGS, "Return these times."},
-    {"add_module", &raising<&recorder_add_module>, METH_VARARGS, "Add a module."},
-    {"forget_module", &raising<&recorder_forget_module>, METH_O, "Forget a module."},
-    {"add_parameter", &raising<&recorder_add_parameter>, METH_VARARGS, "Add a parameter."},
+    {"start", raising<&recorder_start>, METH_NOARGS, "Start to count."},
+    {"stop", raising<&recorder_stop>, METH_NOARGS, "Stop counting."},
+    {"read", raising<&recorder_read>, METH_NOARGS, "Return the counts."},
+    {"nonfinite_count", raising<&recorder_nonfinite_count>, METH_NOARGS, "Count the ops that made inf or nan."},
+    {"keep_events", raising<&recorder_keep_events>, METH_O, "Keep the times of ops and casts."},
+    {"events", raising<&recorder_events>, METH_NOARGS, "Return these times."},
+    {"add_module", raising<&recorder_add_module>, METH_VARARGS, "Add a module."},
+    {"forget_module", raising<&recorder_forget_module>, METH_O, "Forget a module."},
+    {"add_parameter", raising<&recorder_add_parameter>, METH_VARARGS, "Add a parameter."},
     {nullptr, nullptr, 0, nullptr}};
 
 PyModuleDef definition = {PyModuleDef_HEAD_INIT, "polycast_observer", "The native engine's observer.", -1, functions};

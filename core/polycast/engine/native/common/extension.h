@@ -9,25 +9,21 @@
 namespace {
 
 // Wrap a function so that its C++ exceptions become Python errors.
-template <auto function>
-PyObject* raising(PyObject* self, PyObject* argument) {
+template <auto function, class... Args>
+PyObject* translating(Args... arguments) {
   try {
-    return function(self, argument);
+    return function(arguments...);
   } catch (const std::exception&) {
     torch::translate_exception_to_python(std::current_exception());
     return nullptr;
   }
 }
 
+template <auto function>
+constexpr PyCFunction raising = &translating<function, PyObject*, PyObject*>;
+
 template <auto function, class... Names>
-PyObject* raising_fast(PyObject* self, PyObject* const* arguments, Py_ssize_t count, Names... names) {
-  try {
-    return function(self, arguments, count, names...);
-  } catch (const std::exception&) {
-    torch::translate_exception_to_python(std::current_exception());
-    return nullptr;
-  }
-}
+constexpr auto raising_fast = &translating<function, PyObject*, PyObject* const*, Py_ssize_t, Names...>;
 
 // Cast a METH_FASTCALL function for a PyMethodDef; with METH_KEYWORDS, it gets the names of keyword arguments too.
 template <class... Names>
@@ -118,15 +114,7 @@ bool add_class(PyObject* module, const char* name, PyMethodDef* methods) {
     std::vector<PyType_Slot> slots{
         {Py_tp_dealloc, reinterpret_cast<void*>(&Holder<Value>::free)}, {Py_tp_methods, methods}, {0, nullptr}};
     if constexpr (make != nullptr) {
-      static constexpr newfunc create = [](PyTypeObject* type, PyObject* arguments, PyObject* named) -> PyObject* {
-        try {
-          return make(type, arguments, named);
-        } catch (const std::exception&) {
-          torch::translate_exception_to_python(std::current_exception());
-          return nullptr;
-        }
-      };
-      slots.insert(slots.begin(), {Py_tp_new, reinterpret_cast<void*>(create)});
+      slots.insert(slots.begin(), {Py_tp_new, reinterpret_cast<void*>(&translating<make, PyTypeObject*, PyObject*, PyObject*>)});
     }
     PyType_Spec spec{
         name, sizeof(Holder<Value>), 0, static_cast<unsigned int>(Py_TPFLAGS_DEFAULT | (make == nullptr ? kOnlyMadeHere : 0)), slots.data()};

@@ -46,9 +46,50 @@ class CallMetadata {
     push(at::get_num_threads());
   }
 
-  // Each add() returns false if the argument has metadata that are not compared, or forward-mode AD tracks it. An argument adds the same
-  // boxed and unboxed.
-  bool add(const Tensor& tensor) {
+  // Return false if an argument has metadata that are not compared, or forward-mode AD tracks it.
+  bool add(const c10::IValue& argument) {
+    if (argument.isTensor()) {
+      return add_tensor(argument.toTensor());
+    }
+    if (argument.isNone()) {
+      push(kNone);
+    } else if (argument.isBool()) {
+      push(argument.toBool() ? kTrue : kFalse);
+    } else if (argument.isInt()) {
+      push(kInt, argument.toInt());
+    } else if (argument.isDouble()) {
+      int64_t bits;
+      const double number = argument.toDouble();
+      std::memcpy(&bits, &number, sizeof bits);
+      push(kDouble, bits);
+    } else if (argument.isIntList()) {
+      const at::DimVector numbers = argument.toDimVector();
+      push(kInts, static_cast<int64_t>(numbers.size()));
+      words_.append(numbers.begin(), numbers.end());
+    } else if (argument.isString()) {
+      const c10::string_view text = argument.toStringView();
+      push(kString, static_cast<int64_t>(text.size()));
+      words_.append(text.begin(), text.end());
+    } else {
+      return false;
+    }
+    return true;
+  }
+
+  void finish() {
+    words_[0] |= static_cast<int64_t>(records) << 62;
+    for (const int64_t word : words_) {
+      hash_ = mixed(hash_, word);
+    }
+  }
+
+  uint64_t hash() const { return hash_; }
+  at::ArrayRef<int64_t> words() const { return words_; }
+
+ private:
+  enum Tag : int64_t { kUndefined, kTensor, kNone, kTrue, kFalse, kInt, kDouble, kInts, kString };
+
+  bool add_tensor(const Tensor& tensor) {
     if (!tensor.defined()) {
       push(kUndefined);
       return true;
@@ -71,65 +112,6 @@ class CallMetadata {
     words_.append(tensor.strides().begin(), tensor.strides().end());
     return true;
   }
-
-  bool add(const std::optional<Tensor>& tensor) { return tensor ? add(*tensor) : add(c10::IValue()); }
-
-  bool add(c10::SymIntArrayRef numbers) {
-    const auto known = c10::asIntArrayRefSlowOpt(numbers);
-    return known && add(*known);
-  }
-
-  bool add(c10::IntArrayRef numbers) {
-    push(kInts, static_cast<int64_t>(numbers.size()));
-    words_.append(numbers.begin(), numbers.end());
-    return true;
-  }
-
-  bool add(c10::string_view text) {
-    push(kString, static_cast<int64_t>(text.size()));
-    for (const char letter : text) {
-      push(letter);
-    }
-    return true;
-  }
-
-  bool add(const c10::IValue& argument) {
-    if (argument.isTensor()) {
-      return add(argument.toTensor());
-    }
-    if (argument.isNone()) {
-      push(kNone);
-    } else if (argument.isBool()) {
-      push(argument.toBool() ? kTrue : kFalse);
-    } else if (argument.isInt()) {
-      push(kInt, argument.toInt());
-    } else if (argument.isDouble()) {
-      int64_t bits;
-      const double number = argument.toDouble();
-      std::memcpy(&bits, &number, sizeof bits);
-      push(kDouble, bits);
-    } else if (argument.isIntList()) {
-      return add(argument.toDimVector());
-    } else if (argument.isString()) {
-      return add(argument.toStringView());
-    } else {
-      return false;
-    }
-    return true;
-  }
-
-  void finish() {
-    words_[0] |= static_cast<int64_t>(records) << 62;
-    for (const int64_t word : words_) {
-      hash_ = mixed(hash_, word);
-    }
-  }
-
-  uint64_t hash() const { return hash_; }
-  at::ArrayRef<int64_t> words() const { return words_; }
-
- private:
-  enum Tag : int64_t { kUndefined, kTensor, kNone, kTrue, kFalse, kInt, kDouble, kInts, kString };
 
   void push(int64_t word) { words_.push_back(word); }
 

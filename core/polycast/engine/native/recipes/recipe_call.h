@@ -126,92 +126,43 @@ C10_NOINLINE Results ask_python(const RecipeCall& call, c10::ArrayRef<c10::IValu
   return results_of(result);
 }
 
-// Boxes an argument of a type or adds it to the metadata of a call, given its address.
-struct ArgumentReader {
-  c10::IValue (*box)(const void* address);
-  bool (*add)(CallMetadata& metadata, const void* address);
-};
-
-// Whether boxing an argument allocates memory or counts a reference, of the types that recipes take.
 template <class Arg>
-constexpr bool kIsBoxedAtACost = std::is_same_v<Arg, Tensor> || std::is_same_v<Arg, std::optional<Tensor>> ||
-    std::is_same_v<Arg, c10::SymIntArrayRef> || std::is_same_v<Arg, c10::IntArrayRef> || std::is_same_v<Arg, c10::string_view>;
+C10_NOINLINE void push_boxed(torch::jit::Stack& stack, const Arg& argument) {
+  stack.emplace_back(argument);
+}
 
-template <class Arg>
-constexpr ArgumentReader kReader{
-    [](const void* address) { return c10::IValue(*static_cast<const Arg*>(address)); },
-    [](CallMetadata& metadata, const void* address) {
-      const Arg& argument = *static_cast<const Arg*>(address);
-      if constexpr (kIsBoxedAtACost<Arg>) {
-        return metadata.add(argument);
-      } else {
-        return metadata.add(c10::IValue(argument));
-      }
-    }};
+// Box arguments, with room for what an OPERATOR action appends.
+template <class... Args>
+torch::jit::Stack boxed(const Args&... arguments) {
+  constexpr size_t kMaxAdded = 12;
+  torch::jit::Stack stack;
+  stack.reserve(sizeof...(arguments) + kMaxAdded);
+  (push_boxed(stack, arguments), ...);
+  return stack;
+}
 
-// The arguments of a call of an unboxed entry point. Boxing copies their lists.
-struct UnboxedArguments {
-  const ArgumentReader* readers;
-  const void* const* addresses;
-  size_t count;
-
-  bool add_to(CallMetadata& metadata) const {
-    for (size_t i = 0; i < count; ++i) {
-      if (!readers[i].add(metadata, addresses[i])) {
-        return false;
-      }
-    }
-    return true;
-  }
-
-  torch::jit::Stack box() const {
-    torch::jit::Stack boxed;
-    boxed.reserve(count + kMaxAdded);
-    for (size_t i = 0; i < count; ++i) {
-      boxed.push_back(readers[i].box(addresses[i]));
-    }
-    return boxed;
-  }
-
- private:
-  static constexpr size_t kMaxAdded = 12;  // room for what an OPERATOR action appends
-};
-
-// The arguments of a call of a boxed entry point.
-struct BoxedArguments {
-  c10::ArrayRef<c10::IValue> values;
-
-  bool add_to(CallMetadata& metadata) const {
-    return std::all_of(values.begin(), values.end(), [&](const auto& value) { return metadata.add(value); });
-  }
-
-  torch::jit::Stack box() const { return values.vec(); }
-};
-
-// Compute an op by the recipe of this thread's region; return no results if the recipe declines it.
-template <class Arguments>
-C10_NOINLINE Results call_recipe(const RecipeCall& call, const Arguments& arguments) {
+// Compute an op by the recipe of this thread's region; return no results, and leave the arguments as they are, if the recipe declines it.
+C10_NOINLINE Results call_recipe(const RecipeCall& call, torch::jit::Stack& arguments) {
   const std::optional<bool> in_function = runs_in_function();
   if (!in_function || !call.has_only_autograd || !caching_is_safe() || observed_op != nullptr) {  // recomputing, intercepted or observed: keep no action
-    return ask_python(call, arguments.box(), nullptr);
+    return ask_python(call, arguments, nullptr);
   }
   CallMetadata metadata(region_of(call.device), call.device, call.op, *in_function);
-  if (!arguments.add_to(metadata) ||
+  if (!std::all_of(arguments.begin(), arguments.end(), [&](const c10::IValue& each) { return metadata.add(each); }) ||
       ((metadata.records || !metadata.has_fast_or_float32) && torch::autograd::ForwardADLevel::try_get_by_idx(0) != nullptr)) {
-    return ask_python(call, arguments.box(), nullptr);
+    return ask_python(call, arguments, nullptr);
   }
   metadata.finish();
   const auto action = Decisions::of_thread().find(metadata);
   if (action != nullptr && action->kind == Action::Kind::kDeclined) {
     return {};
   }
-  torch::jit::Stack boxed = arguments.box();
   if (action != nullptr) {
-    if (std::optional<Results> results = compute(*action, call, boxed, metadata.records)) {
+    if (std::optional<Results> results = compute(*action, call, arguments, metadata.records)) {
       return *std::move(results);
     }
   }
-  return ask_python(call, boxed, &metadata);
+  return ask_python(call, arguments, &metadata);
 }
 
 // set_recomputing(backward)
