@@ -89,6 +89,11 @@ class Casts {
 
   Casts() = default;
   Casts(const Casts&) = delete;
+  ~Casts() {
+    while (count_ != 0) {
+      std::destroy_at(&casts_[--count_].tensor);
+    }
+  }
 
   // Cast the last argument first, as torch does: then the weight's cast lies before the input's in memory, and what is freed
   // behind it can be reused. In the other order the threads of a process took twice as much memory.
@@ -119,6 +124,12 @@ class Casts {
   }
 
  private:
+  union Slot {
+    Slot() {}
+    ~Slot() {}
+    std::optional<Tensor> tensor;
+  };
+
   struct List {
     std::vector<Tensor> tensors;
     at::TensorList list;
@@ -126,7 +137,7 @@ class Casts {
     std::unique_ptr<List> next;
   };
 
-  std::optional<Tensor>& add(Tensor cast) { return casts_.emplace_back(std::move(cast)); }
+  std::optional<Tensor>& add(Tensor cast) { return *std::construct_at(&casts_[count_++].tensor, std::move(cast)); }
 
   template <class Tensors>
   const List& add(const Tensors& tensors, const CastSpec& spec) {
@@ -141,8 +152,9 @@ class Casts {
     return *lists_;
   }
 
+  size_t count_ = 0;
   std::unique_ptr<List> lists_;
-  c10::SmallVector<std::optional<Tensor>, kMax> casts_;  // of which none moves
+  std::array<Slot, kMax> casts_;  // the first `count_` are alive
 };
 
 }  // namespace

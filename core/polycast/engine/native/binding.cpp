@@ -89,14 +89,17 @@ PyObject* make_registrations(PyTypeObject*, PyObject* arguments, PyObject*) {
 
 IsCapturing capturing(PyObject* function) { return IsCapturing(function == Py_None ? Object() : Object::borrow(function)); }
 
-// impl(name, number, policy, refusal, with_dtype, written, writing_flag, is_capturing)
+// impl(name, number, policy, refusal, with_dtype, written, writing_flag, is_composed, is_capturing)
 PyObject* registrations_impl(PyObject* self, PyObject* arguments) {
   const char *name, *refusal, *with_dtype;
   long long number;
-  int policy, writing_flag;
+  int policy, writing_flag, is_composed;
   PyObject *written, *is_capturing;
-  parse(arguments, "sLiszO!iO", &name, &number, &policy, &refusal, &with_dtype, &PyTuple_Type, &written, &writing_flag, &is_capturing);
-  Op op{number, static_cast<Policy>(policy), refusal, convert_items(written, &PyLong_AsSize_t), writing_flag, std::nullopt};
+  parse(
+      arguments, "sLiszO!ipO", &name, &number, &policy, &refusal, &with_dtype, &PyTuple_Type, &written, &writing_flag, &is_composed,
+      &is_capturing);
+  Op op{
+      number, static_cast<Policy>(policy), refusal, convert_items(written, &PyLong_AsSize_t), writing_flag, is_composed != 0, std::nullopt};
   Holder<KernelRegistrations>::unwrap(self)->impl(name, std::move(op), with_dtype, capturing(is_capturing));
   return Py_NewRef(Py_None);
 }

@@ -14,6 +14,7 @@ from ...common.atfork import hold_during_fork
 from ...errors import StaleWeightError
 from ...policy.cast_policy import CastPolicy
 from ...policy.schemas import hidden_writes, overload_with_dtype
+from ...policy.standard import COMPOSED_OPS
 from ...registry.backend import Backend, overrides_is_capturing
 from ...torch_internals.dispatcher import OpOverload
 from ...torch_internals.private_names import disable_dynamo
@@ -207,6 +208,7 @@ class _NativeKernels(Kernels):
             refusal(self.backend, name),
             None if with_dtype is None else f"{with_dtype._schema.name}.{with_dtype._schema.overload_name}",
             *hidden_writes(op),
+            name in COMPOSED_OPS,
             self._is_capturing,
         )
 

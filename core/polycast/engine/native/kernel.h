@@ -22,6 +22,7 @@ struct Op {
   std::string refusal;  // the error of a BANNED op
   std::vector<size_t> written;  // positions of the tensors that it writes, though its schema does not say so
   int writing_flag;             // position of the flag without which it does not; -1: it always does
+  bool is_composed;             // one of COMPOSED_OPS in policy/standard.py
   std::optional<c10::OperatorHandle> with_dtype;  // for FP32_APPEND_DTYPE, the overload with a dtype
 };
 
@@ -35,8 +36,7 @@ class Kernel final : public c10::OperatorKernel {
         below_(c10::DispatchKeySet::FULL_AFTER, key),
         device_keys_(key_below(key)),
         skipped_(keys_ | kSkippableKeys),
-        is_composed_(
-            op_.policy == Policy::kNone && handle.operator_name() == c10::OperatorName("aten::_transformer_encoder_layer_fwd", "")),
+        is_composed_(op_.policy == Policy::kNone && op_.is_composed),
         policy_for_recipes_(op_.policy == Policy::kNone ? Policy::kLowerPrecisionFp : op_.policy),
         skips_autograd_(can_skip_autograd(op_, handle)),
         multiplies_batches_(handle.operator_name() == c10::OperatorName("aten::linear", "") ||
@@ -303,7 +303,7 @@ class Kernel final : public c10::OperatorKernel {
   const c10::DispatchKeySet keys_;   // the Autocast key
   const c10::DispatchKeySet below_;  // all below it
   const c10::DispatchKeySet device_keys_, skipped_;
-  const bool is_composed_;  // one of COMPOSED_OPS in policy/standard.py
+  const bool is_composed_;  // and not cast itself
   const Policy policy_for_recipes_;
   const bool skips_autograd_;
   const bool multiplies_batches_;  // by one matrix
