@@ -31,9 +31,10 @@ _set_tracing_state: Callable[[Any], None] | None = torch_name("torch._C._set_tra
 _without_dispatch_modes: Callable[[], contextlib.AbstractContextManager[Any]] = torch_name(
     "torch.utils._python_dispatch._disable_current_modes", contextlib.nullcontext, _SEEN
 )
-_function_mode_count: Callable[[], int] | None = torch_name("torch._C._len_torch_function_stack", None, _SEEN)
-_pop_function_mode: Callable[[], Any] | None = torch_name("torch._C._pop_torch_function_stack", None, _SEEN)
-_push_function_mode: Callable[[Any], None] | None = torch_name("torch._C._push_on_torch_function_stack", None, _SEEN)
+_function_mode_count: Callable[[], int] = torch_name("torch._C._len_torch_function_stack", lambda: 0, _SEEN)
+_without_function_mode: Callable[[], contextlib.AbstractContextManager[Any]] = torch_name(
+    "torch.overrides._pop_mode_temporarily", contextlib.nullcontext, _SEEN
+)
 _without_transforms: Callable[[], contextlib.AbstractContextManager[Any]] = torch_name(
     "torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack", contextlib.nullcontext, _TRANSFORMED
 )
@@ -49,13 +50,13 @@ def call_outside(function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs
         or torch.is_inference_mode_enabled()
     ):
         return function(*args, **kwargs)
-    with (
-        _without_tracing(),
-        _without_dispatch_modes(),
-        _without_function_modes(),
-        _without_transforms(),
-        torch.inference_mode(False),
-    ):
+    with contextlib.ExitStack() as outside:
+        outside.enter_context(_without_tracing())
+        outside.enter_context(_without_dispatch_modes())
+        for _ in range(_function_mode_count()):
+            outside.enter_context(_without_function_mode())
+        outside.enter_context(_without_transforms())
+        outside.enter_context(torch.inference_mode(False))
         return function(*args, **kwargs)
 
 
@@ -70,18 +71,3 @@ def _without_tracing() -> Iterator[None]:
         yield
     finally:
         _set_tracing_state(state)
-
-
-@contextlib.contextmanager
-def _without_function_modes() -> Iterator[None]:
-    if _function_mode_count is None or _pop_function_mode is None or _push_function_mode is None:
-        yield
-        return
-    modes: list[Any] = []
-    try:
-        while _function_mode_count():
-            modes.append(_pop_function_mode())
-        yield
-    finally:
-        while modes:
-            _push_function_mode(modes.pop())

@@ -21,8 +21,8 @@ class HigherOrderOps:
 
     def __init__(self, key: str, device_type: str) -> None:
         self._key = dispatch_key(key)
-        self._is_torchs = self._key is None or self._key in keys_that_higher_order_ops_skip
-        if self._is_torchs:
+        self._is_added = self._key is not None and self._key not in keys_that_higher_order_ops_skip
+        if not self._is_added:
             return
         keys_that_higher_order_ops_skip.append(self._key)
         self._fell_through = {
@@ -39,9 +39,9 @@ class HigherOrderOps:
 
     def remove(self) -> None:
         """Leave the ops as they were before."""
-        if self._is_torchs:
+        if not self._is_added:
             return
-        self._is_torchs = True
+        self._is_added = False
         keys_that_higher_order_ops_skip.remove(self._key)
         if self._attention is not None:
             del python_kernels(self._attention)[self._key]

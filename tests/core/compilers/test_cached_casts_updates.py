@@ -93,21 +93,30 @@ def test_a_weight_that_the_code_itself_changes(model):
                 torch.testing.assert_close(after, other(x), rtol=0.02, atol=0.02)
 
 
-def test_load_state_dict(model):
-    in_step(model, lambda model: model.load_state_dict({"weight": torch.randn(SIZE, SIZE)}))
+def _new_data(model):
+    model.weight.data = torch.randn(SIZE, SIZE)
 
 
-def test_new_data(model):
-    def change(model):
-        model.weight.data = torch.randn(SIZE, SIZE)
-
-    in_step(model, change)
+def _another_parameter(model):
+    model.weight = nn.Parameter(torch.randn(SIZE, SIZE))
 
 
-def test_another_parameter(model):
-    def change(model):
-        model.weight = nn.Parameter(torch.randn(SIZE, SIZE))
+def _as_another_process(model):
+    model.share_memory()
+    model.weight.data.mul_(2)  # counted nowhere
 
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: model.load_state_dict({"weight": torch.randn(SIZE, SIZE)}),
+        _new_data,
+        _another_parameter,
+        _as_another_process,
+    ],
+    ids=["load_state_dict", "new data", "another parameter", "shared memory"],
+)
+def test_a_change_of_the_weight(model, change):
     in_step(model, change)
 
 
@@ -126,15 +135,6 @@ def test_a_collective(model, tmp_path):
         in_step(model, change)
     finally:
         dist.destroy_process_group()
-
-
-def test_memory_that_processes_share(model):
-    model.share_memory()
-
-    def change(model):
-        model.weight.data.mul_(2)  # as another process would: counted nowhere
-
-    in_step(model, change)
 
 
 def test_swapped_weights(model):

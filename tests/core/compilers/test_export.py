@@ -98,20 +98,16 @@ class WithPolicy(torch.nn.Module):
             return x @ x
 
 
-def test_a_policy_is_refused_strictly():
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="torch's autocast, which has no policies or recipes"):
-        torch.export.export(WithPolicy(), (torch.randn(4, 4),), strict=True)
-
-
 class WithRecipe(torch.nn.Module):
     def forward(self, x):
         with polycast.autocast("cpu", recipe="rounded"):
             return x @ x
 
 
-def test_a_recipe_is_refused_strictly():
+@pytest.mark.parametrize("model", [WithPolicy, WithRecipe])
+def test_a_policy_or_a_recipe_is_refused_strictly(model):
     with pytest.raises(torch._dynamo.exc.Unsupported, match="torch's autocast, which has no policies or recipes"):
-        torch.export.export(WithRecipe(), (torch.randn(4, 4),), strict=True)
+        torch.export.export(model(), (torch.randn(4, 4),), strict=True)
 
 
 def test_a_policy_is_refused_not_strictly():

@@ -1,4 +1,4 @@
-"""polycast.autocast in a scripted function: the graph and the results of torch.autocast."""
+"""polycast.autocast in a scripted function: the graph, the results and the refusals of torch.autocast."""
 
 import pytest
 import torch
@@ -59,15 +59,6 @@ def a_disabled_region(autocast):
     return f
 
 
-@case(FLOAT)
-def a_region_for_another_device(autocast):
-    def f(a, b):
-        with autocast("cuda", torch.float16):
-            return torch.mm(a, b)
-
-    return f
-
-
 @case(BFLOAT)
 def regions_for_two_devices(autocast):
     def f(a, b):
@@ -93,15 +84,6 @@ def nested_regions(autocast):
     return f
 
 
-@case(BFLOAT)
-def regions_nested_in_one_statement(autocast):
-    def f(a, b):
-        with autocast("cpu", enabled=False), autocast("cpu", torch.bfloat16):
-            return torch.mm(a, b)
-
-    return f
-
-
 @case(BFLOAT, BFLOAT, FLOAT)
 def one_instance_entered_again(autocast):
     def f(a, b):
@@ -111,41 +93,6 @@ def one_instance_entered_again(autocast):
             with region:
                 y = torch.mm(b, x)
         return x, y, torch.mm(a, b)
-
-    return f
-
-
-@case(BFLOAT)
-def an_instance_that_is_named(autocast):
-    def f(a, b):
-        with autocast("cpu", torch.bfloat16) as region:  # noqa: F841
-            return torch.mm(a, b)
-
-    return f
-
-
-@case(BFLOAT, FLOAT)  # the JIT takes a product whose dtype it cannot tell to float32
-def branches_in_a_region(autocast):
-    def f(a, b):
-        with autocast("cpu", torch.bfloat16):
-            if bool(a[0][0] > 2):
-                x, y = torch.mm(a, a), 1
-            else:
-                x, y = torch.mm(a, b), 2
-            return x, torch.mm(x, b) * y
-
-    return f
-
-
-@case(FLOAT)
-def branches_of_two_dtypes(autocast):
-    def f(a, b):
-        with autocast("cpu", torch.bfloat16):
-            if bool(a[0][0] > 2):
-                x, y = torch.mm(a, b), torch.mm(a, b).float()
-            else:
-                x, y = torch.mm(a, b).float(), torch.mm(a, b)
-        return torch.mm(x.float(), y.float())
 
     return f
 
@@ -166,31 +113,6 @@ def branches_with_regions_of_their_own(autocast):
     return f
 
 
-@case(BFLOAT)
-def callees_in_a_region(autocast):
-    def product(a, b):
-        return torch.mm(a, b)
-
-    def f(a, b):
-        with autocast("cpu", torch.bfloat16):
-            return product(product(a, b), b)
-
-    return f
-
-
-@case(BFLOAT)
-def a_callee_with_a_region(autocast):
-    def product(a, b):
-        with autocast("cpu", torch.bfloat16):
-            return torch.mm(a, b)
-
-    def f(a, b):
-        with autocast("cpu", enabled=False):
-            return product(a, b)
-
-    return f
-
-
 @case(FLOAT)
 def a_callee_with_a_disabled_region(autocast):
     def product(a, b):
@@ -200,27 +122,6 @@ def a_callee_with_a_disabled_region(autocast):
     def f(a, b):
         with autocast("cpu", torch.bfloat16):
             return product(a, b)
-
-    return f
-
-
-@case(FLOAT, DOUBLE, DOUBLE)
-def casts_by_hand(autocast):
-    def f(a, b):
-        with autocast("cpu", torch.bfloat16):
-            x = torch.mm(a.double(), b.double()).float()
-            y = torch.mm(a, b).double()
-        return x, y, torch.mm(a.double(), y)
-
-    return f
-
-
-@case(BFLOAT, BFLOAT)
-def one_tensor_as_both_inputs(autocast):
-    def f(a, b):
-        with autocast("cpu", torch.bfloat16):
-            x = torch.mm(a, a)
-            return x, torch.mm(x, x)
 
     return f
 
@@ -239,16 +140,6 @@ def ops_that_promote(autocast):
     def f(a, b):
         with autocast("cpu", torch.bfloat16):
             return torch.addcmul(torch.mm(a, b), a, b), torch.addcmul(a.double(), a.double(), b.double())
-
-    return f
-
-
-@case(BFLOAT, BFLOAT, DOUBLE)
-def ops_that_take_a_dtype(autocast):
-    def f(a, b):
-        with autocast("cpu", torch.bfloat16):
-            x = torch.mm(a, b)
-            return torch.softmax(x, 0), torch.softmax(x, 0, None), torch.softmax(x, 0, torch.float64)
 
     return f
 
@@ -276,16 +167,11 @@ def called(function):
 
 
 @pytest.mark.parametrize(("make", "dtypes"), CASES)
-def test_a_region_is_compiled_as_torchs_is(make, dtypes):
+def test_a_region_is_compiled_as_torchs_is_and_computes_the_same(engine, make, dtypes):
     by_torch, by_polycast = scripted(make)
     assert "torch.amp.autocast_mode.autocast = prim::CreateObject" in str(by_polycast.inlined_graph)
     assert str(by_polycast.inlined_graph) == str(by_torch.inlined_graph)
     assert str(by_polycast.graph_for(A, B)) == str(by_torch.graph_for(A, B))
-
-
-@pytest.mark.parametrize(("make", "dtypes"), CASES)
-def test_a_region_computes_what_torchs_does(engine, make, dtypes):
-    by_torch, by_polycast = scripted(make)
     expected = called(by_torch)
     polycast.install("cpu")
     actual = called(by_polycast)
@@ -307,3 +193,104 @@ def test_the_casts_are_in_the_optimized_graph():
     FileCheck().check(TO_FULL).check("aten::log").run(f.graph_for(A, B))
     _, f = scripted(a_disabled_region)
     FileCheck().check_not(TO_REDUCED).run(f.graph_for(A, B))
+
+
+# What TorchScript rejects of torch.autocast, it rejects of polycast.autocast.
+
+
+def enabled_at_runtime(autocast):
+    def f(a, b):
+        with autocast("cpu", enabled=bool(a[0][0] > 2)):
+            return torch.mm(a, b)
+
+    return f
+
+
+def one_of_two_regions(autocast):
+    def f(a, b):
+        on = autocast("cpu", enabled=True)
+        off = autocast("cpu", enabled=False)
+        with on if bool(a[0][0] > 2) else off:
+            return torch.mm(a, b)
+
+    return f
+
+
+def a_named_instance_entered_again(autocast):
+    def f(a, b):
+        with autocast("cpu") as region:
+            x = torch.mm(a, b)
+            with region:
+                return torch.mm(x, b)
+
+    return f
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (enabled_at_runtime, "Autocast _enabled argument must be a constant"),
+        (one_of_two_regions, "Unsupported autocast syntax"),
+        (a_named_instance_entered_again, "`with autocast() as ...` is not supported"),
+    ],
+)
+def test_a_region_that_only_a_run_would_tell_is_refused(make, message):
+    for f in scripted(make):
+        with pytest.raises(RuntimeError, match=message.replace("(", r"\(").replace(")", r"\)")):
+            f(A, B)
+
+
+def cached_casts(a, b):
+    with polycast.autocast("cpu", torch.bfloat16, cache=None):
+        return torch.mm(a, b)
+
+
+def a_policy(a, b):
+    with polycast.autocast("cpu", torch.bfloat16, policy=None):
+        return torch.mm(a, b)
+
+
+@pytest.mark.parametrize(("function", "argument"), [(cached_casts, "cache"), (a_policy, "policy")])
+def test_what_torchs_autocast_does_not_take_is_refused(function, argument):
+    with pytest.raises(RuntimeError, match=f"Keyword argument {argument} unknown"):
+        torch.jit.script(function)
+
+
+@pytest.mark.parametrize("autocast", [torch.autocast, polycast.autocast])
+def test_a_decorated_function_is_refused(autocast):
+    def f(a, b):
+        return torch.mm(a, b)
+
+    with pytest.raises(
+        RuntimeError, match=r"TorchScript error: @autocast\(\) decorator is not supported in script mode"
+    ):
+        torch.jit.script(autocast("cpu")(f))
+
+
+@pytest.mark.parametrize("autocast", [torch.autocast, polycast.autocast])
+def test_a_decorator_of_a_method_is_not_seen(autocast):
+    class Decorated(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = torch.nn.Linear(2, 2)
+
+        @autocast("cpu")
+        def forward(self, a):
+            return self.linear(a)
+
+    module = Decorated()
+    assert (module(A).dtype, torch.jit.script(module)(A).dtype) == (BFLOAT, FLOAT)
+
+
+class Own(polycast.autocast):
+    pass
+
+
+def test_a_subclass_is_not_taken_for_torchs():
+    def f(a, b):
+        with Own("cpu"):
+            return torch.mm(a, b)
+
+    assert not hasattr(Own, "_jit_override_qualname")
+    with pytest.raises(RuntimeError, match="Own"):
+        torch.jit.script(f)

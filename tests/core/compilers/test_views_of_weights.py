@@ -9,23 +9,11 @@ from torch import nn
 from torch.nn.functional import linear
 
 import polycast
-from polycast import WeightCache, autocast
+from polycast import autocast
 
 pytestmark = pytest.mark.usefixtures("engine")
 SIZE = 64
 X = torch.linspace(-1, 1, 2 * SIZE).reshape(2, SIZE)
-
-
-@pytest.fixture(autouse=True)
-def _fresh():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
-@pytest.fixture
-def cache():
-    return WeightCache(verify=True)
 
 
 def new_weight(*shape):

@@ -173,9 +173,10 @@ def test_a_users_timeout_during_a_build_propagates(compiler, home, wanted):
 
 def test_the_log_escapes_output_in_another_encoding(compiler, home, monkeypatch, tmp_path):
     other_encoding(monkeypatch, tmp_path)
-    with pytest.raises(BuildError):
+    with pytest.raises(BuildError) as caught:
         get_or_build(home, ENGINE)
     (log,) = home.rglob("*.log")
+    assert f"its output is in {log}." in str(caught.value)
     assert log.read_text().endswith("Version fran\\xe7aise\nFichier pr\\xe9compil\\xe9\n")
 
 
