@@ -8,7 +8,6 @@ import warnings
 
 import pytest
 import torch
-from torch import autocast as imported_before
 from torch.utils.checkpoint import checkpoint
 
 import polycast
@@ -100,16 +99,6 @@ def test_torch_compile_takes_a_region_that_was_made_outside():
     with polycast.patch_torch():
         assert compiled(X, torch.autocast("cpu", torch.float16)).dtype is torch.float16
         assert compiled(X, torch.autocast("cpu", enabled=False)).dtype is torch.float32
-
-
-@pytest.mark.usefixtures("dynamo", "engine")
-def test_torch_compile_takes_names_that_were_imported_before():
-    def function(x):
-        with imported_before("cpu"):
-            return x @ x
-
-    with polycast.patch_torch():
-        assert torch.compile(function, backend="aot_eager", fullgraph=True)(X).dtype is torch.bfloat16
 
 
 @pytest.mark.usefixtures("dynamo", "engine")

@@ -53,7 +53,8 @@ def test_the_output_is_near_that_without_a_recipe(run):
     near = (
         "\ny = forward()\nz = small(large(x))\nprint(not torch.equal(y, z), ((y - z).norm() / z.norm()).item() < 0.03)"
     )
-    assert run(near, "--quiet", "--recipe", "int8").stdout == "True True\n"
+    done = run(near, "--quiet", "--recipe", "int8")
+    assert (done.stdout, done.stderr) == ("True True\n", "")
 
 
 @pytest.mark.usefixtures("int8")
@@ -116,10 +117,6 @@ def test_an_unsupported_recipe_is_reported_and_the_program_runs_in_the_fast_dtyp
     assert done.stdout == "torch.bfloat16\n"
     assert "RecipeDisabledWarning: Float8() cannot be used on cpu: " in done.stderr
     assert done.stderr.endswith(", float8: 0 ops\n")
-
-
-def test_without_a_recipe_the_summary_does_not_mention_one(run):
-    assert run("forward()").stderr.splitlines()[0].endswith(" engine, 1 region (cpu bfloat16 1)")
 
 
 @pytest.fixture
@@ -190,10 +187,6 @@ def test_a_long_program_is_observed_in_its_first_seconds(monkeypatch):
                 torch.mm(torch.ones(1, 4), torch.nn.Parameter(torch.ones(4, 4)))
     assert summary.text() == "int8: 2 ops in the first 10 s\n  int8: 100% of the 64 FLOPs in matmuls"
     assert not events.recipe_call  # the engine computes calls without Python again
-
-
-def test_quiet_leaves_the_summary_out(run):
-    assert run("forward()", "--quiet", "--recipe", "none").stderr == ""
 
 
 @pytest.mark.parametrize(

@@ -247,14 +247,6 @@ def test_excess_places_and_modules_are_counted_without_script(seen_of_thousands)
     assert "The first 200 of 5,602 modules;" in text
 
 
-@pytest.mark.slow
-def test_the_page_of_a_large_model_stays_small():
-    net = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 12)
-    with polycast.observe(net, timing=True, stacks=True) as seen, polycast.autocast("cpu"):
-        net(torch.ones(3, 1, 8)).sum().backward()
-    assert len(render(page_of(seen.facts)).encode()) < 1_000_000
-
-
 def test_to_html_writes_the_page(sample, tmp_path):
     sample.to_html(tmp_path / "one.html")
     sample.to_html(str(tmp_path / "two.html"), before=sample)
