@@ -195,10 +195,11 @@ def _fast_time_share(reading: Reading) -> float | None:
 
 def _first_overflow(reading: Reading) -> Origin | None:
     """Return an op with an overflow: of the first module in the forward pass, else of the last in backward."""
-    overflows = sorted((row for row in reading.numerics if row.overflowed), key=lambda row: row.module)
+    overflows = sorted((row for row in reading.numerics if row.overflowed), key=lambda row: (row.op, row.of))
     if not overflows:
         return None
-    first = next((row for row in overflows if not row.backward), overflows[-1])
+    forward = [row for row in overflows if not row.backward]
+    first = (min if forward else max)(forward or overflows, key=lambda row: row.module)
     module = reading.name_of(first.module)
     return Origin(first.op, phase_of(first.backward), module, "inf or nan", dtype_name(first.dtype))
 
