@@ -13,11 +13,7 @@ SECONDS = 10.0
 
 
 class RecipeSummary:
-    """The ops that a recipe computes or does not in a program's next seconds, and its share of the matmuls.
-
-    Args:
-        recipe: its name.
-    """
+    """The ops that a recipe computes or does not in a program's next seconds, and its share of the matmuls."""
 
     def __init__(self, recipe: str) -> None:
         self._recipe = recipe

@@ -46,9 +46,7 @@ class Options:
 class RunOverrides:
     """Adds policy, recipe and cache to the regions of a program, and counts the regions.
 
-    Args:
-        options: what is added.
-        summary: stops counting when a region is entered after its time.
+    `summary` stops counting when a region is entered after its time.
     """
 
     def __init__(self, options: Options, summary: "RecipeSummary | None" = None) -> None:
@@ -118,7 +116,7 @@ def start(options: Options, *, is_first: bool = True, summarizes: bool = False) 
     """Patch torch in this process until it ends, and in those that multiprocessing spawns from it.
 
     Args:
-        options: what the regions get, and what is written.
+        options: the options.
         is_first: whether this is the process that the user started.
         summarizes: write the summary when this process ends, after all that the program writes.
     """

@@ -21,11 +21,7 @@ _is_any_autocast_enabled: Callable[[], bool] = torch_name(
 
 
 class RegionSettings:
-    """The policy, recipe and cache of a run's regions.
-
-    Raises:
-        OSError, TypeError, ValueError: see :class:`polycast.autocast`.
-    """
+    """The policy, recipe and cache of a run's regions; raises as :class:`polycast.autocast`."""
 
     def __init__(
         self,
@@ -70,11 +66,7 @@ class RegionSettings:
         return {"policy": policy, "recipe": "" if self.recipe is None else self.recipe.text}
 
     def load_state_dict(self, state: Mapping[str, str]) -> None:
-        """Use the policy and the recipe of a checkpoint, unless others were given.
-
-        Warns:
-            UserWarning: others were given.
-        """
+        """Use the policy and the recipe of a checkpoint, or warn if others were given."""
         here = self.state_dict()
         for name, saved in state.items():
             if name in self._given and here[name] != saved:

@@ -14,17 +14,9 @@ from polycast_plugins.observe import Observation, StepLog
 
 
 class StepObserver:
-    """Observes a range of a run's steps, and writes a report.
+    """Observes a range of steps, counted from 0 over all runs, and writes a report when it has ended, or the run has.
 
-    Args:
-        report: the HTML file to write when the last of the steps has ended, or the run; None: none.
-        first: the first step to observe, counted from 0 over all runs; a later first step skips one-time work, such as
-            compiling.
-        steps: the number of steps.
-
-    Raises:
-        TypeError: `first` or `steps` is not an int.
-        ValueError: `first` is negative, or `steps` not positive.
+    A later `first` step skips one-time work, such as compiling.
     """
 
     def __init__(self, report: str | os.PathLike[str] | None = None, *, first: int = 10, steps: int = 10) -> None:
@@ -66,15 +58,7 @@ _recorders: "WeakKeyDictionary[RunLog, StepRecorder]" = WeakKeyDictionary()
 
 
 class StepRecorder:
-    """Records steps whose begin and end a library announces.
-
-    Args:
-        log: the log; None: nothing is recorded.
-        page: the HTML file to write when the run ends, however it does; None: none.
-
-    Raises:
-        TypeError: `log` is not a RunLog, or there is a `page` without it.
-    """
+    """Records steps whose begin and end a library announces, and writes a page when the run ends, however it does."""
 
     def __init__(self, log: RunLog | None, page: str | os.PathLike[str] | None = None) -> None:
         if log is not None and not isinstance(log, RunLog):

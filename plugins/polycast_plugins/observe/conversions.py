@@ -95,11 +95,7 @@ def _pandas(method: str, instead: str) -> Any:
 
 
 def frame_of(records: Iterable[Any]) -> Any:
-    """Return a DataFrame with a row for each record; see ``Observation.to_pandas``.
-
-    Raises:
-        ImportError: pandas is not installed.
-    """
+    """Return a DataFrame with a row for each record; see ``Observation.to_pandas``."""
     pandas = _pandas("Observation.to_pandas", "to_dict()")
     return pandas.DataFrame([dict(_columns(asdict(record))) for record in records])
 
@@ -113,11 +109,7 @@ def _columns(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
 
 
 def frame_of_steps(steps: Iterable[StepRecord]) -> Any:
-    """Return a DataFrame with a row for each step; see ``RunHistory.to_pandas``.
-
-    Raises:
-        ImportError: pandas is not installed.
-    """
+    """Return a DataFrame with a row for each step; see ``RunHistory.to_pandas``."""
     pandas = _pandas("RunHistory.to_pandas", "steps")
     rows = [
         {
@@ -159,11 +151,7 @@ Writer: TypeAlias = ScalarWriter | str | os.PathLike[str]
 
 
 def check_writer(writer: Any) -> None:
-    """Check that something is a writer.
-
-    Raises:
-        TypeError: it is none.
-    """
+    """Raise TypeError unless something is a writer."""
     if not isinstance(writer, (str, os.PathLike)) and not callable(getattr(writer, "add_scalar", None)):
         raise TypeError(
             "writer must be the path of a file for JSON lines or have add_scalar(tag, value, step), as torch.utils."

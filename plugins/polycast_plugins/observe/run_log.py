@@ -25,15 +25,9 @@ from .steps import Schedule, StepRecord, line_of, read_schedule, records_of, wit
 
 
 class StepFile:
-    """A file of JSON lines, one for each step.
+    """A file of JSON lines, one for each step; see :class:`RunLog`.
 
     A step that cannot be written, because the disk is full, is kept in memory and written after the next one.
-
-    Args:
-        path: the file. In a process of rank 1 of a distributed run, ``run.jsonl`` becomes ``run.rank1.jsonl``.
-
-    Raises:
-        ValueError: the folder does not exist, or the path is one.
     """
 
     def __init__(self, path: Path) -> None:
@@ -45,12 +39,7 @@ class StepFile:
         self._unwritten: list[StepRecord] = []
 
     def open(self, *, resume: bool) -> int:
-        """Prepare the file for the first step, and return the number of steps in it.
-
-        Raises:
-            FileExistsError: it has steps, and is not to be resumed.
-            OSError: it cannot be written.
-        """
+        """Prepare the file for the first step, and return the number of steps in it."""
         if not resume and self.path.exists() and self.path.stat().st_size:
             raise FileExistsError(
                 f"{self.path} has the steps of a run. To continue it, pass resume=True or load the state of the "
@@ -73,12 +62,7 @@ class StepFile:
                 file.truncate(start)
 
     def read(self) -> list[StepRecord]:
-        """Return the steps so far.
-
-        Raises:
-            OSError: the file cannot be read.
-            ValueError: a line is not a step.
-        """
+        """Return the steps so far."""
         written: list[StepRecord] = []
         if self.path.exists():
             with self.path.open(encoding="utf-8") as lines:

@@ -50,14 +50,7 @@ def read_schedule(schedule: Schedule | int) -> Callable[[int], bool]:
 
 
 class Steps:
-    """Counts the steps of a program.
-
-    Args:
-        schedule: the steps to observe, as for :func:`polycast.observe`; None: all.
-
-    Raises:
-        TypeError, ValueError: it is not a schedule, or selects no step.
-    """
+    """Counts the steps of a program; `schedule` selects those to observe, None: all. Raises as `read_schedule`."""
 
     def __init__(self, schedule: Schedule | int | None) -> None:
         self._selects = read_schedule(1 if schedule is None else schedule)

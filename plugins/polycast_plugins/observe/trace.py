@@ -36,13 +36,7 @@ ProfileLike: TypeAlias = TorchProfile | str | os.PathLike[str]
 
 @dataclass(frozen=True)
 class Trace:
-    """The times of an observation's ops and casts.
-
-    Attributes:
-        events: in the order in which they ended.
-        modules: the names of modules, by number.
-        dropped: how many events are missing, because there were more than can be kept.
-    """
+    """The ops and casts of an observation in the order in which they ended, and how many are missing."""
 
     events: tuple[EventRow, ...]
     modules: tuple[str, ...]

@@ -32,12 +32,10 @@ class Place:
 
 @dataclass(frozen=True)
 class Found:
-    """Findings of one kind with one remedy.
+    """Findings of one kind with one remedy, the costliest place first.
 
     Attributes:
-        kind, remedy: what the findings share.
         state: ``"gone"`` or ``"new"`` if only one of two runs has them, else empty.
-        places: the places, the costliest first.
         stack: the Python stack of the call in question, if known.
     """
 
@@ -50,12 +48,7 @@ class Found:
 
 @dataclass(frozen=True)
 class OpRow:
-    """An op in one pass.
-
-    Attributes:
-        changed: whether the runs differ in it.
-        inner: whether only other ops called it, and it has no policy.
-    """
+    """An op in one pass, whether the runs differ in it, and whether only other ops called it, without a policy."""
 
     op: str
     phase: str
@@ -71,9 +64,7 @@ class ModuleRow:
     Attributes:
         id: the anchor in the page.
         name: the full name; empty for the model itself.
-        kind: the name of the class.
         depth: the number of enclosing modules.
-        of: the records of the runs.
         casts, bytes: for each run, the share of the enclosing module's, from 0 to 1; with two runs, the share of the
             larger one.
         ops: its own ops.

@@ -19,15 +19,7 @@ _Position: TypeAlias = Callable[[Any], float]
 
 @dataclass(frozen=True)
 class Line:
-    """The numbers of one run.
-
-    Attributes:
-        path: of the finite numbers, as in SVG.
-        nonfinite: the positions of inf and nan, from left to right.
-        marks: the positions of the skipped steps.
-        first, last: the first and the last number, as text; empty without numbers.
-        nonfinite_count: how many are inf or nan.
-    """
+    """The numbers of one run: a path as in SVG, the positions of inf, nan and skipped steps, and the ends as text."""
 
     path: str
     nonfinite: tuple[int, ...]
@@ -39,14 +31,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart with a line for each run.
-
-    Attributes:
-        name, title, about: the name of the field, the title and an explanation.
-        ticks: the labels of the axis from top to bottom.
-        is_log: whether the axis is logarithmic.
-        lines: one for each run.
-    """
+    """A chart of a field with a line for each run; `ticks` are the labels of its axis from top to bottom."""
 
     name: str
     title: str
