@@ -50,5 +50,5 @@ from .region.thread_state import set_autocast_cache_enabled as set_autocast_cach
 from .region.thread_state import set_autocast_dtype as set_autocast_dtype
 from .region.thread_state import set_autocast_enabled as set_autocast_enabled
 from .registry.backend_loader import BackendStatus as BackendStatus
-from .registry.registry import backends as backends
 from .registry.registry import is_autocast_available as is_autocast_available
+from .registry.statuses import backends as backends

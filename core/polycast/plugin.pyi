@@ -10,9 +10,9 @@ from .engine.registration import register_backend as register_backend
 from .engine.registration import unregister_backend as unregister_backend
 from .policy.cast_policy import CastPolicy as CastPolicy
 from .policy.cast_policy import policy_table as policy_table
-from .policy.dtypes import dtype_name as dtype_name
 from .policy.manifests import Plugin as Plugin
 from .policy.manifests import manifests as manifests
+from .policy.names import dtype_name as dtype_name
 from .policy.names import read_dtype as read_dtype
 from .policy.recipe import Recipe as Recipe
 from .policy.recipe import all_recipes as all_recipes

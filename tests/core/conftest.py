@@ -3,7 +3,7 @@
 import pytest
 
 from polycast.common import generation
-from polycast.policy.recipe_kinds import kinds
+from polycast.policy.recipe import kinds
 
 from .rounding import Rounded
 

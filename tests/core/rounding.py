@@ -6,7 +6,7 @@ from typing import Literal
 import torch
 
 from polycast.plugin import Plan, Recipe, check, recipe_kernels
-from polycast.policy.recipe_kinds import kinds
+from polycast.policy.recipe import kinds
 
 
 class Rounded(Recipe):

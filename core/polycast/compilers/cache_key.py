@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ..engine.snapshot import guard_text, overrides_text, snapshot
-from ..policy.registered import registrations
+from ..policy.cast_policy import registrations
 from ..registry.registry import registry
 from ..torch_internals.patcher import Patch, expect, method_of
 from ..torch_internals.private_names import enter_autocast, exit_autocast

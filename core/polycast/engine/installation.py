@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from ..common import generation
 from ..common.atfork import hold_during_fork
 from ..errors import BackendNotFoundError
-from ..policy.registered import policies_for, registrations
+from ..policy.cast_policy import policies_for, registrations
 from ..registry.registry import registry
 from ..torch_internals import changes
 from ..torch_internals.dispatcher import all_op_names, has_kernel_for_dispatch_key

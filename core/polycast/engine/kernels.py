@@ -8,9 +8,8 @@ from typing import Any
 from ..common.atfork import hold_during_fork
 from ..errors import InvalidBackendError, warn_user
 from ..policy.cast_policy import CastPolicy
-from ..policy.schemas import find_op
+from ..policy.schemas import entry_problem, find_op
 from ..policy.standard import COMPOSED_OPS
-from ..policy.validation import entry_problem
 from ..registry.backend import Backend
 from ..registry.registry import registry
 from ..torch_internals.dispatcher import (

@@ -3,10 +3,10 @@
 from typing_extensions import Self
 
 from ..common import generation
-from ..policy.cast_policy import CastPolicy
+from ..policy.cast_policy import CastPolicy, Registration, policies_for, refuse_conflict, registrations
 from ..policy.names import ops_with, read_op, read_policy
-from ..policy.registered import Registration, policies_for, refuse_conflict, registrations
-from ..registry.backend import Backend, validate
+from ..registry.backend import Backend
+from ..registry.contract import validate
 from ..registry.registry import registry
 from ..torch_internals import changes
 from ..torch_internals.dispatcher import CustomOpDef, OpOverload, OpOverloadPacket, has_autocast_key

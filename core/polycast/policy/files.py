@@ -26,7 +26,7 @@ from typing import Any, TypeAlias
 
 from ..common.replaced_file import replaced_file
 from .names import hint
-from .recipe_kinds import find_kind
+from .recipe import find_kind
 
 SCHEMA = 1
 """The schema of written files, and the newest that can be read."""

@@ -10,13 +10,11 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from .dtypes import dtype_name
 from .files import RECIPE
 from .globs import compile_glob
-from .names import nearest, nearest_as_text, read_dtype
+from .names import dtype_name, nearest, nearest_as_text, read_dtype
 from .op_policies import OpPolicies
-from .recipe import Recipe, read_recipe
-from .recipe_kinds import find_kind
+from .recipe import Recipe, find_kind, read_recipe
 from .recipe_settings import ObjectDigest, resolve
 
 FP32 = "fp32"

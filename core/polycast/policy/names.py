@@ -1,4 +1,4 @@
-"""Parse the names of ops, policies and dtypes that users write. Errors suggest the nearest names."""
+"""Parse the names of ops, policies and dtypes that users write, and name dtypes. Errors suggest the nearest names."""
 
 import difflib
 import re
@@ -9,9 +9,9 @@ import torch
 
 from ..torch_internals.dispatcher import CustomOpDef, OpOverload, OpOverloadPacket, all_op_names
 from .cast_policy import CastPolicy
-from .schemas import find_op, find_overloads
-from .validation import entry_problem, is_op_name
+from .schemas import entry_problem, find_op, find_overloads, is_op_name
 
+FLOAT32 = "float32"
 _EXPECTED = "expected a name such as 'softmax', 'sum.dim_IntList' or 'acme::scale'"
 _PYTHON_PREFIX = re.compile(r"^(torch\.nn\.functional|torch|F)\.")
 """Prefixes of ops in Python code: ``torch.softmax``, ``F.softmax``."""
@@ -154,6 +154,11 @@ def read_dtype(name: object) -> torch.dtype:
     if isinstance(name, str) and name.removeprefix("torch.") in _DTYPES:
         return _DTYPES[name.removeprefix("torch.")]
     raise ValueError(f"{name!r} is not a dtype{nearest_as_text(name, _DTYPES)}")
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a dtype without the module, such as ``bfloat16``."""
+    return str(dtype).removeprefix("torch.")
 
 
 def _dtype_or_none(name: object) -> torch.dtype | None:

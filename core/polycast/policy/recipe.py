@@ -1,6 +1,7 @@
 """`Recipe`: a way to compute ops with the policy LOWER_PRECISION_FP, and the names of recipes."""
 
 import functools
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from types import MappingProxyType
@@ -8,13 +9,35 @@ from typing import Any, ClassVar, TypeAlias, TypeVar, get_type_hints
 
 from typing_extensions import Self, dataclass_transform
 
+from ..common import generation
+from ..errors import warn_user
 from ..torch_internals.patcher import Feature
 from . import recipe_settings
 from .names import hint, known_overloads, read_op
-from .recipe_kinds import all_kinds, define, find_kind
 from .recipe_settings import ObjectDigest, is_object, read_setting, resolve, text_of
 
 _Class = TypeVar("_Class", bound="Recipe")
+kinds: dict[Any, Any] = {}
+"""The classes of recipes, by kind."""
+
+
+def _define(cls: Any, kind: object) -> None:
+    """Add a class of recipes, if it can have the kind."""
+    if not isinstance(kind, str) or not re.fullmatch(recipe_settings.NAME, kind):
+        raise ValueError(f"{cls.__name__}.kind must be a name such as 'int8', got {kind!r}")
+    if cls.ops and not cls.plan_class:
+        raise TypeError(f"{cls.__name__} needs a plan_class for its ops, as polycast_plugins.quantize.LowBitRecipe has")
+    name, known = f"{cls.__module__}.{cls.__qualname__}", kinds.get(kind)
+    taken = None if known is None else f"{known.__module__}.{known.__qualname__}"
+    if known is None and not name.startswith("polycast."):  # the class of a plugin may not be imported yet
+        from .manifests import manifests
+
+        places = [each.plugin.recipes[kind].replace(":", ".") for each in manifests() if kind in each.plugin.recipes]
+        taken = name if name in places else next(iter(places), None)
+    if taken not in (None, name):
+        raise ValueError(f"{cls.__name__}.kind is {kind!r}, which is the kind of {taken}: give it another")
+    kinds[kind] = cls
+    generation.advance()  # a name may have been that of another class
 
 
 @dataclass_transform(eq_default=False, frozen_default=True)
@@ -80,16 +103,16 @@ class Recipe:
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         declared = fields(dataclass(frozen=True, eq=False, repr=False)(cls))  # type: ignore[arg-type]
-        for field in declared:
-            if field.default is MISSING:
-                raise TypeError(f"{cls.__name__}.{field.name} needs a default: a recipe's name stands for its defaults")
+        for each in declared:
+            if each.default is MISSING:
+                raise TypeError(f"{cls.__name__}.{each.name} needs a default: a recipe's name stands for its defaults")
         hints = get_type_hints(cls)
         cls._defaults = {field.name: field.default for field in declared}
         cls._expected = {field.name: recipe_settings.expectation(hints[field.name]) for field in declared}
         recipe_settings.check_words(cls.__name__, cls._defaults, cls.named_settings())
         kind = vars(cls).get("kind")
         if kind is not None:
-            define(cls, kind)
+            _define(cls, kind)
         elif hasattr(cls, "kind"):
             owner = next(base.__name__ for base in cls.__mro__ if "kind" in vars(base))
             raise TypeError(
@@ -136,10 +159,10 @@ class Recipe:
         """
         kind = text.partition("(")[0]
         settings = recipe_settings.settings_in(text)
-        of_kind: type[Recipe] | None = find_kind(kind)
-        if of_kind is None:
+        if (of_kind := find_kind(kind)) is None:
             raise KeyError(kind)
-        return restored(of_kind, settings)
+        recipe: Recipe = restored(of_kind, settings)
+        return recipe
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -176,27 +199,21 @@ class Recipe:
         others = {name: value for name, value in self._changed().items() if name not in self.named_settings()}
         for name, value in others.items():
             if is_object(value):
-                value = self._path_of(name, value)
-            others[name] = list(value) if isinstance(value, tuple) else value
+                others[name] = self._path_of(name, value)
+            elif isinstance(value, tuple):
+                others[name] = list(value)
         return {"recipe": self.short, **others} if others else self.short
 
     def _path_of(self, name: str, value: Any) -> str:
-        """Return the path of a setting that is an object."""
         if not hasattr(value, "saved_path"):
             raise ValueError(
                 f"{self!r} cannot be written: its {name} is an object. A policy file has texts and numbers only, "
                 "such as the path of a saved one, where the recipe takes that. A Policy made in Python can have it"
             )
         try:
-            path: str = value.saved_path()
+            return str(value.saved_path())
         except ValueError as error:
             raise ValueError(f"{self!r} cannot be written: {error}") from None
-        return path
-
-    @property
-    def has_objects(self) -> bool:
-        """Whether a setting is an object, such as an equalization, of which a policy file can have the path only."""
-        return any(map(is_object, self.settings.values()))
 
     def with_options(self, **options: Any) -> Self:
         """Return the recipe with other settings.
@@ -204,9 +221,8 @@ class Recipe:
         Raises:
             TypeError, ValueError: a setting is invalid.
         """
-        unknown = sorted(options.keys() - self._defaults.keys())
-        if unknown:
-            raise TypeError(f"{type(self).__name__} has no setting {unknown[0]!r}: {hint(unknown[0], self._defaults)}")
+        for name in sorted(options.keys() - self._defaults.keys()):
+            raise TypeError(f"{type(self).__name__} has no setting {name!r}: {hint(name, self._defaults)}")
         return restored(type(self), {**self.settings, **options})
 
     @classmethod
@@ -217,8 +233,8 @@ class Recipe:
 
     def _changed(self) -> dict[str, Any]:
         """Return the settings other than the defaults."""
-        default = restored(type(self), {})
-        return {name: value for name, value in self.settings.items() if value != getattr(default, name)}
+        default = restored(type(self), {}).settings
+        return {name: value for name, value in self.settings.items() if value != default[name]}
 
     def _text_of(self, *names: str) -> str:
         return f"{self.kind}({', '.join([f'{name}={text_of(name, getattr(self, name))}' for name in names])})"
@@ -235,9 +251,6 @@ class Recipe:
             for name, value in self._changed().items()
         }
         return f"{type(self).__name__}({', '.join(f'{name}={value}' for name, value in shown.items())})"
-
-    def __copy__(self) -> Self:
-        return self
 
     def __deepcopy__(self, memo: object) -> Self:
         return self
@@ -262,7 +275,35 @@ class NoRecipe(Recipe):
 
 
 RecipeLike: TypeAlias = Recipe | str
-"""The type of every ``recipe=`` argument: a recipe, or a name, such as ``"fastest"``, ``"int8:tensor"``, ``"none"``."""
+"""The type of every ``recipe=`` argument: a recipe, or a name, such as ``"int8:tensor"`` or ``"none"``."""
+
+
+def find_kind(name: str) -> Any:
+    """Return the class of a kind of recipes, which may be that of a plugin; None if there is none.
+
+    Raises:
+        RuntimeError: the plugin that has it is broken, or several have it.
+    """
+    from .manifests import manifests  # most programs use no recipe
+
+    found = None if name in kinds else manifests().find("recipes", name)  # which imports it
+    if found is not None and name not in kinds:
+        raise RuntimeError(
+            f"A plugin names {found!r} as the recipe {name!r}, whose kind is another. Repair the plugin."
+        )
+    return kinds.get(name)
+
+
+def _all_kinds() -> dict[str, Any]:
+    """Return the classes of recipes by kind, with those of plugins; warn of those that cannot be used."""
+    from .manifests import manifests
+
+    for name in {name for each in manifests() for name in each.plugin.recipes}:
+        try:
+            find_kind(name)
+        except RuntimeError as error:
+            warn_user(str(error))
+    return kinds
 
 
 def read_recipe(recipe: object) -> Recipe:
@@ -285,20 +326,17 @@ def read_recipe(recipe: object) -> Recipe:
 @functools.lru_cache(maxsize=64)
 def _of_name(recipe: str, of_kind: type[Recipe] | None) -> Recipe:
     """Return the recipe with a name, given the class of its kind: a notebook may define that again."""
-    words = recipe.split(":")[1:]
+    kind, *words = recipe.split(":")
     setting_of = {} if of_kind is None else _words(of_kind)
     settings = {setting_of[word]: word for word in words if word in setting_of}
-    if of_kind is None:
-        from .manifests import remedy
+    if of_kind is not None and len(settings) == len(words):
+        return restored(of_kind, settings)
+    from .manifests import remedy
 
-        if whose := remedy(recipe.partition(":")[0]):
-            raise ValueError(f"{recipe!r} is not a recipe{whose}")
-    if of_kind is None or len(settings) < len(words):
-        known = [
-            name for kind, each in all_kinds().items() for name in (kind, *(f"{kind}:{word}" for word in _words(each)))
-        ]
-        raise ValueError(f"{recipe!r} is not a recipe: {hint(recipe, known)}")
-    return restored(of_kind, settings)
+    if of_kind is None and (whose := remedy(kind)):
+        raise ValueError(f"{recipe!r} is not a recipe{whose}")
+    names = [name for known, each in _all_kinds().items() for name in (known, *(f"{known}:{w}" for w in _words(each)))]
+    raise ValueError(f"{recipe!r} is not a recipe: {hint(recipe, names)}")
 
 
 def _words(kind: type[Recipe]) -> dict[str, str]:
@@ -308,4 +346,4 @@ def _words(kind: type[Recipe]) -> dict[str, str]:
 
 def all_recipes() -> list[Recipe]:
     """Return a recipe of each kind that is known, those of plugins included, except "none"; with its defaults."""
-    return [restored(kind, {}) for name, kind in all_kinds().items() if name != NoRecipe.kind]
+    return [restored(kind, {}) for name, kind in _all_kinds().items() if name != NoRecipe.kind]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 import torch
 
 from .cast_policy import CastPolicy
-from .dtypes import dtype_name
+from .names import dtype_name
 from .recipe import Recipe
 
 if TYPE_CHECKING:

@@ -16,6 +16,7 @@ from .modules import ModuleRule, read_rules
 from .names import hint, read_policy
 from .op_policies import OpPolicies
 from .recipe import Recipe
+from .recipe_settings import is_object
 from .result import html_table
 
 _EMPTY: Mapping[str, Any] = MappingProxyType({})
@@ -331,7 +332,7 @@ def _read_devices(devices: object) -> Mapping[str, Policy]:
 def _shown(rule: object) -> object:
     """Return a rule as in a policy file, if that can have it."""
     if isinstance(rule, Recipe):
-        return rule if rule.has_objects else rule.written
+        return rule if any(map(is_object, rule.settings.values())) else rule.written
     return rule.written if isinstance(rule, OpPolicies) else rule
 
 

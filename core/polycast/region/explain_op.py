@@ -14,10 +14,9 @@ from ..engine.override import Override
 from ..engine.recipes.plan import plan_of
 from ..engine.reference.rules import OpCall, apply_rule, is_eligible
 from ..engine.state import Settings
-from ..policy.cast_policy import CastPolicy
+from ..policy.cast_policy import CastPolicy, registrations
 from ..policy.names import OpName, known_overloads, read_op
 from ..policy.recipe import RecipeLike, read_recipe
-from ..policy.registered import registrations
 from ..policy.schemas import existing_op, flatten_arguments
 from ..policy.value import PolicyLike
 from ..registry.backend import Backend

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from ..policy.cast_policy import CastPolicy
-from ..policy.dtypes import dtype_name
+from ..policy.names import dtype_name
 from ..policy.result import Result, html_lines, html_table
 
 NO_RULE = "none"

@@ -8,7 +8,7 @@ import torch
 from ..common.events import events
 from ..engine import state
 from ..errors import PLUGIN_ERRORS, SlowDtypeWarning, raise_if_callers, warn_user
-from ..policy.dtypes import dtype_name
+from ..policy.names import dtype_name
 from ..registry.backend import Backend
 from ..registry.checks import ask_slow_reason
 from ..registry.registry import registry

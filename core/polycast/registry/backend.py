@@ -7,11 +7,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import torch
 
-from ..errors import InvalidBackendError
 from ..policy.cast_policy import CastPolicy
-from ..policy.validation import table_problems
 from ..torch_internals.dispatcher import OpOverload
-from .contract_problems import are_texts, device_problems, dtype_problems, kernel_problems, package_problems
 
 if TYPE_CHECKING:
     from ..policy.recipe import Recipe
@@ -267,61 +264,3 @@ def _current_stream_captures(device_type: str) -> bool:
             raise
         return False
     return captures
-
-
-def validate_extension(extension: object, device_type: str | None = None) -> Extension:
-    """Return `extension` if it satisfies the contract; see :func:`validate`."""
-    if not isinstance(extension, Extension) or isinstance(extension, Backend):
-        raise InvalidBackendError(f"expected an instance of polycast.plugin.Extension, got {_what(extension)}")
-    has_device = hasattr(extension, "device_type")
-    problems = device_problems(extension.device_type, device_type) if has_device else ["device_type is missing"]
-    problems += [f"policies: {problem}" for problem in table_problems(extension.policies)]
-    problems += package_problems(extension.ops_in_cpp)
-    _raise_if_any(problems, extension, "Extension")
-    return extension
-
-
-def validate(backend: object, device_type: str | None = None) -> Backend:
-    """Return `backend` if it satisfies the contract.
-
-    Args:
-        backend: the object from a plugin's hook or a caller of ``register_backend``.
-        device_type: the device type that it must have, if known (the entry point's name).
-
-    Raises:
-        InvalidBackendError: it violates the contract; the message lists every problem.
-    """
-    if not isinstance(backend, Backend):
-        raise InvalidBackendError(f"expected an instance of polycast.plugin.Backend, got {_what(backend)}")
-    required = ("device_type", "default_dtype", "policies")
-    problems = [f"{name} is missing" for name in required if getattr(backend, name, _NONE) is _NONE]
-    if not problems:
-        problems += device_problems(backend.device_type, device_type)
-        problems += dtype_problems(backend.default_dtype)
-        problems += [f"policies: {problem}" for problem in table_problems(backend.policies)]
-    problems += kernel_problems(backend.kernels)
-    problems += [
-        f"{name} must map op names to sentences"
-        for name in ("remedies", "excluded_ops", "optional_ops")
-        if not are_texts(getattr(backend, name))
-    ]
-    problems += package_problems(backend.ops_in_cpp)
-    problems += [
-        f"{name}() is not implemented"
-        for name in ("supported_dtypes", "availability")
-        if getattr(type(backend), name) is getattr(Backend, name)
-    ]
-    _raise_if_any(problems, backend, "Backend")
-    return backend
-
-
-def _what(given: object) -> str:
-    return f"the class {given.__name__}" if isinstance(given, type) else f"{type(given).__name__}: {given!r}"
-
-
-def _raise_if_any(problems: Sequence[str], given: object, contract: str) -> None:
-    if problems:
-        raise InvalidBackendError(
-            f"{type(given).__module__}.{type(given).__qualname__} violates the contract of "
-            f"polycast.plugin.{contract}:\n" + "\n".join(f"  - {problem}" for problem in problems)
-        )

@@ -24,9 +24,10 @@ from ..errors import (
 )
 from ..torch_internals.callers_state import call_outside
 from ..torch_internals.dispatcher import disable_autocast
-from .backend import Availability, Backend, validate
-from .candidate import Candidate
+from .backend import Availability, Backend
 from .checks import check_availability
+from .contract import validate
+from .hookspecs import Candidate
 
 State: TypeAlias = Literal["ready", "unavailable", "broken", "blocked", "conflict", "missing"]
 

@@ -4,7 +4,7 @@ A broken extension affects only itself: the device goes on without it, and a war
 """
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
@@ -15,24 +15,21 @@ from ..errors import PLUGIN_ERRORS, BackendBrokenError, BackendConflictError, ra
 from ..policy.cast_policy import CastPolicy
 from ..torch_internals.callers_state import call_outside
 from ..torch_internals.dispatcher import disable_autocast
-from .backend import Availability, Backend, Extension, validate_extension
-from .candidate import Candidate
+from .backend import Backend, Extension
 from .checks import check_availability
+from .contract import validate_extension
+from .hookspecs import Candidate
 
 
-class LoadedExtension(NamedTuple):
-    """An extension, the entry point that it comes from, and whether it can be used."""
-
-    candidate: Candidate
-    extension: Extension
-    availability: Availability
-
-
-class BrokenExtension(NamedTuple):
-    """The entry point of an extension that cannot be imported, or asked whether it can be used; and why."""
+class _Answer(NamedTuple):
+    """An extension that can be used, or why one cannot: it is broken, or says that it is not available."""
 
     candidate: Candidate
-    error: BaseException
+    extension: Extension | None = None
+    problem: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.candidate} {self.problem.rstrip('.')}".rstrip()
 
 
 class AddedPolicy(NamedTuple):
@@ -52,18 +49,18 @@ class DeviceExtensions:
     def __init__(self, device_type: str) -> None:
         self.device_type = device_type
         self.candidates: list[Candidate] = []
-        self._answers: list[LoadedExtension | BrokenExtension] | None = None
+        self._answers: list[_Answer] | None = None
         self._doing: Literal["", "importing", "asking"] = ""
         self._checked: tuple[Backend, Mapping[str, AddedPolicy]] | None = None
         self._lock: Any = threading.RLock()  # reentrant, as that of a BackendLoader
 
     def get(self) -> Sequence[Extension]:
         """Return the extensions that can be used; load them at the first use, and warn of broken ones."""
-        return [each.extension for each in self._usable()]
+        return [extension for _, extension in self._usable()]
 
     def distribution(self, extension: Extension) -> tuple[str, str]:
         """Return the name and the version of the distribution that an extension comes from."""
-        found = (each.candidate for each in self._usable() if each.extension is extension)
+        found = (candidate for candidate, each in self._usable() if each is extension)
         return next(((each.distribution, each.version) for each in found), ("", ""))
 
     def policies(self, backend: Backend) -> Mapping[str, AddedPolicy]:
@@ -86,32 +83,30 @@ class DeviceExtensions:
 
     def names(self) -> tuple[str, ...]:
         """Return the extensions by distribution and entry point, with why, if one cannot be used."""
-        return tuple(map(_described, self._load())) if self.candidates else ()
+        return tuple(map(str, self._load()))
 
     def _merged(self, backend: Backend) -> dict[str, AddedPolicy]:
         policies: dict[str, AddedPolicy] = {}
         sources: dict[str, Candidate] = {}
-        for each in self._usable():
-            for op, policy in each.extension.policies.items():
+        for candidate, extension in self._usable():
+            for op, policy in extension.policies.items():
                 if op in backend.policies:
                     continue
                 if op not in policies:
-                    policies[op], sources[op] = AddedPolicy(policy, each.candidate.distribution), each.candidate
+                    policies[op], sources[op] = AddedPolicy(policy, candidate.distribution), candidate
                 elif policies[op].policy is not policy:
                     raise BackendConflictError(
                         f"Two packages give {op!r} different policies on {self.device_type!r}: {sources[op]} gives "
-                        f"{policies[op].policy.name}, and {each.candidate} {policy.name}. Uninstall one of them."
+                        f"{policies[op].policy.name}, and {candidate} {policy.name}. Uninstall one of them."
                     )
         return policies
 
-    def _usable(self) -> Iterator[LoadedExtension]:
-        for each in self._load() if self.candidates else ():
-            if isinstance(each, LoadedExtension) and each.availability:
-                yield each
+    def _usable(self) -> list[tuple[Candidate, Extension]]:
+        return [(each.candidate, each.extension) for each in self._load() if each.extension is not None]
 
-    def _load(self) -> Sequence[LoadedExtension | BrokenExtension]:
+    def _load(self) -> Sequence[_Answer]:
         """Return the answers of all candidates; none while they are asked whether they can be used."""
-        if self._answers is None:
+        if self._answers is None and self.candidates:
             is_acquired = acquire(self._lock)
             try:
                 if not is_acquired or self._doing == "importing":
@@ -126,61 +121,52 @@ class DeviceExtensions:
             finally:
                 if is_acquired:
                     self._lock.release()
-        assert self._answers is not None
-        return self._answers
+        return self._answers or ()
 
     def _load_all(self) -> None:
         try:
             with importing():  # also when they are asked: they may import what they need then
                 self._doing = "importing"
-                extensions = [_tried(self._import, each) for each in self.candidates]
+                answers = [_tried(self._import, _Answer(each)) for each in self.candidates]
                 self._doing = "asking"
-                answers = [
-                    each if isinstance(each, BaseException) else _tried(check_availability, each) for each in extensions
-                ]
+                answers = [each if each.problem else _tried(_asked, each) for each in answers]
         finally:
             self._doing = ""
-        self._answers = [
-            BrokenExtension(candidate, answer)
-            if isinstance(answer, BaseException)
-            else LoadedExtension(candidate, extension, answer)
-            for candidate, extension, answer in zip(self.candidates, extensions, answers, strict=True)
-        ]
-        for each in self._answers:  # once they are kept: a filter may turn this warning into an error
-            if isinstance(each, BrokenExtension):
+        self._answers = answers
+        for each in answers:  # once they are kept: a filter may turn this warning into an error
+            if each.problem.startswith("is broken"):
                 warn_user(
-                    f"An extension of {self.device_type!r} is left out: {_described(each)}. Repair or uninstall "
+                    f"An extension of {self.device_type!r} is left out: {each}. Repair or uninstall "
                     f"{each.candidate.distribution}."
                 )
 
-    def _import(self, candidate: Candidate) -> Extension:
+    def _import(self, answer: _Answer) -> _Answer:
+        candidate = answer.candidate
         waiting = (
             f"still importing an extension of {self.device_type!r}, {candidate}. POLYCAST_DISCOVERY=0 leaves it out."
         )
         with nullcontext() if candidate.built_in else announce_if_slow(waiting), disable_autocast():
-            return call_outside(_called, candidate, self.device_type)
+            return answer._replace(extension=call_outside(_called, candidate, self.device_type))
 
     def reset(self) -> None:
         """Forget the threads of the parent; called in the child of a fork."""
         self._lock, self._doing = threading.RLock(), ""
 
 
-def _tried(function: Callable[[Any], Any], argument: Any) -> Any:
-    """Return what a function of an extension returns, or the exception that it raises."""
-    try:
-        return function(argument)
-    except PLUGIN_ERRORS as error:
-        raise_if_callers_at_import(error)
-        return error
-
-
 def _called(candidate: Candidate, device_type: str) -> Extension:
     return validate_extension(candidate.call_hook("polycast_extension", "Extension"), device_type)
 
 
-def _described(answer: LoadedExtension | BrokenExtension) -> str:
-    if isinstance(answer, BrokenExtension):
-        error = answer.error
-        return f"{answer.candidate} is broken: {type(error).__name__}: {str(error).rstrip('.')}"
-    available = answer.availability
-    return f"{answer.candidate}" if available else f"{answer.candidate} cannot be used: {available.reason.rstrip('.')}"
+def _asked(answer: _Answer) -> _Answer:
+    assert answer.extension is not None
+    available = check_availability(answer.extension)
+    return answer if available else answer._replace(extension=None, problem=f"cannot be used: {available.reason}")
+
+
+def _tried(function: Callable[[_Answer], _Answer], answer: _Answer) -> _Answer:
+    """Return what a function makes of an answer, which may run code of the extension; or that this is broken."""
+    try:
+        return function(answer)
+    except PLUGIN_ERRORS as error:
+        raise_if_callers_at_import(error)
+        return answer._replace(extension=None, problem=f"is broken: {type(error).__name__}: {error}")

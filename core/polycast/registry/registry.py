@@ -1,30 +1,71 @@
-"""The registry: the backend of each device type in this process."""
+"""The registry: the backend of each device type in this process, found in the metadata of installed distributions."""
 
 import difflib
+import importlib.metadata
 import os
 import threading
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import replace
-from functools import partial
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
 from ..common import env
 from ..common.atfork import hold_during_fork
-from ..errors import BackendBrokenError, BackendConflictError, BackendNotFoundError
-from ..torch_internals.dispatcher import autocast_supported_devices
-from . import hookspecs
+from ..common.versions import name_and_version
+from ..errors import BackendBrokenError, BackendConflictError, BackendNotFoundError, warn_user
+from ..policy.names import hint
 from .backend import Backend, Extension
-from .backend_loader import BackendLoader, BackendStatus
+from .backend_loader import BackendLoader
 from .checks import check_availability
-from .discovery import discover, discover_extensions
 from .extensions import AddedPolicy, DeviceExtensions
+from .hookspecs import ENTRY_POINT_GROUP, EXTENSIONS_GROUP, Candidate
 
 _ANY_ACCELERATOR = ("gpu", "accelerator")
 """Names of no device in particular."""
-_UNNAMED = "privateuseone"
-"""torch's name of an out-of-tree device that no plugin has named."""
+
+
+def _discover() -> dict[str, BackendLoader]:
+    """Return a loader for each device type that an installed distribution offers a backend for.
+
+    Raises:
+        ValueError: a ``POLYCAST_`` variable has an invalid value, also one that matters to others.
+    """
+    env.engine()
+    third_party, blocked, providers = env.discovery(), env.blocked(), env.providers()
+    entry_points = importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)
+    offered = {entry_point.name for entry_point in entry_points}
+    _warn_of_unknown("POLYCAST_BLOCK", blocked, offered)
+    _warn_of_unknown("POLYCAST_PROVIDER", providers, offered)
+    loaders: dict[str, BackendLoader] = {}
+    for candidate in _candidates(entry_points, third_party):
+        name = candidate.device_type
+        loader = loaders.setdefault(name, BackendLoader(name, name in blocked, providers.get(name)))
+        loader.candidates.append(candidate)
+    return loaders
+
+
+def _discover_extensions() -> dict[str, DeviceExtensions]:
+    """Return what installed distributions add to each device type, those of third parties first."""
+    candidates = _candidates(importlib.metadata.entry_points(group=EXTENSIONS_GROUP), env.discovery())
+    extensions: dict[str, DeviceExtensions] = {}
+    for candidate in sorted(candidates, key=lambda candidate: candidate.built_in):
+        name = candidate.device_type
+        extensions.setdefault(name, DeviceExtensions(name)).candidates.append(candidate)
+    return extensions
+
+
+def _candidates(entry_points: Iterable[importlib.metadata.EntryPoint], third_party: bool) -> list[Candidate]:
+    """Return the candidates that entry points offer, by name: the order of distributions in a folder is arbitrary."""
+    candidates = [Candidate(*name_and_version(entry_point), entry_point) for entry_point in entry_points]
+    return sorted((each for each in candidates if each.built_in or third_party), key=str)
+
+
+def _warn_of_unknown(variable: str, named: Iterable[str], offered: Iterable[str]) -> None:
+    """Warn of device types that a variable names in vain: no backend is offered for them."""
+    for device_type in sorted(set(named) - set(offered)):
+        warn_user(
+            f"{variable} names {device_type!r}, which no installed distribution offers a backend for: "
+            + hint(device_type, sorted(offered))
+        )
 
 
 class Registry:
@@ -43,7 +84,7 @@ class Registry:
         if loaders is None:
             with self._lock:
                 if self._discovered is None:
-                    extensions, found = discover_extensions(), discover()
+                    extensions, found = _discover_extensions(), _discover()
                     if self._discovered is None:  # else a finalizer or a signal handler has looked up a device
                         self._extensions, self._discovered = extensions, found
                 loaders = self._discovered
@@ -58,13 +99,13 @@ class Registry:
         """
         if not isinstance(device_type, str):
             raise ValueError(f"Expected `device_type` of type `str`, got: `{type(device_type)}`")
-        name = _torch_device_type(device_type)
+        name = torch_device_type(device_type)
         if name is None:
             # torch may learn the name of an out-of-tree device from the import of its plugin.
             loader = self.loaders().get(device_type.partition(":")[0])
             if loader is not None:
                 loader.get()
-                name = _torch_device_type(device_type)
+                name = torch_device_type(device_type)
         if name is None:
             raise RuntimeError(f"Invalid device string: {device_type!r}.{self._device_hint(device_type)}")
         return name
@@ -79,8 +120,8 @@ class Registry:
             nearest = f" Did you mean {accelerator.type!r}?" if accelerator else " This torch was built without GPUs."
         return (
             f"{nearest} Backends are installed for: {', '.join(installed) or 'no device'}. The plugin of another "
-            f"device has an entry point of the device's name in the group {hookspecs.ENTRY_POINT_GROUP!r}."
-            f"{_discovery_hint()}"
+            f"device has an entry point of the device's name in the group {ENTRY_POINT_GROUP!r}."
+            f"{discovery_hint()}"
         )
 
     def find(self, device_type: object) -> Backend:
@@ -93,11 +134,11 @@ class Registry:
             raise BackendNotFoundError(
                 f"No polycast backend is installed for {name!r}. Backends are installed for: "
                 f"{', '.join(sorted(self.loaders())) or 'no device'}. Install a distribution that supplies one in the "
-                f"entry-point group {hookspecs.ENTRY_POINT_GROUP!r}, or pass yours to "
-                f"polycast.plugin.register_backend().{_discovery_hint()}"
+                f"entry-point group {ENTRY_POINT_GROUP!r}, or pass yours to "
+                f"polycast.plugin.register_backend().{discovery_hint()}"
             )
         backend = loader.get()
-        extensions = self._extensions_of(name)
+        extensions = self.extensions_of(name)
         extensions.policies(backend)  # raises a conflict
         with self._lock:
             if loader.current is backend and extensions.are_known:
@@ -129,21 +170,18 @@ class Registry:
         """Return what the extensions of each device are loaded by, if discovery has run."""
         return list(self._extensions.values())
 
-    def _extensions_of(self, device_type: str) -> DeviceExtensions:
+    def extensions_of(self, device_type: str) -> DeviceExtensions:
+        """Return what loads the extensions of a device."""
         self.loaders()
         return self._extensions.get(device_type) or DeviceExtensions(device_type)
 
     def extensions(self, device_type: str) -> Sequence[Extension]:
         """Return what packages add to a device, as far as it can be used, in the order in which kernels are asked."""
-        return self._extensions_of(device_type).get()
+        return self.extensions_of(device_type).get()
 
     def added_policies(self, backend: Backend) -> Mapping[str, AddedPolicy]:
         """Return the policies that extensions add to the table of a backend."""
-        return self._extensions_of(backend.device_type).policies(backend)
-
-    def version(self, given: Extension) -> str:
-        """Return what :meth:`source` does, as one text."""
-        return " ".join(self.source(given)).strip()
+        return self.extensions_of(backend.device_type).policies(backend)
 
     def source(self, given: Extension) -> tuple[str, str]:
         """Return the name and the version of the distribution that supplies a backend or an extension.
@@ -151,35 +189,9 @@ class Registry:
         Both are empty for a backend that is registered by hand.
         """
         if not isinstance(given, Backend):
-            return self._extensions_of(given.device_type).distribution(given)
+            return self.extensions_of(given.device_type).distribution(given)
         loader = self.loaders().get(given.device_type)
         return ("", "") if loader is None or loader.loaded is not given else loader.distribution
-
-    def statuses(self) -> Mapping[str, BackendStatus]:
-        """See :func:`backends`."""
-        from .statuses import BackendStatuses  # few programs print a table
-
-        find = {name: partial(self._status, loader) for name, loader in self.loaders().copy().items()}
-        will_be_named = any(_torch_device_type(name) is None for name in find)  # by a plugin, when it is imported
-        for name in autocast_supported_devices():
-            if name not in find and not (will_be_named and name == _UNNAMED):
-                find[name] = partial(_missing, name)
-        return BackendStatuses(find)
-
-    def _status(self, loader: BackendLoader) -> BackendStatus:
-        status, extensions = loader.status(), self._extensions_of(loader.device_type)
-        if loader.current is None:
-            return status
-        with suppress(Warning):  # that an extension is broken, which its name here says
-            extensions.names()
-        given = (loader.current, *extensions.get())
-        packages = tuple(package for each in given for package in each.ops_in_cpp)
-        status = replace(status, extensions=extensions.names(), ops_in_cpp=packages)
-        try:
-            extensions.policies(loader.current)
-        except BackendConflictError as error:
-            return replace(status, state="conflict", reason=str(error))
-        return status
 
     def register(self, backend: Backend) -> None:
         """Register a valid backend by hand; the kernels of the one before it are uninstalled."""
@@ -210,19 +222,13 @@ class Registry:
                 del loaders[name]
 
 
-def _missing(name: str) -> BackendStatus:
-    reason = (
-        f"A plugin is needed: no distribution has an entry point {name!r} in the group "
-        f"{hookspecs.ENTRY_POINT_GROUP!r}.{_discovery_hint()}"
-    )
-    return BackendStatus(name, "missing", reason)
-
-
-def _discovery_hint() -> str:
+def discovery_hint() -> str:
+    """Return the end of an error's text that says that third parties are ignored, if they are."""
     return "" if env.discovery() else " Plugins of third parties are ignored, because POLYCAST_DISCOVERY is off."
 
 
-def _torch_device_type(device: str) -> str | None:
+def torch_device_type(device: str) -> str | None:
+    """Return the device type of a device string; None if torch does not know it."""
     try:
         return torch.device(device).type
     except (RuntimeError, IndexError):  # IndexError for "cpu:"
@@ -240,23 +246,6 @@ registry = Registry()
 hold_during_fork(lambda: [registry._lock])
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_reset_loaders)
-
-
-def backends() -> Mapping[str, BackendStatus]:
-    """Return the status of every device type that has a backend or a torch Autocast key, in a read-only mapping.
-
-    A status is found when it is first read, which imports the plugin of that device only. ``print`` and notebooks show
-    a table of all.
-
-    Raises:
-        ValueError: a ``POLYCAST_`` variable has an invalid value.
-
-    Example:
-        >>> import polycast
-        >>> polycast.backends()["cpu"].state
-        'ready'
-    """
-    return registry.statuses()
 
 
 def get_backend(device_type: str) -> Backend:

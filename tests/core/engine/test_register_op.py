@@ -8,7 +8,7 @@ import torch
 import polycast
 from polycast import CastPolicy
 from polycast.engine.installation import kernels_of
-from polycast.policy.registered import registrations
+from polycast.policy.cast_policy import registrations
 from polycast.policy.standard import COMPOSED_OPS
 
 LOWER = CastPolicy.LOWER_PRECISION_FP

@@ -17,8 +17,7 @@ from tests.core.rounding import Rounded
 from polycast import NoRecipe, Policy
 from polycast.plugin import Recipe
 from polycast.policy import recipe_settings
-from polycast.policy.recipe import all_recipes, read_recipe
-from polycast.policy.recipe_kinds import kinds
+from polycast.policy.recipe import all_recipes, kinds, read_recipe
 from polycast.policy.recipe_settings import ObjectDigest, resolve
 
 FOLDER = Path(__file__).parents[3]

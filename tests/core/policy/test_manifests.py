@@ -54,7 +54,7 @@ def test_a_recipe_of_a_plugin_is_known_by_name_before_its_module_is_imported(mon
     assert "acme_recipes" not in sys.modules
     policy = polycast.Policy(modules={"head": "af4"})
     assert type(policy.modules["head"]).__module__ == "acme_recipes"
-    del polycast.policy.recipe_kinds.kinds["af4"], polycast.policy.recipe_kinds.kinds["bf5"]
+    del polycast.policy.recipe.kinds["af4"], polycast.policy.recipe.kinds["bf5"]
 
 
 def test_two_plugins_with_one_kind_are_a_conflict(monkeypatch, tmp_path):
@@ -96,7 +96,7 @@ def test_a_recipe_that_cannot_be_imported_matters_only_where_it_is_named(monkeyp
         read_recipe("rouded")
     with pytest.warns(UserWarning, match=warning):
         assert "rounded" in {recipe.kind for recipe in all_recipes()}
-    polycast.policy.recipe_kinds.kinds.pop("nf5", None)
+    polycast.policy.recipe.kinds.pop("nf5", None)
 
 
 def test_a_veto_that_cannot_be_imported_or_fails_is_left_out_with_a_warning(monkeypatch, tmp_path, int8_kernels):
@@ -130,7 +130,7 @@ def test_a_plugin_may_use_recipes_before_its_manifest_is_made(monkeypatch, tmp_p
     )
     importlib.import_module("acme")
     assert [each.plugin.needs for each in manifests.manifests() if each.name == "acme"] == [["bf5"]]
-    del polycast.policy.recipe_kinds.kinds["af4"]
+    del polycast.policy.recipe.kinds["af4"]
 
 
 @pytest.mark.parametrize("source", ["plugin = {}", "import warnings\nwarnings.warn('old')"], ids=["wrong", "warns"])

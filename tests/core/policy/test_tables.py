@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from polycast import CastPolicy
 from polycast.engine.kernels import REMEDIES
 from polycast.plugin import STANDARD_POLICIES, policy_table
-from polycast.policy.schemas import find_op, optional_dtype, overload_with_dtype
-from polycast.policy.validation import table_problems
+from polycast.policy.schemas import find_op, optional_dtype, overload_with_dtype, table_problems
 
 CASTING = [policy for policy in CastPolicy if policy not in (CastPolicy.BANNED, CastPolicy.PASSTHROUGH)]
 OPS = st.sampled_from(torch._C._dispatch_get_all_op_names())

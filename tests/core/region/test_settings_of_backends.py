@@ -12,7 +12,7 @@ from tests.core.rounding import Rounded
 import polycast
 from polycast import autocast
 from polycast.plugin import Availability, Recipe, refresh
-from polycast.policy.recipe_kinds import kinds
+from polycast.policy.recipe import kinds
 
 from .made_region import made
 

@@ -10,7 +10,7 @@ import torch
 from polycast import CastPolicy
 from polycast.errors import InvalidBackendError
 from polycast.plugin import Availability, Backend
-from polycast.registry.backend import validate
+from polycast.registry.contract import validate
 
 MM = torch.ops.aten.mm.default
 

@@ -11,7 +11,7 @@ from torch import nn
 import polycast
 from polycast import Int8, WeightCache, autocast
 from polycast.policy import recipe_settings
-from polycast.policy.recipe_kinds import kinds
+from polycast.policy.recipe import kinds
 from polycast.policy.recipe_settings import ObjectDigest
 from polycast_plugins.quantize import LowBitMatmul, LowBitRecipe
 

@@ -8,8 +8,7 @@ import pytest
 
 from polycast import Float8, Int8, NoRecipe, Policy
 from polycast.plugin import Recipe
-from polycast.policy.recipe import read_recipe
-from polycast.policy.recipe_kinds import kinds
+from polycast.policy.recipe import kinds, read_recipe
 
 RECIPES = [
     Int8(),

@@ -9,8 +9,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 import polycast
 from polycast import CastPolicy, explain
 from polycast.plugin import find_op
-from polycast.policy.schemas import optional_dtype
-from polycast.policy.validation import entry_problem
+from polycast.policy.schemas import entry_problem, optional_dtype
 from polycast_plugins.testing.samples import SAMPLES, split
 
 

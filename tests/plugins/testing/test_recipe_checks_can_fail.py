@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import polycast
-from polycast.policy import recipe_kinds
+from polycast.policy import recipe
 from polycast_backends.cpu import CpuBackend
 from polycast_plugins.quantize import LowBitRecipe
 from polycast_plugins.testing import BackendConformance, recipe_checks
@@ -284,7 +284,7 @@ def test_kernels_whose_arguments_are_not_known_are_reported_as_not_called():
 @pytest.fixture
 def forget_kinds(monkeypatch):
     """Forget the kinds of recipes that a test defines."""
-    monkeypatch.setattr(recipe_kinds, "kinds", {**recipe_kinds.kinds})
+    monkeypatch.setattr(recipe, "kinds", {**recipe.kinds})
 
 
 @pytest.mark.parametrize("says", ["its errors", "none", "nothing"])

@@ -12,7 +12,7 @@ import torch
 from ...common import generation
 from ...common.events import events
 from ...policy import manifests
-from ...policy.dtypes import dtype_name
+from ...policy.names import dtype_name
 from ...policy.recipe import Recipe
 from ...registry.backend import Backend, LowBitKernel, overrides_is_capturing
 from ...registry.registry import registry
