@@ -5,9 +5,7 @@ from collections.abc import Sequence
 import torch
 from typing_extensions import override
 
-from polycast.plugin import Availability, Backend, hookimpl
-
-from .policies import POLICIES
+from polycast.plugin import STANDARD_POLICIES, Availability, Backend, hookimpl
 
 
 class MtiaBackend(Backend):
@@ -15,7 +13,7 @@ class MtiaBackend(Backend):
 
     device_type = "mtia"
     default_dtype = torch.float16
-    policies = POLICIES
+    policies = STANDARD_POLICIES
 
     @override
     def supported_dtypes(self) -> Sequence[torch.dtype]:

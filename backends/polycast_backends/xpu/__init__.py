@@ -5,10 +5,9 @@ from collections.abc import Sequence
 import torch
 from typing_extensions import override
 
-from polycast.plugin import Availability, Backend, hookimpl
+from polycast.plugin import STANDARD_POLICIES, Availability, Backend, hookimpl
 
 from .out_dtype_kernels import KERNELS
-from .policies import POLICIES
 
 
 class XpuBackend(Backend):
@@ -16,7 +15,7 @@ class XpuBackend(Backend):
 
     device_type = "xpu"
     default_dtype = torch.float16
-    policies = POLICIES
+    policies = STANDARD_POLICIES
     kernels = KERNELS
 
     @override

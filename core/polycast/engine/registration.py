@@ -6,8 +6,8 @@ from ..common import generation
 from ..policy.cast_policy import CastPolicy, Registration, policies_for, refuse_conflict, registrations
 from ..policy.names import ops_with, read_op, read_policy
 from ..registry.backend import Backend
-from ..registry.contract import validate
 from ..registry.registry import registry
+from ..registry.validation import validate
 from ..torch_internals import changes
 from ..torch_internals.dispatcher import CustomOpDef, OpOverload, OpOverloadPacket, has_autocast_key
 from . import state

@@ -26,8 +26,8 @@ from ..torch_internals.callers_state import call_outside
 from ..torch_internals.dispatcher import disable_autocast
 from .backend import Availability, Backend
 from .checks import check_availability
-from .contract import validate
 from .hookspecs import Candidate
+from .validation import validate
 
 State: TypeAlias = Literal["ready", "unavailable", "broken", "blocked", "conflict", "missing"]
 

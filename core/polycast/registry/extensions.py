@@ -17,8 +17,8 @@ from ..torch_internals.callers_state import call_outside
 from ..torch_internals.dispatcher import disable_autocast
 from .backend import Backend, Extension
 from .checks import check_availability
-from .contract import validate_extension
 from .hookspecs import Candidate
+from .validation import validate_extension
 
 
 class _Answer(NamedTuple):

@@ -15,37 +15,25 @@ from .backend import KernelKey
 _OPS = torch.ops.aten
 
 
-def _mm(a: torch.Tensor, b: torch.Tensor) -> Any:
-    """Return the float32 product of two matrices of one reduced dtype."""
-    if not a.dtype is b.dtype is not torch.float32 or a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[0]:
-        return NotImplemented
-    return _OPS.mm.dtype(a, b, torch.float32)
+def _product(op: OpOverload, dimensions: int) -> Callable[..., Any]:
+    def kernel(a: torch.Tensor, b: torch.Tensor) -> Any:
+        """Return the float32 product of two matrices, or batches of matrices, of one reduced dtype."""
+        if not a.dtype is b.dtype is not torch.float32 or not a.dim() == b.dim() == dimensions:
+            return NotImplemented
+        if a.shape[-1] != b.shape[-2] or a.shape[:-2] != b.shape[:-2]:
+            return NotImplemented
+        return op(a, b, torch.float32)
+
+    return kernel
 
 
-def _bmm(a: torch.Tensor, b: torch.Tensor) -> Any:
-    """Return the float32 products of two batches of matrices of one reduced dtype."""
-    if not a.dtype is b.dtype is not torch.float32 or a.dim() != 3 or b.dim() != 3 or a.shape[::2] != b.shape[:2]:
-        return NotImplemented
-    return _OPS.bmm.dtype(a, b, torch.float32)
+def _sum(product: Callable[..., Any]) -> Callable[..., Any]:
+    def kernel(bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> Any:
+        """Return ``bias + a @ b`` in float32; `bias` may be in float32 too."""
+        result = product(a, b)
+        return result if result is NotImplemented else result.add_(bias)
 
-
-def _addmm(bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> Any:
-    """Return ``bias + a @ b`` in float32; `bias` may be in float32 too."""
-    product = _mm(a, b)
-    return product if product is NotImplemented else product.add_(bias)
-
-
-def _baddbmm(bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> Any:
-    """Return ``bias + a @ b`` in float32 for batches of matrices; `bias` may be in float32 too."""
-    product = _bmm(a, b)
-    return product if product is NotImplemented else product.add_(bias)
-
-
-_KERNELS: dict[OpOverload, dict[OpOverload, Callable[..., Any]]] = {
-    _OPS.mm.dtype: {_OPS.mm.default: _mm, _OPS.addmm.default: _addmm},
-    _OPS.bmm.dtype: {_OPS.bmm.default: _bmm, _OPS.baddbmm.default: _baddbmm},
-}
-"""The kernels that need each overload, by op."""
+    return kernel
 
 
 def float32_products(has_kernel: Callable[[OpOverload], bool]) -> Mapping[KernelKey, Callable[..., Any]]:
@@ -60,10 +48,13 @@ def float32_products(has_kernel: Callable[[OpOverload], bool]) -> Mapping[Kernel
         >>> len(polycast.plugin.float32_products(lambda op: True))
         8
     """
-    return {
-        (op, dtype, torch.float32): kernel
-        for needed, kernels in _KERNELS.items()
-        if has_kernel(needed)
-        for op, kernel in kernels.items()
-        for dtype in (torch.bfloat16, torch.float16)
-    }
+    found: dict[KernelKey, Callable[..., Any]] = {}
+    for needed, dimensions, multiplies, adds in (
+        (_OPS.mm.dtype, 2, _OPS.mm.default, _OPS.addmm.default),
+        (_OPS.bmm.dtype, 3, _OPS.bmm.default, _OPS.baddbmm.default),
+    ):
+        product = _product(needed, dimensions)
+        for dtype in (torch.bfloat16, torch.float16) if has_kernel(needed) else ():
+            found[multiplies, dtype, torch.float32] = product
+            found[adds, dtype, torch.float32] = _sum(product)
+    return found

@@ -1,4 +1,4 @@
-"""The contract of a backend, and the defaults of its members."""
+"""The contract of a backend, and the defaults of its members; plugins whose backend violates it are rejected."""
 
 import dataclasses
 import re
@@ -10,9 +10,10 @@ import torch
 from polycast import CastPolicy
 from polycast.errors import InvalidBackendError
 from polycast.plugin import Availability, Backend
-from polycast.registry.contract import validate
+from polycast.registry.validation import validate
 
 MM = torch.ops.aten.mm.default
+INT8 = (MM, torch.int8, torch.int32)
 
 
 class HpuBackend(Backend):
@@ -44,8 +45,7 @@ def problems(backend, device_type=None):
 
 def test_validate_returns_a_valid_backend():
     backend = HpuBackend()
-    assert validate(backend) is backend
-    assert validate(backend, "hpu") is backend
+    assert validate(backend) is validate(backend, "hpu") is backend
 
 
 def test_attributes_may_be_set_on_the_instance():
@@ -56,12 +56,7 @@ def test_attributes_may_be_set_on_the_instance():
 
 @pytest.mark.parametrize(
     ("value", "got"),
-    [
-        (HpuBackend, "the class HpuBackend"),
-        (None, "NoneType: None"),
-        ([1], "list: [1]"),
-        ("hpu", "str: 'hpu'"),
-    ],
+    [(HpuBackend, "the class HpuBackend"), (None, "NoneType: None"), ([1], "list: [1]"), ("hpu", "str: 'hpu'")],
     ids=repr,
 )
 def test_an_object_of_another_type_is_rejected(value, got):
@@ -71,46 +66,60 @@ def test_an_object_of_another_type_is_rejected(value, got):
 
 
 def test_a_bare_backend_lacks_all_required_members():
-    class BareBackend(Backend):
-        pass
-
-    with pytest.raises(InvalidBackendError) as error:
-        validate(BareBackend())
-    assert str(error.value).splitlines()[1:] == [
-        "  - device_type is missing",
-        "  - default_dtype is missing",
-        "  - policies is missing",
-        "  - supported_dtypes() is not implemented",
-        "  - availability() is not implemented",
+    assert problems(type("BareBackend", (Backend,), {"__module__": __name__})()) == [
+        "device_type is missing",
+        "default_dtype is missing",
+        "policies is missing",
+        "supported_dtypes() is not implemented",
+        "availability() is not implemented",
     ]
 
 
-@pytest.mark.parametrize(
-    ("device_type", "problem"),
-    [
-        (None, "device_type must be a str, got None"),
-        (torch.device("hpu"), "device_type must be a str, got device(type='hpu')"),
-        ("hpu:1", "device_type 'hpu:1' must be a type without an index: 'hpu'"),
-        ("HPU", "device_type 'HPU' is not a device that torch knows; an out-of-tree device is named first"),
-        ("", "device_type '' is not a device that torch knows; an out-of-tree device is named first"),
-        ("meta", "torch has no Autocast dispatch key for 'meta'"),
-    ],
-    ids=repr,
-)
-def test_the_device_must_have_an_autocast_key(device_type, problem):
-    assert problems(with_(device_type=device_type)) == [problem]
+UNKNOWN = "is not a device that torch knows; an out-of-tree device is named first"
+KERNEL = "must be (OpOverload, input dtype, output dtype), and its kernel callable"
+INVALID = [
+    *(("device_type", each, f"device_type must be a str, got {each!r}") for each in (None, torch.device("hpu"), 7)),
+    ("device_type", "hpu:1", "device_type 'hpu:1' must be a type without an index: 'hpu'"),
+    *(("device_type", each, f"device_type {each!r} {UNKNOWN}") for each in ("HPU", "", "vpu")),
+    ("device_type", "meta", "torch has no Autocast dispatch key for 'meta'"),
+    *(
+        ("default_dtype", each, f"default_dtype must be a floating-point torch.dtype, got {each!r}")
+        for each in (torch.int8, torch.complex64, torch.bool, "float16", None, float)
+    ),
+    ("policies", ["aten::mm"], "policies: must map op names to CastPolicy, got list"),
+    *(
+        ("kernels", {key: torch.mm}, f"kernels: {key!r} {KERNEL}")
+        for key in (
+            *(MM, (MM, torch.int8), (MM, torch.int8, torch.int32, torch.int32), (MM, "int8", torch.int32)),
+            *((torch.ops.aten.mm, torch.int8, torch.int32), ("aten::mm", torch.int8, torch.int32), "aten::mm"),
+        )
+    ),
+    *(("kernels", {INT8: each}, f"kernels: {INT8!r} {KERNEL}") for each in (None, "mm")),
+    *(
+        ("kernels", each, f"kernels must map (OpOverload, input dtype, output dtype) to a callable, got {name}")
+        for each, name in (([], "list"), (None, "NoneType"), (torch.mm, "builtin_function_or_method"))
+    ),
+    *(
+        ("ops_in_cpp", each, f"ops_in_cpp must be a list or tuple of the names of packages, got {each!r}")
+        for each in ("acme_npu.native", None, ["acme npu"], [""], [1])
+    ),
+    *(
+        (name, each, f"{name} must map op names to sentences")
+        for name in ("remedies", "excluded_ops", "optional_ops")
+        for each in (None, [], "none", {"aten::mm": 1}, {1: "do not"}, {"aten::mm": None})
+    ),
+]
+
+
+def test_each_violation_of_the_contract_has_its_sentence(subtests):
+    for attribute, value, problem in INVALID:
+        with subtests.test(attribute=attribute, value=value):
+            assert problems(with_(**{attribute: value})) == [problem]
 
 
 def test_the_device_must_match_the_entry_point():
     assert problems(HpuBackend(), "ipu") == [
         "device_type is 'hpu', but the entry point is named 'ipu': they must be equal"
-    ]
-
-
-@pytest.mark.parametrize("dtype", [torch.int8, torch.complex64, torch.bool, "float16", None, float], ids=repr)
-def test_the_default_dtype_must_be_floating_point(dtype):
-    assert problems(with_(default_dtype=dtype)) == [
-        f"default_dtype must be a floating-point torch.dtype, got {dtype!r}"
     ]
 
 
@@ -127,51 +136,9 @@ def test_the_problems_of_a_table_are_listed_one_by_one():
     ]
 
 
-@pytest.mark.parametrize(
-    "key",
-    [
-        MM,
-        (MM, torch.int8),
-        (MM, torch.int8, torch.int32, torch.int32),
-        (torch.ops.aten.mm, torch.int8, torch.int32),
-        (MM, "int8", torch.int32),
-        "aten::mm",
-    ],
-    ids=repr,
-)
-def test_the_key_of_a_kernel_is_an_overload_and_two_dtypes(key):
-    assert problems(with_(kernels={key: torch.mm})) == [
-        f"kernels: {key!r} must be (OpOverload, input dtype, output dtype), and its kernel callable"
-    ]
-
-
-def test_a_kernel_is_callable():
-    key = (MM, torch.int8, torch.int32)
-    assert problems(with_(kernels={key: None})) == [
-        f"kernels: {key!r} must be (OpOverload, input dtype, output dtype), and its kernel callable"
-    ]
-    backend = with_(kernels={key: torch.mm})
+def test_a_callable_kernel_is_valid():
+    backend = with_(kernels={INT8: torch.mm})
     assert validate(backend) is backend
-
-
-@pytest.mark.parametrize("kernels", [[], None, torch.mm], ids=["list", "NoneType", "builtin_function_or_method"])
-def test_kernels_are_a_mapping(kernels):
-    assert problems(with_(kernels=kernels)) == [
-        "kernels must map (OpOverload, input dtype, output dtype) to a callable, got " + type(kernels).__name__
-    ]
-
-
-@pytest.mark.parametrize("packages", ["acme_npu.native", None, ["acme npu"], [""], [1]], ids=repr)
-def test_ops_in_cpp_are_names_of_packages(packages):
-    said = f"ops_in_cpp must be a list or tuple of the names of packages, got {packages!r}"
-    assert problems(with_(ops_in_cpp=packages)) == [said]
-
-
-@pytest.mark.parametrize("attribute", ["remedies", "excluded_ops", "optional_ops"])
-def test_remedies_and_excluded_ops_map_names_to_sentences(attribute, subtests):
-    for texts in [None, [], {"aten::mm": 1}, {1: "do not"}]:
-        with subtests.test(texts=texts):
-            assert problems(with_(**{attribute: texts})) == [f"{attribute} must map op names to sentences"]
 
 
 def test_a_supported_dtype_is_available():
@@ -220,13 +187,9 @@ def test_required_methods_raise_not_implemented_error(method):
         getattr(Backend(), method)()
 
 
-@pytest.mark.parametrize("available", [True, False])
-def test_truth_of_an_availability(available):
-    assert bool(Availability(available, "reason")) is available
-
-
-def test_an_availability_is_immutable():
+def test_an_availability_has_a_truth_and_is_immutable():
     answer = Availability(False, "no device")
+    assert (bool(answer), bool(Availability(True, "reason"))) == (False, True)
     assert answer == dataclasses.replace(answer)
     with pytest.raises(dataclasses.FrozenInstanceError):
         answer.reason = ""
@@ -237,3 +200,50 @@ def test_an_availability_of_other_types_is_refused(available, reason):
     got = re.escape(f"got {available!r}, {reason!r}")
     with pytest.raises(TypeError, match=f"^an Availability has a bool and a str, the reason; {got}$"):
         Availability(available, reason)
+
+
+def test_a_plugin_is_rejected_with_every_problem_at_once(run, plugin):
+    plugin(
+        "acme-hpu",
+        "hpu",
+        "AcmeBackend.default_dtype = torch.int8\nAcmeBackend.policies = []\ndel AcmeBackend.availability",
+    )
+    problems = (
+        "default_dtype must be a floating-point torch.dtype, got torch.int8",
+        "policies: must map op names to CastPolicy, got list",
+        "availability() is not implemented",
+    )
+    text = "acme_hpu.AcmeBackend violates the contract of polycast.plugin.Backend:"
+    text = "\n  - ".join((text, *problems))
+    assert run("answer = error_of(polycast.plugin.get_backend, 'hpu')") == [
+        "BackendBrokenError",
+        "The backend for 'hpu' is broken: acme-hpu 1.0 (acme_hpu) could not be loaded: InvalidBackendError: "
+        f"{text}. Repair or uninstall acme-hpu, or set POLYCAST_BLOCK=hpu.",
+        "InvalidBackendError",
+        text,
+    ]
+
+
+def test_a_plugin_of_a_device_that_its_entry_point_does_not_name_is_rejected(run, plugin):
+    plugin("acme-hpu", "hpu", "AcmeBackend.device_type = 'cuda'")
+    problem = "device_type is 'cuda', but the entry point is named 'hpu': they must be equal"
+    assert f"  - {problem}. Repair" in run("answer = polycast.backends()['hpu'].reason")
+
+
+@pytest.mark.parametrize(
+    ("device", "problem"),
+    [
+        ("meta", "torch has no Autocast dispatch key for 'meta'"),
+        ("vpu", f"device_type 'vpu' {UNKNOWN}"),
+        ("hpu:0", "device_type 'hpu:0' must be a type without an index: 'hpu'"),
+    ],
+)
+def test_a_device_without_an_autocast_key_is_rejected(run, plugin, device, problem):
+    plugin("acme", device)
+    listed = run(f"answer = polycast.backends()[{device!r}].reason")
+    assert f"acme.AcmeBackend violates the contract of polycast.plugin.Backend:\n  - {problem}. Repair" in listed
+
+
+def test_ops_that_torch_lacks_are_accepted(run, plugin):
+    plugin("acme-hpu", "hpu", "AcmeBackend.policies = {'acme::not_imported': polycast.CastPolicy.FP32}")
+    assert run("answer = polycast.is_autocast_available('hpu')") is True
