@@ -118,10 +118,8 @@ def test_a_product_in_float32_leaves_to_torch_what_it_does_not_take():
     half, single = torch.ones(2, 2).half(), torch.ones(2, 2)
     table = {op: kernel for (op, _, _), kernel in polycast.plugin.float32_products(lambda op: True).items()}
     mm, bmm, addmm, baddbmm = (table[op] for op in FLOAT32)
-    assert mm(half, single) is NotImplemented
-    assert addmm(half, single, single) is NotImplemented
-    assert baddbmm(half, single[None], single[None]) is NotImplemented
-    assert mm(half, half[0]) is NotImplemented
-    assert bmm(half[None], half) is NotImplemented
-    assert addmm(half[0], half, half[0]) is NotImplemented
-    assert baddbmm(half[0], half, half) is NotImplemented
+    refused = [mm(half, single), mm(half, half[0]), mm(half, half[:1]), bmm(half[None], half)]
+    refused += [bmm(half[None], half[None].expand(2, 2, 2)), bmm(half[None], half[None, :1])]
+    refused += [addmm(half, single, single), addmm(half[0], half, half[0])]
+    refused += [baddbmm(half, single[None], single[None]), baddbmm(half[0], half, half)]
+    assert refused == [NotImplemented] * 10

@@ -19,7 +19,6 @@ DTYPES = {
     "mtia": (torch.float16, torch.bfloat16),
     "xpu": (torch.float16, torch.bfloat16),
 }
-DEFAULTS = {name: dtypes[0] for name, dtypes in DTYPES.items()}
 
 
 @pytest.fixture(params=ACCELERATORS)
@@ -48,17 +47,16 @@ def built_with(monkeypatch, *, cuda=None, hip=None, xpu=None):
     monkeypatch.setattr(torch.version, "xpu", xpu)
 
 
-@pytest.mark.parametrize("name", DEFAULTS)
-def test_the_default_dtype_is_torchs(name, in_thread):
-    assert polycast.plugin.get_backend(name).default_dtype is DEFAULTS[name]
-    assert in_thread(lambda: torch.get_autocast_dtype(name)) is DEFAULTS[name]
-
-
 @pytest.mark.parametrize("name", DTYPES)
-def test_the_supported_dtypes_begin_with_the_default(name, monkeypatch):
+def test_the_supported_dtypes_begin_with_the_default_which_is_torchs(name, in_thread, monkeypatch):
     if name in ACCELERATORS:
         monkeypatch.setattr(getattr(torch, name), "is_available", lambda: False)
-    assert tuple(polycast.plugin.get_backend(name).supported_dtypes()) == DTYPES[name]
+    backend = polycast.plugin.get_backend(name)
+    assert tuple(backend.supported_dtypes()) == DTYPES[name]
+    assert backend.default_dtype is in_thread(lambda: torch.get_autocast_dtype(name)) is DTYPES[name][0]
+    supported = ", ".join(map(str, DTYPES[name]))
+    for other in (torch.float32, torch.float64, torch.int8):
+        assert backend.dtype_availability(other) == Availability(False, f"{name} supports {supported}")
 
 
 def test_the_cpu_is_always_available():
@@ -66,17 +64,26 @@ def test_the_cpu_is_always_available():
     assert polycast.backends()["cpu"].state == "ready"
 
 
-def test_an_accelerator_that_is_there_is_available(monkeypatch, accelerator):
+def test_an_accelerator_that_is_there_is_available_with_bfloat16_if_it_can_have_it(monkeypatch, accelerator):
     monkeypatch.setattr(getattr(torch, accelerator), "is_available", lambda: True)
+    monkeypatch.setattr(getattr(torch, accelerator), "is_bf16_supported", lambda: True)
+    assert polycast.plugin.get_backend(accelerator).dtype_availability(torch.bfloat16) == Availability(True)
     assert polycast.plugin.get_backend(accelerator).availability() == Availability(True)
     assert polycast.is_autocast_available(accelerator) is True
 
 
-def test_a_torch_that_was_built_without_the_accelerator_is_the_reason(monkeypatch, absent):
+def test_a_torch_that_was_built_without_the_accelerator_is_the_reason_and_regions_are_disabled(monkeypatch, absent):
     built_with(monkeypatch)
     reason = f"torch {torch.__version__} was built without {absent.upper()}"
     assert polycast.plugin.get_backend(absent).availability() == Availability(False, reason)
     assert polycast.is_autocast_available(absent) is False
+    status = polycast.backends()[absent]
+    assert (status.state, status.reason, status.default_dtype) == ("unavailable", reason, DTYPES[absent][0])
+    text = re.escape(f"{absent} is not available: {reason}. Disabling autocast.")
+    with pytest.warns(polycast.errors.AutocastDisabledWarning, match=f"^{text}$"):
+        region = polycast.autocast(absent)
+    with region:
+        assert polycast.is_autocast_enabled(absent) is False
 
 
 @pytest.mark.parametrize(
@@ -88,13 +95,6 @@ def test_a_device_that_is_not_visible_is_the_reason(monkeypatch, name, build):
     assert polycast.plugin.get_backend(name).availability() == Availability(
         False, f"no {name.upper()} device is visible"
     )
-
-
-def test_the_status_tells_the_reason(monkeypatch, absent):
-    built_with(monkeypatch)
-    status = polycast.backends()[absent]
-    reason = f"torch {torch.__version__} was built without {absent.upper()}"
-    assert (status.state, status.reason, status.default_dtype) == ("unavailable", reason, DEFAULTS[absent])
 
 
 @pytest.fixture
@@ -113,18 +113,13 @@ def answers(monkeypatch):
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_one_of_the_other_devices_that_is_there_is_available(name, answers):
-    answers(name, built=True, available=True)
-    assert polycast.plugin.get_backend(name).availability() == Availability(True)
-    assert polycast.is_autocast_available(name) is True
-
-
-@pytest.mark.parametrize("name", OTHERS)
-def test_one_of_the_other_devices_that_is_not_visible_is_the_reason(name, answers):
+def test_one_of_the_other_devices_is_available_if_it_is_there_and_else_not_visible(name, answers):
+    backend = polycast.plugin.get_backend(name)
     answers(name, built=True, available=False)
-    assert polycast.plugin.get_backend(name).availability() == Availability(
-        False, f"no {name.upper()} device is visible"
-    )
+    assert backend.availability() == Availability(False, f"no {name.upper()} device is visible")
+    answers(name, built=True, available=True)
+    assert backend.availability() == Availability(True)
+    assert polycast.is_autocast_available(name) is True
 
 
 @pytest.mark.parametrize(
@@ -156,46 +151,17 @@ def test_mps_has_bfloat16_from_macos_14_on(monkeypatch, answers, newer, dtypes):
     )
 
 
-def test_a_region_on_an_absent_accelerator_warns_and_is_disabled(monkeypatch, absent):
-    built_with(monkeypatch)
-    text = f"{absent} is not available: torch {torch.__version__} was built without {absent.upper()}."
-    with pytest.warns(polycast.errors.AutocastDisabledWarning, match=f"^{re.escape(text)} Disabling autocast\\.$"):
-        region = polycast.autocast(absent)
-    with region:
-        assert polycast.is_autocast_enabled(absent) is False
-
-
-def test_a_gpu_without_bfloat16_supports_float16_alone(without_bfloat16):
-    backend = polycast.plugin.get_backend(without_bfloat16)
+def test_a_gpu_without_bfloat16_supports_float16_alone_and_a_region_with_it_is_disabled(without_bfloat16):
+    name = without_bfloat16
+    backend = polycast.plugin.get_backend(name)
     assert tuple(backend.supported_dtypes()) == (torch.float16,)
     assert backend.dtype_availability(torch.float16) == Availability(True)
-
-
-def test_bfloat16_on_a_gpu_without_it_warns_and_disables_the_region(without_bfloat16):
-    name = without_bfloat16
     text = (
         f"In {name.upper()} autocast, but the target dtype is not supported. Disabling autocast.\n"
         f"torch.bfloat16 was asked for: this GPU has no bfloat16; {name} supports torch.float16."
     )
     with pytest.warns(polycast.errors.AutocastDisabledWarning, match=f"^{re.escape(text)}$"):
         polycast.autocast(name, torch.bfloat16)
-
-
-def test_a_gpu_with_bfloat16_can_have_it(monkeypatch, accelerator):
-    monkeypatch.setattr(getattr(torch, accelerator), "is_available", lambda: True)
-    monkeypatch.setattr(getattr(torch, accelerator), "is_bf16_supported", lambda: True)
-    assert polycast.plugin.get_backend(accelerator).dtype_availability(torch.bfloat16) == Availability(True)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int8], ids=str)
-@pytest.mark.parametrize("name", DTYPES)
-def test_another_dtype_is_unavailable_and_the_reason_lists_the_supported_ones(name, dtype, monkeypatch):
-    if name in ACCELERATORS:
-        monkeypatch.setattr(getattr(torch, name), "is_available", lambda: False)
-    supported = ", ".join(map(str, DTYPES[name]))
-    assert polycast.plugin.get_backend(name).dtype_availability(dtype) == Availability(
-        False, f"{name} supports {supported}"
-    )
 
 
 @pytest.mark.parametrize(("initialized", "capturing"), [(False, True), (True, False), (True, True)])

@@ -21,9 +21,6 @@ def test_a_value_is_computed_at_its_first_use():
     assert computed == []
     assert number.value is number.value
     assert computed == [1]
-
-
-def test_the_docstring_is_the_functions():
     assert Number.value.__doc__ == "The value."
 
 

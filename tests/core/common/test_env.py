@@ -16,69 +16,59 @@ names = st.text(st.characters(codec="ascii", categories=("L", "N"), include_char
 space = st.sampled_from(("", " ", "\t "))
 
 
-def refusal(variable, value, expected):
-    text = f"{variable}={value!r} is invalid: expected {expected}. Correct or unset the variable."
-    return f"^{re.escape(text)}$"
-
-
 @pytest.fixture(autouse=True)
 def _unset(monkeypatch):
     for variable in ("DISCOVERY", "BLOCK", "PROVIDER", "ENGINE"):
         monkeypatch.delenv(f"POLYCAST_{variable}", raising=False)
 
 
-def test_defaults_of_unset_variables():
-    assert (env.discovery(), env.blocked(), env.providers(), env.engine()) == (True, frozenset(), {}, "auto")
-
-
-def test_an_empty_variable_is_unset(monkeypatch):
+def test_defaults_of_unset_and_of_empty_variables(monkeypatch):
+    defaults = (True, frozenset(), {}, "auto")
+    assert (env.discovery(), env.blocked(), env.providers(), env.engine()) == defaults
     for variable in ("DISCOVERY", "BLOCK", "PROVIDER", "ENGINE"):
         monkeypatch.setenv(f"POLYCAST_{variable}", "")
-    assert (env.discovery(), env.blocked(), env.providers(), env.engine()) == (True, frozenset(), {}, "auto")
+    assert (env.discovery(), env.blocked(), env.providers(), env.engine()) == defaults
 
 
-@pytest.mark.parametrize(
-    ("value", "expected"), [("0", False), ("1", True), ("false", False), ("true", True), ("False", False)]
-)
-def test_discovery_accepts_booleans(monkeypatch, value, expected):
-    monkeypatch.setenv("POLYCAST_DISCOVERY", value)
-    assert env.discovery() is expected
+VALID = [
+    *((env.discovery, value, False) for value in ("0", "false", "False")),
+    *((env.discovery, value, True) for value in ("1", "true")),
+    *((env.blocked, value, set()) for value in ("", "  ")),
+    (env.blocked, "cpu", {"cpu"}),
+    (env.blocked, " cpu,\txpu ,cpu", {"cpu", "xpu"}),
+    *((env.engine, name.upper(), name) for name in env.ENGINES),
+]
+REPEATED = f"{PROVIDER}, each device once"
+INVALID = [
+    *((env.discovery, value, "one of 0, 1, false, true") for value in (" 1", "on", "no", "2", "01")),
+    *((env.blocked, value, BLOCK) for value in (",", "cpu,", ",cpu", "cpu,,xpu", "cpu, ,xpu")),
+    *((env.providers, value, PROVIDER) for value in ("xpu=acme,", ",")),
+    *((env.providers, value, REPEATED) for value in ("xpu", "xpu=", "=acme", "xpu=acme,cpu", "=", "xpu= ")),
+    *((env.providers, value, REPEATED) for value in ("xpu=acme,xpu=other", "xpu=acme, xpu=acme")),
+    *((env.engine, value, f"one of {', '.join(env.ENGINES)}") for value in ("fast", "auto,reference")),
+]
+VARIABLES = {
+    env.discovery: "POLYCAST_DISCOVERY",
+    env.blocked: "POLYCAST_BLOCK",
+    env.providers: "POLYCAST_PROVIDER",
+    env.engine: "POLYCAST_ENGINE",
+}
 
 
-@pytest.mark.parametrize("value", [" 1", "on", "no", "2", "01"])
-def test_discovery_refuses_other_values(monkeypatch, value):
-    monkeypatch.setenv("POLYCAST_DISCOVERY", value)
-    with pytest.raises(ValueError, match=refusal("POLYCAST_DISCOVERY", value, "one of 0, 1, false, true")):
-        env.discovery()
+def test_valid_values_are_read(monkeypatch, subtests):
+    for read, value, expected in VALID:
+        monkeypatch.setenv(VARIABLES[read], value)
+        with subtests.test(value=value):
+            assert read() == expected
 
 
-@pytest.mark.parametrize(
-    ("value", "expected"), [("", set()), ("  ", set()), ("cpu", {"cpu"}), (" cpu,\txpu ,cpu", {"cpu", "xpu"})]
-)
-def test_blocked_accepts_names_separated_by_commas(monkeypatch, value, expected):
-    monkeypatch.setenv("POLYCAST_BLOCK", value)
-    assert env.blocked() == expected
-
-
-@pytest.mark.parametrize("value", [",", "cpu,", ",cpu", "cpu,,xpu", "cpu, ,xpu"])
-def test_blocked_refuses_an_empty_name(monkeypatch, value):
-    monkeypatch.setenv("POLYCAST_BLOCK", value)
-    with pytest.raises(ValueError, match=refusal("POLYCAST_BLOCK", value, BLOCK)):
-        env.blocked()
-
-
-@pytest.mark.parametrize("value", ["xpu", "xpu=", "=acme", "xpu=acme,", "xpu=acme,cpu", "=", "xpu= ", ","])
-def test_providers_refuse_values_other_than_pairs(monkeypatch, value):
-    monkeypatch.setenv("POLYCAST_PROVIDER", value)
-    with pytest.raises(ValueError, match="^POLYCAST_PROVIDER=" + re.escape(f"{value!r} is invalid: expected device=")):
-        env.providers()
-
-
-@pytest.mark.parametrize("value", ["xpu=acme,xpu=other", "xpu=acme, xpu=acme"])
-def test_providers_refuse_a_repeated_device(monkeypatch, value):
-    monkeypatch.setenv("POLYCAST_PROVIDER", value)
-    with pytest.raises(ValueError, match=refusal("POLYCAST_PROVIDER", value, f"{PROVIDER}, each device once")):
-        env.providers()
+def test_other_values_are_refused_with_what_is_expected(monkeypatch, subtests):
+    for read, value, expected in INVALID:
+        monkeypatch.setenv(VARIABLES[read], value)
+        text = f"{VARIABLES[read]}={value!r} is invalid: expected {expected}. Correct or unset the variable."
+        with subtests.test(value=value), pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
+            read()
+        monkeypatch.delenv(VARIABLES[read])
 
 
 @pytest.mark.slow
@@ -101,19 +91,6 @@ def test_any_text_is_parsed_or_refused_with_the_variable_and_its_value(read, val
         except ValueError as error:
             assert re.match(r"POLYCAST_[A-Z]+=", str(error))  # noqa: PT017
             assert f"={value!r} is invalid: expected " in str(error)  # noqa: PT017
-
-
-@pytest.mark.parametrize("name", env.ENGINES)
-def test_engine_accepts_the_names_of_engines(monkeypatch, name):
-    monkeypatch.setenv("POLYCAST_ENGINE", name.upper())
-    assert env.engine() == name
-
-
-@pytest.mark.parametrize("value", ["fast", "auto,reference"])
-def test_engine_refuses_other_names(monkeypatch, value):
-    monkeypatch.setenv("POLYCAST_ENGINE", value)
-    with pytest.raises(ValueError, match=refusal("POLYCAST_ENGINE", value, f"one of {', '.join(env.ENGINES)}")):
-        env.engine()
 
 
 @pytest.mark.parametrize("name", ["acme-npu", "Acme_NPU", "acme.npu", "ACME-_.npu"])

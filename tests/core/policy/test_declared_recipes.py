@@ -141,22 +141,19 @@ def test_a_policy_file_has_the_settings_that_differ(recipe, written, tmp_path):
     assert Policy.load(tmp_path / "policy.toml").text() == policy.text()
 
 
-@pytest.mark.parametrize(
-    ("table", "text"),
-    [
-        (
-            {"recipe": "grouped", "size": 64},
-            "the table of a recipe 'grouped' has 'recipe', 'group_size', .*; got 'size'",
-        ),
-        ({"recipe": "grouped", "group_size": 65}, "group_size must be 32 or 64, got 65"),
-        ({"recipe": "grouped", "symmetric": 1}, "symmetric must be a bool, got 1"),
-        ({"recipe": "bare", "min_size": 1}, "the table of a recipe 'bare' has 'recipe'; got 'min_size'"),
-        ({"recipe": 3}, "'recipe' in a table is the name of a recipe such as 'int8', got 3"),
-    ],
-)
-def test_an_invalid_table_is_refused(table, text):
-    with pytest.raises(ValueError, match=text):
-        Policy(modules={"head": table})
+INVALID_TABLES = [
+    ({"recipe": "grouped", "size": 64}, "the table of a recipe 'grouped' has 'recipe', 'group_size', .*; got 'size'"),
+    ({"recipe": "grouped", "group_size": 65}, "group_size must be 32 or 64, got 65"),
+    ({"recipe": "grouped", "symmetric": 1}, "symmetric must be a bool, got 1"),
+    ({"recipe": "bare", "min_size": 1}, "the table of a recipe 'bare' has 'recipe'; got 'min_size'"),
+    ({"recipe": 3}, "'recipe' in a table is the name of a recipe such as 'int8', got 3"),
+]
+
+
+def test_an_invalid_table_is_refused(subtests):
+    for table, text in INVALID_TABLES:
+        with subtests.test(table=table), pytest.raises(ValueError, match=text):
+            Policy(modules={"head": table})
 
 
 INVALID = [
@@ -176,14 +173,13 @@ INVALID = [
 
 def test_an_invalid_setting_is_refused(subtests):
     for settings, error, text in INVALID:
-        with subtests.test(settings=settings, error=error, text=text):
-            for make in (Grouped, Grouped().with_options):
-                with pytest.raises(error, match=text):
-                    make(**settings)
+        for make in (Grouped, Grouped().with_options):
+            with subtests.test(settings=settings, make=make), pytest.raises(error, match=text):
+                make(**settings)
 
 
 @pytest.mark.parametrize("base", [Rounded, Grouped])
-def test_a_subclass_without_a_kind_of_its_own_is_refused(base):
+def test_a_subclass_needs_a_kind_of_its_own_with_which_it_is_read_back(base, monkeypatch):
     message = (
         f"Mine needs a kind of its own, such as kind = 'mine': what is written with the kind {base.kind!r} is read as "
         f"{base.__name__}"
@@ -191,18 +187,11 @@ def test_a_subclass_without_a_kind_of_its_own_is_refused(base):
     with pytest.raises(TypeError, match=re.escape(message)):
         type("Mine", (base,), {})
     assert kinds[base.kind] is base
-
-
-def test_a_subclass_with_a_kind_of_its_own_is_read_back():
-    class Mine(Rounded):
-        kind = "mine"
-
-    try:
-        recipe = Mine(min_size=3)
-        assert Recipe.of_text(recipe.text) == recipe != Rounded(min_size=3)
-        assert isinstance(Recipe.of_text(recipe.text), Mine)
-    finally:
-        del kinds["mine"]
+    mine = type("Mine", (base,), {"kind": "mine"})
+    monkeypatch.setitem(kinds, "mine", kinds.pop("mine"))
+    recipe = mine(min_size=3)
+    assert Recipe.of_text(recipe.text) == recipe != base(min_size=3)
+    assert isinstance(Recipe.of_text(recipe.text), mine)
 
 
 def test_a_class_without_kind_or_default_is_refused():
@@ -211,14 +200,15 @@ def test_a_class_without_kind_or_default_is_refused():
 
     with pytest.raises(TypeError, match="Abstract is no kind of recipe"):
         Abstract()
-    with pytest.raises(TypeError, match="Unsized.size needs a default"):
-        type("Unsized", (Recipe,), {"kind": "unsized", "__annotations__": {"size": int}})
-    with pytest.raises(TypeError, match="Planless needs a plan_class for its ops, as polycast_plugins"):
-        type("Planless", (Recipe,), {"kind": "planless", "ops": ("mm",)})
-    with pytest.raises(ValueError, match="Colon.kind must be a name such as 'int8', got 'a:b'"):
-        type("Colon", (Recipe,), {"kind": "a:b"})
-    with pytest.raises(ValueError, match="Mine.kind is 'rounded', which is the kind of tests.core.rounding.Rounded"):
-        type("Mine", (Recipe,), {"kind": "rounded"})
+    refused = [
+        ("Unsized", {"kind": "unsized", "__annotations__": {"size": int}}, "Unsized.size needs a default"),
+        ("Planless", {"kind": "planless", "ops": ("mm",)}, "Planless needs a plan_class for its ops, as polycast_plug"),
+        ("Colon", {"kind": "a:b"}, "Colon.kind must be a name such as 'int8', got 'a:b'"),
+        ("Mine", {"kind": "rounded"}, "Mine.kind is 'rounded', which is the kind of tests.core.rounding.Rounded"),
+    ]
+    for name, body, text in refused:
+        with pytest.raises((TypeError, ValueError), match=text):
+            type(name, (Recipe,), body)
     assert "unsized" not in kinds
     assert kinds["rounded"] is Rounded
 
@@ -283,9 +273,8 @@ def test_an_object_of_another_process_is_known_once_this_one_has_it():
 
 
 def test_what_prepacked_weights_depend_on_leaves_out_ops_and_min_size():
-    assert Grouped(ops=(), min_size=0).format == Grouped().format
     assert len({each.format for each in RECIPES}) == len(RECIPES) - 2
-    assert NoRecipe().format == "none()"
+    assert (Grouped(ops=(), min_size=0).format, NoRecipe().format) == (Grouped().format, "none()")
 
 
 def test_a_policy_has_recipes_that_its_file_cannot_have(tmp_path):

@@ -8,6 +8,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import polycast
 from polycast import Policy
 
 POLICY = Policy(
@@ -105,36 +106,21 @@ def test_an_optional_op_that_torch_lacks_is_skipped(path):
 
 
 INVALID = [
-    (
-        b"schema = 2\n[rules]\n",
-        "it has schema 2, and this polycast reads schemas up to 1: install a newer polycast",
-    ),
+    (b"schema = 2\n[rules]\n", "it has schema 2, and this polycast reads schemas up to 1: install a newer polycast"),
     (b"[ops]\n", "a policy file begins with `schema = 1`, got None"),
     (b"", "a policy file begins with `schema = 1`, got None"),
     (b'schema = "1"\n', "a policy file begins with `schema = 1`, got '1'"),
     (b"schema = true\n", "a policy file begins with `schema = 1`, got True"),
     (b"schema = 0\n", "a policy file begins with `schema = 1`, got 0"),
     (b"schema = 1\n[op]\n", "op is not a key of a policy: did you mean 'ops'?"),
-    (
-        b"schema = 1\nqqq = 1\n",
-        "qqq is not a key of a policy: expected one of name, ops, modules, devices.",
-    ),
+    (b"schema = 1\nqqq = 1\n", "qqq is not a key of a policy: expected one of name, ops, modules, devices."),
     (b"schema = 1\nops = 3\n", "ops must be a table, got 3"),
     (b"schema = 1\nname = 3\n", "name must be a str, got 3"),
     (b"schema = 1\n[devices]\ncuda = 3\n", "devices.cuda must be a table, got 3"),
-    (
-        b"schema = 1\n[devices.cuda.op]\n",
-        "devices.cuda.op is not a key of a policy: did you",
-    ),
+    (b"schema = 1\n[devices.cuda.op]\n", "devices.cuda.op is not a key of a policy: did you"),
     (b"schema = 1\n[devices.cuda]\nops = 1\n", "devices.cuda.ops must be a table, got 1"),
-    (
-        b"schema = 1\n[devices.cuda.devices.cpu]\n",
-        "devices.cuda.devices is not a key of a policy",
-    ),
-    (
-        b"schema = 1\n[devices.cdua]\n",
-        "devices['cdua']: not a device type that torch's autocast knows: did you",
-    ),
+    (b"schema = 1\n[devices.cuda.devices.cpu]\n", "devices.cuda.devices is not a key of a policy"),
+    (b"schema = 1\n[devices.cdua]\n", "devices['cdua']: not a device type that torch's autocast knows: did you"),
     (b"schema = 1\nname = '\xff'\n", "it is not UTF-8: byte 19 is 0xff"),
     (b'schema = 1\n[ops]\nsoftmax = "fp3', "it is not TOML: "),
     (b"schema = 1\n[ops]\nmm = 'fp32'\nmm = 'fp32'\n", "it is not TOML: "),
@@ -144,18 +130,12 @@ INVALID = [
         b"schema = 1\n[ops]\nsofmax = 'fp32'\n",
         f"this torch ({torch.__version__}) has no op 'sofmax'; the nearest are 'softmax', '_softmax', 'fmax'",
     ),
-    (
-        b"schema = 1\n[ops]\nop_of_2_99 = { policy = 'fp32', optional = false }\n",
-        f"this torch ({torch.__version__})",
-    ),
+    (b"schema = 1\n[ops]\nop_of_2_99 = { policy = 'fp32', optional = false }\n", f"this torch ({torch.__version__})"),
     (
         b"schema = 1\n[devices.cuda.ops]\nmm = 'fp23'\n",
         "devices.cuda: the policy of 'mm' must be a CastPolicy or the name of one, got 'fp23'; the nearest is",
     ),
-    (
-        b"schema = 1\n[ops]\nmm = { optional = true }\n",
-        "the policy of 'mm' must be a CastPolicy or the name of one, ",
-    ),
+    (b"schema = 1\n[ops]\nmm = { optional = true }\n", "the policy of 'mm' must be a CastPolicy or the name of one, "),
 ]
 
 
@@ -178,5 +158,6 @@ def test_a_truncated_file_is_refused_unless_it_ends_with_a_complete_line(path, s
 
 
 def test_a_missing_file_is_an_os_error(path):
-    with pytest.raises(FileNotFoundError):
-        Policy.load(path)
+    for use in (Policy.load, lambda path: polycast.autocast("cpu", policy=str(path))):
+        with pytest.raises(FileNotFoundError):
+            use(path)

@@ -35,8 +35,9 @@ def _read_again(tmp_path):
     manifests.forget()
 
 
-MANIFEST = "from polycast.plugin import Plugin\nplugin = Plugin(recipes={'af4': '%s:Af4'})\n"
-OTHER = MANIFEST.replace("af4", "bf5").replace("Af4", "Bf5") % "other_recipes"
+PLUGIN = "from polycast.plugin import Plugin\nplugin = Plugin(%s)\n"
+MANIFEST = PLUGIN % "recipes={'af4': 'acme_recipes:Af4'}"
+OTHER = PLUGIN % "recipes={'bf5': 'other_recipes:Bf5'}"
 RECIPE = """
 import polycast
 class Af4(polycast.plugin.Recipe):
@@ -44,12 +45,13 @@ class Af4(polycast.plugin.Recipe):
     plan_class = 'acme:Plan'
     ops = ('linear',)
 """
+BF5 = RECIPE.replace("af4", "bf5").replace("Af4", "Bf5")
 
 
 def test_a_recipe_of_a_plugin_is_known_by_name_before_its_module_is_imported(monkeypatch, tmp_path):
-    offer(monkeypatch, tmp_path, ("acme", MANIFEST % "acme_recipes"), ("other", OTHER))
+    offer(monkeypatch, tmp_path, ("acme", MANIFEST), ("other", OTHER))
     (tmp_path / "acme_recipes.py").write_text(RECIPE)
-    (tmp_path / "other_recipes.py").write_text(RECIPE.replace("af4", "bf5").replace("Af4", "Bf5"))
+    (tmp_path / "other_recipes.py").write_text(BF5)
     assert read_recipe("bf5").kind == "bf5"
     assert "acme_recipes" not in sys.modules
     policy = polycast.Policy(modules={"head": "af4"})
@@ -58,41 +60,35 @@ def test_a_recipe_of_a_plugin_is_known_by_name_before_its_module_is_imported(mon
 
 
 def test_two_plugins_with_one_kind_are_a_conflict(monkeypatch, tmp_path):
-    offer(monkeypatch, tmp_path, ("acme", MANIFEST % "acme_recipes"), ("other", MANIFEST % "other_recipes"))
+    offer(monkeypatch, tmp_path, ("acme", MANIFEST), ("other", MANIFEST))
     with pytest.raises(RuntimeError, match=r"Several plugins have 'af4' in recipes: acme \(acme\), other \(other\)\."):
         read_recipe("af4")
 
 
 def test_polycasts_own_recipe_takes_precedence(monkeypatch, tmp_path):
-    source = "from polycast.plugin import Plugin\nplugin = Plugin(recipes={'af4': '%s'})\n"
-    offer(monkeypatch, tmp_path, ("acme", source % "acme:plugin"), ("other", source % "other:plugin"))
+    sources = [(name, PLUGIN % f"recipes={{'af4': '{name}:plugin'}}") for name in ("acme", "other")]
+    offer(monkeypatch, tmp_path, *sources)
     monkeypatch.setattr(manifests, "PROJECT", "other")
     assert manifests.manifests().find("recipes", "af4") is sys.modules["other"].plugin
 
 
 def test_a_kind_of_a_plugin_that_is_not_imported_is_taken(monkeypatch, tmp_path):
-    offer(monkeypatch, tmp_path, ("acme", MANIFEST % "acme_recipes"))
-    with pytest.raises(
-        ValueError, match=r"Mine\.kind is 'af4', which is the kind of acme_recipes\.Af4: give it another"
-    ):
-
-        class Mine(polycast.plugin.Recipe):
-            kind = "af4"
+    offer(monkeypatch, tmp_path, ("acme", MANIFEST))
+    text = r"Mine\.kind is 'af4', which is the kind of acme_recipes\.Af4: give it another"
+    with pytest.raises(ValueError, match=text):
+        type("Mine", (polycast.plugin.Recipe,), {"kind": "af4"})
 
 
 @pytest.mark.parametrize("module", ["raise SystemExit(5)", "import no_such_module", RECIPE.replace("'af4'", "'nf5'")])
 def test_a_recipe_that_cannot_be_imported_matters_only_where_it_is_named(monkeypatch, tmp_path, module):
-    offer(monkeypatch, tmp_path, ("acme", MANIFEST % "acme_recipes"))
+    offer(monkeypatch, tmp_path, ("acme", MANIFEST))
     monkeypatch.delitem(sys.modules, "acme_recipes", raising=False)
     (tmp_path / "acme_recipes.py").write_text(module)
     warning = r"Repair|which is the kind of"
     with pytest.raises((RuntimeError, ValueError), match=r"acme|Af4"):
         read_recipe("af4")
     monkeypatch.delitem(sys.modules, "acme_recipes", raising=False)
-    with (
-        pytest.warns(UserWarning, match=warning),
-        pytest.raises(ValueError, match=r"did you mean 'rounded'"),
-    ):
+    with pytest.warns(UserWarning, match=warning), pytest.raises(ValueError, match=r"did you mean 'rounded'"):
         read_recipe("rouded")
     with pytest.warns(UserWarning, match=warning):
         assert "rounded" in {recipe.kind for recipe in all_recipes()}
@@ -100,9 +96,7 @@ def test_a_recipe_that_cannot_be_imported_matters_only_where_it_is_named(monkeyp
 
 
 def test_a_veto_that_cannot_be_imported_or_fails_is_left_out_with_a_warning(monkeypatch, tmp_path, int8_kernels):
-    source = "from polycast.plugin import Plugin\nplugin = Plugin(vetoes=('acme:no', 'acme:fails'))\n"
-    source += "def fails(*args): 1 / 0\n"
-    offer(monkeypatch, tmp_path, ("acme", source))
+    offer(monkeypatch, tmp_path, ("acme", PLUGIN % "vetoes=('acme:no', 'acme:fails')" + "def fails(*args): 1 / 0\n"))
     with pytest.warns(UserWarning, match=r"acme:no cannot be imported\. The plugin 'acme' of acme is broken"):
         vetoes = manifests.functions("vetoes")
     with pytest.warns(UserWarning, match=r"acme:fails, of a plugin, failed: ZeroDivisionError"):
@@ -110,8 +104,8 @@ def test_a_veto_that_cannot_be_imported_or_fails_is_left_out_with_a_warning(monk
 
 
 def test_a_plugin_that_cannot_be_imported_names_the_missing_plugins_that_it_needs(monkeypatch, tmp_path):
-    source = "from polycast.plugin import Plugin\nplugin = Plugin(names={'new': 'acme:new'}, needs=('other', 'gone'))\n"
-    offer(monkeypatch, tmp_path, ("acme", source), ("other", OTHER))
+    manifest = PLUGIN % "names={'new': 'acme:new'}, needs=('other', 'gone')"
+    offer(monkeypatch, tmp_path, ("acme", manifest), ("other", OTHER))
     with pytest.raises(RuntimeError, match=r"It needs 'gone', which is not installed\.$"):
         polycast.__getattr__("new")
 
@@ -125,9 +119,7 @@ def test_what_interrupts_the_import_of_a_plugin_reaches_the_caller(monkeypatch, 
 
 
 def test_a_plugin_may_use_recipes_before_its_manifest_is_made(monkeypatch, tmp_path):
-    offer(
-        monkeypatch, tmp_path, ("acme", RECIPE + "from polycast.plugin import Plugin\nplugin = Plugin(needs=['bf5'])\n")
-    )
+    offer(monkeypatch, tmp_path, ("acme", RECIPE + PLUGIN % "needs=['bf5']"))
     importlib.import_module("acme")
     assert [each.plugin.needs for each in manifests.manifests() if each.name == "acme"] == [["bf5"]]
     del polycast.policy.recipe.kinds["af4"]
@@ -143,8 +135,7 @@ def test_a_warning_of_a_broken_plugin_that_is_an_error_is_raised_once(monkeypatc
 
 @pytest.mark.parametrize("source", ["", "import warnings\nwarnings.warn('old')\n"], ids=["lacks it", "warns"])
 def test_a_warning_of_a_function_that_cannot_be_imported_is_raised_once(monkeypatch, tmp_path, source):
-    manifest = "from polycast.plugin import Plugin\nplugin = Plugin(vetoes=['acme_veto:veto'])\n"
-    offer(monkeypatch, tmp_path, ("acme", manifest))
+    offer(monkeypatch, tmp_path, ("acme", PLUGIN % "vetoes=['acme_veto:veto']"))
     (tmp_path / "acme_veto.py").write_text(source)
     with pytest.raises(UserWarning, match=r"acme_veto:veto cannot be imported\. The plugin 'acme' of acme is broken"):
         manifests.functions("vetoes")
@@ -171,9 +162,9 @@ print(first.is_alive(), second.is_alive(), found)
 @pytest.mark.slow
 @pytest.mark.parametrize("importer", ["acme_manifest", "acme_recipes"])
 def test_threads_do_not_wait_for_each_other_to_import_a_plugin_and_to_ask_for_plugins(monkeypatch, tmp_path, importer):
-    offer(monkeypatch, tmp_path, ("acme_manifest", MANIFEST % "acme_recipes"), ("other", OTHER))
+    offer(monkeypatch, tmp_path, ("acme_manifest", MANIFEST), ("other", OTHER))
     (tmp_path / "acme_recipes.py").write_text(RECIPE)
-    (tmp_path / "other_recipes.py").write_text(RECIPE.replace("af4", "bf5").replace("Af4", "Bf5"))
+    (tmp_path / "other_recipes.py").write_text(BF5)
     path = tmp_path / f"{importer}.py"
     path.write_text("import sys\nsys.waits.set()\nimport acme\n" + path.read_text())
     source = "import sys\nsys.imports.set()\nsys.waits.wait(60)\nfrom polycast.policy.recipe import read_recipe\n"
@@ -184,28 +175,22 @@ def test_threads_do_not_wait_for_each_other_to_import_a_plugin_and_to_ask_for_pl
 
 
 def test_a_distribution_without_metadata_hides_no_plugin(monkeypatch, tmp_path):
-    offer(monkeypatch, tmp_path, ("acme", MANIFEST % "acme_recipes"), ("other", OTHER))
+    offer(monkeypatch, tmp_path, ("acme", MANIFEST), ("other", OTHER))
     (tmp_path / "acme-1.0.dist-info" / "METADATA").unlink()
     assert {"acme", "other"} <= {manifest.name for manifest in manifests.manifests()}
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
-        {"recipes": None},
-        {"commands": {"a": 1}},
-        {"vetoes": "a:b"},
-        {"vetoes": (1,)},
-        {"slow_reasons": "a"},
-        {"libraries": "a"},
-        {"needs": "b"},
-    ],
-)
-def test_a_manifest_of_other_types_is_refused(given):
-    with pytest.raises(
-        TypeError, match=r"(recipes|commands) must map names|(vetoes|slow_reasons|libraries|needs) must be a sequence"
-    ):
-        polycast.plugin.Plugin(**given)
+INVALID = [
+    *({"recipes": None}, {"commands": {"a": 1}}, {"vetoes": "a:b"}, {"vetoes": (1,)}, {"slow_reasons": "a"}),
+    *({"libraries": "a"}, {"needs": "b"}),
+]
+
+
+def test_a_manifest_of_other_types_is_refused(subtests):
+    text = r"(recipes|commands) must map names|(vetoes|slow_reasons|libraries|needs) must be a sequence"
+    for given in INVALID:
+        with subtests.test(given=given), pytest.raises(TypeError, match=text):
+            polycast.plugin.Plugin(**given)
 
 
 @pytest.mark.parametrize("source", ["raise OSError('no driver')", "raise SystemExit(1)", "plugin = {}"])
@@ -218,15 +203,15 @@ def test_a_broken_plugin_breaks_itself_only(monkeypatch, tmp_path, source):
 
 
 def test_plugins_of_third_parties_are_ignored_without_discovery(monkeypatch, tmp_path):
-    offer(monkeypatch, tmp_path, ("acme", MANIFEST % "acme_recipes"))
+    offer(monkeypatch, tmp_path, ("acme", MANIFEST))
     monkeypatch.setenv("POLYCAST_DISCOVERY", "0")
     with pytest.raises(ValueError, match=r"'af4' is not a recipe"):
         read_recipe("af4")
 
 
 def test_functions_are_not_kept_while_manifests_are_read(monkeypatch, tmp_path):
-    source = "from polycast.plugin import Plugin\nfrom polycast.policy import manifests\n"
-    source += "assert list(manifests.functions('vetoes')) == []\nplugin = Plugin(vetoes=['acme:veto'])\n"
-    offer(monkeypatch, tmp_path, ("acme", source + "def veto(*args):\n    return None\n"))
+    source = "from polycast.policy import manifests\nassert list(manifests.functions('vetoes')) == []\n"
+    source += PLUGIN % "vetoes=['acme:veto']" + "def veto(*args):\n    return None\n"
+    offer(monkeypatch, tmp_path, ("acme", source))
     manifests.manifests()
     assert "acme:veto" in [each.path for each in manifests.functions("vetoes")]

@@ -1,4 +1,4 @@
-"""Names of ops, policies and dtypes, and the errors for unknown ones."""
+"""Names of ops, policies and dtypes, the errors for unknown ones, and slips that are read as meant."""
 
 import importlib.metadata
 import re
@@ -9,7 +9,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import polycast
-from polycast import CastPolicy
+from polycast import CastPolicy, Policy
 from polycast.policy.names import OpName, known_overloads, ops_with, read_dtype, read_op, read_policy
 from polycast.policy.schemas import find_op, has_named_dimensions
 
@@ -83,18 +83,13 @@ def test_overloads_of_a_name(subtests):
             assert sorted(ops_with(read_op(said), CastPolicy.FP32)) == meant
 
 
-@pytest.mark.parametrize(
-    ("policy", "meant"),
-    [
-        (CastPolicy.FP32_APPEND_DTYPE, ["aten::norm.Scalar", "aten::norm.ScalarOpt_dim"]),
-        (
-            CastPolicy.PASSTHROUGH,
-            [f"aten::norm.{name}" for name in ("Scalar", "ScalarOpt_dim", "ScalarOpt_dim_dtype", "ScalarOpt_dtype")],
-        ),
-    ],
-)
-def test_a_name_means_the_overloads_that_can_have_the_policy(policy, meant):
-    assert sorted(ops_with(read_op("norm"), policy)) == meant
+def test_a_name_means_the_overloads_that_can_have_the_policy():
+    def meant(policy):
+        return sorted(ops_with(read_op("norm"), policy))
+
+    names = ("Scalar", "ScalarOpt_dim", "ScalarOpt_dim_dtype", "ScalarOpt_dtype")
+    assert meant(CastPolicy.FP32_APPEND_DTYPE) == [f"aten::norm.{name}" for name in names[:2]]
+    assert meant(CastPolicy.PASSTHROUGH) == [f"aten::norm.{name}" for name in names]
 
 
 def test_a_ban_includes_in_place_and_out_overloads():
@@ -107,15 +102,9 @@ UNKNOWN = [
     ("aten::layernorm", f"{TORCH} has no op 'layernorm'; the nearest are 'layer_norm', "),
     ("aten::qqqqqqqq", f"{TORCH} has no op 'qqqqqqqq': {EXPECTED}"),
     ("acme::qqqqqqqq", f"{TORCH} has no op 'acme::qqqqqqqq': load the library that defines it first"),
-    (
-        "softmax.Dimnam",
-        f"{TORCH} has no overload 'Dimnam' of the op 'softmax', which has 'int', ",
-    ),
+    ("softmax.Dimnam", f"{TORCH} has no overload 'Dimnam' of the op 'softmax', which has 'int', "),
     ("softmax.default", f"{TORCH} has no overload 'default' of the op 'softmax', which has "),
-    (
-        "mm.out",
-        "'aten::mm.out' writes to its inputs: in-place and out= variants are never cast, so FP32 cannot hold",
-    ),
+    ("mm.out", "'aten::mm.out' writes to its inputs: in-place and out= variants are never cast, so FP32 cannot hold"),
     ("relu_", "'aten::relu_' writes to its inputs: in-place and out= variants are never cast, so FP32 cannot hold"),
 ]
 
@@ -165,9 +154,8 @@ def test_an_unknown_policy_is_refused_with_the_nearest(policy, rest):
         read_policy(policy, "the policy of 'mm'")
 
 
-@pytest.mark.parametrize("name", ["bfloat16", "bf16", "torch.bfloat16", torch.bfloat16])
-def test_names_of_a_dtype(name):
-    assert read_dtype(name) is torch.bfloat16
+def test_names_of_a_dtype():
+    assert {read_dtype(each) for each in ("bfloat16", "bf16", "torch.bfloat16", torch.bfloat16)} == {torch.bfloat16}
 
 
 @pytest.mark.parametrize(
@@ -176,3 +164,49 @@ def test_names_of_a_dtype(name):
 def test_an_unknown_dtype_is_refused_with_the_nearest(name, rest):
     with pytest.raises(ValueError, match=f"^{re.escape(f'{name!r} is not a dtype{rest}')}$"):
         read_dtype(name)
+
+
+SLIPS = ["float32", "torch.float32", "FP32", torch.float32]
+
+
+def test_float32_is_a_policy_of_ops_and_another_dtype_is_refused_with_the_policy_for_it():
+    assert {Policy({"linear": float32}) for float32 in SLIPS} == {Policy({"linear": "fp32"})}
+    for dtype in ("bfloat16", torch.float16):
+        text = f"got {dtype!r}: for the fast dtype of the region write 'lower_precision_fp'"
+        with pytest.raises(ValueError, match=re.escape(text)):
+            Policy({"linear": dtype})
+
+
+@pytest.mark.parametrize("name", ["torch.softmax", "F.softmax", "torch.nn.functional.softmax"])
+def test_names_of_python_functions_are_names_of_ops(name):
+    assert Policy({name: "fp32"}) == Policy({"softmax": "fp32"})
+    with polycast.autocast("cpu", policy={name: "fp32"}):
+        assert torch.randn(2, 2).bfloat16().softmax(-1).dtype is torch.float32
+
+
+def test_a_function_that_is_no_op_is_refused_with_similar_names():
+    with pytest.raises(ValueError, match="has no op 'Softmax'; the nearest are 'softmax'"):
+        Policy({"torch.Softmax": "fp32"})
+
+
+@pytest.mark.parametrize("name", ["fp32", "FP32", "float32", "banned"])
+def test_the_name_of_a_cast_policy_is_not_a_policy_unless_a_file_has_it(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text = f"policy='{name}' is the name of a cast policy, not a policy file. A policy names ops"
+    with pytest.raises(ValueError, match=text):
+        polycast.autocast("cpu", policy=name)
+    Policy({"softmax": "fp32"}).save(name)
+    with polycast.autocast("cpu", policy=name):
+        assert torch.ones(2, dtype=torch.bfloat16).softmax(0).dtype is torch.float32
+
+
+def test_a_mapping_of_modules_says_how_to_write_it():
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    text = (
+        "policy: '0' is a module, and a mapping names ops. For modules write "
+        "polycast.apply_policy(model, polycast.Policy(modules={'0': 'fp32'}))"
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
+        polycast.apply_policy(model, {"0": "fp32"})
+    with pytest.raises(ValueError, match="'1' is not the name of an op"):
+        polycast.apply_policy(model, {"1": "fp32"})

@@ -54,19 +54,8 @@ def test_a_table_is_a_mapping(table):
 
 
 def test_an_invalid_op_name_is_a_problem(subtests):
-    for name in [
-        "mm",
-        "aten:mm",
-        "::mm",
-        "aten::",
-        "aten::mm.",
-        "aten::mm.x.y",
-        "aten::m m",
-        "torch.ops.aten.mm",
-        "",
-        7,
-        None,
-    ]:
+    invalid = ["mm", "aten:mm", "::mm", "aten::", "aten::mm.", "aten::mm.x.y", "aten::m m", "torch.ops.aten.mm", "", 7]
+    for name in [*invalid, None, "aten::mm.default.x"]:
         with subtests.test(name=name):
             assert table_problems({name: CastPolicy.FP32}) == [
                 f"{name!r} is not an op name as the dispatcher has it, such as 'aten::mm' or 'aten::norm.Scalar'"
@@ -109,34 +98,31 @@ def test_an_op_that_writes_to_its_inputs_may_be_banned_or_pass(policy):
     assert table_problems({"aten::mm.out": policy}) == []
 
 
-@pytest.mark.parametrize("name", ["aten::mm", "aten::norm.Scalar"])
-def test_an_op_without_an_optional_dtype_cannot_have_it_set(name):
-    assert table_problems({name: CastPolicy.FP32_SET_OPT_DTYPE}) == [
-        f"{name!r} has no optional dtype argument, which FP32_SET_OPT_DTYPE sets"
-    ]
+WITHOUT_DTYPE = [
+    (CastPolicy.FP32_SET_OPT_DTYPE, "no optional dtype argument, which {} sets", ("aten::mm", "aten::norm.Scalar")),
+    (
+        CastPolicy.FP32_APPEND_DTYPE,
+        "no overload with the same arguments and a dtype, which {} calls",
+        ("aten::exp", "aten::mm", "aten::sum"),
+    ),
+]
 
 
-@pytest.mark.parametrize("name", ["aten::exp", "aten::mm", "aten::sum"])
-def test_an_op_without_an_overload_with_a_dtype_cannot_have_one_appended(name):
-    assert table_problems({name: CastPolicy.FP32_APPEND_DTYPE}) == [
-        f"{name!r} has no overload with the same arguments and a dtype, which FP32_APPEND_DTYPE calls"
-    ]
+@pytest.mark.parametrize(("policy", "problem", "names"), WITHOUT_DTYPE)
+def test_an_op_that_takes_no_dtype_cannot_have_one_set_or_appended(policy, problem, names):
+    said = problem.format(policy.name)
+    assert table_problems(dict.fromkeys(names, policy)) == [f"{name!r} has {said}" for name in names]
 
 
-@pytest.mark.parametrize(
-    ("name", "position"),
-    [("aten::sum", 1), ("aten::sum.dim_IntList", 3), ("aten::softmax.int", 2), ("aten::exp", None)],
-)
-def test_the_position_of_the_optional_dtype(name, position):
-    assert optional_dtype(find_op(name)) == position
+def test_the_position_of_the_optional_dtype():
+    positions = {"aten::sum": 1, "aten::sum.dim_IntList": 3, "aten::softmax.int": 2, "aten::exp": None}
+    assert {name: optional_dtype(find_op(name)) for name in positions} == positions
 
 
-@pytest.mark.parametrize(
-    ("name", "overload"),
-    [("aten::norm.Scalar", "ScalarOpt_dtype"), ("aten::norm.ScalarOpt_dim", "ScalarOpt_dim_dtype")],
-)
-def test_the_overload_that_takes_a_dtype(name, overload):
-    assert overload_with_dtype(find_op(name)) is getattr(torch.ops.aten.norm, overload)
+def test_the_overload_that_takes_a_dtype():
+    norm = torch.ops.aten.norm
+    overloads = {norm.Scalar: norm.ScalarOpt_dtype, norm.ScalarOpt_dim: norm.ScalarOpt_dim_dtype}
+    assert {op: overload_with_dtype(op) for op in overloads} == overloads
 
 
 def test_an_argument_of_another_name_is_not_the_dtype_to_append():

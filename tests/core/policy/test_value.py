@@ -122,14 +122,11 @@ def test_the_right_operand_takes_precedence_over_the_left_ones_device_parts():
     assert both.for_device("cuda") == Policy({"mm": "promote"}, {"a": "fp32"})
 
 
-def test_rules_of_the_right_operand_come_last():
-    both = Policy(modules={"a": "off", "b": "off"}) | Policy(modules={"a": "fp32"})
-    assert list(both.modules.items()) == [("b", "off"), ("a", "fp32")]
-
-
-def test_only_the_order_of_modules_is_part_of_the_value():
+def test_only_the_order_of_modules_is_part_of_the_value_and_rules_of_the_right_operand_come_last():
     assert Policy({"mm": "fp32", "bmm": "fp32"}) == Policy({"bmm": "fp32", "mm": "fp32"})
     assert Policy(modules={"a": "off", "b": "off"}) != Policy(modules={"b": "off", "a": "off"})
+    both = Policy(modules={"a": "off", "b": "off"}) | Policy(modules={"a": "fp32"})
+    assert list(both.modules.items()) == [("b", "off"), ("a", "fp32")]
 
 
 def test_spellings_are_preserved_and_do_not_affect_equality():
@@ -141,9 +138,12 @@ def test_spellings_are_preserved_and_do_not_affect_equality():
     assert "softmax.int" not in one.ops
 
 
-def test_diff_with_another_type_is_a_type_error():
+def test_comparing_or_merging_with_another_type_is_a_type_error():
     with pytest.raises(TypeError, match=r"^other must be a polycast\.Policy, got dict$"):
         Policy({"mm": "fp32"}).diff({"mm": "fp32"})
+    with pytest.raises(TypeError, match=r"unsupported operand type\(s\) for \|: 'Policy' and 'dict'"):
+        Policy() | {"mm": "fp32"}
+    assert Policy() != {}
 
 
 def test_lines_of_a_diff():
@@ -161,44 +161,28 @@ def test_lines_of_a_diff():
 
 def test_it_cannot_be_changed():
     policy = Policy({"mm": "fp32"})
-    with pytest.raises(
-        AttributeError, match=r"^a Policy cannot be changed: make another one, such as policy \| Policy"
-    ):
+    text = r"^a Policy cannot be changed: make another one, such as policy \| Policy"
+    with pytest.raises(AttributeError, match=text):
         policy.name = "other"
     with pytest.raises(AttributeError, match="^a Policy cannot be changed$"):
         del policy.ops
-    with pytest.raises(TypeError, match="does not support item assignment"):
-        policy.modules["a"] = "off"
-    with pytest.raises(TypeError, match="does not support item assignment"):
-        policy.ops["mm"] = "off"
+    for mapping in (policy.modules, policy.ops):
+        with pytest.raises(TypeError, match="does not support item assignment"):
+            mapping["mm"] = "off"
 
 
-def test_merging_with_another_type_is_a_type_error():
-    with pytest.raises(TypeError, match=r"unsupported operand type\(s\) for \|: 'Policy' and 'dict'"):
-        Policy() | {"mm": "fp32"}
-    assert Policy() != {}
+def test_names_of_rules_for_modules():
+    read = {"FP32": "fp32", "float32": "fp32", torch.float16: "float16", "bf16": "bfloat16", "half": "float16"}
+    assert {rule: Policy(modules={"a": rule}).modules["a"] for rule in read} == read
 
 
-@pytest.mark.parametrize(
-    ("rule", "read"),
-    [("FP32", "fp32"), ("float32", "fp32"), (torch.float16, "float16"), ("bf16", "bfloat16"), ("half", "float16")],
-)
-def test_names_of_rules_for_modules(rule, read):
-    assert Policy(modules={"a": rule}).modules == {"a": read}
-
-
-def test_an_optional_op_that_torch_lacks_is_preserved_and_has_no_effect():
-    policy = Policy({"op_of_another_torch": {"policy": "fp32", "optional": True}, "mm.default": "fp32"})
+def test_an_optional_op_is_found_when_its_library_is_loaded_and_has_no_effect_before():
+    policy = Policy({"polycast_test::late": {"policy": "fp32", "optional": True}, "mm.default": "fp32"})
     assert dict(policy.ops.resolved) == {"aten::mm": CastPolicy.FP32}
-    assert "op_of_another_torch" in policy.ops
-
-
-def test_an_optional_op_is_found_when_its_library_is_loaded():
-    policy = Policy({"polycast_test::late": {"policy": "fp32", "optional": True}})
-    assert not policy.ops.resolved
+    assert "polycast_test::late" in policy.ops
     library = torch.library.Library("polycast_test", "FRAGMENT")
     library.define("late(Tensor x) -> Tensor")
-    assert dict(policy.ops.resolved) == {"polycast_test::late": CastPolicy.FP32}
+    assert dict(policy.ops.resolved) == {"aten::mm": CastPolicy.FP32, "polycast_test::late": CastPolicy.FP32}
     library._destroy()
 
 
@@ -216,32 +200,17 @@ INVALID = [
         "CastPolicy or the name of one, got 'fp23'; the nearest is 'fp32'",
     ),
     ({"ops": {"mm": "fp32", "aten::mm": "fp32"}}, "'aten::mm' is named twice, also as 'mm'"),
-    (
-        {"ops": {7: "fp32"}},
-        "expected a name such as 'mm' or 'acme::scale', an OpOverload such as torch.ops.aten.mm",
-    ),
-    (
-        {"ops": {"mm": {"policie": "fp32"}}},
-        "'policie' is not a key of the policy of 'mm': did you mean 'poli",
-    ),
+    ({"ops": {7: "fp32"}}, "expected a name such as 'mm' or 'acme::scale', an OpOverload such as torch.ops.aten.mm"),
+    ({"ops": {"mm": {"policie": "fp32"}}}, "'policie' is not a key of the policy of 'mm': did you mean 'poli"),
     ({"ops": {"mm": {"policy": "fp32", "optional": 1}}}, "optional of 'mm' must be true or false, got 1"),
-    (
-        {"ops": {"mm.out": {"policy": "fp32", "optional": True}}},
-        "'aten::mm.out' writes to its inputs: in-place and",
-    ),
+    ({"ops": {"mm.out": {"policy": "fp32", "optional": True}}}, "'aten::mm.out' writes to its inputs: in-place and"),
     ({"modules": []}, "modules must map names of modules to rules, got list"),
     ({"modules": {"a": "float15"}}, "modules['a']: " + NO_RULE.format("'float15', the nearest is 'float16'")),
     ({"modules": {"a": None}}, "modules['a']: " + NO_RULE.format("None")),
     ({"modules": {"a": "int16"}}, "modules['a']: a fast dtype is a floating-point one, got 'int16'"),
-    (
-        {"modules": {"a": {"sofmax": "fp32"}}},
-        f"modules['a']: {TORCH} has no op 'sofmax'; the nearest are 'softmax'",
-    ),
+    ({"modules": {"a": {"sofmax": "fp32"}}}, f"modules['a']: {TORCH} has no op 'sofmax'; the nearest are 'softmax'"),
     ({"modules": {7: "off"}}, "modules[7]: a key is a glob over names of modules, such as 'encoder.*.norm', or "),
-    (
-        {"modules": {"class:": "off"}},
-        "modules['class:']: 'class:' is followed by a class's qualified name, such as",
-    ),
+    ({"modules": {"class:": "off"}}, "modules['class:']: 'class:' is followed by a class's qualified name, such as"),
     ({"devices": []}, "devices must map device types to Policy, got list"),
     (
         {"devices": {"cdua": Policy()}},

@@ -128,19 +128,14 @@ def test_a_broken_plugin_affects_no_other_device(run, plugin, case):
     }
 
 
+STATUS = {"default_dtype": None, "replaces": [], "extensions": [], "ops_in_cpp": []}
+
+
 def test_the_status_of_a_broken_plugin_has_the_distribution_and_the_reason(run, plugin):
     plugin("acme-hpu", "hpu", "raise ValueError('no firmware')", version="0.3")
-    assert run("answer = polycast.backends()['hpu']") == {
-        "device_type": "hpu",
-        "state": "broken",
-        "reason": broken("ValueError", "no firmware", plugin="acme-hpu 0.3 (acme_hpu)")[1],
-        "default_dtype": None,
-        "distribution": "acme-hpu",
-        "version": "0.3",
-        "replaces": [],
-        "extensions": [],
-        "ops_in_cpp": [],
-    }
+    reason = broken("ValueError", "no firmware", plugin="acme-hpu 0.3 (acme_hpu)")[1]
+    names = {"device_type": "hpu", "distribution": "acme-hpu", "version": "0.3"}
+    assert run("answer = polycast.backends()['hpu']") == {**names, "state": "broken", "reason": reason, **STATUS}
 
 
 def test_a_broken_plugin_is_imported_once_and_raises_at_each_use(run, plugin):

@@ -19,7 +19,7 @@ BAD_VALUES = [
 
 
 def test_a_blocked_device_has_no_backend_and_its_plugin_is_not_imported(run, plugin):
-    plugin("acme-hpu", "hpu")
+    plugin("acme-hpu", "hpu", "raise ValueError('no firmware')")
     answer = run(
         """
         answer = [
@@ -28,18 +28,13 @@ def test_a_blocked_device_has_no_backend_and_its_plugin_is_not_imported(run, plu
             [polycast.is_autocast_available(device) for device in ("hpu", "cpu")],
             polycast.plugin.get_backend("cuda").device_type,
             "acme_hpu" in sys.modules or "polycast_backends.cpu" in sys.modules,
+            [polycast.backends()["hpu"].state, polycast.backends()["hpu"].reason],
         ]
         """,
         POLYCAST_BLOCK="cpu, hpu",
     )
     refusals = [["BackendNotFoundError", BLOCKED.format(device)] for device in ("hpu", "cpu")]
-    assert answer == [*refusals, [False, False], "cuda", False]
-
-
-def test_the_status_of_a_blocked_device(run, plugin):
-    plugin("acme-hpu", "hpu", "raise ValueError('no firmware')")
-    status = run("answer = polycast.backends()['hpu']", POLYCAST_BLOCK="hpu")
-    assert (status["state"], status["reason"]) == ("blocked", BLOCKED.format("hpu"))
+    assert answer == [*refusals, [False, False], "cuda", False, ["blocked", BLOCKED.format("hpu")]]
 
 
 def test_a_blocked_out_of_tree_device_is_not_reported_as_unknown(run, plugin):
@@ -78,13 +73,11 @@ def test_without_discovery_there_are_only_the_built_ins(run, plugin, off):
     off = " Plugins of third parties are ignored, because POLYCAST_DISCOVERY is off."
     reason = f"A plugin is needed: no distribution has an entry point 'hpu' in the group 'polycast.backends'.{off}"
     missing = (
-        "No polycast backend is installed for 'hpu'. Backends are installed for: "
-        f"{', '.join(BUILT_INS)}. "
+        f"No polycast backend is installed for 'hpu'. Backends are installed for: {', '.join(BUILT_INS)}. "
         "Install a distribution that supplies one in the entry-point group 'polycast.backends', or pass yours to "
         f"polycast.plugin.register_backend().{off}"
     )
-    found = BUILT_INS
-    assert answer == [found, "polycast", reason, ["BackendNotFoundError", missing]]
+    assert answer == [BUILT_INS, "polycast", reason, ["BackendNotFoundError", missing]]
 
 
 @pytest.mark.parametrize(("variable", "value", "expected"), BAD_VALUES)
