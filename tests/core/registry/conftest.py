@@ -1,11 +1,8 @@
-"""Plugins as installed distributions, and processes that have them on their path."""
+"""Plugins as installed distributions, and scripts that have them on their path."""
 
 import json
 import os
-import subprocess
-import sys
 import textwrap
-from pathlib import Path
 
 import pytest
 
@@ -73,6 +70,34 @@ def polycast_extension():
     return AcmeExtension()
 """
 
+PRELUDE = """
+import dataclasses, json, os, signal, sys
+import polycast, torch
+
+signal.alarm(300)  # seconds after which a script that hangs is killed; one may have to build the native engine
+sys.path.insert(0, sys.argv[1])
+
+
+def error_of(function, *arguments):
+    try:
+        function(*arguments)
+    except BaseException as error:
+        chain = [error] if error.__cause__ is None else [error, error.__cause__]
+        return [part for link in chain for part in (type(link).__name__, str(link))]
+    return None
+
+
+"""
+"""What each script begins with: `error_of` returns the name and the text of a call's exception, and of its cause."""
+EPILOGUE = """
+def as_json(value):
+    return dataclasses.asdict(value) if dataclasses.is_dataclass(value) else str(value)
+
+
+print("\\n" + json.dumps(answer, default=as_json), flush=True)
+os._exit(0)  # which is faster
+"""
+
 
 def environment():
     """Return the environment without variables of polycast, with the reference engine."""
@@ -136,28 +161,22 @@ def extension(distribution):
 
 
 @pytest.fixture(scope="session")
-def launcher():
-    """The process that forks a child for each script."""
+def launched(start_launcher):
+    """Run scripts in forks of a process that has imported torch and polycast, and has looked up no backend."""
     if not hasattr(os, "fork"):
         pytest.skip("this system cannot fork a process")
-    command = [sys.executable, "-W", "ignore", str(Path(__file__).with_name("launcher.py"))]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment()
-    ) as process:
-        yield process
-        process.stdin.close()
+    prepare = "import warnings; warnings.simplefilter('ignore'); import torch, polycast"
+    return start_launcher(prepare, environment())
 
 
 @pytest.fixture
-def run(launcher, folder):
+def run(launched, folder):
     """Return a function that runs a script with the plugins on its path, and returns its variable `answer`."""
 
-    def run(script, **environment):
-        request = {"script": textwrap.dedent(script), "folders": [str(folder)], "environment": environment}
-        launcher.stdin.write(json.dumps(request) + "\n")
-        launcher.stdin.flush()
-        reply = json.loads(launcher.stdout.readline())
-        assert "error" not in reply, reply["error"]
-        return reply["answer"]
+    def run(script, **variables):
+        script = f"{PRELUDE}{textwrap.dedent(script)}{EPILOGUE}"
+        done = launched(script, str(folder), environment={**environment(), **variables})
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout.splitlines()[-1])
 
     return run
