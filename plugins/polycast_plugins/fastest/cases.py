@@ -53,8 +53,7 @@ class WeightedOp:
 
     Attributes:
         op_name: the name of the op in the dispatcher.
-        position: the position of the weight among the arguments.
-        shape: the weight's.
+        position, shape: those of the weight.
         keywords: arguments that kernels get, and that torch's op takes by keyword.
     """
 

@@ -32,7 +32,6 @@ _OF_FLOAT32_INPUT = 1.2
 query, key and value separately, so the fused attention does not see that they are one tensor."""
 
 NO_FAST_KERNEL = "the device has no kernel for it in the fast dtype"
-CAST = "cast"
 _CALL_FROM_PYTHON = 0.5, 2e-6
 """The part of the time of converting one element that is Python's call, and the most seconds that this is: on a device
 that queues calls, it is a small part. Conversions inside of ops do not take it."""
@@ -245,9 +244,9 @@ def seconds_to_cast(profile: DeviceProfile, way: str, elements: int) -> float:
 
     A profile without conversions makes them free.
     """
-    seconds = None if elements <= 0 else profile.seconds(CAST, elements, way)
+    seconds = None if elements <= 0 else profile.seconds("cast", elements, way)
     part, most = _CALL_FROM_PYTHON
-    return 0.0 if seconds is None else seconds - min(part * (profile.seconds(CAST, 1, way) or 0.0), most)
+    return 0.0 if seconds is None else seconds - min(part * (profile.seconds("cast", 1, way) or 0.0), most)
 
 
 def seconds_to_cast_weight(profile: DeviceProfile, way: str, elements: int) -> float:

@@ -193,15 +193,10 @@ class DeviceProfile(Result):
         """Raise TypeError unless every value has its type and range."""
         expected = {"device_type": str, "device": str, "threads": int, "date": str}
         wrong = [name for name, kind in expected.items() if not isinstance(getattr(self, name), kind)]
-        wrong += [
-            name
-            for name in ("versions", "details")
-            if not all(isinstance(value, str) for value in getattr(self, name).values())
-        ]
-        if self.bandwidth != 0 and not is_positive(self.bandwidth):
-            wrong.append("bandwidth")
-        if self.other_load != 0 and not is_positive(self.other_load):
-            wrong.append("other_load")
+        texts = {"versions": self.versions, "details": self.details}
+        wrong += [name for name, each in texts.items() if not all(isinstance(value, str) for value in each.values())]
+        numbers = {"bandwidth": self.bandwidth, "other_load": self.other_load}
+        wrong += [name for name, value in numbers.items() if value != 0 and not is_positive(value)]
         if not all(map(is_valid, self.measurements)):
             wrong.append("measurements")
         if not all(isinstance(value, str) for each in self.omissions for value in vars(each).values()):

@@ -134,13 +134,8 @@ class FastestPlan(Plan):
     ) -> "PlannedCall | str":
         """Return the way to compute a call, or why there is no choice and it runs in the fast dtype.
 
-        Args:
-            op: by its name in the dispatcher.
-            args: its arguments, which may be fake.
-            cache: the region's WeightCache, or None.
-            dtype: the fast dtype.
-            checked: the caller knows that the tensors need no check, that nothing intercepts the op, and that autograd
-                does not record it.
+        The arguments may be fake. If `checked`, the tensors need no check, nothing intercepts the op, and autograd does
+        not record it.
         """
         if op in POINTWISE_OPS:
             return self._why_not_pointwise(op, args, dtype, checked) or PlannedCall(Way.KERNEL, SAME_RESULTS)

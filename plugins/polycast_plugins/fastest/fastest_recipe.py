@@ -88,9 +88,7 @@ class Fastest(Recipe):
         Regions with the result compute in the same ways, and compiled code for one serves the others, whichever process
         and machine they are on.
 
-        Args:
-            device_type: of the region.
-            measure: whether to measure the device if it has no profile; if not, the recipe is returned as it is.
+        A device without a profile is measured if `measure`; if not, the recipe is returned as it is.
 
         Raises:
             ValueError: the profile is of another device type; or its file cannot be read, or is not a profile.

@@ -56,17 +56,9 @@ def is_positive(value: object) -> bool:
 
 def is_valid(each: Measurement) -> bool:
     """Return whether every attribute has its type and range."""
-    return (
-        isinstance(each.op, str)
-        and isinstance(each.way, str)
-        and isinstance(each.rows, int)
-        and each.rows > 0
-        and isinstance(each.size, int)
-        and each.size > 0
-        and is_positive(each.seconds)
-        and isinstance(each.noisy, bool)
-        and isinstance(each.extrapolated, bool)
-    )
+    kinds = {"op": str, "way": str, "rows": int, "size": int, "noisy": bool, "extrapolated": bool}
+    have_types = all(isinstance(getattr(each, name), kind) for name, kind in kinds.items())
+    return have_types and each.rows > 0 and each.size > 0 and is_positive(each.seconds)
 
 
 def as_lines(heading: str, measurements: Sequence[Measurement], omissions: Iterable[Omission]) -> list[str]:

@@ -75,12 +75,7 @@ class Stopwatch:
         several calls of this method, has the reverse order. A function that raises an exception is not called again.
 
         Where one thread is preempted, the others wait for it: a call may take a thousand times as long, in each round
-        alike.
-
-        Args:
-            functions: the functions, by name.
-            once: the approximate seconds of a call of each.
-            budget: the seconds to spend.
+        alike. `once` are the approximate seconds of a call of each, and `budget` those to spend.
         """
         calls = {name: max(1, round(self._block_seconds / once[name])) for name in functions}
         taken: dict[str, list[float]] = {name: [] for name in functions}

@@ -93,13 +93,8 @@ Calls: TypeAlias = tuple[ModelCall, ...]
 def calls_of(model: object, data: object, what: str = "data", like: Calls = ()) -> Calls:
     """Return the calls of a model with one call's inputs, or with each batch of an iterable.
 
-    A batch is a tensor, a tuple or list of arguments, or a dict of keyword arguments. The iterable is read once.
-
-    Args:
-        model: the model.
-        data: the inputs, or the iterable.
-        what: the name of the argument, for messages.
-        like: other calls, of the same structure.
+    A batch is a tensor, a tuple or list of arguments, or a dict of keyword arguments. The iterable is read once. All
+    must have the structure of the first, or of other calls that they are `like`. Messages call the argument `what`.
     """
     first, name = (like[0], "data") if like else (None, "batch 0")
     if isinstance(data, (torch.Tensor, tuple, Mapping)) or not isinstance(data, Iterable) or isinstance(data, str):

@@ -52,9 +52,7 @@ class MinimalChoice(NamedTuple):
 def minimal_set(order: Sequence[str], is_enough: Callable[[Members], bool]) -> MinimalSet | None:
     """Return a sufficient set, as small as was found, or None if even the full set is not sufficient.
 
-    Args:
-        order: all candidates, the most likely members first.
-        is_enough: returns whether a set, in that order, is sufficient. It may raise OutOfBudget.
+    The most likely members come first. `is_enough` may raise OutOfBudget.
     """
     everything = tuple(order)
     try:
@@ -116,12 +114,7 @@ class _Search:
 
 
 class CandidateOrder:
-    """All candidates of a search, in order.
-
-    Args:
-        names: all candidates, the most likely members first.
-        can_leave_recipe: returns whether a candidate can leave the recipe for the fast dtype; false without a recipe.
-    """
+    """All candidates of a search, the most likely members first, and whether each can leave a recipe."""
 
     def __init__(self, names: Sequence[str], can_leave_recipe: Callable[[str], bool]) -> None:
         self.names = tuple(names)
@@ -147,12 +140,8 @@ def minimal_choice(order: CandidateOrder, is_enough: Callable[[Choice], bool]) -
     """Return a sufficient choice with as few candidates out of the region's own precision as was found, or None.
 
     First the members that need float32 are found, with all other candidates in the fast dtype; then, if the region has
-    a recipe, the candidates that must leave it for the fast dtype.
-
-    Args:
-        order: all candidates, in order.
-        is_enough: returns whether a choice is sufficient. It may raise OutOfBudget, except for :data:`NO_POLICY` and
-            for everything in float32.
+    a recipe, the candidates that must leave it for the fast dtype. `is_enough` may raise OutOfBudget, except for
+    :data:`NO_POLICY` and for everything in float32.
     """
     if is_enough(NO_POLICY):
         return MinimalChoice(NO_POLICY, True)

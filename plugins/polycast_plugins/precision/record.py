@@ -126,11 +126,7 @@ class Errors:
 
 
 class Record:
-    """Adds up the errors of all calls of a comparison, and counts the ops of recipes in the tested run.
-
-    Attributes:
-        parted_in: the modules in which the two runs made different calls.
-    """
+    """Adds up the errors of all calls, counts the ops of recipes, and notes the modules in which the runs parted."""
 
     def __init__(self, profile: ModelProfile, advance: Callable[[str], None]) -> None:
         self.outputs, self.gradients = Errors(), Errors()

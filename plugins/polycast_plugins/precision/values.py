@@ -77,8 +77,7 @@ def _joined(name: str, key: str) -> str:
 class _Cloning(TorchFunctionMode):
     """Lets deepcopy accept non-leaf tensors, and clones tensors without the rest of their storage.
 
-    Args:
-        aliases: the ids of tensors that overlap others; their storage is copied, once for all of them.
+    `aliases` are the ids of tensors that overlap others; their storage is copied, once for all of them.
     """
 
     def __init__(self, aliases: Collection[int], keeps_gradients: bool) -> None:

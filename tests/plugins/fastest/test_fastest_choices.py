@@ -125,27 +125,17 @@ def test_what_runs_out_of_memory_in_float32_is_not_computed_in_it():
 
 
 def test_calls_of_the_same_bucket_are_computed_alike(crossing):
-    def workloads():
-        return [Workload("linear", rows, LARGE, rows * 128, 128) for rows in range(91, 182)]
-
-    nothing = Conversions(0, 0, 0)
-    assert {bucket(workload.rows) for workload in workloads()} == {128}
+    calls, recorded, nothing = [], [], Conversions(0, 0, 0)
+    for rows in range(91, 182):
+        workload = Workload("linear", rows, LARGE, rows * 128, 128)
+        operands = RecordedOperands(rows * 128, LARGE, True, False, True, False, False, False)
+        calls.append((crossing, torch.bfloat16, workload, nothing, ()))
+        recorded.append((crossing, torch.bfloat16, workload, operands))
+        assert bucket(rows) == 128
     # Without buckets their choices would differ.
-    assert {choose_way._choose(crossing, torch.bfloat16, each, nothing, ()).way for each in workloads()} == {
-        Way.FAST,
-        Way.FLOAT32,
-    }
-    assert len({choose(crossing, torch.bfloat16, each, nothing, ()) for each in workloads()}) == 1
-
-
-def test_calls_that_autograd_records_are_computed_alike_in_the_same_bucket(crossing):
-    def arguments():
-        for rows in range(91, 182):
-            operands = RecordedOperands(rows * 128, LARGE, True, False, True, False, False, False)
-            yield Workload("linear", rows, LARGE, rows * 128, 128), operands
-
-    assert len({recorded_ways._choose(crossing, torch.bfloat16, *each).forward for each in arguments()}) == 2
-    assert len({choose_recorded(crossing, torch.bfloat16, *each) for each in arguments()}) == 1
+    assert {choose_way._choose(*each).way for each in calls} == {Way.FAST, Way.FLOAT32}
+    assert {recorded_ways._choose(*each).forward for each in recorded} == {Way.FAST, Way.FLOAT32}
+    assert len({choose(*each) for each in calls}) == len({choose_recorded(*each) for each in recorded}) == 1
 
 
 def test_regions_compute_calls_of_the_same_bucket_alike(crossing, engine):

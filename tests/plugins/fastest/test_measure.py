@@ -65,36 +65,6 @@ def test_ways_are_float32_the_fast_dtypes_recipes_and_kernels(with_kernels):
     assert Omission("all ops", "float8", "it has no units for it") in omitted
 
 
-def test_kernels_for_fastest_that_do_not_use_the_cast_are_no_way(hand_made):
-    backend = hand_made(
-        "cpu",
-        recipe_availability=lambda recipe: polycast.plugin.Availability(recipe.kind == "fastest"),
-        low_bit_kernels=lambda recipe: {"aten::linear": Int8Linear()},
-    )
-    assert [way.name for way in ways_of(backend)[0]] == ["float32", "float16", "bfloat16"]
-
-
-def test_dtypes_that_are_not_available_are_left_out(hand_made):
-    backend = hand_made(
-        "cpu", dtype_availability=lambda dtype: polycast.plugin.Availability(dtype is not torch.bfloat16, "it is old")
-    )
-    found, omitted = ways_of(backend)
-    assert "bfloat16" not in [way.name for way in found]
-    assert Omission("all ops", "bfloat16", "it is old") in omitted
-
-
-def test_kernels_that_raise_are_left_out(hand_made):
-    def low_bit_kernels(recipe):
-        raise OSError("the library is gone")
-
-    backend = hand_made(
-        "cpu", recipe_availability=lambda recipe: polycast.plugin.Availability(True), low_bit_kernels=low_bit_kernels
-    )
-    found, omitted = ways_of(backend)
-    assert [way.name for way in found] == ["float32", "float16", "bfloat16"]
-    assert Omission("all ops", "int8", "OSError: the library is gone") in omitted
-
-
 def test_kernels_of_the_backend_are_measured(with_kernels, quick):
     polycast.plugin.get_backend("cpu")
     found = measure(with_kernels)

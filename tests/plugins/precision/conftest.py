@@ -1,11 +1,14 @@
 """A CPU backend that computes recipes in Python and races that take no time: results do not depend on the processor."""
 
+import weakref
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 import polycast
 from polycast_backends.cpu import CpuBackend
+from polycast_plugins.precision import values
 from polycast_plugins.precision.timing import Race
 
 
@@ -49,6 +52,20 @@ def _seed():
 def int8_in_python():
     """Register a backend for the CPU whose recipes are computed in Python."""
     polycast.plugin.register_backend(PythonCpu())
+
+
+@pytest.fixture
+def alive(monkeypatch):
+    """Return a set for tensors, and a list of how many of them are alive when outputs are compared."""
+    tensors, counts = weakref.WeakSet(), []
+    measured = values.Sums.of.__func__
+
+    def of(cls, reference, other):
+        counts.append(len(tensors))
+        return measured(cls, reference, other)
+
+    monkeypatch.setattr(values.Sums, "of", classmethod(of))
+    return tensors, counts
 
 
 @pytest.fixture
