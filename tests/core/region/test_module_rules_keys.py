@@ -91,13 +91,6 @@ def test_a_module_that_lets_nobody_set_its_forward_leaves_the_others_as_they_wer
     assert [set(vars(module)) for module in model.modules()] == before
 
 
-@pytest.mark.parametrize("kind", [staticmethod, classmethod])
-def test_a_forward_that_is_no_method_is_refused(kind):
-    module = type("Odd", (nn.Module,), {"forward": kind(lambda *args: args[-1])})()
-    with pytest.raises(TypeError, match="has a forward that is not a method of its instances"):
-        polycast.apply_policy(module, Policy(modules={"**": "fp32"}))
-
-
 def wrap(module):
     """Put a forward of one's own over the one that is there, as libraries do that move weights for a call."""
     inner = module.forward
@@ -139,6 +132,18 @@ def test_a_model_from_where_torch_knows_a_device_more_runs_here(monkeypatch):
         assert pickle.loads(saved)(torch.ones(1, 2)).dtype is torch.float32
 
 
+def with_forward(forward):
+    return type("Odd", (nn.Module,), {"forward": forward})()
+
+
+def yields(self, x):
+    yield x
+
+
+async def awaits(self, x):
+    return x
+
+
 @pytest.mark.parametrize(
     ("model", "key", "text"),
     [
@@ -146,17 +151,13 @@ def test_a_model_from_where_torch_knows_a_device_more_runs_here(monkeypatch):
         (nn.Sequential(torch.jit.script(nn.Linear(2, 2))), "0", "the module '0' is a ScriptModule"),
         (nn.DataParallel(nn.Linear(2, 2)), "**", "nn.DataParallel, whose replicas would call the original's forward"),
         ("model", "**", "model must be a torch.nn.Module, got str"),
+        (with_forward(staticmethod(len)), "**", "has a forward that is not a method of its instances"),
+        (with_forward(classmethod(len)), "**", "has a forward that is not a method of its instances"),
+        (with_forward(yields), "**", "the model has a forward that is suspended in the middle"),
+        (with_forward(awaits), "**", "the model has a forward that is suspended in the middle"),
     ],
+    ids=["script", "script inside", "DataParallel", "no module", "static", "class", "generator", "coroutine"],
 )
 def test_what_cannot_be_under_rules_is_refused(model, key, text):
     with pytest.raises(TypeError, match=text):
         polycast.apply_policy(model, Policy(modules={key: "fp32"}))
-
-
-def test_a_forward_that_is_suspended_is_refused():
-    class Yields(nn.Module):
-        def forward(self, x):
-            yield x
-
-    with pytest.raises(TypeError, match="the model has a forward that is suspended in the middle"):
-        polycast.apply_policy(Yields(), Policy(modules={"**": "fp32"}))

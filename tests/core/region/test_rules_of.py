@@ -30,10 +30,8 @@ def dtype_in_a_region(model, x):
 
 
 def loaded(model):
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
+    torch.save(model, file := io.BytesIO())
+    return torch.load(io.BytesIO(file.getvalue()), weights_only=False)
 
 
 def test_a_model_without_rules(model):

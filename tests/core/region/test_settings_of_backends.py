@@ -87,40 +87,24 @@ def test_refresh_reads_the_default_dtype_again(backend):
     assert made("cpu").fast_dtype is torch.float16
 
 
-def test_refresh_resolves_recipes_again(backend):
-    class Levels(Recipe):
-        kind = "levels"
+def test_what_a_recipe_is_resolved_to_is_kept_until_a_refresh_or_another_number_of_threads(backend):
+    class Asked(Recipe):
+        kind = "asked"
         plan_class = Rounded.plan_class
         count: int = 0
         ops: Sequence[str] = ("mm",)
 
         def resolved(self, device_type, measure):
-            return Levels(counts[-1])
-
-    counts = [1]
-    assert made("cpu", recipe="levels")._settings.override.recipe.count == 1
-    counts.append(2)
-    refresh("cpu")
-    assert made("cpu", recipe="levels")._settings.override.recipe.count == 2
-    del kinds["levels"]
-
-
-def test_what_a_recipe_is_resolved_to_is_kept_until_a_refresh_or_another_number_of_threads(backend):
-    class Asked(Recipe):
-        kind = "asked"
-        plan_class = Rounded.plan_class
-        ops: Sequence[str] = ("mm",)
-
-        def resolved(self, device_type, measure):
             asked.append(device_type)
-            return self
+            return Asked(len(asked))
 
     asked, before = [], torch.get_num_threads()
+    changes = (lambda: None, lambda: refresh("cpu"), lambda: torch.set_num_threads(before + 1))
     try:
-        for change in (lambda: None, lambda: refresh("cpu"), lambda: torch.set_num_threads(before + 1)):
+        for count, change in enumerate(changes, 1):
             change()
-            made("cpu", recipe=Asked())
-            made("cpu", recipe=Asked(), policy={"softmax": "fp32"})
+            for arguments in ({"recipe": "asked"}, {"recipe": Asked(), "policy": {"softmax": "fp32"}}):
+                assert made("cpu", **arguments)._settings.override.recipe.count == count
     finally:
         torch.set_num_threads(before)
         del kinds["asked"]
