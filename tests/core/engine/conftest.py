@@ -1,4 +1,4 @@
-"""Fixtures for ops of other libraries, and weights written unseen."""
+"""Fixtures for weights, their caches, and ops of other libraries."""
 
 import ctypes
 
@@ -7,6 +7,8 @@ import torch
 
 import polycast
 from polycast.torch_internals.builtin_functions import const_data_ptr
+
+from .cached_casts import parameter
 
 
 @pytest.fixture
@@ -51,3 +53,24 @@ def registered():
     yield register
     for registration in made:
         registration.remove()
+
+
+@pytest.fixture
+def cache():
+    return polycast.WeightCache()
+
+
+@pytest.fixture(params=["trainable", "frozen", "leaf"])
+def weight(request):
+    if request.param == "leaf":
+        return torch.ones(4, 4, requires_grad=True)
+    return parameter(requires_grad=request.param == "trainable")
+
+
+@pytest.fixture(params=[1, 2], ids="{} threads".format)
+def threads(request):
+    """Run a test with one thread of torch, and with two."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)

@@ -15,6 +15,7 @@ from .each_cache import (
     SIZE,
     frozen,
     is_right,
+    plain_region,
     product,
     regions_with_cache,
     regions_with_recipe,
@@ -75,31 +76,24 @@ def test_writes_through_a_live_alias_are_seen(regions, made, alias_of, write):
                     assert is_right(weight)
 
 
-@pytest.mark.parametrize("alias", ["data", "an array", "the storage"])
-def test_writes_through_an_alias_older_than_polycasts_hooks_are_seen_in_a_plain_region(alias):
+@pytest.mark.parametrize(
+    ("regions", "alias"),
+    [
+        *((plain_region, alias) for alias in ("data", "an array", "the storage")),
+        *((regions, "data") for regions in (regions_with_cache, regions_with_recipe)),
+    ],
+)
+def test_writes_through_an_alias_older_than_polycasts_hooks_are_seen(regions, alias):
     alias_of, write = ALIASES[alias]
     polycast.uninstall()
     weight = frozen()
     alias = alias_of(weight)
-    with polycast.autocast("cpu"):
-        for turn in range(4):
-            assert is_right(weight)
-            assert is_right(weight)
-            write(alias, float(turn + 2))
-        assert is_right(weight)
-
-
-@pytest.mark.parametrize("regions", [regions_with_cache, regions_with_recipe])
-def test_writes_through_an_alias_older_than_polycasts_hooks_are_seen_with_a_cache(regions):
-    polycast.uninstall()
-    weight = frozen()
-    alias = weight.data
     with regions() as region:
         for turn in range(4):
             for _ in range(2):
                 with region():
                     assert is_right(weight)
-            alias.fill_(turn + 2)
+            write(alias, float(turn + 2))
             with region():
                 assert is_right(weight)
 

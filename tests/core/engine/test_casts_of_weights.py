@@ -31,14 +31,6 @@ def cast_of():
     library._destroy()
 
 
-@pytest.fixture(params=[1, 2])
-def threads(request):
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
-
-
 def frozen(tensor):
     return nn.Parameter(tensor, requires_grad=False)
 

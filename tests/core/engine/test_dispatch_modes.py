@@ -28,13 +28,6 @@ class Casts(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.fixture(params=["trainable", "frozen", "leaf"])
-def weight(request):
-    if request.param == "leaf":
-        return torch.ones(4, 4, requires_grad=True)
-    return parameter(requires_grad=request.param == "trainable")
-
-
 @pytest.mark.parametrize("before", [0, 1], ids=["", "cast before"])
 @pytest.mark.parametrize("grad", [True, False], ids=["grad", "no grad"])
 def test_a_dispatch_mode_sees_the_casts_that_torch_makes(weight, grad, before):
@@ -55,6 +48,15 @@ def test_a_dispatch_mode_sees_the_casts_that_torch_makes(weight, grad, before):
         found.append(count(lambda device: polycast.autocast(device, cache=polycast.WeightCache())))
     polycast.uninstall()
     assert set(found) == {count(torch.autocast)}
+
+
+def test_a_dispatch_mode_sees_every_cast_of_a_view(cache):
+    weight = parameter()
+    with torch.no_grad(), polycast.autocast("cpu", cache=cache):
+        torch.mm(X, weight.T)
+        with Casts() as casts:
+            torch.mm(X, weight.T), torch.mm(X, weight.T)
+    assert casts.count == 2
 
 
 def test_the_gradients_of_a_cast_that_a_mode_sees_are_torchs():

@@ -23,11 +23,6 @@ def in_torch(module, x, **masks):
         return module(x, **masks)
 
 
-@pytest.fixture
-def cache():
-    return polycast.WeightCache()
-
-
 @pytest.mark.parametrize("engine", ["native"], indirect=True)  # the reference engine casts some views at each use
 @pytest.mark.parametrize("options", [{}, {"norm_first": True}, {"activation": "gelu"}], ids=str)
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])

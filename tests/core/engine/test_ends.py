@@ -1,14 +1,14 @@
 """Regions, threads and processes that end at unexpected times."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 import polycast
+
+from .programs import run
 
 pytestmark = pytest.mark.slow
 
@@ -20,20 +20,6 @@ X = torch.ones(4, 4, dtype=torch.bfloat16)
 def weight():
     return torch.nn.Parameter(torch.ones(4, 4))
 """
-
-
-def run(script, engine):
-    """Run a script in a fresh process; return its status and what it wrote, and fail where it hangs."""
-    environment = {**os.environ, "POLYCAST_ENGINE": engine}
-    done = subprocess.run(
-        # Python warns of forks among threads, which is what is tested.
-        [sys.executable, "-W", "ignore::DeprecationWarning", "-c", HEAD + script],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    return done.returncode, done.stdout, done.stderr
 
 
 COLLECTED = """
@@ -72,7 +58,7 @@ print(max(collections))
 
 @pytest.mark.parametrize("engine", ["native", "reference"])
 def test_a_region_may_be_collected_while_an_op_adds_a_cast_to_its_cache(engine):
-    assert run(COLLECTED, engine) == (0, "1\n", "")
+    assert run(HEAD + COLLECTED, engine) == (0, "1\n", "")
 
 
 THREADS = """
@@ -110,7 +96,7 @@ print("at the end")
 
 @pytest.mark.parametrize("engine", ["native", "reference"])
 def test_threads_may_end_inside_regions_and_enter_others_as_they_end(engine):
-    assert run(THREADS, engine) == (0, "at the end\n", "")
+    assert run(HEAD + THREADS, engine) == (0, "at the end\n", "")
 
 
 LEFT = """
@@ -149,7 +135,7 @@ print([reference() for reference in left])
 
 
 def test_deferred_destruction_of_an_ended_thread_runs_on_the_next_one():
-    assert run(LEFT, "native") == (0, "[None]\n", "")
+    assert run(HEAD + LEFT, "native") == (0, "[None]\n", "")
 
 
 FORKS = """
@@ -203,7 +189,7 @@ print(hung)
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform has no fork")
 @pytest.mark.parametrize("engine", ["native", "reference"])
 def test_children_that_are_forked_while_threads_use_a_cache_do_not_hang(engine):
-    assert run(FORKS, engine) == (0, "0\n", "")
+    assert run(HEAD + FORKS, engine) == (0, "0\n", "")
 
 
 @pytest.mark.parametrize("order", [1, -1], ids=["oldest first", "newest first"])
@@ -242,16 +228,9 @@ def test_regions_are_left_where_recursion_is_too_deep(engine, new):
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("engine", ["native", "reference"])
 def test_threads_caches_weights_generators_and_forks_together(engine, seed):
-    script = Path(__file__).with_name("stress.py")
-    environment = {**os.environ, "POLYCAST_ENGINE": engine}
-    done = subprocess.run(
-        [sys.executable, str(script), "100", str(100 * seed)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert (done.returncode, done.stdout) == (0, "400 steps, 0 children failed\n"), done.stderr
+    program = Path(__file__).with_name("stress.py").read_text()
+    result = run(program, engine, 100, 100 * seed, timeout=600)
+    assert result[:2] == (0, "400 steps, 0 children failed\n"), result[2]
 
 
 CAPTURES = """
@@ -266,7 +245,7 @@ with polycast.autocast("cpu"):
 
 
 def test_a_process_may_exit_with_the_kernels_of_a_backend_that_says_whether_it_captures(engine):
-    status, output, errors = run(CAPTURES, engine)
+    status, output, errors = run(HEAD + CAPTURES, engine)
     assert (status, output) == (0, "torch.bfloat16\n"), errors
 
 
@@ -299,5 +278,5 @@ print("done")
 
 @pytest.mark.parametrize("engine", ["native", "reference"])
 def test_a_region_that_is_collected_during_a_hit_ends(engine):
-    status, output, errors = run(COLLECTED_AT_A_HIT, engine)
+    status, output, errors = run(HEAD + COLLECTED_AT_A_HIT, engine)
     assert (status, output) == (0, "done\n"), errors

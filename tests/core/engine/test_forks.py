@@ -1,10 +1,10 @@
 """Forks while threads hold locks leave the child usable."""
 
 import os
-import subprocess
-import sys
 
 import pytest
+
+from .programs import run
 
 pytestmark = pytest.mark.slow
 
@@ -182,29 +182,15 @@ else:
 """
 
 
-def run(program, engine, timeout, *arguments):
-    """Return what a program wrote, save that something is compiled. Python warns of forks among threads, as here."""
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore::DeprecationWarning", "-c", program, *arguments],
-        env={**os.environ, "POLYCAST_ENGINE": engine},
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-    )
-    printed = [line for line in done.stderr.splitlines() if not line.startswith("polycast: building ")]
-    return done.stdout, "\n".join(printed)
-
-
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform has no fork")
 def test_a_fork_does_not_wait_for_a_compiler(tmp_path):
-    printed, _ = run(COMPILING, "native", 120, tmp_path, "engine")  # it says what it compiles, too
-    assert printed == "0\n[True]\n"
+    assert run(COMPILING, "native", tmp_path, "engine")[1] == "0\n[True]\n"
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform has no fork")
 @pytest.mark.parametrize("engine", ["native", "reference"])
 def test_no_lock_of_a_module_is_held_in_a_child_by_a_thread_that_is_not_there(engine):
-    assert run(HELD, engine, timeout=300) == ("True []\n", "")
+    assert run(HELD, engine) == (0, "True []\n", "")
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform has no fork")
@@ -219,10 +205,9 @@ def test_no_lock_of_a_module_is_held_in_a_child_by_a_thread_that_is_not_there(en
     ],
 )
 def test_a_child_casts_weights_that_its_parent_has_cast_on_several_threads(engine, where, in_child):
-    assert run(CASTING, engine, 120, where, in_child) == ("True\n", "")
+    assert run(CASTING, engine, where, in_child) == (0, "True\n", "")
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform has no fork")
 def test_a_child_imports_what_another_thread_was_importing():
-    printed, _ = run(IMPORTING, "native", 60, "polycast.engine.native.engine_library")
-    assert printed == "0\n"
+    assert run(IMPORTING, "native", "polycast.engine.native.engine_library", timeout=60)[1] == "0\n"

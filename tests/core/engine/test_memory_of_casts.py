@@ -1,11 +1,10 @@
 """The memory of casts while threads run a frozen model in regions, and after them."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
+
+from .programs import run
 
 pytestmark = pytest.mark.slow
 
@@ -76,15 +75,9 @@ LARGEST, SMALL_ONES = 4 * MIB, MIB
 
 def bytes_alive(threads, layers):
     """Return the bytes that are alive in regions and after them, of two regions on each of some threads."""
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, json.dumps([threads, layers])],
-        env={**os.environ, "POLYCAST_ENGINE": "native"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    status, figures, errors = run(PROGRAM, "native", json.dumps([threads, layers]))
+    assert status == 0, errors
+    return json.loads(figures)
 
 
 def test_one_large_cast_is_alive_of_a_frozen_model_that_a_thread_has_run_and_none_after_its_region():

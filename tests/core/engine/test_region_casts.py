@@ -6,7 +6,6 @@ import sys
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import torch
@@ -197,32 +196,6 @@ def test_weights_whose_casts_threads_shared_can_be_swapped_after_their_regions(w
     use(None)
     torch.utils.swap_tensors(weight, nn.Parameter(torch.zeros(4, 4)))  # refuses those that anything refers to weakly
     assert torch.equal(weight, torch.zeros(4, 4))
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="the memory of the process is read from /proc")
-def test_all_threads_together_have_two_casts_of_the_largest_weight_on_probation():
-    weight = large(shape=(4, 2**23))  # 64 MiB as a cast: malloc gives so much back at once
-    used, looked_at = threading.Barrier(9), threading.Barrier(9)
-
-    def resident():
-        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 2**20
-
-    def work():
-        with torch.no_grad(), polycast.autocast("cpu"):
-            torch.mm(X, weight)
-            used.wait()
-            looked_at.wait()
-
-    in_region(weight)()
-    before = resident()
-    with ThreadPoolExecutor(8) as pool:
-        threads = [pool.submit(work) for _ in range(8)]
-        used.wait()
-        grown = resident() - before
-        looked_at.wait()
-        assert [thread.result() for thread in threads] == [None] * 8
-    assert grown < 3 * 64
 
 
 def test_clearing_for_all_threads_is_seen_by_a_thread_in_a_region():

@@ -190,31 +190,9 @@ def test_the_state_of_every_thread_is_the_models_after_every_step(program, engin
         reals = [Real(regions_of_hpu) for _ in threads]
         for number, step in program:
             threads[number].submit(run_step, models[number], reals[number], step).result()
-
-
-orders = st.lists(st.integers(0, len(REGIONS) - 1), max_size=12).flatmap(
-    lambda entered: st.tuples(st.just(entered), st.permutations(entered))
-)
-
-
-@pytest.mark.slow
-@given(orders=orders, inside=st.lists(st.tuples(st.sampled_from(DEVICES), st.booleans(), st.sampled_from(DTYPES))))
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_leaving_in_any_order_restores_everything(orders, inside, engine, regions_of_hpu, in_thread):
-    def run():
-        entered, left = orders
-        before = Real.observe()
-        for number in entered:
-            regions_of_hpu[number].__enter__()
-        for device_type, enabled, dtype in inside:
-            if polycast.autocast_nesting(device_type):
-                polycast.set_autocast_enabled(device_type, enabled)
-                polycast.set_autocast_dtype(device_type, dtype)
-        for number in left:
-            regions_of_hpu[number].__exit__(None, None, None)
-        assert Real.observe() == before
-
-    in_thread(run)
+        for thread, model, real in zip(threads, models, reals, strict=True):
+            for number in model.order.copy():
+                thread.submit(run_step, model, real, ("exit", number)).result()
 
 
 @pytest.mark.slow

@@ -1,10 +1,10 @@
-"""Forks while a thread clears torch's own cache of casts, or waits to clear it."""
+"""Forks, and leaving a region, while a thread clears torch's own cache of casts, or waits to clear it."""
 
 import os
-import subprocess
-import sys
 
 import pytest
+
+from .programs import run
 
 pytestmark = [
     pytest.mark.slow,
@@ -110,23 +110,11 @@ print(os.waitpid(child, 0)[1])
 """
 
 
-def run(program, engine="native"):
-    """Return what a program wrote."""
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore::DeprecationWarning", "-c", program],
-        env={**os.environ, "POLYCAST_ENGINE": engine},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    return done.stdout or done.stderr
-
-
 @pytest.mark.parametrize("engine", ["native", "reference"])
 @pytest.mark.parametrize("clears", ["polycast.clear_autocast_cache()", "enter_and_leave()"])
 def test_a_fork_waits_for_a_thread_that_clears_torchs_cache(engine, clears):
     cached = CACHED.replace("PAUSES:", "False:").replace("CLEARS", clears)
-    assert run(cached + CLEARING, engine) == "0\n"
+    assert run(cached + CLEARING, engine) == (0, "0\n", "")
 
 
 @pytest.mark.parametrize(
@@ -135,8 +123,51 @@ def test_a_fork_waits_for_a_thread_that_clears_torchs_cache(engine, clears):
 )
 def test_a_thread_that_another_librarys_fork_hook_waits_for_clears_torchs_cache(engine, clears):
     cached = CACHED.replace("PAUSES:", "True:").replace("CLEARS", clears)
-    assert run(cached + PAUSING, engine) == "[True] 0\n"
+    assert run(cached + PAUSING, engine) == (0, "[True] 0\n", "")
 
 
 def test_a_child_does_not_wait_for_threads_that_were_about_to_fork():
-    assert run(FORKING) == "0\n"
+    assert run(FORKING, "native") == (0, "0\n", "")
+
+
+LEAVING = """
+import threading, time, torch, polycast
+from torch.utils._python_dispatch import TorchDispatchMode
+
+holds_the_lock, leaves = threading.Event(), threading.Event()
+
+class Freed:
+    def __del__(self):
+        holds_the_lock.set()
+        leaves.wait(10)
+        time.sleep(0.2)  # without the GIL: the other thread gets to the lock
+
+class KeepOnCasts(TorchDispatchMode):
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        result = op(*args, **(kwargs or {}))
+        if op is torch.ops.aten._to_copy.default:
+            result.freed = Freed()
+        return result
+
+def leave():
+    with polycast.autocast("cpu"):
+        entered.set()
+        holds_the_lock.wait(10)
+        leaves.set()
+
+entered = threading.Event()
+other = threading.Thread(target=leave)
+weight = torch.ones(2, 2, requires_grad=True)
+with torch.autocast("cpu", torch.bfloat16):
+    with KeepOnCasts():
+        torch.mm(torch.ones(2, 2, dtype=torch.bfloat16), weight)  # torch's kernel, which keeps the cast
+    other.start()
+    entered.wait(10)
+other.join()
+print("held" if holds_the_lock.is_set() else "not held")
+"""
+
+
+def test_a_region_is_left_without_the_gil_where_torch_clears_its_cache(engine):
+    """torch clears it with its lock held, and runs Python then."""
+    assert run(LEAVING, engine) == (0, "held\n", "")

@@ -2,8 +2,6 @@
 
 import inspect
 import multiprocessing
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -12,8 +10,8 @@ from tests.core.rounding import Rounded
 from torch import nn
 
 import polycast
-from polycast.engine import installation
-from polycast.engine.casts import unversioned_writes
+
+from .programs import run
 
 pytestmark = pytest.mark.usefixtures("engine")
 
@@ -240,16 +238,6 @@ def test_other_writes_are_seen(change):
         assert is_right(forward(weight, cache=cache), weight)
 
 
-def test_unseen_writes_are_found_by_verify_and_mended_by_clear(double_unseen):
-    weight, cache = weight_of(), polycast.WeightCache(verify=True)
-    forward(weight, cache=cache)
-    double_unseen(weight)
-    with pytest.raises(polycast.errors.StaleWeightError):
-        forward(weight, cache=cache)
-    cache.clear()
-    assert is_right(forward(weight, cache=cache), weight)
-
-
 LEFT = """
 import torch, polycast
 from torch.optim import optimizer
@@ -272,18 +260,8 @@ print(used != before, kept == used, in_place() == before)
 
 
 @pytest.mark.slow
-def test_nothing_is_left_in_torch_after_uninstall_unless_a_cache_lives():
-    done = subprocess.run([sys.executable, "-c", LEFT], capture_output=True, text=True)
-    assert (done.stdout, done.stderr) == ("True True True\n", "")
-
-
-@pytest.mark.usefixtures("engine")
-def test_the_hooks_let_go_of_the_engine_when_they_are_removed(monkeypatch):
-    monkeypatch.setattr(installation, "caches_alive", ())  # a cache that another test leaves keeps them
-    with polycast.autocast("cpu"):
-        assert unversioned_writes._listener is not None
-    polycast.uninstall()
-    assert unversioned_writes._listener is None
+def test_nothing_is_left_in_torch_after_uninstall_unless_a_cache_lives(engine):
+    assert run(LEFT, engine) == (0, "True True True\n", "")
 
 
 def test_writes_are_seen_after_uninstall_where_a_cache_lives():

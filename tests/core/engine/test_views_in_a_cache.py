@@ -1,30 +1,17 @@
 """Views of weights in a WeightCache: which are cached, as casts of the weight or of a part, and for how long."""
 
-import ctypes
 import gc
 import weakref
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from torch import nn
-from torch.nn.functional import linear
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import polycast
 
-
-def counts(cache):
-    stats = cache.stats()
-    return stats.hits, stats.misses
-
+from .cached_casts import counts
 
 pytestmark = pytest.mark.usefixtures("engine")
-
-
-@pytest.fixture
-def cache():
-    return polycast.WeightCache()
 
 
 def new_weight(*shape, frozen=False):
@@ -143,7 +130,7 @@ def test_a_view_keeps_its_weight_and_the_cast_alive(cache):
     assert counts(cache) == (2, 1)
 
 
-@pytest.mark.parametrize("take", [lambda w: w.T, lambda w: w[:4]], ids=["all", "part"])
+@pytest.mark.parametrize("take", [lambda w: w, lambda w: w.T, lambda w: w[:4]], ids=["weight", "all", "part"])
 def test_casts_are_freed_with_the_weight_and_do_not_keep_it_alive(cache, take):
     w = new_weight()
     use(cache, take(w), size=len(take(w)))
@@ -190,25 +177,6 @@ def test_views_of_other_tensors_than_weights_are_cast_at_each_use(cache):
     assert counts(cache) == (0, 0)
 
 
-class Casts(TorchDispatchMode):
-    """Count the casts made in it."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += func is torch.ops.aten._to_copy.default
-        return func(*args, **(kwargs or {}))
-
-
-def test_a_dispatch_mode_sees_every_cast_of_a_view(cache):
-    w = new_weight()
-    x = inputs().bfloat16()
-    use(cache, w.T, x=x)
-    with Casts() as casts:
-        use(cache, w.T, w.T, x=x)
-    assert casts.count == 2
-
-
 def test_max_bytes_limits_parts():
     w = new_weight(4, 8, 8)
     cache = polycast.WeightCache(max_bytes=2 * 64 * 2)
@@ -232,59 +200,3 @@ def test_parts_of_a_weight_take_no_more_memory_than_the_weight(cache):
     assert cache.stats().hits == hits + 1
     assert cache.stats().bytes <= w.nbytes
     assert entries > 1
-
-
-@pytest.mark.parametrize("take", [lambda w: w.T, lambda w: w[:4].T], ids=["all", "part"])
-def test_verify_finds_an_unseen_write(take):
-    w, cache = new_weight(), polycast.WeightCache(verify=True)
-    pointer = ctypes.cast(w.data_ptr(), ctypes.POINTER(ctypes.c_float))
-    use(cache, take(w))
-    use(cache, take(w))
-    pointer[0] += 1
-    with pytest.raises(polycast.errors.StaleWeightError):
-        use(cache, take(w))
-
-
-def test_threads_share_views_while_weights_change_and_die():
-    cache = polycast.WeightCache(max_bytes=5 * 64 * 2)
-    weights = [nn.Parameter(torch.full((2, 8, 8), 1.0)) for _ in range(4)]
-
-    def read(number):
-        for turn in range(60):
-            weight = weights[(number + turn) % 4]
-            for view in (weight[turn % 2], weight[1].T, weight.view(16, 8).T[:8, :8]):
-                (out,) = use(cache, view, x=torch.ones(1, 8))
-                assert torch.all(out == out[0, 0])  # never half of one value and half of another
-        return True
-
-    def write():
-        for turn in range(60):
-            weights[turn % 4] = nn.Parameter(torch.full((2, 8, 8), 1.0 + turn % 3))
-            if turn % 20 == 0:
-                cache.clear()
-        return True
-
-    with ThreadPoolExecutor(4) as pool:
-        futures = [pool.submit(read, number) for number in range(3)] + [pool.submit(write)]
-        assert all(future.result() for future in futures)
-    for weight in weights:
-        assert torch.equal(use(cache, weight[1])[0], expected(weight[1])[0])
-
-
-def test_two_dtypes_of_a_part_live_side_by_side(cache):
-    w = new_weight(2, 8, 8)
-    for dtype in (torch.bfloat16, torch.float16) * 2:
-        with torch.no_grad(), polycast.autocast("cpu", dtype, cache=cache):
-            assert torch.equal(linear(inputs(), w[1]), linear(inputs().to(dtype), w[1].to(dtype)))
-    assert counts(cache) == (2, 2)
-
-
-def test_a_written_cast_is_not_used_again(cache):
-    w, library = new_weight(), torch.library.Library("polycast_test", "FRAGMENT")
-    library.define("spoil(Tensor x) -> Tensor")
-    library.impl("spoil", lambda x: x.mul_(0).clone(), "CompositeExplicitAutograd")
-    register = polycast.register_op("polycast_test::spoil", polycast.CastPolicy.LOWER_PRECISION_FP)
-    with register, torch.no_grad(), polycast.autocast("cpu", cache=cache):
-        torch.ops.polycast_test.spoil(w.T)
-    library._destroy()
-    assert torch.equal(use(cache, w.T)[0], expected(w.T)[0])

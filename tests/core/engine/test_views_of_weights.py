@@ -7,6 +7,8 @@ from torch.nn.functional import linear
 
 import polycast
 
+from .cached_casts import count_casts
+
 pytestmark = pytest.mark.usefixtures("engine")
 MODES = {"grad": torch.enable_grad, "no_grad": torch.no_grad, "inference": torch.inference_mode}
 
@@ -18,17 +20,6 @@ def new_weight(rows=8, frozen=False):
 
 def inputs():
     return torch.linspace(-1, 1, 24).reshape(3, 8)
-
-
-@pytest.fixture
-def cache():
-    return polycast.WeightCache()
-
-
-def count_casts(function):
-    with torch.profiler.profile(acc_events=True) as profile:
-        function()
-    return sum(event.count for event in profile.key_averages() if event.key == "aten::copy_")
 
 
 def attend(x, w):

@@ -8,28 +8,9 @@ import torch
 
 import polycast
 
+from .cached_casts import X, count_casts, parameter
+
 pytestmark = pytest.mark.usefixtures("engine")
-
-
-def profile_casts(function):
-    """Return how many casts a function makes, outside of dispatch modes."""
-    with torch.profiler.profile(acc_events=True) as profile:
-        function()
-    return sum(event.count for event in profile.key_averages() if event.key == "aten::copy_")
-
-
-X = torch.ones(4, 4, dtype=torch.bfloat16)
-
-
-def parameter(value=1.0, **options):
-    return torch.nn.Parameter(torch.full((4, 4), value), **options)
-
-
-@pytest.fixture(params=["trainable", "frozen", "leaf"])
-def weight(request):
-    if request.param == "leaf":
-        return torch.ones(4, 4, requires_grad=True)
-    return parameter(requires_grad=request.param == "trainable")
 
 
 def test_a_weight_is_cast_once_in_a_region(weight):
@@ -40,8 +21,8 @@ def test_a_weight_is_cast_once_in_a_region(weight):
                 torch.mm(X, weight)
             torch.mm(X, weight)
 
-    assert profile_casts(run) == 1
-    assert profile_casts(run) == 1
+    assert count_casts(run) == 1
+    assert count_casts(run) == 1
 
 
 def test_without_the_cache_a_weight_is_cast_at_every_use(weight):
@@ -50,7 +31,7 @@ def test_without_the_cache_a_weight_is_cast_at_every_use(weight):
             torch.mm(X, weight)
             torch.mm(X, weight)
 
-    assert profile_casts(run) == 2
+    assert count_casts(run) == 2
 
 
 def test_other_inputs_than_weights_are_cast_at_every_use():
@@ -63,7 +44,7 @@ def test_other_inputs_than_weights_are_cast_at_every_use():
                 torch.mm(X, plain)
                 torch.mm(X, computed)
 
-    assert profile_casts(run) == 4
+    assert count_casts(run) == 4
 
 
 @pytest.mark.parametrize("update", ["in_place", "data", "set_data"])
@@ -109,8 +90,8 @@ def test_casts_to_two_dtypes_live_side_by_side():
                 assert torch.mm(X.half(), weight).dtype is torch.float16
             assert torch.mm(X, weight).dtype is torch.bfloat16
 
-    half = profile_casts(lambda: X.half())
-    assert profile_casts(run) == 2 + half
+    half = count_casts(lambda: X.half())
+    assert count_casts(run) == 2 + half
 
 
 @pytest.mark.parametrize("first", [torch.no_grad, torch.inference_mode])
@@ -165,7 +146,7 @@ def test_leaving_another_threads_region_keeps_this_threads_casts(in_thread):
             in_thread(other)
             torch.mm(X, weight)
 
-    assert profile_casts(run) - profile_casts(lambda: in_thread(other)) == 1
+    assert count_casts(run) - count_casts(lambda: in_thread(other)) == 1
 
 
 def test_clearing_the_cache_casts_again():
@@ -177,7 +158,7 @@ def test_clearing_the_cache_casts_again():
             polycast.clear_autocast_cache()
             torch.mm(X, weight)
 
-    assert profile_casts(run) == 2
+    assert count_casts(run) == 2
 
 
 def test_casts_of_tensors_that_torch_marks_as_cached_are_not_kept(weight):
@@ -195,7 +176,7 @@ def test_casts_of_tensors_that_torch_marks_as_cached_are_not_kept(weight):
     torch._C._set_cached_tensors_enabled(True)
     try:
         torch._C._add_cached_tensor(weight)
-        assert profile_casts(run) == 6
+        assert count_casts(run) == 6
     finally:
         torch._C._remove_cached_tensor(weight)
         torch._C._set_cached_tensors_enabled(False)
@@ -231,7 +212,7 @@ def test_nothing_is_cached_under_functorch_or_while_tracing():
         torch.func.grad(lambda w: torch.mm(X, w).float().sum())(weight.detach())
         torch.func.vmap(lambda x: torch.mm(x, weight))(X[None])
         torch.jit.trace(lambda x, w: torch.mm(x, w), (X, weight.detach()), check_trace=False)
-        assert profile_casts(lambda: torch.mm(X, weight)) == 1
+        assert count_casts(lambda: torch.mm(X, weight)) == 1
 
 
 def test_nothing_is_cached_while_a_graph_is_captured(hand_made):
@@ -243,7 +224,7 @@ def test_nothing_is_cached_while_a_graph_is_captured(hand_made):
             torch.mm(X, weight)
             torch.mm(X, weight)
 
-    assert profile_casts(run) == 2
+    assert count_casts(run) == 2
 
 
 @pytest.mark.slow
@@ -271,7 +252,6 @@ def test_weights_can_be_swapped_once_their_casts_are_cleared():
         assert torch.mm(torch.ones(2, 2), weights[0])[0, 0] == 4
 
 
-@pytest.mark.usefixtures("engine")
 def test_a_weight_held_only_by_its_cast_is_freed_with_the_region():
     model = torch.nn.Linear(2, 2)
     alive = weakref.ref(model.weight)

@@ -7,6 +7,7 @@ import torch
 
 import polycast
 from polycast.engine import installation
+from polycast.engine.casts import unversioned_writes
 
 pytestmark = pytest.mark.usefixtures("engine")
 HOOKED = ("data", "numpy", "untyped_storage", "data_ptr", "apply_", "map_", "map2_")
@@ -28,7 +29,9 @@ def test_uninstall_removes_the_hooks(monkeypatch, engine):
     before = changed()
     with polycast.autocast("cpu"):
         used = changed()
+        assert unversioned_writes._listener is not None
     polycast.uninstall()
+    assert unversioned_writes._listener is None  # it holds the engine
     assert all(one != other for one, other in zip(used[1:], before[1:], strict=True))
     assert (used[0] != before[0]) == (engine == "reference")  # the other changes torch's functions in C
     assert changed() == before

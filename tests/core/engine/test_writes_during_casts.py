@@ -16,20 +16,12 @@ CACHES = pytest.mark.parametrize("cached", [False, True], ids=["", "cached"])
 TRAINED = pytest.mark.parametrize("requires_grad", [False, True], ids=["frozen", "trained"])
 
 
-@pytest.fixture(params=[1, 2], ids="{} threads".format)
-def _threads(request):
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield
-    torch.set_num_threads(before)
-
-
 def region(cache):
     return polycast.autocast("cpu", cache=cache)
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("_threads")
+@pytest.mark.usefixtures("threads")
 @CACHES
 @TRAINED
 def test_writes_of_another_thread_during_a_cast_are_seen(requires_grad, cached):
