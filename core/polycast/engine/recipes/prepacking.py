@@ -5,8 +5,7 @@ from an alias through which the weight may be written unseen, and would not prep
 """
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,40 +14,12 @@ from .. import state
 from ..casts.cast_cache import CastCache
 from ..casts.not_prepacked import WRITTEN_UNSEEN
 
-
-class _WeightsBeingPrepacked:
-    """The weights that threads prepack now."""
-
-    def __init__(self) -> None:
-        self.last_end = object()  # another whenever a thread has ended
-        self._now: list[int] = []  # the identities of the weights, each as often as there are threads
-
-    @contextmanager
-    def of(self, weight: torch.Tensor) -> Iterator[None]:
-        identity = _identity(weight)
-        self._now.append(identity)
-        try:
-            yield
-        finally:
-            if identity in self._now:  # not in a child that was forked meanwhile
-                self._now.remove(identity)
-            self.last_end = object()
-
-    def has(self, weight: torch.Tensor) -> bool:
-        return _identity(weight) in self._now
-
-    def forget(self) -> None:
-        self._now = []
-
-
-_progress = _WeightsBeingPrepacked()
+_now: list[int] = []
+"""The identities of the weights that are prepacked now, each as often as there are threads that do so."""
+_last_end = [object()]
+"""Another object whenever a thread has ended prepacking."""
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_progress.forget)  # other threads do not exist there
-
-
-def _identity(weight: torch.Tensor) -> int:
-    base = weight._base
-    return id(weight if base is None else base)
+    os.register_at_fork(after_in_child=_now.clear)  # other threads do not exist there
 
 
 def prepacked(
@@ -58,17 +29,23 @@ def prepacked(
 
     If another thread prepacks the same weight now, the result is not cached: that thread caches its own.
     """
+    identity = id(weight if weight._base is None else weight._base)
 
     def make(weight: torch.Tensor) -> Any:
-        with _progress.of(weight):
+        _now.append(identity)
+        try:
             return prepack(weight)
+        finally:
+            if identity in _now:  # not in a child that was forked meanwhile
+                _now.remove(identity)
+            _last_end[0] = object()
 
     while True:
-        last_end = _progress.last_end
+        last_end = _last_end[0]
         found = state.machine.prepacked(cache, weight, prepack_id, make)
         if found is not WRITTEN_UNSEEN:
             return found
-        if _progress.has(weight):
+        if identity in _now:
             return make(weight) or None
-        if _progress.last_end is last_end:
+        if _last_end[0] is last_end:
             return found

@@ -7,7 +7,7 @@ below it see the inputs that were cast.
 import functools
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch.library import Library, fallthrough_kernel
@@ -24,10 +24,8 @@ from ..casts.traced import cast_of_traced
 from ..casts.weights import Source, caching_is_safe, is_weight, only_modes_see_casts, weight_of
 from ..kernels import Kernels, refusal
 from .rules import OpCall, apply_rule, is_eligible
-from .state_machine import PythonStateMachine
+from .state_machine import CastWeight, PythonStateMachine
 from .store import PythonStore
-
-_CastWeight: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.dtype], torch.Tensor | None]
 
 
 class PythonKernels(Kernels):
@@ -184,7 +182,7 @@ class _CachedCast:
             return found.store("reference", PythonStore).cast(Source(weight, weight), dtype)
 
 
-def _caster(device_type: str, dtype: torch.dtype, cast_weight: _CastWeight | None) -> Callable[[Any], Any]:
+def _caster(device_type: str, dtype: torch.dtype, cast_weight: CastWeight | None) -> Callable[[Any], Any]:
     """Return a function that casts one argument of an op: a tensor, a list of tensors, or anything else, unchanged.
 
     If a cast may be cached now, `cast_weight` casts weights and views of them.

@@ -21,7 +21,7 @@ from ..state import Settings, clear_torchs_cache
 from .frames import Frame, NoAutocast, ThreadRegions
 from .store import PythonStore
 
-_CastWeight: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.dtype], torch.Tensor | None]
+CastWeight: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.dtype], torch.Tensor | None]
 
 
 class _Regions(threading.local):
@@ -171,7 +171,7 @@ class PythonStateMachine:
         override, _ = self.innermost(device_type)
         return override is not None and name in override.recipe_ops
 
-    def weight_caster(self, device_type: str) -> _CastWeight | None:
+    def weight_caster(self, device_type: str) -> CastWeight | None:
         """Return what casts a weight or a view in this thread's region, and keeps the cast; None where it is in none.
 
         It is given the weight that the tensor is or is a view of. The history of a view is that of one use, as torch's
