@@ -9,7 +9,6 @@ from torch import nn
 
 import polycast
 from polycast import Int8, autocast
-from polycast.engine.casts.not_prepacked import WRITTEN_UNSEEN
 from polycast.engine.recipes import prepacking
 
 pytestmark = pytest.mark.usefixtures("no_grad")
@@ -45,7 +44,7 @@ def test_a_weight_is_asked_for_again_if_another_thread_has_just_prepacked_it(lin
             asked.append(kind)
             if len(asked) == 1:
                 prepack(weight)  # as by another thread
-                return WRITTEN_UNSEEN
+                return prepacking.WRITTEN_UNSEEN
             return (weight,)
 
     monkeypatch.setattr(prepacking, "state", types.SimpleNamespace(machine=Machine()))

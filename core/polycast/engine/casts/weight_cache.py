@@ -11,8 +11,8 @@ from typing_extensions import Self
 
 from .. import state
 from ..installation import watch_writes
+from ..recipes.prepacking import WRITTEN_UNSEEN
 from .cast_cache import CastCache, EntryKind
-from .not_prepacked import WRITTEN_UNSEEN
 
 
 class WeightCache(CastCache):

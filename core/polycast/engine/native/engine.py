@@ -19,13 +19,13 @@ from ...registry.backend import Backend, overrides_is_capturing
 from ...torch_internals.dispatcher import OpOverload
 from ...torch_internals.private_names import disable_dynamo
 from ..casts.cast_cache import CastCache, cache_by_identity, process_cache
-from ..casts.not_prepacked import NOT_PREPACKED
 from ..casts.traced import cast_of_traced
 from ..casts.unversioned_writes import COLLECTIVES, EXPOSING_OPS, WRITING_OPS, unwatch, watch
 from ..casts.weights import STALE, storages_are_rewritten
 from ..kernels import Kernels, autocast_key, refusal
 from ..override import Override
 from ..recipes.actions import AS_IT_IS, CACHED_CAST, ActionKind, Results
+from ..recipes.prepacking import NOT_PREPACKED
 from ..state import Settings
 
 # The numbers that C++ has for the same names, which bind() checks.

@@ -22,9 +22,9 @@ from ...torch_internals.private_names import disable_dynamo
 from .. import state
 from ..casts.cached_cast import TAGS, number_in_graph
 from ..casts.cast_cache import CastCache, cache_by_identity
-from ..casts.not_prepacked import INTERCEPTED, NO_WEIGHT
 from ..casts.weights import parameter_of
 from .in_dtype import in_dtype
+from .prepacking import INTERCEPTED, NO_WEIGHT
 
 _lock = threading.RLock()
 hold_during_fork(lambda: [_lock])

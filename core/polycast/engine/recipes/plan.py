@@ -18,15 +18,14 @@ from ...registry.backend import Backend, LowBitKernel, overrides_is_capturing
 from ...registry.registry import registry
 from ...torch_internals.private_names import disable_dynamo, has_python_key, is_intercepted, tracing_context
 from .. import state
-from ..casts import cast_cache, not_prepacked, traced, weights
+from ..casts import cast_cache, traced, weights
 from ..casts.cast_cache import CastCache
 from ..inference import in_function
 from ..kernels import installed
 from ..override import Override
-from . import actions, operators
+from . import actions, operators, prepacking
 from .actions import ActionKind, Results
 from .in_dtype import FLOATS, in_dtype
-from .prepacking import prepacked
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _unused_ids = itertools.count(1)
@@ -75,10 +74,10 @@ class Plan(ABC):
     Action: TypeAlias = actions.Action
     Cache: TypeAlias = CastCache
     FLOATS = FLOATS
-    INTERCEPTED = not_prepacked.INTERCEPTED
+    INTERCEPTED = prepacking.INTERCEPTED
     NO_KERNEL = "the backend has no kernel for it"
-    NO_WEIGHT = not_prepacked.NO_WEIGHT
-    NOT_CACHED = not_prepacked.NOT_CACHED
+    NO_WEIGHT = prepacking.NO_WEIGHT
+    NOT_CACHED = prepacking.NOT_CACHED
     RECORDS = "autograd records it, and quantized kernels have no backward"
     SMALL = "the weight is smaller than the recipe's min_size"
     SUBCLASS = "a tensor is of a subclass that sees each op itself, or has no memory"
@@ -255,7 +254,9 @@ class Plan(ABC):
             prepack_id: the id of what `prepack` makes, from :meth:`new_id`.
             prepack: prepacks the weight; returns None if it cannot, and so does this.
         """
-        return prepacked(cast_cache.process_cache.cache if cache is None else cache, weight, prepack_id, prepack)
+        return prepacking.prepacked(
+            cast_cache.process_cache.cache if cache is None else cache, weight, prepack_id, prepack
+        )
 
     @staticmethod
     def new_id() -> int:

@@ -1,4 +1,4 @@
-"""Prepacking by several threads at once.
+"""Why a weight is not prepacked, as messages; and prepacking by several threads at once.
 
 While a thread prepacks a weight, it holds a second reference to the weight's storage. Another thread cannot tell this
 from an alias through which the weight may be written unseen, and would not prepack it.
@@ -12,7 +12,22 @@ import torch
 
 from .. import state
 from ..casts.cast_cache import CastCache
-from ..casts.not_prepacked import WRITTEN_UNSEEN
+
+NOT_PREPACKED = {
+    "INTERCEPTED": "something records, transforms or watches the ops",
+    "NO_WEIGHT": (
+        "its weight is not a cacheable parameter or a plain view of one (it is a subclass, or the result of an op)"
+    ),
+    "NOT_CACHED": "weights are not cached here (cache_enabled=False, or a device's graph is being captured)",
+    "WRITTEN_UNSEEN": (
+        "something else holds the weight's memory and may write it unseen (an alias made through .data, an array, a "
+        "buffer that it is a part of, another process)"
+    ),
+    "NO_ROOM": "the WeightCache has no room for its prepacked weight within max_bytes",
+    "VIEWS_ARE_FULL": "the prepacked views of its weight take as much memory as the weight",
+}
+"""By name, in the order of the native engine's enumeration (native/recipes/prepacked.h), which checks it."""
+INTERCEPTED, NO_WEIGHT, NOT_CACHED, WRITTEN_UNSEEN, NO_ROOM, VIEWS_ARE_FULL = NOT_PREPACKED.values()
 
 _now: list[int] = []
 """The identities of the weights that are prepacked now, each as often as there are threads that do so."""

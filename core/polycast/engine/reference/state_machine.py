@@ -14,9 +14,9 @@ from ...torch_internals.dispatcher import excluded_keys
 from ...torch_internals.private_names import is_function_mode_enabled
 from ..casts.cached_cast import with_history
 from ..casts.cast_cache import CastCache
-from ..casts.not_prepacked import INTERCEPTED, NO_WEIGHT, NOT_CACHED
 from ..casts.weights import Source, caching_is_safe, covers, weight_of
 from ..override import Override
+from ..recipes.prepacking import INTERCEPTED, NO_WEIGHT, NOT_CACHED
 from ..state import Settings, clear_torchs_cache
 from .frames import Frame, NoAutocast, ThreadRegions
 from .store import PythonStore

@@ -12,8 +12,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ...errors import StaleWeightError
 from ..casts.cached_cast import with_history
 from ..casts.cast_cache import EntryKind, StoredEntry
-from ..casts.not_prepacked import NO_ROOM, VIEWS_ARE_FULL, WRITTEN_UNSEEN
 from ..casts.weights import STALE, Source, TensorBase, has_other_holders, storages_are_rewritten, weight_of
+from ..recipes.prepacking import NO_ROOM, VIEWS_ARE_FULL, WRITTEN_UNSEEN
 from .invalidation import (
     add_store,
     all_stores,

@@ -8,7 +8,7 @@
 
 namespace {
 
-// The reasons of NOT_PREPACKED in casts/not_prepacked.py, in its order, which bind() checks.
+// The reasons of NOT_PREPACKED in recipes/prepacking.py, in its order, which bind() checks.
 enum class NotPrepacked : long { kIntercepted, kNoWeight, kNotCached, kWrittenUnseen, kNoRoom, kViewsAreFull };
 constexpr std::array<const char*, 6> kNotPrepackedNames = {
     "INTERCEPTED", "NO_WEIGHT", "NOT_CACHED", "WRITTEN_UNSEEN", "NO_ROOM", "VIEWS_ARE_FULL"};
