@@ -29,6 +29,7 @@ def test_number_of_casts_is_the_same(engine, in_thread):
             net(x)
         return {event.key: event.count for event in profile.key_averages() if event.key.startswith("aten::")}
 
+    in_thread(lambda: copies(observed=False))  # what regions keep depends on the largest cast that the process has made
     assert in_thread(lambda: copies(observed=True)) == in_thread(lambda: copies(observed=False))
 
 
