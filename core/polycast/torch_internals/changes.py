@@ -178,10 +178,10 @@ ALIASES = _feature(
     "Cached casts may be stale after writes through .data, an array or a storage.",
     (
         "torch",
-        "engine.reference.alias_hooks:hook_aliases",
+        "engine.reference.invalidation:hook_aliases",
         "Tensor.data Tensor.numpy Tensor.untyped_storage Tensor.data_ptr Tensor.apply_ Tensor.map_ Tensor.map2_",
     ),
-    on_undo="engine.reference.alias_hooks:clear_method_lists",
+    on_undo="engine.reference.invalidation:clear_method_lists",
     outlives_uninstall=True,
 )
 SETUP_CONTEXT = _feature("setup_context", "", on_undo="region.custom_function:restore_setup_context")

@@ -3,7 +3,7 @@
 torch's fused optimizers and collectives write so: the engines hook these ops, and those that make aliases. Optimizers
 of other libraries do too, as their kernels take pointers: a hook of torch.optim runs after each step. torch counts no
 versions below the key at which dispatch modes run. And a graph of a device, which has captured a part of the program or
-a whole training step, repeats its writes at each replay, without Python. See alias_hooks.h and alias_hooks.py for
+a whole training step, repeats its writes at each replay, without Python. See alias_hooks.h and invalidation.py for
 methods that expose a weight's memory.
 """
 

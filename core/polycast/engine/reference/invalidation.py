@@ -1,5 +1,6 @@
 """Writes to weights without a new version: each is counted here, and casts of what was written before are invalid."""
 
+import functools
 import itertools
 import threading
 import weakref
@@ -10,7 +11,8 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ...common.atfork import hold_during_fork
-from ...torch_internals.private_names import has_storage, without_torch_function
+from ...torch_internals.patcher import Patch
+from ...torch_internals.private_names import disable_dynamo, has_storage, without_torch_function
 from ..casts.weights import TensorBase
 
 _T = TypeVar("_T")
@@ -146,3 +148,53 @@ def forget(tensors: Iterable[torch.Tensor]) -> None:
     for tensor in tensors:
         for store in all_stores():
             store.forget(tensor)
+
+
+_EXPOSING_METHODS = ("numpy", "untyped_storage", "data_ptr", "apply_", "map_", "map2_")
+"""The methods that expose a tensor's memory to writes which change no version, or write so themselves."""
+
+
+def hook_aliases(patch: Patch) -> None:
+    """Note what exposes a tensor's memory, except where something else has replaced a method of torch.Tensor.
+
+    torch defines the methods in a class that cannot be changed, so the hooks are added to its subclass torch.Tensor.
+    """
+    hooks: dict[str, Any] = {"data": _data()} | {name: _method(name) for name in _EXPOSING_METHODS}
+    for name, hook in hooks.items():
+        if name not in vars(torch.Tensor):
+            patch.replace(torch.Tensor, name, hook)
+    clear_method_lists()
+
+
+def clear_method_lists() -> None:
+    """Clear torch's lists of the methods of tensors, some of which were replaced."""
+    for name in ("get_testing_overrides", "_get_overridable_functions", "_get_tensor_methods"):
+        clear = getattr(getattr(torch.overrides, name, None), "cache_clear", None)
+        if clear is not None:
+            clear()
+
+
+def _data() -> property:
+    torchs = vars(TensorBase)["data"]
+
+    def data(tensor: torch.Tensor) -> Any:
+        alias = torchs.__get__(tensor)
+        note_alias(tensor)
+        return alias
+
+    return property(data, torchs.__set__, torchs.__delete__, torchs.__doc__)
+
+
+def _method(name: str) -> Callable[..., Any]:
+    torchs = vars(TensorBase)[name]
+
+    @functools.wraps(torchs)
+    @disable_dynamo  # it does not trace torch's either, but would report it
+    def method(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return torchs(tensor, *args, **kwargs)
+        finally:
+            note_alias(tensor)
+
+    method.__module__, method.__qualname__ = "torch", f"Tensor.{name}"  # for pickle
+    return method
