@@ -1,10 +1,17 @@
-"""The operator ``polycast::cached_cast``; tests/core/compilers/test_cached_casts.py tests it in compiled code."""
+"""The operator ``polycast::cached_cast``, and casts that are written: an op may return its input, a cached cast.
+
+tests/core/compilers/test_cached_casts.py tests the operator in compiled code.
+"""
 
 import pytest
 import torch
 
 import polycast
 from polycast.engine.kernels import autocast_key
+
+from .cached_casts import X, parameter
+
+RETURNS_ITS_INPUT = "aten::alias"
 
 
 @pytest.mark.usefixtures("engine")
@@ -27,3 +34,57 @@ def test_it_has_the_history_of_a_cast_without_installed_kernels():
     assert cast.dtype is torch.bfloat16
     cast.sum().backward()
     assert torch.equal(weight.grad, torch.ones(2, 2))
+
+
+@pytest.fixture(params=["own", "WeightCache"])
+def region(request, engine):
+    cache = None if request.param == "own" else polycast.WeightCache()
+    return polycast.autocast("cpu", cache=cache, policy={RETURNS_ITS_INPUT: polycast.CastPolicy.LOWER_PRECISION_FP})
+
+
+@pytest.mark.parametrize("take", [lambda weight: weight, torch.t], ids=["weight", "view"])
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_a_cast_that_was_written_is_not_used_again(region, requires_grad, take):
+    weight = parameter(requires_grad=requires_grad)
+    with region:
+        for _ in range(3):
+            with torch.no_grad():
+                torch.ops.aten.alias(take(weight)).zero_()
+            assert torch.mm(X, take(weight))[0, 0] == 4
+
+
+def test_a_cast_that_was_written_through_the_one_in_the_graph_is_not_used_again(region):
+    weight = parameter()
+    with region:
+        for _ in range(3):
+            cast = torch.ops.aten.alias(weight)
+            assert cast.requires_grad
+            cast.mul_(0)
+            assert torch.mm(X, weight)[0, 0] == 4
+            with torch.no_grad():
+                assert torch.mm(X, weight)[0, 0] == 4
+
+
+def test_a_cast_that_was_written_is_not_used_by_other_threads(region, in_thread):
+    weight = parameter()
+
+    def product():
+        with region:
+            torch.mm(X, weight)
+            return torch.mm(X, weight)[0, 0].item()
+
+    with region:
+        torch.mm(X, weight)
+        assert in_thread(product) == 4
+        torch.ops.aten.alias(weight).mul_(0)
+        assert in_thread(product) == 4
+
+
+def test_backward_refuses_a_cast_that_was_written_since(region):
+    weight = parameter()
+    with region:
+        out = torch.mm(X.clone().requires_grad_(), weight)
+        with torch.no_grad():
+            torch.ops.aten.alias(weight).zero_()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.sum().backward()
