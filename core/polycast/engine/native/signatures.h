@@ -1,5 +1,5 @@
 // The ops with an unboxed entry point, which redispatch through torch's compiled functions. One entry point is compiled for each
-// signature. An op that is not listed gets the boxed one, which is slower: tests/core/engine/test_signatures.py. So does one that writes
+// signature. An op that is not listed gets the boxed one, which is slower: tests/core/engine/test_native_engine.py. So does one that writes
 // tensors which its schema does not declare as written.
 
 #pragma once
