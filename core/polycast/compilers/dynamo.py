@@ -168,14 +168,10 @@ def _break(reason: str) -> NoReturn:
 
 
 def break_graph(what: str, explanation: str, hint: str) -> NoReturn:
-    """Break the graph that Dynamo traces: the interpreter runs the code, or the user gets an error (``fullgraph``).
+    """Break the graph, from a function that Dynamo calls while it traces.
 
-    Called by functions that Dynamo calls while it traces.
-
-    Args:
-        what: the same text for each graph that is broken for the same reason.
-        explanation: why, as a sentence.
-        hint: what the user can do.
+    The interpreter runs the code, or the user gets an error (``fullgraph``) with the explanation, a sentence. `what` is
+    the same text for each graph that is broken for the same reason.
     """
     try:
         unimplemented = find("torch._dynamo.exc.unimplemented")

@@ -94,11 +94,7 @@ def try_build(library: CppLibrary) -> Exception | None:
 def load(library: CppLibrary, open_: Callable[[Path], _Loaded]) -> tuple[_Loaded, str]:
     """Return a library as `open_` loads it, and its origin: a prebuilt one if one fits, else one that is built here.
 
-    Raises:
-        BuildError: it cannot be built, or does not load.
-
-    Warns:
-        UserWarning: other users can write to the cache, so the library was built for this process alone.
+    Raises and warns as :func:`load_built` does.
     """
     loaded, origin = load_prebuilt(library, open_) or load_built(cache_directory(), library, open_)
     _origins[library.name] = origin

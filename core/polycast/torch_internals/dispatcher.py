@@ -144,7 +144,7 @@ below_autograd: Callable[[], contextlib.AbstractContextManager[Any]] | None = to
 is_any_autocast_enabled: Callable[[], bool] = torch_name(
     "torch._C._is_any_autocast_enabled",
     lambda: any(map(torch.is_autocast_enabled, autocast_supported_devices())),
-    "polycast.out_dtype is slower",
+    "polycast.capture is slower",
 )
 
 # ---- Operators.

@@ -9,31 +9,21 @@ BACKENDS = pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 SIZE = 64
 
 
-def _writes_its_first(w, x):
-    return torch.index_put(w, (torch.tensor([1]),), x[0]) * 2
-
-
-def _returns_a_view(w, x):
-    return torch.einsum("ij->ji", w)
-
-
-def _returns_the_cast(w, x):
-    return torch.einsum("ij->ij", w), torch.mm(x, w)
-
-
-def _uses_it_last(w, x):
-    return torch.relu(torch.mm(x, w) + 1)
-
-
-def _as_a_bias(w, x):
-    return torch.addmm(w, x, w).relu()
+WITH_AN_INPUT = {
+    "writes its first": lambda w, x: torch.index_put(w, (torch.tensor([1]),), x[0]) * 2,
+    "returns a view": lambda w, x: torch.einsum("ij->ji", w),
+    "returns the cast": lambda w, x: (torch.einsum("ij->ij", w), torch.mm(x, w)),
+    "uses it last": lambda w, x: torch.relu(torch.mm(x, w) + 1),
+    "as a bias": lambda w, x: torch.addmm(w, x, w).relu(),
+}
 
 
 @pytest.mark.slow
 @BACKENDS
 @pytest.mark.parametrize("grad", [False, True])
-@pytest.mark.parametrize("function", [_writes_its_first, _returns_a_view, _returns_the_cast, _uses_it_last, _as_a_bias])
-def test_compiled_code_does_not_write_a_cached_cast(backend, grad, function, cache, in_region):
+@pytest.mark.parametrize("name", WITH_AN_INPUT)
+def test_compiled_code_does_not_write_a_cached_cast(backend, grad, name, cache, in_region):
+    function = WITH_AN_INPUT[name]
     w, x = nn.Parameter(torch.randn(SIZE, SIZE)), torch.randn(SIZE, SIZE)
     policy = {"index_put": "lower_precision_fp", "einsum": "lower_precision_fp"}
 
@@ -61,29 +51,25 @@ def _the_cast(w):
     return torch.einsum("ij->ij", w)
 
 
-def _a_view(w):
-    return torch.einsum("ij->ji", w)
-
-
-def _a_part(w):
-    return torch.einsum("ij->ij", w)[3:5, 2:]
-
-
-def _several_parts(w):
-    return torch.einsum("ij->ij", w).chunk(2)[1]
-
-
 def _from_a_branch(w):
-    return torch.cond(
-        w.sum() > -1e9, lambda w: torch.einsum("ij->ij", w), lambda w: torch.einsum("ij->ij", w) * 2, (w,)
-    )
+    return torch.cond(w.sum() > -1e9, _the_cast, lambda w: _the_cast(w) * 2, (w,))
+
+
+RETURNS = {
+    "the cast": _the_cast,
+    "a view": lambda w: torch.einsum("ij->ji", w),
+    "a part": lambda w: _the_cast(w)[3:5, 2:],
+    "several parts": lambda w: _the_cast(w).chunk(2)[1],
+    "from a branch": _from_a_branch,
+}
 
 
 @pytest.mark.slow
 @BACKENDS
 @pytest.mark.parametrize("grad", [False, True])
-@pytest.mark.parametrize("function", [_the_cast, _a_view, _a_part, _several_parts, _from_a_branch])
-def test_a_caller_may_write_what_compiled_code_returns(backend, grad, function, cache, in_region):
+@pytest.mark.parametrize("name", RETURNS)
+def test_a_caller_may_write_what_compiled_code_returns(backend, grad, name, cache, in_region):
+    function = RETURNS[name]
     w = nn.Parameter(torch.randn(SIZE, SIZE))
     policy = {"einsum": "lower_precision_fp"}
     compiled = torch.compile(function, backend=backend, fullgraph=True)

@@ -26,21 +26,18 @@ class Cached(nn.Module):
         return cache["k"].sum(1)
 
 
-class Model(nn.Module):
-    def __init__(self):
+class Around(nn.Module):
+    """Gives a module under the rule "fp32" what the code has computed, and returns that and what the module returns."""
+
+    def __init__(self, inner):
         super().__init__()
-        self.attn = Cached()
+        self.inner = inner
+        polycast.apply_policy(self, Policy(modules={"inner": "fp32"}))
 
-    def forward(self, x, cache, seen):
+    def forward(self, x, *others):
         h = x * 1
-        y = self.attn(h, cache, seen)
+        y = self.inner(h, *others)
         return h, y
-
-
-def ruled():
-    model = Model()
-    polycast.apply_policy(model, Policy(modules={"attn": "fp32"}))
-    return model
 
 
 def results(model):
@@ -57,7 +54,7 @@ def results(model):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
 def test_compiled_in_one_graph_a_model_writes_what_the_interpreted_one_writes(backend, mode):
-    model = ruled()
+    model = Around(Cached())
     with mode():
         expected = results(model)
         assert expected[0] == (torch.bfloat16, [[0, 2]])
@@ -77,26 +74,15 @@ def test_gradients_through_a_written_argument_equal_those_of_eager_mode(backend)
             with torch.no_grad():
                 h[1].fill_(8)
 
-    class Outer(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.scale = Scale()
-
-        def forward(self, x):
-            h = x * 1
-            self.scale(h)
-            return h
-
-    model = Outer()
-    polycast.apply_policy(model, Policy(modules={"scale": "fp32"}))
+    model = Around(Scale())
 
     def gradients(function):
         model.zero_grad()
         x = torch.tensor([3.0, 5.0], dtype=torch.bfloat16, requires_grad=True)
         with polycast.autocast("cpu"):
-            y = function(x)
+            y, _ = function(x)
         y.float().sum().backward()
-        return y.tolist(), x.grad.tolist(), model.scale.w.grad.tolist()
+        return y.tolist(), x.grad.tolist(), model.inner.w.grad.tolist()
 
     assert gradients(model) == ([6, 8], [2, 4], [3, 5])
     assert gradients(torch.compile(model, backend=backend, fullgraph=True)) == gradients(model)
@@ -127,7 +113,7 @@ def test_a_module_that_writes_nothing_leaves_nothing_to_write_in_the_graph():
 
 def test_other_lists_and_tensors_are_no_reason_to_compile_again():
     counter = CompileCounter()
-    compiled = torch.compile(ruled(), backend=counter, fullgraph=True)
+    compiled = torch.compile(Around(Cached()), backend=counter, fullgraph=True)
     for _ in range(3):
         results(compiled)
     assert counter.frame_count == 1
@@ -145,7 +131,7 @@ def _without_comptime(monkeypatch):
 
 @pytest.mark.usefixtures("without_comptime")
 def test_a_torch_that_does_not_show_what_it_traces_runs_the_module_in_the_interpreter():
-    model = ruled()
+    model = Around(Cached())
     with pytest.raises(torch._dynamo.exc.Unsupported, match=r"(?s)not known\. Dynamo of this torch.*Give the module"):
         results(torch.compile(model, backend="eager", fullgraph=True))
     assert results(torch.compile(model, backend="eager")) == results(model)
@@ -159,22 +145,11 @@ def test_writes_of_a_module_with_a_graph_break_reach_the_argument():
             items[0].mul_(2)
             items.append(x)
 
-    class Outer(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.breaks = Breaks()
-
-        def forward(self, x, items):
-            h = x * 1
-            self.breaks(h, items)
-            return h * 1
-
-    model = Outer()
-    polycast.apply_policy(model, Policy(modules={"breaks": "fp32"}))
     x, item = torch.ones(2, dtype=torch.bfloat16), torch.ones(1, dtype=torch.bfloat16)
     items = [item]
     with polycast.autocast("cpu"):
-        assert torch.compile(model, backend="aot_eager")(x, items).tolist() == [2, 2]
+        y, _ = torch.compile(Around(Breaks()), backend="aot_eager")(x, items)
+        assert y.tolist() == [2, 2]
     assert items[0] is item
     assert (item.tolist(), items[1].tolist()) == ([2], [2, 2])
 
@@ -225,6 +200,6 @@ def test_an_exported_program_writes_to_its_inputs(strict):
 
 
 def test_compiled_for_any_shape_a_model_writes_the_same():
-    model = ruled()
+    model = Around(Cached())
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=True)
     assert results(compiled) == results(model)

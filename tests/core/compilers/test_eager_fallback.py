@@ -27,35 +27,25 @@ def _nothing_left_installed(_fresh_dynamo):
     polycast.uninstall()
 
 
-def without_source(monkeypatch):
-    monkeypatch.delattr("torch._dynamo.source.GlobalStateSource")
+GUARD = "torch._C._dynamo.guards.RootGuardManager.add_epilogue_lambda_guard"
+SOURCE = "torch._dynamo.source.GlobalStateSource"
+MISSING = [SOURCE, "torch._functorch._aot_autograd.autograd_cache.AOTAutogradCacheDetails", GUARD]
+DOES_NOTHING = "the guard does nothing"
 
 
-def without_cache_details(monkeypatch):
-    monkeypatch.delattr("torch._functorch._aot_autograd.autograd_cache.AOTAutogradCacheDetails")
-
-
-def with_another_guard_manager(monkeypatch):
-    monkeypatch.delattr("torch._C._dynamo.guards.RootGuardManager.add_epilogue_lambda_guard")
-
-
-def with_guards_that_do_nothing(monkeypatch):
-    monkeypatch.setattr("torch._C._dynamo.guards.RootGuardManager.add_epilogue_lambda_guard", lambda *_: None)
-
-
-MISSING = [without_source, without_cache_details, with_another_guard_manager, with_guards_that_do_nothing]
-
-
-@pytest.fixture(name="unknown_torch", params=MISSING)
+@pytest.fixture(name="unknown_torch", params=[*MISSING, DOES_NOTHING])
 def _unknown_torch(request, monkeypatch):
     import torch._functorch._aot_autograd.autograd_cache  # noqa: F401 - what compiles with inductor imports it
 
-    request.param(monkeypatch)
+    if request.param == DOES_NOTHING:
+        monkeypatch.setattr(GUARD, lambda *_: None)
+    else:
+        monkeypatch.delattr(request.param)
 
 
 @pytest.fixture(name="known_as_unknown")
 def _known_as_unknown(monkeypatch):
-    without_source(monkeypatch)
+    monkeypatch.delattr(SOURCE)
 
 
 @contextlib.contextmanager

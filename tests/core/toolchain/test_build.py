@@ -18,6 +18,7 @@ from polycast.engine import choice, installation
 from polycast.engine.native.engine_library import ENGINE
 from polycast.toolchain import build
 from polycast.toolchain.build import get_or_build
+from polycast.toolchain.cache_folder import cache_directory
 from polycast.toolchain.compiler import checksum
 from polycast.toolchain.cpp_library import BuildError, CppLibrary
 
@@ -65,6 +66,7 @@ import sys
 from pathlib import Path
 from polycast.engine.native.engine_library import ENGINE
 from polycast.toolchain.build import get_or_build
+from polycast.toolchain.cache_folder import cache_directory
 print(get_or_build(Path(sys.argv[1]), ENGINE))
 """
 
@@ -193,6 +195,13 @@ def test_an_unknown_engine_is_refused_and_installs_nothing(monkeypatch):
         polycast.install("cpu")
     monkeypatch.delenv("POLYCAST_ENGINE")
     assert not installation.installed
+
+
+@pytest.mark.parametrize("named", ["", "cache", "../cache", "."])
+def test_a_relative_cache_home_is_ignored(monkeypatch, tmp_path, named):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", named)
+    assert cache_directory() == tmp_path / ".cache" / "polycast"
 
 
 @pytest.mark.parametrize("name", ["native", "reference"])
