@@ -20,15 +20,16 @@ void find_chain(ObservedOp& op, const Tensor& tensor, ScalarType target, uint64_
     op.cast_down = true;
     if (producer->fast_before != nullptr) {
       const uint64_t is_first_cast = !std::exchange(producer->is_noted, true);
-      op.chains.push_back(
-          {Chain{ChainKind::kUnlistedFloat32, {producer->fast_before, producer->op, op.op}, producer->override, kNoModule,
-                 producer->device, target},
-           {is_first_cast, is_first_cast * 2 * bytes, 1}, producer->modules});
+      const Chain chain{
+          .kind = ChainKind::kUnlistedFloat32, .ops = {producer->fast_before, producer->op, op.op}, .override = producer->override,
+          .device = producer->device, .fast = target};
+      op.chains.push_back({chain, {.count = is_first_cast, .bytes = is_first_cast * 2 * bytes, .casts = 1}, producer->modules});
     }
   } else if (target == at::kFloat && producer->cast_down) {
-    op.chains.push_back(
-        {Chain{ChainKind::kRoundTrip, {producer->op, op.op}, op.override, kNoModule, op.device, tensor.scalar_type()},
-         {1, bytes, 1}, std::nullopt});
+    const Chain chain{
+        .kind = ChainKind::kRoundTrip, .ops = {producer->op, op.op}, .override = op.override, .device = op.device,
+        .fast = tensor.scalar_type()};
+    op.chains.push_back({chain, {.count = 1, .bytes = bytes, .casts = 1}, std::nullopt});
   }
 }
 
@@ -54,8 +55,8 @@ void note_cast(ObservedCall& call, const Tensor& tensor, const Tensor& cast, con
     const auto end = Clock::now();
     const auto begin = end - std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seen.seconds));
     add_event(
-        *op.state, {op.op, begin, end, 0, kNoModule, op.backward, true, counts.source, counts.target, seen.of_weight,
-                    counts.hits > 0, bytes_of(cast)});
+        *op.state, {.op = op.op, .begin = begin, .end = end, .backward = op.backward, .is_cast = true, .source = counts.source,
+                    .dtype = counts.target, .of_weight = seen.of_weight, .is_hit = counts.hits > 0, .bytes = bytes_of(cast)});
   }
   if (op.numerics != nullptr) {
     count_cast(op, tensor, cast, seen.of_weight, counts.count != 0);

@@ -119,11 +119,11 @@ constexpr int kNoModule = -1;
 
 // Floating-point inputs of an op, by the op that made them.
 struct SourceCounts {
-  const OpInfo* op;  // null: unknown
-  int module;
-  ScalarType dtype, cast;  // Undefined: not cast
-  bool is_first;           // among the op's tensors
-  ScalarType asked_from;   // what `op` computed in, if the program asked for `dtype`; else Undefined
+  const OpInfo* op = nullptr;  // null: unknown
+  int module = kNoModule;
+  ScalarType dtype, cast = ScalarType::Undefined;  // Undefined: not cast
+  bool is_first;                                   // among the op's tensors
+  ScalarType asked_from = ScalarType::Undefined;   // what `op` computed in, if the program asked for `dtype`
   uint64_t count = 0, bytes = 0, casts = 0, cast_bytes = 0;
 
   bool is_like(const SourceCounts& other) const {
@@ -227,9 +227,9 @@ constexpr const char* kChainKinds[] = {"round_trip", "float32_by_one_input", "un
 struct Chain {
   ChainKind kind;
   std::array<const OpInfo*, 3> ops;  // for kLossRoot, an entry with the name of an autograd node
-  const void* override;              // of the op in question, as are the next three
-  int module;
-  int8_t device;
+  const void* override = nullptr;    // of the op in question, as are the next three
+  int module = kNoModule;
+  int8_t device = -1;
   ScalarType fast;
   int consumer = kNoModule;  // the module of the last op, if it is not the op in question
 

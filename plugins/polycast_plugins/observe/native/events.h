@@ -23,12 +23,12 @@ using Clock = std::chrono::steady_clock;
 struct Event {
   const OpInfo* op;  // that ran, or that needed the cast
   Clock::time_point begin, end;
-  uint64_t thread;
-  int module;
-  bool backward, is_cast;
-  ScalarType source, dtype;  // of a cast; an op has what it computed in as `dtype`
-  bool of_weight, is_hit;    // of a cast: whether it was found in a cache
-  uint64_t bytes;
+  uint64_t thread = 0;
+  int module = kNoModule;
+  bool backward = false, is_cast = false;
+  ScalarType source = ScalarType::Undefined, dtype = ScalarType::Undefined;  // of a cast; an op has what it computed in as `dtype`
+  bool of_weight = false, is_hit = false;                                    // of a cast: whether it was found in a cache
+  uint64_t bytes = 0;
 };
 
 // The number that the system and torch.profiler know this thread by.

@@ -69,7 +69,8 @@ void find_loss_root(ThreadState& state, const torch::autograd::Node& node) {
     return;
   }
   for (const auto& record : state.records) {
-    const Chain chain{ChainKind::kLossRoot, {OpInfos::all().named(node.name())}, nullptr, record->module(), -1, dtype};
+    const Chain chain{
+        .kind = ChainKind::kLossRoot, .ops = {OpInfos::all().named(node.name())}, .module = record->module(), .fast = dtype};
     std::lock_guard<std::mutex> lock(record->mutex);
     record->totals.chains[chain].add({1, c10::elementSize(dtype)});
   }

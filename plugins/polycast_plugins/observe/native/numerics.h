@@ -281,7 +281,9 @@ void add_numerics(const ObservedOp& op) {
       continue;
     }
     for (const Counted& counted : op.numerics->counted) {
-      const NumericsKey key{op.op, record->module(), op.backward, counted.of, counted.source, counted.dtype};
+      const NumericsKey key{
+          .op = op.op, .module = record->module(), .backward = op.backward, .of = counted.of, .source = counted.source,
+          .dtype = counted.dtype};
       const auto& on_devices = counted.counts.on_devices;
       const bool added = std::all_of(on_devices.begin(), on_devices.end(), [&](const CountsOnDevice& each) {
         return run_ops([&] { add_on_device(*record, key, each); });

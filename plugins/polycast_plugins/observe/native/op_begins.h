@@ -72,7 +72,7 @@ void add_source(ObservedOp& op, const Tensor& tensor) {
   const ScalarType dtype = tensor.scalar_type();
   const Producer* const producer = op.state->producers.find(tensor);
   if (has_known_sizes(tensor) && tensor.dim() > 0 && (dtype == at::kFloat || is_fast(dtype))) {
-    SourceCounts source{nullptr, kNoModule, dtype, ScalarType::Undefined, op.sources.empty(), ScalarType::Undefined, 1, bytes_of(tensor)};
+    SourceCounts source{.dtype = dtype, .is_first = op.sources.empty(), .count = 1, .bytes = bytes_of(tensor)};
     if (producer != nullptr) {
       source.op = producer->op;
       source.asked_from = producer->asked_from;

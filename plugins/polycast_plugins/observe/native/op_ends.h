@@ -48,7 +48,9 @@ struct Call {
   double seconds;
 
   CallKey key(const ThreadRecord& record) const {
-    return {op.op, op.override, op.outcome, record.module(), op.device, op.fast, op.backward};
+    return {
+        .op = op.op, .override = op.override, .outcome = op.outcome, .module = record.module(), .device = op.device, .fast = op.fast,
+        .backward = op.backward};
   }
 
   // Called with the record locked.
@@ -148,7 +150,9 @@ void note_nonfinite(const ObservedOp& op, const Tensor& output) {
       }
     }
     const Gil gil;
-    FirstNonFinite first{op.op, record->module(), op.backward, inf, nan, output.scalar_type(), python_stack()};
+    FirstNonFinite first{
+        .op = op.op, .module = record->module(), .backward = op.backward, .inf = inf, .nan = nan, .dtype = output.scalar_type(),
+        .stack = python_stack()};
     std::lock_guard<std::mutex> lock(recorder.mutex);
     recorder.first = std::move(first);
   }
@@ -197,7 +201,8 @@ void end_inner_matmul(InnerMatmul& part, const at::RecordFunction& event) {
 void find_chains(ObservedOp& op, const Tensor& output) {
   const ScalarType computes = output.scalar_type();
   const auto add = [&](ChainKind kind, ScalarType dtype) {
-    op.chains.push_back({Chain{kind, {op.op}, op.override, kNoModule, op.device, dtype}, {1, bytes_of(output)}, std::nullopt});
+    const Chain chain{.kind = kind, .ops = {op.op}, .override = op.override, .device = op.device, .fast = dtype};
+    op.chains.push_back({chain, {.count = 1, .bytes = bytes_of(output)}, std::nullopt});
   };
   if (op.op->is_loss && is_fast(computes)) {
     add(ChainKind::kLoss, computes);
@@ -283,7 +288,7 @@ void end_op(ObservedOp& op, const at::RecordFunction& event) {
     check_outputs(op, outputs);
   }
   if (state.keeps_events && op.is_timed) {
-    add_event(state, {op.op, op.began, ended, 0, kNoModule, op.backward, false, ScalarType::Undefined, computes, false, false, 0});
+    add_event(state, {.op = op.op, .begin = op.began, .end = ended, .backward = op.backward, .dtype = computes});
   }
   if (op.numerics != nullptr) {
     count_outputs(op, outputs);
