@@ -9,7 +9,7 @@ from torch import nn
 
 import polycast
 
-from .defined import Defined
+from .models import Defined
 
 IN_FLOAT32 = {"linear": "fp32", "mm": "fp32"}
 """Policies under which the region computes the same as float32, so that an error means a lost write."""

@@ -9,7 +9,7 @@ from polycast_plugins.fastest import estimates
 from polycast_plugins.precision.timing import BY_PROFILE, PLAIN_REGION
 from polycast_plugins.precision.tuner import modules_faster_in_float32
 
-from .defined import Defined
+from .models import Defined
 
 
 @pytest.fixture

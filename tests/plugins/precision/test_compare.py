@@ -11,11 +11,7 @@ from torch import nn
 
 import polycast
 
-from .defined import Defined
-
-
-def by_name(comparison):
-    return {module.name: module for module in comparison.modules}
+from .models import Defined, by_name
 
 
 def residual(width):

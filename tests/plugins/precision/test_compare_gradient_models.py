@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import polycast
 
-from .defined import Defined
+from .models import Defined
 from .planted_gradients import Planted, by_name, compare, mean_square
 
 

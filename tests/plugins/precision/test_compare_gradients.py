@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 import polycast
 
-from .defined import Defined
+from .models import Defined
 from .planted_gradients import Planted, Wrong, by_name, compare, mean_square
 
 IN_FLOAT32 = {"linear": "fp32"}

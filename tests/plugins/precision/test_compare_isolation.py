@@ -10,7 +10,7 @@ from torch import nn
 
 import polycast
 
-from .defined import Defined
+from .models import Defined
 
 
 def everything(model):

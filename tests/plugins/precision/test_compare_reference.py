@@ -11,7 +11,7 @@ from torch import nn
 import polycast
 from polycast import Reference
 
-from .defined import Defined
+from .models import Defined, by_name
 
 RECIPE = polycast.Int8(min_size=0)
 
@@ -24,10 +24,6 @@ def model():
 @pytest.fixture
 def x():
     return torch.randn(3, 8)
-
-
-def by_name(comparison):
-    return {module.name: module for module in comparison.modules}
 
 
 def output_of(model, x, dtype, **settings):

@@ -13,7 +13,7 @@ from polycast.plugin import events
 from polycast_plugins.fastest import estimates
 from polycast_plugins.quantize.products import Activations
 
-from .defined import Defined
+from .models import Defined
 
 AVAILABLE = polycast.plugin.check(polycast.plugin.get_backend("cpu"), polycast.Int8())
 pytestmark = pytest.mark.skipif(not AVAILABLE, reason=f"no int8 here: {AVAILABLE.reason}")

@@ -13,7 +13,7 @@ from torch import nn
 import polycast
 from polycast import Int8, Policy
 
-from .defined import Defined
+from .models import Defined, by_name
 
 
 class Block(nn.Module):
@@ -34,10 +34,6 @@ def model():
 @pytest.fixture
 def x():
     return torch.randn(2, 16)
-
-
-def by_name(explanation):
-    return {each.name: each for each in explanation.modules}
 
 
 def dtypes_of_outputs(model, x, **settings):

@@ -13,7 +13,7 @@ from torch import nn
 import polycast
 from polycast_plugins.precision import sides
 
-from .defined import Defined
+from .models import Defined
 
 CALLS = {
     "compare": lambda model, x: polycast.compare(model, x),

@@ -15,7 +15,7 @@ from polycast_plugins.precision.minimal_set import NO_POLICY, Choice
 from polycast_plugins.precision.profiling_run import profile_runs
 from polycast_plugins.precision.timing import FLOAT32, PLAIN_REGION, ModelTimer, ModuleClock, Race, pick_fastest
 
-from .defined import Defined
+from .models import Defined
 
 
 class Made(Race):

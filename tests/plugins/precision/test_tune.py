@@ -13,9 +13,7 @@ from polycast_plugins.precision.candidates import Blocks, ModuleCandidates
 from polycast_plugins.precision.minimal_set import Choice
 from polycast_plugins.precision.profiling_run import profile_runs
 
-from .defined import Defined
-
-FLOAT16 = {"tolerance": 1e-2, "dtype": torch.float16}
+from .models import FLOAT16, Defined, distance, scaled
 
 
 def tune(model, inputs, metric=None, **arguments):
@@ -31,36 +29,19 @@ def tune(model, inputs, metric=None, **arguments):
     return tuned
 
 
-def distance(model, x, policy, dtype=torch.float16):
-    with torch.no_grad():
-        expected = model(x)
-        with polycast.apply_policy(model, policy), polycast.autocast("cpu", dtype):
-            output = model(x)
-    return ((output.float() - expected).norm() / expected.norm()).item()
-
-
-class Overflowing(nn.Module):
-    """Two layers, if `much` with a value between them that overflows float16."""
-
-    def __init__(self, width, much):
-        super().__init__()
-        self.up, self.down = nn.Linear(width, width), nn.Linear(width, width)
-        with torch.no_grad():
-            self.up.weight.mul_(1e6 if much else 1)
-            self.down.weight.mul_(1e-6 if much else 1)
-
-    def forward(self, x):
-        return x + self.down(self.up(x))
+def overflowing(width, much):
+    """Return two layers, if `much` with a value between them that overflows float16."""
+    return scaled(1e6 if much else 1.0, width, bias=True)
 
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("culprits", [(), (4,), (0, 7, 11)], ids=str)
 def test_layers_that_overflow_are_found(culprits, seed, engine):
     torch.manual_seed(seed)
-    model, x = nn.Sequential(*(Overflowing(8, n in culprits) for n in range(12))), torch.randn(4, 8)
+    model, x = nn.Sequential(*(overflowing(8, n in culprits) for n in range(12))), torch.randn(4, 8)
     tuned = tune(model, x)
     assert set(tuned.evidence.members) == {f"{n}.{part}" for n in culprits for part in ("up", "down")}
-    assert distance(model, x, tuned.policy) == pytest.approx(tuned.evidence.distance)
+    assert distance(model, x, tuned.policy, dtype=torch.float16) == pytest.approx(tuned.evidence.distance)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -147,7 +128,7 @@ def test_the_layers_of_bert_that_overflow_are_found():
 
 
 def test_tune_is_deterministic():
-    model, x = nn.Sequential(*(Overflowing(8, n == 3) for n in range(6)), nn.Dropout()), torch.randn(4, 8)
+    model, x = nn.Sequential(*(overflowing(8, n == 3) for n in range(6)), nn.Dropout()), torch.randn(4, 8)
     one, two = polycast.tune(model, x, **FLOAT16), polycast.tune(model, x, **FLOAT16)
     assert one == two
     assert one.policy.text() == two.policy.text()
@@ -161,7 +142,7 @@ def test_a_policy_and_its_evidence_can_be_unpacked():
 
 
 def test_the_metric_decides():
-    model, x = nn.Sequential(Overflowing(8, True), Overflowing(8, True)), torch.randn(4, 8)
+    model, x = nn.Sequential(overflowing(8, True), overflowing(8, True)), torch.randn(4, 8)
     seen = []
 
     def metric(output, reference):
@@ -182,7 +163,7 @@ def test_a_metric_that_is_not_finite_in_float32_is_warned_about(metric):
 
 
 def test_the_closest_is_returned_if_no_policy_keeps_the_tolerance():
-    model, x = nn.Sequential(Overflowing(8, False), Overflowing(8, True)), torch.randn(4, 8)
+    model, x = nn.Sequential(overflowing(8, False), overflowing(8, True)), torch.randn(4, 8)
 
     def metric(output, reference):
         error = (output - reference).norm()
@@ -196,7 +177,7 @@ def test_the_closest_is_returned_if_no_policy_keeps_the_tolerance():
 
 
 def test_a_budget_is_kept():
-    model, x = nn.Sequential(*(Overflowing(8, n % 3 == 0) for n in range(12))), torch.randn(4, 8)
+    model, x = nn.Sequential(*(overflowing(8, n % 3 == 0) for n in range(12))), torch.randn(4, 8)
     tuned = polycast.tune(model, x, **FLOAT16, budget=6)
     assert tuned.met
     assert not tuned.evidence.is_minimal
@@ -252,7 +233,7 @@ def test_a_model_that_is_not_a_module_is_refused():
 
 
 def test_tune_restores_the_model():
-    model, x = nn.Sequential(Overflowing(4, True), nn.BatchNorm1d(4), nn.Dropout()), torch.randn(4, 4)
+    model, x = nn.Sequential(overflowing(4, True), nn.BatchNorm1d(4), nn.Dropout()), torch.randn(4, 4)
     before = [(name, id(t), t._version, t.tolist()) for name, t in model.state_dict(keep_vars=True).items()]
     state = torch.get_rng_state()
     tune(model, x)
@@ -263,7 +244,7 @@ def test_tune_restores_the_model():
 
 
 def test_a_saved_policy_has_its_evidence_as_comments(tmp_path):
-    model = nn.Sequential(Overflowing(8, True), nn.Linear(8, 8))
+    model = nn.Sequential(overflowing(8, True), nn.Linear(8, 8))
     tuned = tune(model, torch.randn(4, 8))
     tuned.save(tmp_path / "policy.toml")
     text = (tmp_path / "policy.toml").read_text()
@@ -274,7 +255,7 @@ def test_a_saved_policy_has_its_evidence_as_comments(tmp_path):
 
 
 def test_the_evidence_can_be_written_as_json():
-    said = tune(nn.Sequential(Overflowing(8, True)), torch.randn(4, 8)).evidence.to_dict()
+    said = tune(nn.Sequential(overflowing(8, True)), torch.randn(4, 8)).evidence.to_dict()
     again = json.loads(json.dumps(said, allow_nan=False))
     assert again == said
     assert (again["schema"], again["dtype"], again["plain"]) == (1, "float16", "inf")
@@ -283,7 +264,7 @@ def test_the_evidence_can_be_written_as_json():
 
 @pytest.mark.parametrize("over", ["modules", "ops"])
 def test_inference_mode_changes_nothing(over):
-    model, x = nn.Sequential(Overflowing(4, True), nn.BatchNorm1d(4), nn.ReLU(inplace=True)), torch.randn(8, 4)
+    model, x = nn.Sequential(overflowing(4, True), nn.BatchNorm1d(4), nn.ReLU(inplace=True)), torch.randn(8, 4)
     expected = tune(model, x, over=over)
     with torch.inference_mode():
         assert tune(model, x, over=over) == expected

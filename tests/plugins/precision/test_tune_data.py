@@ -10,30 +10,14 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import polycast
 
-from .defined import Defined
-
-FLOAT16 = {"tolerance": 1e-2, "dtype": torch.float16}
-
-
-class Block(nn.Module):
-    """Two layers with a value between them that is `factor` times as large."""
-
-    def __init__(self, factor):
-        super().__init__()
-        self.up, self.down = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
-        with torch.no_grad():
-            self.up.weight.mul_(factor)
-            self.down.weight.mul_(1 / factor)
-
-    def forward(self, x):
-        return x + self.down(self.up(x))
+from .models import FLOAT16, Defined, scaled
 
 
 @pytest.fixture
 def model():
     """A model whose third block overflows for inputs of about 1, and its fifth for inputs of about 100."""
     torch.manual_seed(0)
-    return nn.Sequential(*(Block({2: 1e6, 4: 2e4}.get(n, 1.0)) for n in range(6)))
+    return nn.Sequential(*(scaled({2: 1e6, 4: 2e4}.get(n, 1.0)) for n in range(6)))
 
 
 def usual():
@@ -108,7 +92,7 @@ def test_each_batch_sees_the_state_of_the_model_that_the_first_one_sees():
 
 def test_modules_that_only_one_batch_calls_are_candidates():
     chooses = Defined(
-        lambda self, x: self.small(x) if x.abs().max() <= 1 else self.large(x), small=Block(1.0), large=Block(1e6)
+        lambda self, x: self.small(x) if x.abs().max() <= 1 else self.large(x), small=scaled(1.0), large=scaled(1e6)
     )
     torch.manual_seed(0)
     evidence = polycast.tune(chooses, [usual(), large()], **FLOAT16).evidence

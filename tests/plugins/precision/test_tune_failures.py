@@ -8,9 +8,7 @@ from torch import nn
 
 import polycast
 
-from .defined import Defined
-
-FLOAT16 = {"tolerance": 1e-2, "dtype": torch.float16}
+from .models import FLOAT16, Defined
 
 
 class Strict(nn.Module):

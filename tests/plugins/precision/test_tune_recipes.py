@@ -15,7 +15,7 @@ from polycast_plugins.precision.minimal_set import Choice
 from polycast_plugins.precision.profiling_run import profile_runs
 from polycast_plugins.precision.timing import PLAIN_REGION
 
-from .defined import Defined
+from .models import Defined, distance
 
 pytestmark = pytest.mark.usefixtures("int8_in_python")
 RECIPE = Int8(min_size=0)
@@ -57,14 +57,6 @@ def tune(model, x, **arguments):
         assert all(tried[members, kept - {name}] > evidence.tolerance for name in kept)
         assert all(tried[members - {name}, kept | {name}] > evidence.tolerance for name in members)
     return tuned
-
-
-def distance(model, x, policy, **settings):
-    with torch.no_grad():
-        expected = model(x)
-        with polycast.apply_policy(model, policy), polycast.autocast("cpu", **settings):
-            output = model(x)
-    return ((output.float() - expected).norm() / expected.norm()).item()
 
 
 @pytest.mark.parametrize("culprits", [(1,), (0, 3)], ids=str)
