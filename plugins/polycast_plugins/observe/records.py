@@ -309,7 +309,7 @@ class Origin:
 
 @dataclass(frozen=True)
 class NonFinite(Origin):
-    """The first op of an observation that turned finite inputs into inf or nan.
+    """The first op of an observation that turned finite inputs into inf or nan: an :class:`Origin` with a count.
 
     Attributes:
         count: how many ops so far did so.
