@@ -101,8 +101,7 @@ class ObservedProcess:
         if not name:
             return report
         path = report.with_name(f"{report.stem}.{name}{report.suffix}")
-        if (
-            not self._is_first and path.exists() and path.stat().st_mtime >= self._output.since
-        ):  # of another process with this name
+        is_written = path.exists() and path.stat().st_mtime >= self._output.since
+        if is_written and not self._is_first:  # by another process with this name
             path = report.with_name(f"{report.stem}.{name}.{self._process}{report.suffix}")
         return path

@@ -205,11 +205,7 @@ class _StartWhenUnpickled:
         self._options = options
 
     def __reduce__(self) -> tuple[Callable[..., None], tuple[Options]]:
-        return _start_in_spawned, (self._options,)
-
-
-def _start_in_spawned(options: Options) -> None:
-    start(options, is_first=False)
+        return functools.partial(start, is_first=False), (self._options,)
 
 
 def _start_in_spawned_processes(options: Options) -> None:

@@ -1,6 +1,7 @@
 """polycast in Accelerate: a function to call before ``prepare``."""
 
-from collections.abc import Mapping
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 from accelerate import Accelerator  # type: ignore[import-untyped]
@@ -45,23 +46,9 @@ def prepare(
         raise TypeError(f"log must be a polycast.RunLog or None, got {log!r:.100}")
     settings = RegionSettings(policy, recipe, cache)
     run_in_regions(model, settings)
-    accelerator.register_for_checkpointing(_Checkpointed(model, settings))
+    restore = partial(settings.restore, model=model)
+    accelerator.register_for_checkpointing(SimpleNamespace(state_dict=settings.state_dict, load_state_dict=restore))
     if log is not None:
         log.watch(model, accelerator.scaler)
         accelerator.register_for_checkpointing(log)
     return accelerator.prepare(model)
-
-
-class _Checkpointed:
-    """The settings of a model, as Accelerate saves and loads them."""
-
-    def __init__(self, model: nn.Module, settings: RegionSettings) -> None:
-        self._model, self._settings = model, settings
-
-    def state_dict(self) -> dict[str, str]:
-        """Return the policy and the recipe as text."""
-        return self._settings.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, str]) -> None:
-        """Use the policy and the recipe of a checkpoint, unless others were given."""
-        self._settings.restore(state, self._model)
