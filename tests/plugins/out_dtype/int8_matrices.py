@@ -2,6 +2,8 @@
 
 import torch
 
+from polycast import out_dtype
+
 ATEN = torch.ops.aten
 MM, BMM, ADDMM, LINEAR = ATEN.mm.default, ATEN.bmm.default, ATEN.addmm.default, ATEN.linear.default
 OPERATOR = torch.ops.higher_order.out_dtype
@@ -15,3 +17,16 @@ def same(actual, expected):
     """Compare bit for bit."""
     assert (actual.dtype, actual.shape) == (expected.dtype, expected.shape)
     assert torch.equal(actual, expected)
+
+
+def outcome(function, *args):
+    """Return the result of a call, or the type and the text of its exception."""
+    try:
+        return function(*args)
+    except Exception as error:
+        return type(error), str(error)
+
+
+def same_as_torchs(op, dtype, *args):
+    """Check that a call has the result of torch's operator."""
+    same(out_dtype(op, dtype, *args), OPERATOR(op, dtype, *args))

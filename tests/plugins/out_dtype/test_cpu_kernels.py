@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import polycast_backends.cpu.out_dtype_kernels
 from polycast import out_dtype
 
-from .int8_matrices import ADDMM, BMM, LINEAR, MM, OPERATOR, int8, same
+from .int8_matrices import ADDMM, BMM, LINEAR, MM, int8, same, same_as_torchs
 
 LAYOUTS = {
     "rows": lambda rows, columns: int8(rows, columns),
@@ -53,7 +53,7 @@ def test_long_sums_are_exact_and_wrap_as_torchs_do(cpu, terms, subtests):
     for one, other in [(-128, -128), (-128, 127), (127, 127)]:
         with subtests.test(one=one, other=other):
             a, b = torch.full((2, terms), one, dtype=torch.int8), torch.full((terms, 3), other, dtype=torch.int8)
-            same(out_dtype(MM, torch.int32, a, b), OPERATOR(MM, torch.int32, a, b))
+            same_as_torchs(MM, torch.int32, a, b)
 
 
 @settings(deadline=None, max_examples=60)
@@ -67,7 +67,7 @@ def test_linear_of_int8_is_torchs_bit_for_bit(shape, sizes, data):
     dtype = data.draw(st.sampled_from([None, torch.int8, torch.int32]))
     bias = () if dtype is None else (torch.randint(-100, 100, (columns,), dtype=dtype),)
     args = (int8(*shape, terms), int8(columns, terms), *bias)
-    same(out_dtype(LINEAR, torch.int32, *args), OPERATOR(LINEAR, torch.int32, *args))
+    same_as_torchs(LINEAR, torch.int32, *args)
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.int32])
@@ -88,7 +88,7 @@ def test_bmm_of_int8_is_exact(cpu, subtests):
 
 def test_only_the_bias_may_be_in_another_dtype():
     bias, a, b = int8(3), int8(3, 3).int(), int8(3, 3).int()
-    same(out_dtype(LINEAR, torch.int32, a, b, bias), OPERATOR(LINEAR, torch.int32, a, b, bias))
+    same_as_torchs(LINEAR, torch.int32, a, b, bias)
     same(out_dtype(ADDMM, torch.int32, bias, a, b), torch.addmm(bias.int(), a, b))
 
 

@@ -9,19 +9,7 @@ import polycast
 from polycast import out_dtype
 from polycast.registry.registry import registry
 
-from .int8_matrices import ATEN, BMM, MM, OPERATOR, int8, same
-
-
-def outcome(function, *args):
-    """Return the result of a call, or the type and the text of its exception."""
-    try:
-        return function(*args)
-    except Exception as error:
-        return type(error), str(error)
-
-
-def function(a, b):
-    return out_dtype(MM, torch.int32, a, b) + 1
+from .int8_matrices import ATEN, BMM, MM, OPERATOR, int8, outcome, same, same_as_torchs
 
 
 @pytest.fixture
@@ -41,22 +29,27 @@ def ran(hand_made):
 
 def test_a_third_partys_kernel_runs(ran):
     a, b = int8(3, 4), int8(4, 5)
-    same(out_dtype(MM, torch.int32, a, b), OPERATOR(MM, torch.int32, a, b))
+    same_as_torchs(MM, torch.int32, a, b)
     assert len(ran) == 1
 
 
-@pytest.mark.parametrize(
-    "dtypes", [(torch.int8, torch.int64), (torch.int16, torch.int32), (torch.float32, torch.float64)]
-)
-def test_other_dtypes_go_to_torchs_operator(ran, dtypes):
-    a = torch.ones(2, 2, dtype=dtypes[0])
-    same(out_dtype(MM, dtypes[1], a, a), OPERATOR(MM, dtypes[1], a, a))
-    assert ran == []
+class Mine(torch.Tensor):
+    pass
 
 
-def test_inputs_of_several_dtypes_go_to_torchs_operator(ran):
-    a, b = int8(2, 2), int8(2, 2).to(torch.int16)
-    same(out_dtype(MM, torch.int32, a, b), OPERATOR(MM, torch.int32, a, b))
+SQUARE = int8(2, 2)
+OTHERS = {
+    "int64": (torch.int64, SQUARE, SQUARE),
+    "int16": (torch.int32, SQUARE.short(), SQUARE.short()),
+    "float32": (torch.float64, SQUARE.float(), SQUARE.float()),
+    "several dtypes": (torch.int32, SQUARE, SQUARE.short()),
+    "a subclass": (torch.int32, SQUARE.as_subclass(Mine), SQUARE),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_inputs_go_to_torchs_operator(ran, name):
+    same_as_torchs(MM, *OTHERS[name])
     assert ran == []
 
 
@@ -145,15 +138,6 @@ def test_fake_and_meta_tensors_go_to_torchs_operator(ran, fake):
     assert ran == []
 
 
-def test_a_subclass_goes_to_torchs_operator(ran):
-    class Mine(torch.Tensor):
-        pass
-
-    a = int8(3, 3)
-    same(out_dtype(MM, torch.int32, a.as_subclass(Mine), a), OPERATOR(MM, torch.int32, a.as_subclass(Mine), a))
-    assert ran == []
-
-
 def test_a_sparse_tensor_goes_to_torchs_operator(ran):
     a = int8(3, 3)
     same(out_dtype(MM, torch.int32, a.to_sparse(), a), torch.mm(a.int(), a.int()))
@@ -175,7 +159,7 @@ def test_the_kernels_of_an_unavailable_backend_do_not_run(hand_made):
     kernels = {(MM, torch.int8, torch.int32): never, (BMM, torch.int8, torch.int32): never}
     hand_made("cpu", kernels=kernels, availability=lambda: polycast.plugin.Availability(False, "not today"))
     a = int8(2, 2)
-    same(out_dtype(MM, torch.int32, a, a), OPERATOR(MM, torch.int32, a, a))
+    same_as_torchs(MM, torch.int32, a, a)
     with pytest.raises(ValueError, match="out_dtype only allows the following operators"):
         out_dtype(BMM, torch.int32, a[None], a[None])
 
@@ -186,7 +170,7 @@ def test_a_device_without_a_backend_goes_to_torchs_operator(monkeypatch):
 
     monkeypatch.setattr(registry, "find", find)
     a = int8(2, 2)
-    same(out_dtype(MM, torch.int32, a, a), OPERATOR(MM, torch.int32, a, a))
+    same_as_torchs(MM, torch.int32, a, a)
 
 
 def test_a_broken_backend_raises(monkeypatch):

@@ -7,22 +7,7 @@ from hypothesis import strategies as st
 
 from polycast import out_dtype
 
-ATEN = torch.ops.aten
-MM, BMM, ADDMM, LINEAR = ATEN.mm.default, ATEN.bmm.default, ATEN.addmm.default, ATEN.linear.default
-OPERATOR = torch.ops.higher_order.out_dtype
-
-
-def int8(*shape):
-    return torch.randint(-128, 128, shape, dtype=torch.int8)
-
-
-def outcome(function, *args):
-    """Return the result of a call, or the type and the text of its exception."""
-    try:
-        return function(*args)
-    except Exception as error:
-        return type(error), str(error)
-
+from .int8_matrices import ATEN, LINEAR, MM, OPERATOR, int8, outcome
 
 X, Y = torch.randn(5, 5, dtype=torch.float64), torch.randn(5, 5, dtype=torch.float64)
 DTYPES = (torch.int8, torch.uint8, torch.int32, torch.bool, torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -112,7 +97,3 @@ def test_tensors_on_two_devices_are_an_error():
 def test_a_tensor_without_dimensions_may_be_elsewhere():
     x = torch.ones(2, 2, dtype=torch.int8, device="meta")
     assert out_dtype(ATEN.mul.Tensor, torch.int32, torch.ones((), dtype=torch.int8), x).device.type == "meta"
-
-
-def function(a, b):
-    return out_dtype(MM, torch.int32, a, b) + 1
