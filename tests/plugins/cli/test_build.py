@@ -13,6 +13,7 @@ import polycast
 from polycast.engine.native.engine_library import ENGINE
 from polycast.toolchain.build import find_build, get_or_build
 from polycast.toolchain.cache_folder import cache_directory
+from polycast.toolchain.compiler import compile_library, find_compiler
 from polycast.toolchain.cpp_library import BuildError
 from polycast.toolchain.prebuilt import no_compiler
 from polycast_plugins.cli import app
@@ -202,3 +203,17 @@ def test_a_library_that_cannot_be_imported_does_not_stop_the_other_builds(compil
     )
     assert [line.partition(":")[0] for line in result.stdout.splitlines()] == [each.description for each in OWN]
     assert result.exit_code == 1
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [each for each in ALL if each != ENGINE],
+    ids=lambda library: library.name,
+)
+def test_clang_compiles_what_gcc_does(wanted, monkeypatch, tmp_path):
+    monkeypatch.setenv("CXX", "clang++ -fsyntax-only")
+    compiler = find_compiler()
+    if compiler is None:
+        pytest.skip("it is not here")
+    status, output = compile_library(compiler, wanted, wanted.read_sources(), tmp_path / "library.so")
+    assert status == 0, output

@@ -1,4 +1,4 @@
-"""`polycast ops`: a device's table of ops, and where torch's differs from it."""
+"""`polycast ops`: a device's table of ops, where torch's differs from it, and what a region does with an op."""
 
 import json
 
@@ -118,3 +118,61 @@ def test_drift_of_one_policy_is_refused(polycast_command):
     result = polycast_command("ops", "cpu", "--drift", "--cast-policy", "fp32")
     assert "--cast-policy and --drift exclude each other" in result.stderr
     assert result.exit_code == 2
+
+
+# ---- --explain
+
+
+def test_an_op_is_explained_in_a_region_of_a_device_that_need_not_be_there(polycast_command):
+    assert polycast_command("ops", "xpu", "--explain", "softmax").stdout.splitlines() == [
+        "aten::softmax.int on xpu, a region of float16",
+        "fp32_set_opt_dtype (backend's table): its dtype defaults to float32",
+    ]
+
+
+def test_each_overload_that_a_name_means_is_explained(polycast_command):
+    lines = polycast_command("ops", "cuda", "--explain", "aten::pow").stdout.splitlines()
+    assert lines[0].startswith("aten::pow.")
+    assert [line.partition(": ")[0] for line in lines[2:]] == ["aten::pow.Tensor_Scalar", "aten::pow.Scalar"]
+
+
+def test_an_op_is_explained_under_a_policy_file(polycast_command, tmp_path):
+    path = tmp_path / "policy.toml"
+    polycast.Policy({"mm": "fp32"}, name="careful").save(path)
+    explained = json.loads(
+        polycast_command("ops", "cpu", "--explain", "mm.default", "--policy", str(path), "--json").stdout
+    )
+    assert (explained["policy"], explained["rule"], explained["rule_name"]) == ("fp32", "region's policy", "careful")
+
+
+def test_an_op_is_explained_in_a_region_with_a_recipe(polycast_command):
+    explained = [
+        json.loads(polycast_command("ops", "xpu", "--explain", op, "--recipe", "int8:tensor", "--json").stdout)
+        for op in ("linear", "exp")
+    ]
+    assert [each["recipe"] for each in explained] == ["int8:tensor", ""]
+    assert explained[0]["declined"] == "there are no kernels for int8 on xpu"
+
+
+INVALID = [
+    (["--explain", "mm", "--recipe", "int9"], "'int9' is not a recipe: did you mean 'int8'?"),
+    (["--recipe", "int8"], "--recipe needs --explain OP."),
+    (["--explain", "sofmax"], "has no op 'sofmax'; the nearest are 'softmax', '_softmax', 'fmax'\n"),
+    (["--cast-policy", "fp23"], "'fp23' is not one of 'lower_precision_fp', 'fp32', "),
+    (["--explain", "mm", "--policy", "absent.toml"], "No such file or directory: 'absent.toml'\n"),
+    (["--explain", "mm", "--drift"], "--explain is about one op: leave out --cast-policy and --drift."),
+    (["--explain", "mm", "--cast-policy", "fp32"], "--explain is about one op: leave out --cast-policy and --drift."),
+    (
+        ["--policy", "absent.toml"],
+        "--policy FILE needs --explain OP. To see the ops with one cast policy, write --cast-policy NAME.",
+    ),
+]
+
+
+def test_invalid_arguments_are_refused(polycast_command, monkeypatch, subtests):
+    monkeypatch.setenv("COLUMNS", "200")
+    for arguments, said in INVALID:
+        with subtests.test(arguments=arguments, said=said):
+            result = polycast_command("ops", "cpu", *arguments)
+            assert said in result.stderr
+            assert (result.stdout, result.exit_code) == ("", 2)

@@ -170,10 +170,7 @@ INVALID = [
     (["script.py:build", "--holdout", "1"], "--holdout 1 leaves no batch of 1 for the search"),
     (["script.py:build", "--exclude", "layers.*"], "exclude['layers.*'] matches no module of the model"),
     (["script.py:build", "--budget", "1"], "budget must be a number of evaluations, at least 2"),
-    (
-        ["script.py:build", "--output", "nowhere/policy.toml"],
-        "policy.toml cannot be written: nowhere does not exist",
-    ),
+    (["script.py:build", "--output", "nowhere/policy.toml"], "policy.toml cannot be written: nowhere does not exist"),
     (["script.py:build", "--output", "."], ". is a folder: name a file in it, such as policy.toml"),
 ]
 

@@ -130,14 +130,8 @@ def test_a_device_whose_in_place_updates_are_not_counted(monkeypatch, engine, ch
 @pytest.mark.parametrize(
     ("kernel", "message"),
     [
-        (
-            lambda x, y: (x.int() @ y.int()).half(),
-            "must return int32[32, 32], got float16[32, 32]",
-        ),
-        (
-            lambda x, y: (x.int() @ y.int())[:2],
-            "must return int32[32, 32], got int32[2, 32]",
-        ),
+        (lambda x, y: (x.int() @ y.int()).half(), "must return int32[32, 32], got float16[32, 32]"),
+        (lambda x, y: (x.int() @ y.int())[:2], "must return int32[32, 32], got int32[2, 32]"),
         (lambda x, y: None, "must return int32[32, 32], got None"),
         (
             lambda x, y: (x @ y).int(),

@@ -182,16 +182,8 @@ def test_a_kernel_that_is_right_passes(name, engine):
         ),
         ("test_recipe_product", NoBias(), "times the bound of the recipe"),
         ("test_recipe_product", InFloat32(), "the result is torch.float32, not torch.bfloat16"),
-        (
-            "test_recipe_product",
-            PacksNothing(),
-            "a tuple of tensors for a finite weight, got None",
-        ),
-        (
-            "test_recipe_product",
-            PacksNoTensor(),
-            "a tuple of tensors for a finite weight, got (",
-        ),
+        ("test_recipe_product", PacksNothing(), "a tuple of tensors for a finite weight, got None"),
+        ("test_recipe_product", PacksNoTensor(), "a tuple of tensors for a finite weight, got ("),
         (
             "test_recipe_unsupported_reason",
             LooksAtValues(),
@@ -203,11 +195,7 @@ def test_a_kernel_that_is_right_passes(name, engine):
             "must decline activations that do not fit the weight, so that torch",
         ),
         ("test_recipe_unsupported_reason", SaysNothing(), "unsupported_reason() must return None or a reason, got ''"),
-        (
-            "test_recipe_in_compiled_code",
-            OtherStrides(),
-            "strides [1, 5], on cpu, and compiled code expects",
-        ),
+        ("test_recipe_in_compiled_code", OtherStrides(), "strides [1, 5], on cpu, and compiled code expects"),
         (
             "test_recipe_in_compiled_code",
             PacksNothing(),
@@ -216,11 +204,7 @@ def test_a_kernel_that_is_right_passes(name, engine):
         ("test_recipe_inf_and_nan", LosesNan(), "a finite number where the op returns inf or nan"),
         ("test_recipe_inf_and_nan", SpreadsNan(), "times the bound of the recipe"),
         ("test_recipe_empty_batch", NoRows(), "with no rows, returned the shape (0,), expected (0, 16)"),
-        (
-            "test_recipe_packing",
-            KeepsTheWeight(),
-            "prepack() returned memory of the weight",
-        ),
+        ("test_recipe_packing", KeepsTheWeight(), "prepack() returned memory of the weight"),
         ("test_recipe_packing", ReadsTheWeight(), "run() read the weight, or returned another result the second time"),
         ("test_recipe_packing", WritesToTheInput(), "run() wrote to its arguments"),
         ("test_recipe_in_a_region", PacksNothing(), "did not run in a region with Int8("),

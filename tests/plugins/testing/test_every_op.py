@@ -1,4 +1,4 @@
-"""explain against the engines: the dtypes that it explains for every op are those that it returns."""
+"""Every op that the suite has arguments for: what explain says of it, and the policy that it has by its short name."""
 
 import functools
 
@@ -10,20 +10,24 @@ import polycast
 from polycast import CastPolicy, explain
 from polycast.plugin import find_op
 from polycast.policy.schemas import entry_problem, optional_dtype
+from polycast_plugins.testing.op_checks import call_as
 from polycast_plugins.testing.samples import SAMPLES, split
 
 
 class Maker:
     """Make the tensors of samples."""
 
+    def __init__(self, dtype):
+        self.dtype = dtype
+
     def __call__(self, *shape):
-        return torch.full(shape, 0.5)
+        return torch.full(shape, 0.5, dtype=self.dtype)
 
     def spd(self, size):
-        return torch.eye(size)
+        return torch.eye(size, dtype=self.dtype)
 
     def signs(self, *shape):
-        return torch.ones(shape)
+        return torch.ones(shape, dtype=self.dtype)
 
     def integers(self, values, dtype=torch.int64):
         return torch.tensor(values, dtype=dtype)
@@ -89,7 +93,7 @@ def test_explain_describes_what_the_region_does_for_every_op(engine, policy):
         if policy is None and explain(op, device_type="cpu").policy is None:
             continue  # its inner ops are cast instead
         own = None if policy is None else {op: policy}
-        for number, (args, kwargs) in enumerate(variants(split(sample(Maker())))):
+        for number, (args, kwargs) in enumerate(variants(split(sample(Maker(torch.float32))))):
             with polycast.autocast("cpu", policy=own):
                 explained = explain(op, *args, device_type="cpu", **kwargs)
                 outcomes[name, number] = outcome(functools.partial(op, *args, **kwargs))
@@ -100,3 +104,18 @@ def test_explain_describes_what_the_region_does_for_every_op(engine, policy):
             )
     assert expected == outcomes
     assert len(outcomes) > 5
+
+
+@pytest.mark.filterwarnings("ignore")  # torch warns of ops that it has deprecated
+def test_every_op_has_another_policy_by_its_short_name(engine):
+    found, said = {}, {}
+    for name, sample in SAMPLES.items():
+        op = find_op(name)
+        if op is not None:
+            args, kwargs = arguments = split(sample(Maker(torch.bfloat16)))
+            short = name.removeprefix("aten::").partition(".")[0]
+            with polycast.autocast("cpu", policy={short: "fp32"}):
+                found[name] = outcome(functools.partial(op, *args, **kwargs))
+            said[name] = outcome(functools.partial(call_as, CastPolicy.FP32, op, arguments, "cpu", torch.bfloat16))
+    assert found == said
+    assert sum(isinstance(dtypes, list) for dtypes in found.values()) > 150
