@@ -5,10 +5,7 @@ import os
 import pytest
 from tests.core.engine.test_forks import COMPILING, IMPORTING, run
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform has no fork"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform has no fork")]
 
 MEETING = """
 import os, threading

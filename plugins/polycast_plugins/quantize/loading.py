@@ -12,16 +12,7 @@ from torch import nn
 from polycast import WeightCache
 from polycast.plugin import Plan, Recipe, disable_autocast, events, get_backend, hold_during_fork
 
-from .contents import (
-    SavedContents,
-    SavedEntry,
-    SavedTensor,
-    SavedWeight,
-    View,
-    digests,
-    sample_digests,
-    versions,
-)
+from .contents import SavedContents, SavedEntry, SavedTensor, SavedWeight, View, digests, sample_digests, versions
 from .kernel_plan import KernelPlan, PlannedKernel, PrepackedFormat
 from .saving import flat
 from .tensor_file import TensorFile

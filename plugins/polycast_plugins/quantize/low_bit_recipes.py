@@ -18,13 +18,7 @@ _FEATURES = (
     Feature(
         "fused attention",
         "In eval mode nn.MultiheadAttention and nn.TransformerEncoder take their fused path, without recipes.",
-        (
-            (
-                "torch.backends.mha",
-                ("torch.backends.mha.get_fastpath_enabled",),
-                f"{_UNFUSED}:disable_fused_attention",
-            ),
-        ),
+        (("torch.backends.mha", ("torch.backends.mha.get_fastpath_enabled",), f"{_UNFUSED}:disable_fused_attention"),),
         on_undo=f"{_UNFUSED}:forget_rules_of_dynamo",
     ),
     Feature(
@@ -35,13 +29,7 @@ _FEATURES = (
     Feature(
         "experts",
         "torch.nn.functional.grouped_mm is computed in the dtype of its inputs, without recipes.",
-        (
-            (
-                "torch.nn.functional",
-                ("torch.nn.functional.grouped_mm",),
-                f"{_UNFUSED}:compute_experts_one_by_one",
-            ),
-        ),
+        (("torch.nn.functional", ("torch.nn.functional.grouped_mm",), f"{_UNFUSED}:compute_experts_one_by_one"),),
     ),
 )
 

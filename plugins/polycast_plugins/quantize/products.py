@@ -112,12 +112,7 @@ class EqualizedProduct:
     """
 
     def __init__(
-        self,
-        kernel: LowBitKernel,
-        op: str,
-        weight: torch.Tensor,
-        matrix: torch.Tensor,
-        generator: torch.Generator,
+        self, kernel: LowBitKernel, op: str, weight: torch.Tensor, matrix: torch.Tensor, generator: torch.Generator
     ) -> None:
         self._kernel, self._op, self._weight = kernel, op, weight
         self.matrix = matrix

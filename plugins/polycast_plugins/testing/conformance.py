@@ -16,13 +16,7 @@ from .subject import read_expected, require
 
 
 class BackendConformance(
-    ContractChecks,
-    RegionChecks,
-    OpChecks,
-    FeatureChecks,
-    KernelChecks,
-    RecipeChecks,
-    KernelOptionChecks,
+    ContractChecks, RegionChecks, OpChecks, FeatureChecks, KernelChecks, RecipeChecks, KernelOptionChecks
 ):
     """The conformance suite of a backend: subclass it in a test file, under a name that begins with ``Test``.
 

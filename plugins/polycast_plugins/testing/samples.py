@@ -138,10 +138,7 @@ _LAYERS: dict[str, Sample] = {
         *(False, [], 2, 5, 1, True, False, False, False),
     ),
     **_same(((1, 2, 4, 8),) * 3, "scaled_dot_product_attention _scaled_dot_product_flash_attention"),
-    "aten::_native_multi_head_attention": lambda m: (
-        *(m(1, 4, 8),) * 3,
-        *(8, 2, m(24, 8), m(24), m(8, 8), m(8)),
-    ),
+    "aten::_native_multi_head_attention": lambda m: (*(m(1, 4, 8),) * 3, *(8, 2, m(24, 8), m(24), m(8, 8), m(8))),
     "aten::adaptive_avg_pool3d": lambda m: (m(1, 1, 4, 4, 4), [2, 2, 2]),
     "aten::adaptive_max_pool3d": lambda m: (m(1, 1, 4, 4, 4), [2, 2, 2]),
     "aten::avg_pool3d": lambda m: (m(1, 1, 4, 4, 4), [2, 2, 2]),

@@ -8,7 +8,7 @@ from tests.core.engine.conftest import define, double_unseen, registered  # noqa
 
 import polycast
 
-from .saved_layers import run
+from .int8_linears import run
 
 AVAILABLE = polycast.plugin.check(polycast.plugin.get_backend("cpu"), polycast.Int8())
 NAMES = ("plain", "avx2", "avx_vnni", "vnni", "amx", "dotprod", "i8mm")
@@ -66,8 +66,8 @@ def declined(recipe_counts):
     """Return a function that runs a layer with int8 and returns why the recipe declined it; empty if it did not."""
 
     def declined(layer, **settings):
-        with recipe_counts() as counts, polycast.autocast("cpu", recipe=polycast.Int8(min_size=1), **settings):
-            layer(torch.randn(3, 8))
+        with recipe_counts() as counts:
+            run(layer, **settings)
         (record,) = counts.records()
         return record.declined
 
@@ -78,6 +78,12 @@ def declined(recipe_counts):
 def kernel(int8_operators):
     """Return the kernel of int8 linears that has an operator."""
     return int8_operators["aten::linear"]
+
+
+@pytest.fixture
+def layer():
+    """Return a linear."""
+    return torch.nn.Linear(8, 8)
 
 
 @pytest.fixture
@@ -96,6 +102,6 @@ def model():
 def saved(path, model):
     """Return the path of a saved cache of the model's casts."""
     cache = polycast.WeightCache()
-    run(model, cache)
+    run(model, torch.ones(2, 8), recipe=None, cache=cache)
     cache.save(path)
     return path

@@ -12,20 +12,9 @@ import polycast
 from polycast import Int8, WeightCache, autocast
 from polycast.engine.recipes.actions import forget_actions
 
-from .int8_linears import X, expected
+from .int8_linears import X, expected, run
 
-RECIPE = Int8(min_size=1)
-pytestmark = pytest.mark.usefixtures("native", "no_grad")
-
-
-@pytest.fixture(name="layer")
-def _layer(kernel):
-    return nn.Linear(8, 8)
-
-
-def run(function, *args, recipe=RECIPE, **settings):
-    with autocast("cpu", recipe=recipe, **settings):
-        return function(*args)
+pytestmark = pytest.mark.usefixtures("native", "no_grad", "kernel")
 
 
 def test_python_is_asked_once(layer, kernel, asked):
@@ -167,11 +156,7 @@ def test_views_of_a_weight_are_told_apart(asked, int8_operators):
     weight = nn.Parameter(torch.randn(16, 8))
     for _ in range(3):
         for rows in (slice(0, 8), slice(8, 16)):
-            layer = nn.Linear(8, 8)
-            view = weight[rows]
-            scale = view.abs().amax(1) / 127
-            rounded = (view / scale[:, None]).round() * scale[:, None]
-            assert torch.equal(run(linear, X, view, layer.bias), linear(X, rounded, layer.bias).bfloat16())
+            assert torch.equal(run(linear, X, weight[rows]), expected(weight[rows]))
     assert len(asked) == 2
 
 

@@ -5,22 +5,13 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 
-from polycast import Int8, WeightCache, autocast
+from polycast import WeightCache
 from polycast.engine.recipes.actions import Action, ActionKind
 from polycast_plugins.quantize.kernel_plan import KernelPlan
 
-X = torch.randn(3, 8)
-pytestmark = pytest.mark.usefixtures("native", "no_grad")
+from .int8_linears import X, run
 
-
-@pytest.fixture(name="layer")
-def _layer(kernel):
-    return nn.Linear(8, 8)
-
-
-def run(function, *args, **settings):
-    with autocast("cpu", recipe=Int8(min_size=1), **settings):
-        return function(*args)
+pytestmark = pytest.mark.usefixtures("native", "no_grad", "kernel")
 
 
 @pytest.fixture

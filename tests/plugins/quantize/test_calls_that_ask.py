@@ -17,12 +17,7 @@ from polycast.plugin import events
 
 from .int8_linears import X, run
 
-pytestmark = pytest.mark.usefixtures("native", "no_grad")
-
-
-@pytest.fixture(name="layer")
-def _layer(kernel):
-    return nn.Linear(8, 8)
+pytestmark = pytest.mark.usefixtures("native", "no_grad", "kernel")
 
 
 class Watched(TorchDispatchMode):

@@ -8,17 +8,12 @@ import torch
 from torch import nn
 
 import polycast
-from polycast import Int8, autocast
 from polycast.engine.recipes import prepacking
 
+from . import int8_linears
+
 pytestmark = pytest.mark.usefixtures("no_grad")
-
-X = torch.randn(3, 8)
-
-
-def run(layer):
-    with torch.no_grad(), autocast("cpu", recipe=Int8(min_size=1)):
-        return layer(X)
+run = torch.no_grad()(int8_linears.run)  # in threads too
 
 
 def test_a_thread_computes_by_the_recipe_while_another_prepacks_the_weight(linear, in_thread):

@@ -2,7 +2,7 @@
 
 import copy
 import gc
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ from polycast.plugin import Availability, Plan
 from polycast.region.resolve import override_of
 from polycast.registry.registry import registry
 
-from .int8_linears import X, expected, run
+from .int8_linears import INT8, X, expected, run
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 
@@ -163,7 +163,7 @@ def test_a_prepacked_weight_made_in_any_grad_mode_serves_all(layer, linear):
 
 def test_kernels_with_the_same_key_share_a_prepacked_weight(engine, either_kernels):
     weight = nn.Parameter(torch.randn(8, 4))
-    with autocast("cpu", recipe=Int8(min_size=1)):
+    with autocast("cpu", recipe=INT8):
         assert torch.equal(torch.mm(X, weight), torch.matmul(X, weight))
         assert torch.nn.functional.linear(X, weight.t()).shape == (3, 4)
     assert [either_kernels[f"aten::{op}"].prepared for op in ("mm", "matmul", "linear")] == [1, 0, 1]
@@ -171,7 +171,7 @@ def test_kernels_with_the_same_key_share_a_prepacked_weight(engine, either_kerne
 
 def test_a_tied_weight_is_prepacked_for_each_kind_of_use(engine, either_kernels):
     weight = nn.Parameter(torch.randn(8, 8))
-    with autocast("cpu", recipe=Int8(min_size=1)):
+    with autocast("cpu", recipe=INT8):
         for _ in range(2):
             one, other = nn.functional.linear(X, weight), torch.mm(X, weight)
     torch.testing.assert_close(one.float(), X @ weight.t(), rtol=0.05, atol=0.05)
@@ -211,7 +211,7 @@ def test_an_unsupported_call_runs_in_the_fast_dtype_and_is_counted(linear, recip
         x = x.double()
     with autocast("cpu"):
         fast = nn.functional.linear(x, weight)
-    with recipe_counts() as counts, autocast("cpu", recipe=Int8(min_size=1)):
+    with recipe_counts() as counts, autocast("cpu", recipe=INT8):
         assert torch.equal(nn.functional.linear(x, weight), fast)
     (record,) = counts.records()
     assert (record.op, record.recipe, record.device, record.calls) == ("aten::linear", "int8", "cpu", 1)
@@ -256,11 +256,9 @@ def test_threads_share_a_prepacked_weight(layer, linear):
                 if not torch.equal(run(layer), expected(layer)):
                     wrong.append(1)
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as threads:
+        for each in [threads.submit(work) for _ in range(4)]:
+            each.result()
     assert (wrong, linear.prepared) == ([], 1)
 
 
@@ -283,7 +281,7 @@ def test_a_kernel_may_return_another_dtype(layer, linear, monkeypatch):
 
 
 def test_functions_of_functorch_run_in_the_fast_dtype(layer, linear):
-    with autocast("cpu", recipe=Int8(min_size=1)):
+    with autocast("cpu", recipe=INT8):
         mapped = torch.vmap(lambda x: nn.functional.linear(x, layer.weight))(X)
     assert (mapped.dtype, linear.ran) == (torch.bfloat16, 0)
 
@@ -321,7 +319,7 @@ def availability(int8_kernels):
 
 @pytest.mark.usefixtures("engine")
 def test_refresh_reaches_regions_that_were_made_before_and_keeps_prepacked_weights(layer, linear, availability):
-    region = autocast("cpu", recipe=Int8(min_size=1))
+    region = autocast("cpu", recipe=INT8)
     for available, ran in ((False, 0), (True, 1), (False, 1), (True, 2)):
         availability(available)
         with region:

@@ -13,7 +13,8 @@ import polycast
 from polycast import Int8, WeightCache, autocast
 from polycast.engine.casts.cast_cache import process_cache
 
-X = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
+from .int8_linears import X, expected, run
+
 pytestmark = pytest.mark.usefixtures("engine", "no_grad")
 
 
@@ -25,17 +26,6 @@ def kernels(either_kernels):
 def new_weight(*shape, frozen=False):
     generator = torch.Generator().manual_seed(len(shape))
     return nn.Parameter(torch.randn(*(shape or (8, 8)), generator=generator), requires_grad=not frozen)
-
-
-def run(function, *args, min_size=1, **settings):
-    with autocast("cpu", recipe=Int8(min_size=min_size), **settings):
-        return function(*args)
-
-
-def expected(rows, x=X):
-    """Return what int8 makes of a product by a matrix with a row for each output feature."""
-    scale = rows.abs().amax(1).clamp(min=1e-30) / 127
-    return linear(x, (rows / scale[:, None]).round() * scale[:, None]).bfloat16()
 
 
 PRODUCTS = {
@@ -149,9 +139,9 @@ def test_verify_finds_an_unseen_write(kernels):
 
 def test_min_size_applies_to_the_view(kernels):
     w = new_weight()
-    run(linear, X, w[:4], min_size=33)
+    run(linear, X, w[:4], recipe=Int8(min_size=33))
     assert kernels["aten::linear"].ran == 0
-    run(linear, X, w[:4], min_size=32)
+    run(linear, X, w[:4], recipe=Int8(min_size=32))
     assert kernels["aten::linear"].ran == 1
 
 

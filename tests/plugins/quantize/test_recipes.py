@@ -10,14 +10,7 @@ from polycast import Float8, Int8, NoRecipe, Policy
 from polycast.plugin import Recipe
 from polycast.policy.recipe import kinds, read_recipe
 
-RECIPES = [
-    Int8(),
-    Int8("tensor"),
-    Int8(ops=("linear",)),
-    Int8(min_size=1),
-    Float8(),
-    NoRecipe(),
-]
+RECIPES = [Int8(), Int8("tensor"), Int8(ops=("linear",)), Int8(min_size=1), Float8(), NoRecipe()]
 
 
 def test_equality_of_recipes(subtests):

@@ -59,6 +59,26 @@ def test_recipes_have_results_of_their_own(model, x, recipe):
     assert cache.stats().packings == 2 * len(RECIPES)
 
 
+def test_a_saved_cache_has_its_prepacked_weights(model, x, recipe, tmp_path):
+    cache = WeightCache()
+    expected = {each: run(model, x, each, cache=cache) for each in RECIPES}
+    cache.save(tmp_path / "model", model)
+    loaded = WeightCache.load(tmp_path / "model", model)
+    assert torch.equal(run(model, x, recipe, cache=loaded), expected[recipe])
+    assert (loaded.stats().packings, loaded.stats().misses) == (2 * len(RECIPES), 0)
+
+
+def test_a_saved_cache_has_none_of_other_recipes(model, x, recipe, tmp_path):
+    cache = WeightCache()
+    for each in RECIPES:
+        if each != recipe:
+            run(model, x, each, cache=cache)
+    cache.save(tmp_path / "model", model)
+    loaded = WeightCache.load(tmp_path / "model", model)
+    assert torch.equal(run(model, x, recipe, cache=loaded), run(model, x, recipe, cache=WeightCache()))
+    assert loaded.stats().misses == 2
+
+
 @pytest.mark.parametrize("call", ["linear", "mm", "addmm", "matmul"])
 def test_each_op_is_computed_by_it(recipe, call, recipe_counts):
     weight, bias, x = nn.Parameter(torch.randn(300, 256)), torch.randn(256), torch.randn(3, 300)

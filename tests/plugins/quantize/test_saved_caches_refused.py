@@ -1,6 +1,5 @@
 """Files of saved caches that are refused: the message says why."""
 
-import copy
 import json
 
 import pytest
@@ -41,44 +40,47 @@ def test_other_values(engine, saved, model, write):
     assert refused(saved, model) == "the values of '1.weight' are not those that it was made of"
 
 
-def test_other_values_in_one_element(saved, model):
-    model[0].weight[7, 7] += 1e-6
-    assert refused(saved, model) == "the values of '0.weight' are not those that it was made of"
-
-
-def test_many_other_values(saved, model):
+def _write_all(model):
     for weight in model.parameters():
         weight.add_(1)
-    assert refused(saved, model) == (
-        "the values of '0.weight', '0.bias', '1.weight' and 1 more are not those that it was made of"
-    )
 
 
-def test_a_model_without_a_parameter(saved, model):
-    assert refused(saved, model[:1]) == "the model has no parameter '1.weight'"
-
-
-def test_another_shape(saved, model):
-    model[1] = nn.Linear(8, 4)
-    assert refused(saved, model) == (
-        "the parameter '1.weight' is float32 [4, 8] with strides [8, 1], and was float32 [8, 8] with strides [8, 1]"
-    )
-
-
-def test_another_dtype(saved_int8, model):
-    model[1].bfloat16()
-    assert refused(saved_int8, model) == (
-        "the parameter '1.weight' is bfloat16 [8, 8] with strides [8, 1], and was float32 [8, 8] with strides [8, 1]"
-    )
-
-
-def test_a_model_without_values(saved, model):
-    assert refused(saved, model.to("meta")) == "the parameter '0.weight' has no values yet: it is on the device 'meta'"
-
-
-def test_other_strides(saved, model):
+def _turn(model):
     model[0].weight.data = model[0].weight.data.t().contiguous().t()
-    assert refused(saved, model).startswith("the parameter '0.weight' is float32 [8, 8] with strides [1, 8], and was")
+
+
+LAYOUT = "[8, 8] with strides [8, 1]"
+CHANGES = {
+    "one element": (
+        lambda model: model[0].weight[7, 7].add_(1e-6),
+        "the values of '0.weight' are not those that it was made of",
+    ),
+    "all weights": (
+        _write_all,
+        "the values of '0.weight', '0.bias', '1.weight' and 1 more are not those that it was made of",
+    ),
+    "a parameter is gone": (lambda model: model.pop(1), "the model has no parameter '1.weight'"),
+    "shape": (
+        lambda model: model.__setitem__(1, nn.Linear(8, 4)),
+        f"the parameter '1.weight' is float32 [4, 8] with strides [8, 1], and was float32 {LAYOUT}",
+    ),
+    "dtype": (
+        lambda model: model[1].bfloat16(),
+        f"the parameter '1.weight' is bfloat16 {LAYOUT}, and was float32 {LAYOUT}",
+    ),
+    "strides": (_turn, f"the parameter '0.weight' is float32 [8, 8] with strides [1, 8], and was float32 {LAYOUT}"),
+    "no values": (
+        lambda model: model.to("meta"),
+        "the parameter '0.weight' has no values yet: it is on the device 'meta'",
+    ),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_another_model(saved, model, change):
+    how, why = CHANGES[change]
+    how(model)
+    assert refused(saved, model) == why
 
 
 @pytest.mark.parametrize("package", ["polycast", "torch"])
@@ -88,20 +90,14 @@ def test_another_version(saved, model, package, monkeypatch):
     assert refused(saved, model) == f"it was saved with {package} {here[package]}, and this is {package} 9.9"
 
 
-def test_a_kernel_of_another_class(saved_int8, model, int8_kernels):
+def test_a_kernel_of_another_class(saved_int8, model, int8_kernels, other_cpu):
     class Other(type(int8_kernels["aten::linear"])):
         pass
 
-    recipe = Int8(min_size=1)
-    polycast.plugin.unregister_backend("cpu")
-    backend = copy.copy(polycast.plugin.get_backend("cpu"))
     kernels = {"aten::linear": Other()}
-    vars(backend).update(
-        recipe_availability=lambda recipe: polycast.plugin.Availability(True), low_bit_kernels=lambda recipe: kernels
-    )
-    polycast.plugin.register_backend(backend)
+    other_cpu(low_bit_kernels=lambda recipe: kernels)
     why = refused(saved_int8, model)
-    assert why.startswith(f"the kernel of aten::linear with the recipe {recipe!r} was ")
+    assert why.startswith(f"the kernel of aten::linear with the recipe {INT8!r} was ")
     assert "Int8Linear ('rows'), and is " in why
     assert why.endswith("Other ('rows')")
 
@@ -121,13 +117,8 @@ def test_a_kernel_that_prepacks_differently(saved_int8, model, int8_kernels, mon
     )
 
 
-def test_a_recipe_without_kernels_here(saved_int8, model):
-    polycast.plugin.unregister_backend("cpu")
-    backend = copy.copy(polycast.plugin.get_backend("cpu"))
-    vars(backend).update(
-        recipe_availability=lambda recipe: polycast.plugin.Availability(False, "this processor is too old")
-    )
-    polycast.plugin.register_backend(backend)
+def test_a_recipe_without_kernels_here(saved_int8, model, other_cpu):
+    other_cpu(recipe_availability=lambda recipe: polycast.plugin.Availability(False, "this processor is too old"))
     assert refused(saved_int8, model) == (
         "it has weights for aten::linear with the recipe Int8(min_size=1), and here this processor is too old"
     )
