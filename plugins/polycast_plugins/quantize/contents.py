@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 
@@ -20,6 +20,7 @@ from polycast.plugin import dtype_name, memory_of
 
 from .kernel_plan import PrepackedFormat
 
+_T = TypeVar("_T")
 SCHEMA = 2
 _KEY = "polycast.WeightCache"
 _DIGEST_KEY = f"{_KEY}.digest"
@@ -116,26 +117,23 @@ class SavedContents:
         if content["schema"] != SCHEMA:
             raise ValueError(f"it has schema {content['schema']!r}, and this polycast reads schema {SCHEMA}")
         formats = [PrepackedFormat(**each) for each in content["packings"]]
-        weights = {name: _weight(each) for name, each in content["weights"].items()}
+        weights = {name: _decoded(SavedWeight, each) for name, each in content["weights"].items()}
         return cls(content["versions"], weights, [_entry(each, formats) for each in content["entries"]])
 
 
-def _weight(data: dict[str, Any]) -> SavedWeight:
-    return SavedWeight(**{**data, "shape": tuple(data["shape"]), "strides": tuple(data["strides"])})
+def _decoded(kind: type[_T], data: Mapping[str, Any]) -> _T:
+    """Return a value of a class, given its fields as JSON has them."""
+    return kind(**{name: _tupled(value) for name, value in data.items()})
+
+
+def _tupled(value: Any) -> Any:
+    return tuple(map(_tupled, value)) if isinstance(value, list) else value
 
 
 def _entry(data: dict[str, Any], formats: Sequence[PrepackedFormat]) -> SavedEntry:
-    made, view = data["made"], data["view"]
-    tensors = [
-        SavedTensor(**{**each, "shape": tuple(each["shape"]), "strides": tuple(each["strides"])})
-        for each in data["tensors"]
-    ]
-    return SavedEntry(
-        data["weight"],
-        None if view is None else (tuple(view[0]), tuple(view[1]), view[2]),
-        made if isinstance(made, str) else formats[made],
-        tuple(tensors),
-    )
+    made = data["made"] if isinstance(data["made"], str) else formats[data["made"]]
+    tensors = tuple(_decoded(SavedTensor, each) for each in data["tensors"])
+    return SavedEntry(data["weight"], _tupled(data["view"]), made, tensors)
 
 
 def digests(tensors: Sequence[torch.Tensor]) -> list[str]:

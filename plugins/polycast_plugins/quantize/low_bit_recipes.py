@@ -1,6 +1,6 @@
 """Recipes that compute with weights in a few bits: `Int8`, `Int4`, `Float8`, and their base `LowBitRecipe`."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -10,9 +10,6 @@ from typing_extensions import override
 from polycast.plugin import Feature, Recipe
 
 MATMULS = ("addmm", "linear", "matmul", "mm")
-_LOADERS: Mapping[str, str] = MappingProxyType(
-    {"equalization": "polycast_plugins.quantize.equalization:Equalization.load"}
-)
 _UNFUSED = "polycast_plugins.quantize.unfused"
 _FEATURES = (
     Feature(
@@ -57,7 +54,22 @@ class LowBitRecipe(Recipe):
         return None
 
 
-class Int8(LowBitRecipe):
+class _EqualizedRecipe(LowBitRecipe):
+    """A recipe with the setting ``equalization``."""
+
+    loaders = MappingProxyType({"equalization": "polycast_plugins.quantize.equalization:Equalization.load"})
+
+    @override
+    def check(self) -> None:
+        value = self.known("equalization")
+        if value is not None and not hasattr(value, "factors"):
+            remedy = ". polycast.Equalization.load reads a file" if isinstance(value, str) else ""
+            raise TypeError(
+                f"equalization must be an Equalization, as polycast.equalize returns it, or None, got {value!r}{remedy}"
+            )
+
+
+class Int8(_EqualizedRecipe):
     """Matmuls of 8-bit integers, for inference.
 
     Weights are prepacked once, with a scale for each output feature; activations are quantized at each call. Ops that
@@ -81,7 +93,6 @@ class Int8(LowBitRecipe):
     """
 
     kind = "int8"
-    loaders = _LOADERS
     avoids_slow_dtypes = " (inference only)"
     scales: Literal["row", "tensor"] = "row"
     ops: Sequence[str] = MATMULS
@@ -89,15 +100,11 @@ class Int8(LowBitRecipe):
     equalization: Any = None
 
     @override
-    def check(self) -> None:
-        _check_equalization(self.known("equalization"))
-
-    @override
     def rounding_errors(self, x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return _int8_errors(x, by_row=self.scales == "row"), _int8_errors(weight, by_row=True)
 
 
-class Int4(LowBitRecipe):
+class Int4(_EqualizedRecipe):
     """Matmuls of weights in 4 bits and activations in 8 bits, for inference.
 
     A weight takes a little more than half a byte for each element, and one row is multiplied at the speed at which the
@@ -123,15 +130,10 @@ class Int4(LowBitRecipe):
     """
 
     kind = "int4"
-    loaders = _LOADERS
     group_size: Literal[32, 64, 128] = 32
     ops: Sequence[str] = MATMULS
     min_size: int = 2**16
     equalization: Any = None
-
-    @override
-    def check(self) -> None:
-        _check_equalization(self.known("equalization"))
 
     @override
     def rounding_errors(self, x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -161,14 +163,6 @@ class Float8(LowBitRecipe):
     def rounding_errors(self, x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         by_row = self.scales == "row"
         return _float8_errors(x, by_row), _float8_errors(weight, by_row)
-
-
-def _check_equalization(value: object) -> None:
-    if value is not None and not hasattr(value, "factors"):
-        remedy = ". polycast.Equalization.load reads a file" if isinstance(value, str) else ""
-        raise TypeError(
-            f"equalization must be an Equalization, as polycast.equalize returns it, or None, got {value!r}{remedy}"
-        )
 
 
 def _largest(values: torch.Tensor, by_row: bool) -> torch.Tensor:

@@ -35,16 +35,6 @@ def product_arguments(op: str, x: torch.Tensor, weight: torch.Tensor) -> tuple[A
     return (x.new_zeros(weight.shape[1]), x, weight, 1, 1) if op == "aten::addmm" else (x, weight)
 
 
-def _factors_of(recipe: Recipe, op: str, weight: torch.Tensor) -> torch.Tensor | None:
-    """Return the factors [K] of the weight of an op; None if the recipe has none for it."""
-    equalization = _equalization_of(recipe)
-    matrix = matrix_of(op, weight)
-    if equalization is None or matrix is None:
-        return None
-    factors: torch.Tensor | None = equalization.factors(matrix)
-    return factors
-
-
 def _equalization_of(recipe: Recipe) -> Any:
     """Return the equalization of a recipe, or None.
 
@@ -85,7 +75,9 @@ def checked_prepack(
     def prepack(weight: torch.Tensor) -> tuple[torch.Tensor, ...] | None:
         with torch.inference_mode(False), torch.no_grad():
             detached = weight.detach()
-            factors = _factors_of(recipe, op, detached) if kernel.equalizes else None
+            equalization = _equalization_of(recipe) if kernel.equalizes else None
+            matrix = matrix_of(op, detached)
+            factors = None if equalization is None or matrix is None else equalization.factors(matrix)
             kernel_prepack: Callable[..., Any] = kernel.prepack
             prepacked = kernel_prepack(detached) if factors is None else kernel_prepack(detached, factors)
             if isinstance(prepacked, torch.Tensor):  # which tuple() would split into rows

@@ -16,12 +16,12 @@ from torch import nn
 import polycast
 from polycast import Int8
 from polycast_plugins.fastest import estimates
-from polycast_plugins.quantize.cpu.int8 import Int8Matmul
-from polycast_plugins.testing.low_bit import run_prepacked
 
-AVAILABLE = polycast.plugin.check(polycast.plugin.get_backend("cpu"), polycast.Int8())
+from .matmul_kinds import INT8
+from .matmul_kinds import Int8 as MatmulOfInt8
+
 pytestmark = [
-    pytest.mark.skipif(not AVAILABLE, reason=f"no int8 here: {AVAILABLE.reason}"),
+    pytest.mark.skipif(not INT8, reason=f"no int8 here: {INT8.reason}"),
     pytest.mark.usefixtures("engine", "no_grad"),
 ]
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="the platform has no fork")
@@ -101,11 +101,10 @@ def expected(model, x, e=None):
     """Return the outputs by the kernels, called with the factors."""
     results = []
     for op, args in model.calls(x):
-        kernel = Int8Matmul(True).kernels()[f"aten::{op}"]
-        weight = args[kernel.weight].detach()
+        weight = args[1 + (op == "addmm")].detach()
         factors = None if e is None else e.factors(weight if op == "linear" else weight.t())
-        packed = kernel.prepack(weight) if factors is None else kernel.prepack(weight, factors)
-        results.append(run_prepacked(kernel, packed, *args, dtype=torch.bfloat16))
+        given = () if factors is None else (factors,)
+        results.append(MatmulOfInt8().run(op, *args, dtype=torch.bfloat16, factors=given))
     return torch.stack(results)
 
 

@@ -8,12 +8,11 @@ from torch import nn
 import polycast
 from polycast import Fastest, WeightCache, autocast
 from polycast_plugins.fastest.measure import ways_of
-from polycast_plugins.quantize.cpu.few_rows import FewRowsMatmul, few_rows_availability
-from polycast_plugins.testing.low_bit import run_prepacked
 
-AVAILABLE = few_rows_availability()
+from .matmul_kinds import FEW_ROWS, FewRows
+
 pytestmark = [
-    pytest.mark.skipif(not AVAILABLE, reason=f"no kernels here: {AVAILABLE.reason}"),
+    pytest.mark.skipif(not FEW_ROWS, reason=f"no kernels here: {FEW_ROWS.reason}"),
     pytest.mark.usefixtures("engine", "no_grad"),
 ]
 FAST = (torch.bfloat16, torch.float16)
@@ -52,17 +51,10 @@ def kernels(*dtypes):
     return {f"{dtype}_kernel": 0.1 for dtype in dtypes}
 
 
-def expected(call, x, weight, cast, dtype):
-    """Return what the kernel computes outside of regions, given the weight or its cast."""
-    given = {
-        "linear": (x, weight.t(), BIAS),
-        "mm": (x, weight),
-        "matmul": (x[None], weight),
-        "addmm": (BIAS, x, weight, 0.5, 2),
-    }[call]
-    kernel = FewRowsMatmul().kernels()[f"aten::{call}"]
-    assert kernel.unsupported_reason(*given) is None
-    return run_prepacked(kernel, (cast.t() if call == "linear" else cast,), *given, dtype=dtype)
+def expected(call, x, weight, dtype=torch.bfloat16, of_weight=None):
+    """Return what the kernel computes outside of regions, by the weight's cast to a dtype, by default the result's."""
+    given = {"linear": (x, weight.t(), BIAS), "matmul": (x[None], weight), "addmm": (BIAS, x, weight, 0.5, 2)}
+    return FewRows(None, of_weight).run(call, *given.get(call, (x, weight)), dtype=dtype)
 
 
 @pytest.mark.parametrize("dtype", FAST, ids=str)
@@ -81,7 +73,7 @@ def test_few_rows_are_computed_by_it(call, dtype, weight, by_kernel, recipe_coun
     if engine == "native" or (weight._base is None and call != "linear"):  # the other caches no view that is held
         assert cache.stats().entries == 1
     for x, result, repeated in zip(inputs, first, again, strict=True):
-        assert torch.equal(result, expected(call, x, weight, weight.to(dtype), dtype))
+        assert torch.equal(result, expected(call, x, weight, dtype))
         assert torch.equal(repeated, result)
 
 
@@ -94,7 +86,7 @@ def test_few_rows_are_computed_by_it_from_the_float32_weight(call, weight, by_fl
         again = [CALLS[call](x, weight) for _ in range(3)]
     assert {record.recipe for record in counts.records()} == {"fastest:float32 kernel"}
     assert cache.stats().entries == 0
-    assert torch.equal(first, expected(call, x, weight, weight, torch.bfloat16))
+    assert torch.equal(first, expected(call, x, weight, of_weight=torch.float32))
     assert all(torch.equal(result, first) for result in again)
 
 
@@ -156,7 +148,4 @@ def test_a_changed_weight_is_used_at_once(by_kernel):
         ):
             layer(x), layer(x)
             change()
-            cast = layer.weight.bfloat16()
-            kernel = FewRowsMatmul().kernels()["aten::linear"]
-            wanted = run_prepacked(kernel, (cast,), x, layer.weight, layer.bias, dtype=torch.bfloat16)
-            assert torch.equal(layer(x), wanted)
+            assert torch.equal(layer(x), FewRows().linear(x, layer.weight, layer.bias))

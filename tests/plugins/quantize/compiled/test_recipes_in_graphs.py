@@ -203,15 +203,6 @@ def test_code_is_not_used_under_another_recipe(model, linear):
     assert counter.frame_count == len(settings)
 
 
-def test_equal_recipes_share_the_code(model, linear):
-    counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(model, backend=counter, fullgraph=True)
-    for _ in range(3):
-        with autocast("cpu", recipe=RECIPE):
-            compiled(X)
-    assert counter.frame_count == 1
-
-
 def test_an_update_is_seen_and_caches_are_found_at_run_time(model, linear):
     counter = CompileCounterWithBackend("inductor")
     compiled = torch.compile(model, backend=counter, fullgraph=True)
