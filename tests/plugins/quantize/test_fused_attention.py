@@ -102,7 +102,9 @@ from torch import nn
 
 model = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval().requires_grad_(False)
 x = torch.randn(3, 7, 8)
-with torch.no_grad(), polycast.autocast("cpu", recipe=polycast.Int8(ops=["mm"])):
+for feature in polycast.Int8.features:  # as a region with the recipe, which may compile its kernels
+    feature.make()
+with torch.no_grad(), polycast.autocast("cpu", policy={"softplus": "fp32"}):
     expected = model(x)
     assert "torch._dynamo" not in __import__("sys").modules
     assert torch.equal(torch.compile(model, backend="eager", fullgraph=True)(x), expected)
