@@ -6,11 +6,11 @@ and that nobody else can write. An untrusted cache is not repaired: it may have 
 
 import os
 import stat
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
+from ..common.replaced_file import replaced_file
 from .cpp_library import BuildError
 
 _Result = TypeVar("_Result")
@@ -82,16 +82,9 @@ class CacheFile:
             OSError: it cannot be written, or other users could.
         """
         self.make_folder()
-        with tempfile.NamedTemporaryFile(
-            "w", dir=self.path.parent, suffix=".tmp", encoding="utf-8", delete=False
-        ) as file:
-            try:
-                file.write(text)
-                file.close()
-                os.replace(file.name, self.path)
-            except BaseException:
-                Path(file.name).unlink(missing_ok=True)
-                raise
+        with replaced_file(self.path) as complete:
+            complete.touch(mode=0o600)
+            complete.write_text(text, encoding="utf-8")
 
 
 def _or_os_error(function: Callable[..., _Result], *args: Path) -> _Result:
