@@ -129,6 +129,13 @@ struct c10::impl::wrap_kernel_functor_unboxed_<Unboxed<Result(Args...)>, Result(
   }
 
  private:
+  // Out of line, since most calls have no recipe.
+  C10_NOINLINE static std::optional<Result> compute_by_recipe(
+      const Kernel& kernel, c10::DispatchKeySet keys, const std::remove_reference_t<Args>&... args) {
+    Results results = kernel.call_recipe(keys, boxed(args...));
+    return results.empty() ? std::nullopt : std::optional(from_results<Result>(std::move(results)));
+  }
+
   template <size_t... I>
   C10_ALWAYS_INLINE static Result run(
       const Kernel& kernel, c10::DispatchKeySet keys, std::index_sequence<I...>, std::remove_reference_t<Args>&... args) {
@@ -143,8 +150,8 @@ struct c10::impl::wrap_kernel_functor_unboxed_<Unboxed<Result(Args...)>, Result(
             }(args...);
           }
         }
-        if (Results results = kernel.call_recipe(keys, boxed(args...)); !results.empty()) {
-          return from_results<Result>(std::move(results));
+        if (std::optional<Result> result = compute_by_recipe(kernel, keys, args...)) {
+          return *std::move(result);
         }
       }
     }
