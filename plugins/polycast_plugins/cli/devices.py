@@ -151,7 +151,7 @@ def _print(verbose: bool) -> list[ListedDevice]:
     """Print the devices, and return them."""
     engine, out, devices = engine_lines(), console(), list[ListedDevice]()
     default, supported = len("bfloat16"), len("bfloat16, float16" if out.width >= _WIDE else "supported")
-    names, states = max(map(len, backends())), max(map(len, _STYLES))
+    names, states = max(map(len, ["device", *backends()])), max(map(len, _STYLES))
     widths = {"device": names, "state": states, "default": default, "supported": supported, "from": None}
 
     def rows() -> Iterator[tuple[str | Text, ...]]:

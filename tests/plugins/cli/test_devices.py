@@ -57,6 +57,7 @@ def test_every_backend_is_listed_with_its_state(polycast_command):
     result = polycast_command("devices")
     assert result.exit_code == 0
     rows = {words[0]: words for line in result.stdout.splitlines() if (words := line.split())}
+    assert rows["device"] == ["device", "state", "default", "supported", "from"]
     for name, status in polycast.backends().items():
         assert rows[name][1] == status.state
         assert rows[name][2] == ("-" if status.default_dtype is None else str(status.default_dtype)[len("torch.") :])
