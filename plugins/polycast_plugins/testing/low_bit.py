@@ -24,10 +24,9 @@ def recipes() -> dict[str, Recipe]:
 
 
 def for_any_size(recipe: Recipe, **options: Any) -> Recipe:
-    """Return a recipe with other options, for weights of any size."""
-    if "min_size" in recipe.settings:
-        options["min_size"] = 0
-    return recipe.with_options(**options)
+    """Return a recipe with other options, those of them that are its settings, for weights of any size."""
+    options["min_size"] = 0
+    return recipe.with_options(**{name: value for name, value in options.items() if name in recipe.settings})
 
 
 def offered_recipes(backend: Backend) -> list[str]:

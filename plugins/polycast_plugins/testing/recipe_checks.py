@@ -299,6 +299,8 @@ def kernel_calls(device: Device, name: str | None, unsupported_too: bool = False
         if product is None:
             continue
         with_op = for_any_size(recipe, ops=(op,))
+        if op not in with_op.overloads:  # its ops are no setting
+            continue
         for sizes in _SIZES:
             for args in arguments_of(op, *sizes):
                 call = KernelCall(device.type, kernel, product, with_op, args)

@@ -299,6 +299,21 @@ def test_kernels_of_another_packages_kind_are_tested_against_its_rounding_errors
             run()
 
 
+def test_kernels_for_a_recipe_whose_ops_are_no_setting_are_tested(forget_kinds):
+    class Fixed(LowBitRecipe):
+        kind = "fixed"
+        ops = ("linear",)
+
+        def rounding_errors(self, x, weight):
+            return 0 * x, 0 * weight
+
+    yes = polycast.plugin.Availability(True)
+    with pytest.raises(AssertionError, match="aten::linear by fixed on cpu.* times the bound of the recipe"):
+        check("test_recipe_product", Linear(), recipe="fixed", availability=yes)
+    with pytest.raises(pytest.skip.Exception, match="no kernel for fixed takes the suite's arguments: aten::mm"):
+        check("test_recipe_product", Linear(), recipe="fixed", op="aten::mm", availability=yes)
+
+
 def rounded_to_e4m3(values):
     scale = values.abs().amax() / 448
     return (values / scale).to(torch.float8_e4m3fn).to(values.dtype) * scale
