@@ -1,4 +1,4 @@
-"""The generation of this process: answers of backends, and what regions' settings are resolved to, are kept for one.
+"""The generation of this process: how long answers of backends are kept, and what settings of regions resolve to.
 
 A change of what these depend on advances it. The native engine reads `number` each time a region is constructed.
 """

@@ -1,4 +1,4 @@
-"""Extend the keys of the caches on disk by what compiled code depends on and torch's own keys leave out.
+"""Extend the keys of compilers' caches on disk by what compiled code depends on and torch's own keys leave out.
 
 For AOTAutograd that is the overrides of regions, as a text, with the state that some versions of torch leave out; the
 policies that are registered for single ops, or that extensions add; whether policies or module rules are in the code

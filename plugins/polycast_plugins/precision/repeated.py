@@ -1,4 +1,4 @@
-"""Repeat a module's call in the tested run's way, with the modules in it in the reference's."""
+"""Repeat a call of a module as in the tested run, with the modules inside of it as in the reference run."""
 
 import warnings
 from collections.abc import Iterator, Sequence

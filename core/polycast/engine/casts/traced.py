@@ -1,4 +1,4 @@
-"""The casts of weights in what a compiler traces: left to ``polycast::cached_cast`` in a region with a cache.
+"""Leave the casts of weights in traced code to ``polycast::cached_cast``, in a region with a cache.
 
 What is exported keeps torch's ops. So does code in other regions: a compiler fuses casts that nothing uses later, and
 has one memory for all of them.

@@ -1,4 +1,4 @@
-"""`WeightCache`: the cache of casts and prepacked weights that users have."""
+"""`WeightCache`: the cache of casts and prepacked weights that users create."""
 
 import os
 from collections.abc import Sequence
