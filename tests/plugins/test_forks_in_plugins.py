@@ -3,7 +3,8 @@
 import os
 
 import pytest
-from tests.core.engine.test_forks import COMPILING, IMPORTING, run
+from tests.core.engine.programs import run
+from tests.core.engine.test_forks import COMPILING, IMPORTING
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform has no fork")]
 
@@ -48,13 +49,12 @@ thread.join()
 
 
 def test_observing_and_forking_on_two_threads_do_not_deadlock():
-    assert run(MEETING, "native", timeout=300) == ("0\n", "")
+    assert run(MEETING, "native") == (0, "0\n", "")
 
 
 @pytest.mark.parametrize("what", ["observer", "ops"])
 def test_a_fork_does_not_wait_for_a_compiler(tmp_path, what):
-    printed, _ = run(COMPILING, "native", 120, tmp_path, what)  # it says what it compiles, too
-    assert printed == "0\n[True]\n"
+    assert run(COMPILING, "native", tmp_path, what)[1] == "0\n[True]\n"
 
 
 @pytest.mark.parametrize(
@@ -67,5 +67,4 @@ def test_a_fork_does_not_wait_for_a_compiler(tmp_path, what):
     ],
 )
 def test_a_child_imports_what_another_thread_was_importing(module):
-    printed, _ = run(IMPORTING, "native", 60, module)  # it says that it measures, too
-    assert printed == "0\n"
+    assert run(IMPORTING, "native", module, timeout=60)[1] == "0\n"

@@ -11,7 +11,12 @@ from typing import Any
 def places(module: str) -> dict[str, str]:
     """Return what the stub of a module imports as public: the module of each name, relative ones with their dots."""
     spec: Any = sys.modules[module].__spec__
-    stub = ast.parse(spec.loader.get_data(f"{spec.origin}i"))
+    try:
+        stub = ast.parse(spec.loader.get_data(f"{spec.origin}i"))
+    except OSError as error:
+        raise ImportError(
+            f"The stub of {module}, {spec.origin}i, cannot be read: install the .pyi files of the package too, as data."
+        ) from error
     return {
         alias.name: "." * node.level + node.module
         for node in stub.body

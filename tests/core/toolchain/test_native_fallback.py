@@ -231,7 +231,7 @@ def test_polycast_runs_from_an_archive_and_builds_its_sources(compiler, home, tm
         for package in ("polycast", "polycast_backends.cpu"):
             (folder,) = importlib.import_module(package).__path__
             for path in Path(folder).rglob("*"):
-                if path.suffix == ".py" or (path.suffix in (".cpp", ".h") and engine == "native"):
+                if path.suffix in (".py", ".pyi") or (path.suffix in (".cpp", ".h") and engine == "native"):
                     made.write(path, Path(*package.split(".")) / path.relative_to(folder))
         made.writestr("polycast-0.1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: polycast\nVersion: 0.1.0\n")
         made.writestr("polycast-0.1.0.dist-info/entry_points.txt", "[polycast.backends]\ncpu = polycast_backends.cpu\n")
