@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from polycast.plugin import NativeLibrary, Plan, disable_autocast, find_op, load_ops
+from polycast.plugin import NativeLibrary, Plan, choose_engine, disable_autocast, find_op, load_ops
 
 from .cases import has_kernel
 from .choose_way import dtype_of
@@ -104,8 +104,11 @@ class RecordedAttention(NamedTuple):
 def op_action(
     name: str, weight: int = 0, prepack_id: int = Plan.AS_IT_IS, constants: tuple[Any, ...] = ()
 ) -> Plan.Action | None:
-    """Return the action that calls an op in native/ops.cpp; None if that cannot be compiled. See `Plan.Action`."""
-    if not load_ops(OPS.package).available:
+    """Return the action that calls an op in native/ops.cpp; None if that cannot be compiled. See `Plan.Action`.
+
+    Also None on the reference engine, which keeps no actions: it would wait for a compiler in vain.
+    """
+    if choose_engine().name == "reference" or not load_ops(OPS.package).available:
         return None
     return Plan.call_action(getattr(torch.ops.polycast_fastest, name).default, weight, prepack_id, constants)
 

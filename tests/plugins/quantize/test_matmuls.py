@@ -136,7 +136,14 @@ def test_zeros_give_the_bias(kind):
 
 
 @pytest.mark.parametrize(
-    "kind", [Int8, Int4, pytest.param(FewRows, marks=pytest.mark.skipif(not FEW_ROWS, reason="x"))]
+    "kind",
+    [
+        Int8,
+        Int4,
+        pytest.param(
+            FewRows, marks=pytest.mark.skipif(not FEW_ROWS, reason=f"no kernels of few rows here: {FEW_ROWS.reason}")
+        ),
+    ],
 )
 def test_an_operator_is_as_its_fake_one(kind, op, subtests):
     for dtype in (torch.bfloat16, torch.float16):
