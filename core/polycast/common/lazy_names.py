@@ -11,11 +11,12 @@ from typing import Any
 def places(module: str) -> dict[str, str]:
     """Return what the stub of a module imports as public: the module of each name, relative ones with their dots."""
     spec: Any = sys.modules[module].__spec__
+    path = f"{spec.origin.removesuffix('c')}i"  # without sources, the module is a .pyc file
     try:
-        stub = ast.parse(spec.loader.get_data(f"{spec.origin}i"))
+        stub = ast.parse(spec.loader.get_data(path))
     except OSError as error:
         raise ImportError(
-            f"The stub of {module}, {spec.origin}i, cannot be read: install the .pyi files of the package too, as data."
+            f"The stub of {module}, {path}, cannot be read: install the .pyi files of the package too, as data."
         ) from error
     return {
         alias.name: "." * node.level + node.module

@@ -61,6 +61,38 @@ def test_a_region_may_be_collected_while_an_op_adds_a_cast_to_its_cache(engine):
     assert run(HEAD + COLLECTED, engine) == (0, "1\n", "")
 
 
+COLLECTED_AT_ENDS = """
+def suspended(cycle):
+    with polycast.autocast("cpu"):
+        yield cycle
+
+def collected(function):
+    cycle = []
+    cycle.append(suspended(cycle))
+    next(cycle[0])
+    gc.disable()
+    del cycle
+    gc.set_threshold(1)
+    gc.enable()
+    function()
+    gc.set_threshold(700)
+    gc.collect()
+
+gc.collect()
+gc.freeze()  # torch's many objects, so that collections are fast
+region = polycast.autocast("cpu")
+collected(region.__enter__)
+print(polycast.autocast_nesting("cpu"))
+collected(lambda: region.__exit__(None, None, None))
+print(polycast.autocast_nesting("cpu"), torch.is_autocast_enabled("cpu"))
+"""
+
+
+@pytest.mark.parametrize("engine", ["native", "reference"])
+def test_a_region_may_be_collected_while_another_is_entered_and_left(engine):
+    assert run(HEAD + COLLECTED_AT_ENDS, engine) == (0, "1\n0 False\n", "")
+
+
 THREADS = """
 from torch.autograd.graph import saved_tensors_hooks
 

@@ -135,8 +135,9 @@ def unwatch() -> None:
 
 
 def _note_writes(tensors: Iterable[torch.Tensor] | None) -> None:
-    if _listener is not None:
-        _listener.note_writes(tensors)
+    listener = _listener  # read once, as another thread may uninstall
+    if listener is not None:
+        listener.note_writes(tensors)
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -171,8 +172,9 @@ def forget_swapped(patch: Patch) -> None:
             return getattr(weakref, name)
 
         def getweakrefs(self, tensor: Any) -> list[Any]:
-            if _listener is not None:
-                _listener.forget([tensor])
+            listener = _listener
+            if listener is not None:
+                listener.forget([tensor])
             return weakref.getweakrefs(tensor)
 
     patch.replace(torch.utils, "weakref", ForgettingModule("weakref"))
@@ -205,9 +207,10 @@ def keep_while_described(patch: Patch) -> None:
     @disable_dynamo  # compiled autograd describes tensors in frames that Dynamo sees
     @functools.wraps(describe_tensor)
     def describe_and_keep(self: Any, t: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if type(t) not in (torch.Tensor, torch.nn.Parameter) or _listener is None:  # other classes may run any code
+        listener = _listener
+        if type(t) not in (torch.Tensor, torch.nn.Parameter) or listener is None:  # other classes may run any code
             return describe_tensor(self, t, *args, **kwargs)
-        return _listener.read(t, lambda: describe_tensor(self, t, *args, **kwargs))
+        return listener.read(t, lambda: describe_tensor(self, t, *args, **kwargs))
 
     patch.replace(MetaTensorDescriber, "describe_tensor", describe_and_keep)
 
@@ -288,7 +291,8 @@ def _watch_graph(patch: Patch, graph: type) -> None:
     @functools.wraps(begin)
     def capture_begin(self: Any, *args: Any, **kwargs: Any) -> None:
         begin(self, *args, **kwargs)
-        self._polycast_capture = None if _listener is None else _listener.begin_capture()
+        listener = _listener
+        self._polycast_capture = None if listener is None else listener.begin_capture()
 
     @functools.wraps(end)
     def capture_end(self: Any) -> None:

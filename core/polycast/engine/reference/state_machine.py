@@ -54,7 +54,12 @@ class PythonStateMachine:
         """See :class:`StateMachine`, as for the other methods."""
         regions = self._regions
         device_type = settings.device_type
-        regions.frames += (Frame(owner, settings, regions.innermost(device_type), regions.kernel),)
+        while True:
+            frames = regions.frames
+            entered = (*frames, Frame(owner, settings, regions.innermost(device_type), regions.kernel))
+            if regions.frames is frames:  # else the garbage collector has left a region meanwhile
+                regions.frames = entered
+                break
         torch.set_autocast_enabled(device_type, settings.enabled)
         torch.set_autocast_dtype(device_type, settings.dtype)
         if settings.cache_enabled is not None:
@@ -65,19 +70,23 @@ class PythonStateMachine:
     def leave(self, owner: object) -> bool | None:
         """Remove a frame. Its state passes to the frame or kernels above it; if there are none, it is restored."""
         regions = self._regions
-        frames = regions.frames
-        place = len(frames) - 1
-        while place >= 0 and frames[place].owner is not owner:
-            place -= 1
-        if place < 0:
-            return None
-        frame, newer = frames[place], frames[place + 1 :]
-        above = None
-        for each in newer:
-            if each.device_type == frame.device_type:
-                above = each
+        while True:
+            frames = regions.frames
+            place = len(frames) - 1
+            while place >= 0 and frames[place].owner is not owner:
+                place -= 1
+            if place < 0:
+                return None
+            frame, newer = frames[place], frames[place + 1 :]
+            above = None
+            for each in newer:
+                if each.device_type == frame.device_type:
+                    above = each
+                    break
+            others = frames[:place] + newer
+            if regions.frames is frames:  # else the garbage collector has left a region meanwhile
+                regions.frames = others
                 break
-        regions.frames = frames[:place] + newer
         if newer:
             newer[0].cache_enabled_before = frame.cache_enabled_before
         else:
