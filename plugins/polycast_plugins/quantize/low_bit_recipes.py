@@ -11,7 +11,7 @@ from polycast.plugin import Feature, Recipe
 
 MATMULS = ("addmm", "linear", "matmul", "mm")
 _UNFUSED = "polycast_plugins.quantize.unfused"
-_FEATURES = (
+FEATURES = (
     Feature(
         "fused attention",
         "In eval mode nn.MultiheadAttention and nn.TransformerEncoder take their fused path, without recipes.",
@@ -29,6 +29,7 @@ _FEATURES = (
         (("torch.nn.functional", ("torch.nn.functional.grouped_mm",), f"{_UNFUSED}:compute_experts_one_by_one"),),
     ),
 )
+"""The changes to torch for recipes that name them. They outlast regions, and change nothing for other recipes."""
 
 
 class LowBitRecipe(Recipe):
@@ -38,7 +39,7 @@ class LowBitRecipe(Recipe):
     """
 
     plan_class = "polycast_plugins.quantize.kernel_plan:KernelPlan"
-    features = _FEATURES
+    features = FEATURES
 
     def rounding_errors(self, x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Return how far the recipe may round activations and a weight. The conformance suite tests kernels by it.

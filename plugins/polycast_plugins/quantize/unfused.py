@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 
-from polycast.plugin import Patch, Plan, disable_dynamo
+from polycast.plugin import Patch, Plan, Recipe, disable_dynamo
+
+from .low_bit_recipes import FEATURES
 
 _HOST = "cpu"
 _LINEAR, _FUSED = "aten::linear", "aten::_native_multi_head_attention"
@@ -19,11 +21,16 @@ _LARGE = 2**20
 always is: oneDNN reorders the weights at each call."""
 
 
+def _recipes_for(op: str) -> dict[str, Recipe]:
+    """Return, by device, the recipes of this thread's regions that name these changes to torch and compute an op."""
+    return {device: recipe for device, recipe in Plan.recipes_for(op).items() if {*FEATURES} <= {*recipe.features}}
+
+
 def _computes(op: str, weights: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> bool:
     """Return whether a recipe of lower precision computes an op with each of the weights, in inference on the host."""
     if torch.compiler.is_compiling():
         return False
-    recipe = Plan.recipes_for(op).get(_HOST)
+    recipe = _recipes_for(op).get(_HOST)
     if recipe is None or not recipe.needs_kernels or any(each.numel() < recipe.min_size for each in weights):
         return False
     tensors = (*weights, *inputs)
@@ -59,7 +66,7 @@ def disable_fused_attention(patch: Patch) -> None:
 
 def _recipe_computes_linears() -> bool:
     """Return whether this thread is in an enabled region whose recipe computes linears, and not the fused op."""
-    return bool(Plan.recipes_for(_LINEAR).keys() - Plan.recipes_for(_FUSED).keys())
+    return bool(_recipes_for(_LINEAR).keys() - _recipes_for(_FUSED).keys())
 
 
 def _is_for_nested_tensors() -> bool:

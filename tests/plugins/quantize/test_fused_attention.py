@@ -65,6 +65,17 @@ def test_regions_whose_recipe_computes_no_linears_have_the_fused_path(make, reci
     assert fused & {event.key for event in profile.key_averages()}
 
 
+@pytest.mark.parametrize("make", [attention, encoder])
+def test_a_recipe_without_changes_to_torch_has_the_fused_path_after_one_with_them(make, monkeypatch):
+    fused = {"aten::_native_multi_head_attention", "aten::_transformer_encoder_layer_fwd"}
+    model = make()
+    for features, is_fused in ((polycast.Int8.features, False), ((), True)):
+        monkeypatch.setattr(polycast.Int8, "features", features)
+        with torch.autograd.profiler.profile() as profile, polycast.autocast("cpu", recipe=RECIPE):
+            model(X)
+        assert bool(fused & {event.key for event in profile.key_averages()}) is is_fused
+
+
 def test_what_a_program_has_switched_off_stays_off():
     mha.set_fastpath_enabled(False)
     try:
