@@ -28,7 +28,7 @@ _OF_PLUGINS = {
     **dict.fromkeys(("WeightCache.load", "WeightCache.save", "float8", "int4", "int8"), "quantize"),
     "fastest": "fastest",
 }
-"""Whose a method or a recipe is, for errors where polycast's own plugins are absent; the stub has the names."""
+"""The plugin of each method and recipe, for errors where polycast's own plugins are absent; the stub has the names."""
 
 
 @dataclass(frozen=True)

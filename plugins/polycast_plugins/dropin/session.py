@@ -1,4 +1,4 @@
-"""What ``polycast run`` adds to the regions of a program, in each of its processes, and the summary at the end."""
+"""Add what ``polycast run`` is given to the regions of a program, in each process, and summarize them at the end."""
 
 import atexit
 import functools

@@ -1,4 +1,4 @@
-"""What a device's profile says, if there is one: the time of an op, and whether a recipe or a fast dtype is slow."""
+"""Estimate from a device's profile the time of an op, and whether a recipe or a fast dtype is slow; measure nothing."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence

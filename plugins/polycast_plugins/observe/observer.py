@@ -181,7 +181,7 @@ class _Observing:
         self._recipe_counts = RecipeCounts()
         self._raised = False
         self._nonfinite_before = 0
-        """How many ops had produced inf or nan by the end of the scaler's last step."""
+        """The number of ops that had produced inf or nan by the end of the scaler's last step."""
         self._seconds = 0.0
         self._began: float | None = None
         """When the observed step, or the block, began; None in a step that is not observed."""

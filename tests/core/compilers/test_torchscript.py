@@ -195,7 +195,7 @@ def test_the_casts_are_in_the_optimized_graph():
     FileCheck().check_not(TO_REDUCED).run(f.graph_for(A, B))
 
 
-# What TorchScript rejects of torch.autocast, it rejects of polycast.autocast.
+# TorchScript rejects the same uses of torch.autocast and of polycast.autocast.
 
 
 def enabled_at_runtime(autocast):

@@ -88,7 +88,7 @@ def error_of(function, *arguments):
 
 
 """
-"""What each script begins with: `error_of` returns the name and the text of a call's exception, and of its cause."""
+"""The beginning of each script: `error_of` returns the name and the text of a call's exception, and of its cause."""
 EPILOGUE = """
 def as_json(value):
     return dataclasses.asdict(value) if dataclasses.is_dataclass(value) else str(value)

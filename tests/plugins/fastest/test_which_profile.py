@@ -1,4 +1,4 @@
-"""Which profile is used: the least noisy one, the one that POLYCAST_PROFILE names, or that of the same settings."""
+"""The profile that is used: the least noisy one, the one that POLYCAST_PROFILE names, or that of the same settings."""
 
 import contextlib
 import dataclasses

@@ -66,7 +66,7 @@ FOUND = {
         for what, dtypes in (("inf", FLOATS), ("inf and nan", (torch.complex64, torch.complex128)))
         for dtype in dtypes
     },
-    # What an op writes to is an input only if it is read.
+    # A tensor that an op writes to counts as an input only if the op reads it.
     "out": (lambda: torch.log(torch.zeros(4), out=torch.full((4,), INF)), {"op": "aten::log.out"}),
     "in place, later": (lambda: torch.zeros(4).add_(1e38).mul_(10).add_(1), {"op": "aten::mul_.Tensor"}),
     "filled": (lambda: (x := torch.zeros(4)).fill_(3e38).add_(x), {"op": "aten::add_.Tensor"}),

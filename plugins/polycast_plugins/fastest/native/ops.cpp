@@ -213,7 +213,7 @@ class RecordedConvolution : public torch::autograd::Function<RecordedConvolution
   }
 };
 
-// How to compute an attention, and the dtypes to compute its forward and its backward in.
+// The settings of an attention: its arguments that are no tensors, and the dtypes to compute its forward and its backward in.
 struct Attention {
   bool is_causal;
   std::optional<double> scale;
