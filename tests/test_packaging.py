@@ -2,7 +2,6 @@
 
 import importlib.metadata
 import importlib.resources
-import importlib.util
 import os
 import re
 import shutil
@@ -16,6 +15,8 @@ from pathlib import Path
 import pytest
 
 import polycast
+
+from .core.toolchain.tools import load_tool
 
 pytestmark = pytest.mark.slow
 
@@ -187,10 +188,7 @@ def test_the_torch_that_make_installs_is_in_the_matrix(project):
 
 @pytest.fixture(scope="module")
 def for_index():
-    spec = importlib.util.spec_from_file_location("for_index", ROOT / "tools" / "for_index.py")
-    tool = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(tool)
-    return tool
+    return load_tool("for_index")
 
 
 ADDRESS = "https://forge.example/somebody/polycast"

@@ -15,7 +15,8 @@ from polycast.toolchain.build import get_or_build
 from polycast.toolchain.cache_folder import cache_directory
 from polycast_plugins.cli.build import libraries
 
-from .core.toolchain.test_prebuilt import HEADERS, platform_wheel, put_into
+from .core.toolchain.test_prebuilt import HEADERS, put_into
+from .core.toolchain.tools import load_tool
 
 PROJECT = Path(__file__).parents[1] / "pyproject.toml"
 
@@ -28,7 +29,7 @@ def library():
 
 @pytest.fixture
 def tool():
-    return platform_wheel()
+    return load_tool("platform_wheel")
 
 
 @pytest.mark.slow

@@ -1,10 +1,10 @@
 """A fork holds locks that other threads hold or nest, and another fork does."""
 
 import os
-import subprocess
-import sys
 
 import pytest
+
+from ..engine.programs import run
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform has no fork")]
 
@@ -87,17 +87,10 @@ print(lock.locked())
 """
 
 
-def run(program):
-    """Return what a program wrote. Python warns of forks among threads, as here."""
-    arguments = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", program]
-    done = subprocess.run(arguments, capture_output=True, text=True, timeout=60)
-    return done.stdout, done.stderr
-
-
 @pytest.mark.parametrize("order", [True, False])
 def test_a_fork_takes_locks_that_another_thread_nests_in_any_order(order):
-    assert run(NESTED.replace("ORDER", str(order))) == ("0\n", "")
+    assert run(NESTED.replace("ORDER", str(order)), "reference") == (0, "0\n", "")
 
 
 def test_threads_that_fork_in_turn_release_their_own_locks():
-    assert run(TAKING_TURNS) == ("0\nTrue\n0\nFalse\n", "")
+    assert run(TAKING_TURNS, "reference") == (0, "0\nTrue\n0\nFalse\n", "")

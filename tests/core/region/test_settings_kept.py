@@ -7,7 +7,6 @@ import functools
 import gc
 import inspect
 import os
-import subprocess
 import sys
 import typing
 import weakref
@@ -20,6 +19,7 @@ import polycast
 from polycast import autocast
 from polycast.engine.kernels import installed
 
+from ..engine.programs import run
 from .made_region import made
 
 pytestmark = pytest.mark.usefixtures("engine")
@@ -280,12 +280,5 @@ print([construct(**arguments) for arguments in ARGUMENTS] == before)
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform has no fork")
 @pytest.mark.parametrize("engine", ["native", "reference"])
 def test_they_serve_a_forked_child_until_its_backend_is_another(engine):
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore::DeprecationWarning", "-c", IN_A_FORK],
-        env={**os.environ, "POLYCAST_ENGINE": engine},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
-    assert done.stdout == f"0 {[engine == 'reference'] * 3}\nTrue\n"
+    expected = f"0 {[engine == 'reference'] * 3}\nTrue\n"
+    assert run(IN_A_FORK, engine, timeout=60) == (0, expected, "")

@@ -1,14 +1,12 @@
 """Prebuilt libraries: which one fits, and a wheel that contains one."""
 
 import dataclasses
-import importlib.util
 import json
 import os
 import random
 import re
 import shutil
 import stat
-from pathlib import Path
 
 import pytest
 import torch
@@ -22,6 +20,8 @@ from polycast.toolchain.cpp_library import BuildError, CppLibrary
 from polycast.toolchain.load import load_prebuilt
 from polycast.toolchain.prebuilt import Prebuilt, find_prebuilt, key_of
 
+from .tools import load_tool
+
 HEADERS = ["ATen/core/TensorBase.h", "c10/core/TensorImpl.h"]
 
 
@@ -31,15 +31,6 @@ def put_into(folder, library, headers=()):
     place.parent.mkdir(parents=True)
     shutil.copy(library, place)
     place.with_suffix(".headers").write_text("\n".join([digest_of_headers(headers), *headers]))
-
-
-def platform_wheel():
-    """Return the tool that makes the archives."""
-    path = Path(__file__).parents[3] / "tools" / "platform_wheel.py"
-    spec = importlib.util.spec_from_file_location("platform_wheel", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture
@@ -60,7 +51,7 @@ def came_with(tmp_path, archives):
     library = tmp_path / f"{ENGINE.name}.so"
     library.write_bytes(b"for another machine")
     put_into(tmp_path / "builds", library, HEADERS)
-    for name, content in platform_wheel().pack(tmp_path / "builds"):
+    for name, content in load_tool("platform_wheel").pack(tmp_path / "builds"):
         (archives / name).write_bytes(content)
     return Prebuilt(archives / f"{ENGINE.name}.tar.xz", key_of(ENGINE.read_sources()), checksum(library))
 
@@ -155,7 +146,7 @@ def test_the_libraries_for_several_versions_share_what_is_equal(tmp_path):
         folder.mkdir(parents=True)
         (folder / library.name).write_bytes(library.read_bytes() + bytes([version]))
         (folder / "polycast_native.headers").write_text("")
-    packed = dict(platform_wheel().pack(tmp_path / "builds"))
+    packed = dict(load_tool("platform_wheel").pack(tmp_path / "builds"))
     assert 100_000 < len(packed["polycast_native.tar.xz"]) < 110_000
 
 

@@ -1,10 +1,10 @@
 """``tools/prebuild.py``: the libraries that it builds for a wheel, and the headers that they are compiled from."""
 
-import importlib.util
 from pathlib import Path
 
 import pytest
 import torch
+from tests.core.toolchain.tools import load_tool
 
 import polycast
 from polycast.toolchain.compiler import digest_of_headers, find_compiler
@@ -16,11 +16,7 @@ OPS = polycast.plugin.NativeLibrary.of_ops("polycast_plugins.quantize.cpu.native
 
 @pytest.fixture
 def tool():
-    path = Path(__file__).parents[3] / "tools" / "prebuild.py"
-    spec = importlib.util.spec_from_file_location("prebuild", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_tool("prebuild")
 
 
 def test_what_cannot_be_imported_or_built_is_reported_and_the_others_are_built(

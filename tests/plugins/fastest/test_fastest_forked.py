@@ -1,10 +1,9 @@
 """The recipe "fastest" in a child of a fork: casts, decisions and gradients that the parent has made serve it, too."""
 
 import os
-import subprocess
-import sys
 
 import pytest
+from tests.core.engine.programs import run
 
 pytestmark = pytest.mark.slow
 
@@ -63,11 +62,5 @@ print(is_one, os.waitpid(child, 0)[1] == 0, equal(results(first, cache), expecte
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform has no fork")
 @pytest.mark.parametrize("engine", ["native", "reference"])
 def test_a_child_computes_and_trains_as_its_parent(engine):
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore::DeprecationWarning", "-c", PROGRAM],
-        env={**os.environ, "POLYCAST_ENGINE": engine},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert (done.stdout, done.returncode) == ("True True True\n", 0), done.stderr
+    status, printed, errors = run(PROGRAM, engine, timeout=120)
+    assert (printed, status) == ("True True True\n", 0), errors

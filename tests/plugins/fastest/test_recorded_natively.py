@@ -11,6 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from polycast import autocast
 from polycast.engine import installation
+from polycast_plugins.fastest import attention as attention_module
 from polycast_plugins.fastest import fastest_plan
 from polycast_plugins.fastest.choose_way import Way
 from polycast_plugins.fastest.recorded_ways import ALL_FAST, Ways
@@ -328,3 +329,15 @@ def test_few_numbers_are_converted_to_the_bits_of_torchs_conversions(recipe):
             with torch.no_grad(), autocast("cpu", recipe=recipe):
                 found = F.conv2d(image, one)
             assert torch.equal(found.view(torch.int16), expected.view(torch.int16))
+
+
+def test_the_reference_engine_does_not_compile_ops_that_it_never_calls(monkeypatch, float32_way):
+    installation.forget_choice()
+    monkeypatch.setenv("POLYCAST_ENGINE", "reference")
+    compiled = []
+    monkeypatch.setattr(attention_module, "load_ops", compiled.append)
+    x, weight = made(((48, 16), (8, 16)))
+    with autocast("cpu", recipe=float32_way):
+        F.linear(x, weight).sum().backward()
+    installation.forget_choice()
+    assert (compiled, weight.grad.shape) == ([], weight.shape)
