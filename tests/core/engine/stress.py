@@ -33,9 +33,8 @@ PRODUCTS = [
     lambda weight: torch.nn.functional.linear(X, weight[:2]),
     lambda weight: torch.matmul(X, weight.chunk(2, dim=1)[1]),
 ]
-HAS_INT8 = hasattr(polycast, "Int8") and bool(
-    polycast.plugin.check(polycast.plugin.get_backend("cpu"), polycast.Int8())
-)
+HAS_QUANTIZE = hasattr(polycast, "Int8")  # the plugin, which also saves caches
+HAS_INT8 = HAS_QUANTIZE and bool(polycast.plugin.check(polycast.plugin.get_backend("cpu"), polycast.Int8()))
 FASTEST = []
 if hasattr(polycast, "Fastest"):
     from polycast_plugins.fastest.measurement import Measurement
@@ -220,7 +219,7 @@ class Thread:
                 lambda: polycast.clear_autocast_cache(all_threads=True),
                 self.caches[0].clear,
                 self.caches[1].stats,
-                self.save_and_load,
+                *([self.save_and_load] if HAS_QUANTIZE else []),
             ]
         )()
 
