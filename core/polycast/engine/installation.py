@@ -7,6 +7,7 @@ from ..common import generation
 from ..common.atfork import hold_during_fork
 from ..errors import BackendNotFoundError
 from ..policy.cast_policy import policies_for, registrations
+from ..policy.matching import matched_ops
 from ..registry.registry import registry
 from ..torch_internals import changes
 from ..torch_internals.dispatcher import all_op_names, has_kernel_for_dispatch_key
@@ -179,7 +180,8 @@ def kernels_of(device_type: str, also: Iterable[str] = ()) -> Kernels:
                 is_unchanged = registry.find(device_type) is backend and chosen() is engine
                 if device_type not in installed and is_unchanged:
                     engine.watch_writes()
-                    policies = {**added, **backend.policies, **policies_for(device_type)}
+                    matched = matched_ops(backend.is_verified)
+                    policies = {**matched, **added, **backend.policies, **policies_for(device_type)}
                     installed[device_type] = engine.kernels(backend, policies)
         else:
             for name in also:

@@ -100,13 +100,13 @@ def known_overloads(name: OpName, *, writing: bool = False) -> list[str]:
 def ops_with(name: OpName, policy: CastPolicy) -> list[str]:
     """Return the dispatcher names of the overloads that get a policy which is set for a name.
 
-    These are the overloads that can have the policy; in-place and ``out=`` ones only if the op is banned or has no
-    others.
+    These are the overloads that can have the policy; in-place and ``out=`` ones only if the op is banned, matched or
+    has no others.
 
     Raises:
         ValueError: torch has no such op, or it cannot have the policy.
     """
-    candidates = known_overloads(name, writing=policy is CastPolicy.BANNED)
+    candidates = known_overloads(name, writing=policy in (CastPolicy.BANNED, CastPolicy.MATCH))
     problems = {each: entry_problem(each, policy) for each in candidates}
     found = [each for each, problem in problems.items() if problem is None]
     if not found:

@@ -131,6 +131,8 @@ def entry_problem(name: object, policy: object) -> str | None:
     op = find_op(name)
     if op is None or policy in (CastPolicy.BANNED, CastPolicy.PASSTHROUGH):
         return None
+    if policy is CastPolicy.MATCH:
+        return f"{name!r} is an out= variant, whose inputs are never cast" if _has_out(op) else None
     if op._schema.is_mutable:
         return f"{name!r} writes to its inputs: in-place and out= variants are never cast, so {policy.name} cannot hold"
     if policy is CastPolicy.FP32_SET_OPT_DTYPE and optional_dtype(op) is None:
@@ -138,6 +140,10 @@ def entry_problem(name: object, policy: object) -> str | None:
     if policy is CastPolicy.FP32_APPEND_DTYPE and overload_with_dtype(op) is None:
         return f"{name!r} has no overload with the same arguments and a dtype, which {policy.name} calls"
     return None
+
+
+def _has_out(op: OpOverload) -> bool:
+    return any(each.kwarg_only and each.alias_info is not None for each in op._schema.arguments)
 
 
 def is_op_name(name: str) -> bool:

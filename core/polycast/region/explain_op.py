@@ -15,6 +15,7 @@ from ..engine.recipes.plan import plan_of
 from ..engine.reference.rules import OpCall, apply_rule, is_eligible
 from ..engine.state import Settings
 from ..policy.cast_policy import CastPolicy, registrations
+from ..policy.matching import tensors_of
 from ..policy.names import OpName, known_overloads, read_op
 from ..policy.recipe import RecipeLike, read_recipe
 from ..policy.schemas import existing_op, flatten_arguments
@@ -223,12 +224,14 @@ def _with_arguments(found: Explanation, bound: dict[str, Any], backend: Backend)
     call = OpCall(overload, (), bound)
     if policy is not None and not banned:
         call = apply_rule(policy, call, found.dtype, may_cast)
+    matched = dict(zip((each.name for each in overload._schema.arguments), call.targets, strict=False))
+    targets = (target for name, value in bound.items() for _, target in tensors_of(value, matched.get(name)))
     dtypes = (value for name, value in call.kwargs.items() if bound.get(name) is None)
     return replace(
         found,
         arguments=tuple(
-            Argument(name, tensor.dtype, call.dtype if call.dtype and may_cast(tensor) else tensor.dtype)
-            for name, tensor in tensors
+            Argument(name, tensor.dtype, target or (call.dtype if call.dtype and may_cast(tensor) else tensor.dtype))
+            for (name, tensor), target in zip(tensors, targets, strict=True)
         ),
         reached=reached,
         set_dtype=next((dtype for dtype in dtypes if isinstance(dtype, torch.dtype)), None),

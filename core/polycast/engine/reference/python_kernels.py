@@ -14,7 +14,8 @@ from torch.library import Library, fallthrough_kernel
 from typing_extensions import override
 
 from ...policy.cast_policy import CastPolicy
-from ...policy.schemas import flatten_arguments, hidden_writes
+from ...policy.matching import Targets
+from ...policy.schemas import flatten_arguments, hidden_writes, unflatten_arguments
 from ...policy.standard import COMPOSED_OPS
 from ...registry.backend import Backend
 from ...torch_internals.dispatcher import DispatchKeySet, OpOverload, excluding, keys_below, redispatch
@@ -111,6 +112,8 @@ class _Kernel:
         if policy is None and self._name in COMPOSED_OPS and args[0].is_nested:
             # For nested tensors it calls ops without the dispatcher, so autocast would miss their inputs.
             policy = CastPolicy.LOWER_PRECISION_FP
+        if policy is CastPolicy.MATCH:
+            return self._match(keys, args, kwargs)
         # As if there were no kernel here: the ops that this one is made of are autocast.
         if policy is None and self._below is not None:
             return redispatch(self._op, keys & self._below, args, kwargs)
@@ -122,8 +125,33 @@ class _Kernel:
                 apply_rule(policy or CastPolicy.PASSTHROUGH, OpCall(self._op, args, kwargs), fast, self._is_eligible)
             )
 
+    def _match(self, keys: DispatchKeySet, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the op, whose operands are cast where torch would refuse them; the ops that it calls are autocast."""
+        call = apply_rule(
+            CastPolicy.MATCH,
+            OpCall(self._op, args, kwargs),
+            torch.get_autocast_dtype(self._device_type),
+            self._is_eligible,
+        )
+        written: dict[torch.Tensor, torch.Tensor] = {}
+        if call.targets and self._machine.matches(self._device_type):
+            given = flatten_arguments(self._op, args, kwargs)
+            written = {tensor: tensor.to(torch.float32) for tensor in self._written(call._replace(dtype=torch.float32))}
+            cast = [
+                written[value] if isinstance(value, torch.Tensor) and value in written else _matched(value, target)
+                for value, target in zip(given, call.targets, strict=True)
+            ]
+            args, kwargs = unflatten_arguments(self._op, cast)
+        if self._below is None:
+            with self._machine.without_autocast(self._device_type, self._exclude()):
+                result = self._op(*args, **kwargs)
+        else:
+            result = redispatch(self._op, keys & self._below, args, kwargs)
+        _write_back(written)
+        return result
+
     def _run(self, call: OpCall) -> Any:
-        op, args, kwargs, dtype = call
+        op, args, kwargs, dtype, _ = call
         if dtype is None:
             return op(*args, **kwargs)
         written = self._written(call)
@@ -132,18 +160,13 @@ class _Kernel:
         cast = _caster(self._device_type, dtype, self._machine.weight_caster(self._device_type) if caches else None)
         if not written:
             return op(*map(cast, args), **{name: cast(value) for name, value in kwargs.items()})
-        casts = {id(tensor): tensor.to(dtype) for tensor in written}
+        casts = {tensor: tensor.to(dtype) for tensor in written}
+        of_id = {id(tensor): each for tensor, each in casts.items()}
         result = op(
-            *(casts.get(id(value), cast(value)) for value in args),
-            **{name: casts.get(id(value), cast(value)) for name, value in kwargs.items()},
+            *(of_id.get(id(value), cast(value)) for value in args),
+            **{name: of_id.get(id(value), cast(value)) for name, value in kwargs.items()},
         )
-        for tensor in written:
-            if caching_is_safe():  # as the op: without a new version
-                with torch.inference_mode():
-                    tensor.data.copy_(casts[id(tensor)])
-            else:
-                with torch.no_grad():
-                    tensor.copy_(casts[id(tensor)])
+        _write_back(casts)
         return result
 
     def _written(self, call: OpCall) -> list[torch.Tensor]:
@@ -159,6 +182,26 @@ class _Kernel:
             for position in positions
             if self._is_eligible(given[position]) and given[position].dtype is not call.dtype
         ]
+
+
+def _matched(value: Any, target: Targets) -> Any:
+    """Return an argument with its tensors cast to what they are to be."""
+    if isinstance(target, torch.dtype):
+        return value.to(target)
+    if isinstance(target, list):
+        return [_matched(item, dtype) for item, dtype in zip(value, target, strict=True)]
+    return value
+
+
+def _write_back(casts: Mapping[torch.Tensor, torch.Tensor]) -> None:
+    """Give tensors the values of their casts, as the op would have: it writes without a new version."""
+    for tensor, cast in casts.items():
+        if caching_is_safe():
+            with torch.inference_mode():
+                tensor.data.copy_(cast)
+        else:
+            with torch.no_grad():
+                tensor.copy_(cast)
 
 
 class _CachedCast:

@@ -3,25 +3,26 @@
 The reference engine runs that call, and ``explain`` describes it.
 """
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
 from ...policy.cast_policy import CastPolicy
+from ...policy.matching import IsEligible, Targets, matching_of
 from ...policy.schemas import flatten_arguments, optional_dtype, overload_with_dtype
 from ...torch_internals.dispatcher import OpOverload
 
-_IsEligible: TypeAlias = Callable[[object], bool]
-
 
 class OpCall(NamedTuple):
-    """A call of an op; its eligible tensors are cast to `dtype`, if it has one."""
+    """A call of an op; its eligible tensors are cast to `dtype`, if it has one, or those that `targets` names."""
 
     op: OpOverload
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     dtype: torch.dtype | None = None
+    targets: Sequence[Targets] = ()
+    """What each argument is cast to, in the order of the op's schema; none: only `dtype` says so."""
 
 
 def is_eligible(value: object, device_type: str) -> bool:
@@ -46,7 +47,7 @@ def tensors_in(values: Iterable[object]) -> Iterator[torch.Tensor]:
             yield from tensors_in(value)
 
 
-def apply_rule(policy: CastPolicy, call: OpCall, fast: torch.dtype, is_eligible: _IsEligible) -> OpCall:
+def apply_rule(policy: CastPolicy, call: OpCall, fast: torch.dtype, is_eligible: IsEligible) -> OpCall:
     """Return the call that is run in place of `call` under a policy, in a region with a fast dtype.
 
     The policy must not be BANNED: such a call is not run at all.
@@ -54,7 +55,7 @@ def apply_rule(policy: CastPolicy, call: OpCall, fast: torch.dtype, is_eligible:
     return _RULES[policy](call, fast, is_eligible)
 
 
-def _fp32_set_opt_dtype(call: OpCall, fast: torch.dtype, is_eligible: _IsEligible) -> OpCall:
+def _fp32_set_opt_dtype(call: OpCall, fast: torch.dtype, is_eligible: IsEligible) -> OpCall:
     if not is_eligible(_first(call)):
         return call
     position = optional_dtype(call.op)
@@ -68,7 +69,7 @@ def _fp32_set_opt_dtype(call: OpCall, fast: torch.dtype, is_eligible: _IsEligibl
     return call
 
 
-def _fp32_append_dtype(call: OpCall, fast: torch.dtype, is_eligible: _IsEligible) -> OpCall:
+def _fp32_append_dtype(call: OpCall, fast: torch.dtype, is_eligible: IsEligible) -> OpCall:
     overload = overload_with_dtype(call.op)
     assert overload is not None  # the policy was validated
     # Pass this overload's defaults, because the one with a dtype need not have them.
@@ -78,21 +79,28 @@ def _fp32_append_dtype(call: OpCall, fast: torch.dtype, is_eligible: _IsEligible
     return OpCall(overload, (), {**given, "dtype": dtype})
 
 
-def _promote(call: OpCall, fast: torch.dtype, is_eligible: _IsEligible) -> OpCall:
+def _promote(call: OpCall, fast: torch.dtype, is_eligible: IsEligible) -> OpCall:
     """Cast to float32, which holds the values of any two dtypes below it, if the eligible tensors' dtypes differ."""
     dtypes = {tensor.dtype for tensor in tensors_in((*call.args, *call.kwargs.values())) if is_eligible(tensor)}
     return call._replace(dtype=torch.float32) if len(dtypes) > 1 else call
+
+
+def _match(call: OpCall, fast: torch.dtype, is_eligible: IsEligible) -> OpCall:
+    """Cast the operands that torch would refuse because their dtypes differ, or because it has no kernel for them."""
+    given = flatten_arguments(call.op, call.args, call.kwargs)
+    return call._replace(targets=matching_of(call.op).targets(given, is_eligible) or ())
 
 
 def _first(call: OpCall) -> object:
     return call.args[0] if call.args else call.kwargs.get(call.op._schema.arguments[0].name)
 
 
-_RULES: dict[CastPolicy, Callable[[OpCall, torch.dtype, _IsEligible], OpCall]] = {
+_RULES: dict[CastPolicy, Callable[[OpCall, torch.dtype, IsEligible], OpCall]] = {
     CastPolicy.LOWER_PRECISION_FP: lambda call, fast, _: call._replace(dtype=fast),
     CastPolicy.FP32: lambda call, *_: call._replace(dtype=torch.float32),
     CastPolicy.FP32_SET_OPT_DTYPE: _fp32_set_opt_dtype,
     CastPolicy.FP32_APPEND_DTYPE: _fp32_append_dtype,
     CastPolicy.PROMOTE: _promote,
+    CastPolicy.MATCH: _match,
     CastPolicy.PASSTHROUGH: lambda call, *_: call,
 }

@@ -11,7 +11,7 @@ import torch
 
 from ...policy.cast_policy import CastPolicy
 from ...torch_internals.dispatcher import excluded_keys
-from ...torch_internals.private_names import is_function_mode_enabled
+from ...torch_internals.private_names import current_graph_task_id, dispatch_mode_count, is_function_mode_enabled
 from ..casts.cached_cast import with_history
 from ..casts.cast_cache import CastCache
 from ..casts.weights import Source, caching_is_safe, covers, weight_of
@@ -129,6 +129,15 @@ class PythonStateMachine:
     def nesting(self, device_type: str) -> int:
         """Return the number of regions for a device."""
         return len(self._regions.of(device_type))
+
+    def matches(self, device_type: str) -> bool:
+        """Return whether MATCH acts now: in regions of polycast, not in torch's own.
+
+        Their backward may compute their forward again, in a region of torch's, and graphs that are traced hold some of
+        them as such.
+        """
+        here = self._regions.innermost(device_type)
+        return here is not None or current_graph_task_id() >= 0 or dispatch_mode_count() > 0
 
     def dtype(self, device_type: str) -> torch.dtype:
         """Return the fast dtype of a device on this thread."""

@@ -1,0 +1,306 @@
+"""MATCH: the operands of each op that must have one dtype, and the dtype that they get where torch would refuse theirs.
+
+The table is data of the core. It says what torch's own kernels take, so an op that works in torch keeps its bits.
+"""
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import zip_longest
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+
+from ..torch_internals.dispatcher import OpOverload
+from .cast_policy import CastPolicy
+
+IsEligible: TypeAlias = Callable[[object], bool]
+Targets: TypeAlias = "torch.dtype | list[torch.dtype | None] | None"
+"""The dtype that an argument is cast to; for a list of tensors, that of each; None: it is not cast."""
+
+
+class _Operands(NamedTuple):
+    """What torch's kernels take, for ops that differ from "all tensors, in any one dtype".
+
+    Attributes:
+        names: the operands that must agree; none: all tensors.
+        scalars: those of them that may have another dtype if they have no dimensions.
+        mixtures: the mixtures that torch takes: a letter for each operand in the order of `names`; see `_LETTERS`.
+        has_16_bit: whether torch has a kernel for 16-bit operands; without one, float32 is used for them.
+    """
+
+    names: tuple[str, ...] = ()
+    scalars: tuple[str, ...] = ()
+    mixtures: tuple[str, ...] = ()
+    has_16_bit: bool = True
+
+
+_LETTERS = {torch.float32: "f", torch.bfloat16: "b", torch.float16: "h", None: "-"}
+"""In mixtures, ``x`` is one 16-bit dtype, the same for all operands that have an ``x``."""
+
+_ANY = _Operands()
+_NO_16_BIT = _Operands(has_16_bit=False)
+_NORM = ("input", "weight", "bias")
+_BATCH_NORM = (*_NORM, "running_mean", "running_var")
+_NORM_TAKES = ("xff", "xf-", "x-f")
+_BATCH_NORM_TAKES = ("xffff", "xff--", "x--ff")
+
+_ON_ALL_DEVICES: dict[str, _Operands] = {
+    **dict.fromkeys(
+        (
+            "aten::_chunk_cat",
+            "aten::_foreach_lerp.List",
+            "aten::_foreach_lerp.Scalar",
+            "aten::_foreach_lerp_.List",
+            "aten::_foreach_lerp_.Scalar",
+            "aten::_trilinear",
+            "aten::addmv",
+            "aten::addmv_",
+            "aten::baddbmm_",
+            "aten::bilinear",
+            "aten::chain_matmul",
+            "aten::dot",
+            "aten::isclose",
+            "aten::lerp.Scalar",
+            "aten::lerp_.Scalar",
+            "aten::linalg_multi_dot",
+            "aten::masked_scatter",
+            "aten::masked_scatter_",
+            "aten::meshgrid",
+            "aten::meshgrid.indexing",
+            "aten::scatter.reduce",
+            "aten::scatter.src",
+            "aten::scatter_.reduce",
+            "aten::scatter_.src",
+            "aten::scatter_add",
+            "aten::scatter_add_",
+            "aten::scatter_reduce.two",
+            "aten::scatter_reduce_.two",
+            "aten::tensordot",
+            "aten::vdot",
+        ),
+        _ANY,
+    ),
+    **dict.fromkeys(("aten::lerp.Tensor", "aten::lerp_.Tensor"), _Operands(scalars=("weight",))),
+    **dict.fromkeys(
+        (
+            "aten::_linalg_solve_ex",
+            "aten::linalg_ldl_solve",
+            "aten::linalg_lu_solve",
+            "aten::linalg_solve_ex",
+        ),
+        _NO_16_BIT,
+    ),
+}
+"""torch refuses the same of these ops on every device: before it looks for a kernel of the device."""
+
+_ON_VERIFIED_DEVICES: dict[str, _Operands] = {
+    **dict.fromkeys(
+        (
+            "aten::_embedding_bag",
+            "aten::_embedding_bag_forward_only",
+            "aten::_grouped_mm",
+            "aten::_histogramdd_from_bin_tensors",
+            "aten::_index_put_impl_",
+            "aten::_log_softmax_backward_data",
+            "aten::_softmax_backward_data",
+            "aten::_sparse_mm_reduce_impl",
+            "aten::_unsafe_index_put",
+            "aten::_unsafe_masked_index_put_accumulate",
+            "aten::_weight_norm",
+            "aten::_weight_norm_interface",
+            "aten::addbmm_",
+            "aten::addmm_",
+            "aten::addr",
+            "aten::allclose",
+            "aten::complex",
+            "aten::cross",
+            "aten::grid_sampler",
+            "aten::heaviside",
+            "aten::heaviside_",
+            "aten::histogram.bins_tensor",
+            "aten::hspmm",
+            "aten::index_add",
+            "aten::index_add_",
+            "aten::index_copy",
+            "aten::index_copy_",
+            "aten::index_put",
+            "aten::index_put_",
+            "aten::index_reduce",
+            "aten::index_reduce_",
+            "aten::isin.Tensor_Tensor",
+            "aten::linalg_cross",
+            "aten::mv",
+            "aten::put",
+            "aten::put_",
+        ),
+        _ANY,
+    ),
+    **dict.fromkeys(
+        (
+            "aten::_histogramdd_bin_edges",
+            "aten::_histogramdd_from_bin_cts",
+            "aten::_linalg_det",
+            "aten::_linalg_slogdet",
+            "aten::binomial",
+            "aten::histogram.bin_ct",
+            "aten::linalg_lu",
+            "aten::linalg_lu_factor",
+            "aten::linalg_lu_factor_ex",
+            "aten::linalg_slogdet",
+            "aten::linalg_solve_triangular",
+            "aten::logdet",
+            "aten::sparse_sampled_addmm",
+            "aten::special_chebyshev_polynomial_t",
+            "aten::special_chebyshev_polynomial_u",
+            "aten::special_chebyshev_polynomial_v",
+            "aten::special_chebyshev_polynomial_w",
+            "aten::special_hermite_polynomial_h",
+            "aten::special_hermite_polynomial_he",
+            "aten::special_laguerre_polynomial_l",
+            "aten::special_legendre_polynomial_p",
+            "aten::special_shifted_chebyshev_polynomial_t",
+            "aten::special_shifted_chebyshev_polynomial_u",
+            "aten::special_shifted_chebyshev_polynomial_v",
+            "aten::special_shifted_chebyshev_polynomial_w",
+            "aten::special_zeta",
+        ),
+        _NO_16_BIT,
+    ),
+    **dict.fromkeys(("aten::native_group_norm", "aten::native_layer_norm"), _Operands(_NORM, mixtures=_NORM_TAKES)),
+    **dict.fromkeys(
+        (
+            "aten::_batch_norm_with_update",
+            "aten::_native_batch_norm_legit",
+            "aten::_native_batch_norm_legit_no_training",
+            "aten::native_batch_norm",
+        ),
+        _Operands(_BATCH_NORM, mixtures=_BATCH_NORM_TAKES),
+    ),
+    "aten::_native_batch_norm_legit.no_stats": _Operands(_NORM, mixtures=("xff", "xf-")),
+    "aten::_scaled_dot_product_flash_attention_for_cpu": _Operands(
+        ("query", "key", "value", "attn_mask"), mixtures=("xxxf",)
+    ),
+    "aten::convolution": _Operands(_NORM, mixtures=("ffx", "hhf", "hhb", "bbh")),
+    **dict.fromkeys(
+        (
+            "aten::_fake_quantize_per_tensor_affine_cachemask_tensor_qparams",
+            "aten::fake_quantize_per_channel_affine_cachemask",
+        ),
+        _Operands(("scale",), has_16_bit=False),
+    ),
+    "aten::linalg_pinv.atol_rtol_tensor": _Operands(("self",), has_16_bit=False),
+}
+"""What the device's kernels refuse decides for these; so a device gets them once the suite has run on it."""
+
+_TABLE = {**_ON_ALL_DEVICES, **_ON_VERIFIED_DEVICES}
+
+
+def matched_ops(is_verified: bool) -> Mapping[str, CastPolicy]:
+    """Return the ops that have MATCH on a device without a policy of the device's own, as a table.
+
+    Args:
+        is_verified: whether the conformance suite has run on the device; see :class:`Backend`.
+    """
+    return dict.fromkeys(_TABLE if is_verified else _ON_ALL_DEVICES, CastPolicy.MATCH)
+
+
+class Matching:
+    """What MATCH does to the arguments of an op, which are given in the order of its schema.
+
+    Attributes:
+        positions: those of the operands.
+        scalars: those of operands that may have another dtype if they have no dimensions.
+        writes: those of operands that the op writes, whose dtype the others get; none: they get float32.
+        mixtures: the mixtures that torch takes.
+        has_16_bit: whether torch has a kernel for 16-bit operands.
+        by_item: whether the items of lists agree one by one, as in ``_foreach_*`` ops.
+    """
+
+    def __init__(self, op: OpOverload) -> None:
+        operands = _TABLE.get(op._schema.name + f".{op._schema.overload_name}".rstrip("."), _ANY)
+        arguments = op._schema.arguments
+        names = operands.names or [each.name for each in arguments if "Tensor" in str(each.real_type)]
+        by_name = {each.name: position for position, each in enumerate(arguments)}
+        self.positions = tuple(by_name[name] for name in names)
+        self.scalars = tuple(by_name[name] for name in operands.scalars)
+        self.writes = tuple(at for at in self.positions if _is_written(arguments[at]))
+        self.mixtures = operands.mixtures
+        self.has_16_bit = operands.has_16_bit
+        self.by_item = op._schema.name.startswith("aten::_foreach_")
+
+    def targets(self, given: Sequence[Any], is_eligible: IsEligible) -> list[Targets] | None:
+        """Return what each argument is cast to; None if torch takes them as they are, or a cast would not help."""
+        operands = {at: given[at] for at in self.positions}
+        if not self.by_item:
+            dtype = self._dtype({at: self._tensors(at, value) for at, value in operands.items()}, is_eligible)
+            found = {at: self._casts(at, value, dtype) for at, value in operands.items()} if dtype else {}
+        else:
+            lists = {at: value for at, value in operands.items() if isinstance(value, (list, tuple))}
+            dtypes = [
+                self._dtype({at: [item] for at, item in zip(lists, items, strict=True)}, is_eligible)
+                for items in zip(*lists.values(), strict=False)
+            ]
+            found = {
+                at: [self._cast(at, item, dtype) for item, dtype in zip_longest(value, dtypes)]
+                for at, value in lists.items()
+                if any(dtypes)
+            }
+        return [found.get(at) for at in range(len(given))] if found else None
+
+    def _tensors(self, at: int, value: object) -> list[torch.Tensor]:
+        """Return the tensors of an operand that must agree with the others."""
+        values = value if isinstance(value, (list, tuple)) else [value]
+        return [each for each in values if isinstance(each, torch.Tensor) and (each.dim() or at not in self.scalars)]
+
+    def _casts(self, at: int, value: object, dtype: torch.dtype) -> Targets:
+        if isinstance(value, (list, tuple)):
+            return [self._cast(at, item, dtype) for item in value]
+        return self._cast(at, value, dtype)
+
+    def _cast(self, at: int, value: object, dtype: torch.dtype | None) -> torch.dtype | None:
+        return (
+            dtype
+            if any(each.dtype in _LETTERS and each.dtype is not dtype for each in self._tensors(at, value))
+            else None
+        )
+
+    def _dtype(self, operands: Mapping[int, Sequence[torch.Tensor]], is_eligible: IsEligible) -> torch.dtype | None:
+        """Return the dtype for operands that torch would refuse, or None."""
+        floats = [each for tensors in operands.values() for each in tensors if each.is_floating_point()]
+        dtypes = {each.dtype for each in floats}
+        if not floats or not all(each.dtype in _LETTERS and is_eligible(each) for each in floats):
+            return None
+        if len(dtypes) == 1 and (self.has_16_bit or torch.float32 in dtypes):
+            return None
+        if self.mixtures and not _spelled(operands.values()).isdisjoint(self.mixtures):
+            return None
+        written = {each.dtype for at in self.writes for each in operands.get(at, ())}
+        if len(written) > 1:
+            return None  # the values of one of them would be written to a copy
+        return written.pop() if written else torch.float32
+
+
+def _spelled(operands: Iterable[Sequence[torch.Tensor]]) -> set[str]:
+    """Return how mixtures spell dtypes: exactly, and, if there is one 16-bit dtype, with an x for it."""
+    exact = "".join(_LETTERS.get(operand[0].dtype, "?") if operand else "-" for operand in operands)
+    short = set(exact) & {"b", "h"}
+    return {exact, *(exact.replace(letter, "x") for letter in short if len(short) == 1)}
+
+
+def _is_written(argument: Any) -> bool:
+    return argument.alias_info is not None and argument.alias_info.is_write
+
+
+@functools.cache
+def matching_of(op: OpOverload) -> Matching:
+    """Return what MATCH does to the arguments of an op."""
+    return Matching(op)
+
+
+def tensors_of(value: object, targets: Targets) -> Iterator[tuple[torch.Tensor, torch.dtype | None]]:
+    """Yield the tensors of an argument, each with the dtype that it is cast to or None."""
+    if isinstance(value, torch.Tensor):
+        yield value, targets if isinstance(targets, torch.dtype) else None
+    elif isinstance(value, (list, tuple)):
+        for item, target in zip(value, targets if isinstance(targets, list) else [None] * len(value), strict=True):
+            yield from tensors_of(item, target)
