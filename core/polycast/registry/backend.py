@@ -180,8 +180,8 @@ class Backend(Extension):
             each with the reason.
         optional_ops: optional; ops of `policies` that a torch which the backend supports may lack, each with the
             reason. The conformance suite fails for other ops that the running torch lacks: they may be misspelled.
-        is_verified: whether the conformance suite has run on the device itself. Then MATCH is also the policy of ops for
-            which the device's kernels decide what mixtures of dtypes they take; `policies` may say otherwise for each.
+        is_verified: whether the conformance suite has run on the device itself. Then MATCH is the policy also of ops
+            where the device's kernels decide what mixtures of dtypes they take; `policies` may say otherwise.
 
     It may have kernels for recipes, and ops in C++, as an :class:`Extension` has: see there.
     """

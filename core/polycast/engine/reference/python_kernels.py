@@ -127,12 +127,8 @@ class _Kernel:
 
     def _match(self, keys: DispatchKeySet, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the op, whose operands are cast where torch would refuse them; the ops that it calls are autocast."""
-        call = apply_rule(
-            CastPolicy.MATCH,
-            OpCall(self._op, args, kwargs),
-            torch.get_autocast_dtype(self._device_type),
-            self._is_eligible,
-        )
+        call = OpCall(self._op, args, kwargs)
+        call = apply_rule(CastPolicy.MATCH, call, torch.get_autocast_dtype(self._device_type), self._is_eligible)
         written: dict[torch.Tensor, torch.Tensor] = {}
         if call.targets and self._machine.matches(self._device_type):
             given = flatten_arguments(self._op, args, kwargs)
@@ -141,7 +137,8 @@ class _Kernel:
                 written[value] if isinstance(value, torch.Tensor) and value in written else _matched(value, target)
                 for value, target in zip(given, call.targets, strict=True)
             ]
-            args, kwargs = unflatten_arguments(self._op, cast)
+            positional, kwargs = unflatten_arguments(self._op, cast)
+            args = tuple(positional)
         if self._below is None:
             with self._machine.without_autocast(self._device_type, self._exclude()):
                 result = self._op(*args, **kwargs)
