@@ -91,6 +91,9 @@ class Kernel final : public c10::OperatorKernel {
     return results;
   }
 
+  // Return the keys to redispatch with under MATCH: also those above, such as a Python dispatcher.
+  C10_ALWAYS_INLINE c10::DispatchKeySet keys_to_match(c10::DispatchKeySet keys) const { return keys - keys_; }
+
   // torch's redispatch function for an op with an unboxed entry point, of the op's signature.
   auto redispatch() const { return redispatch_; }
 
@@ -124,7 +127,7 @@ class Kernel final : public c10::OperatorKernel {
     }
     if (policy == Policy::kMatch) {
       const Written written = may_be_refused(boxed_arguments(stack)) ? match(stack) : Written();
-      handle.redispatchBoxed(keys - keys_, stack);  // keep keys above, such as a Python dispatcher
+      handle.redispatchBoxed(keys_to_match(keys), stack);
       write_back(written);
       return;
     }
