@@ -179,7 +179,10 @@ def kernels_of(device_type: str, also: Iterable[str] = ()) -> Kernels:
                 is_unchanged = registry.find(device_type) is backend and chosen() is engine
                 if device_type not in installed and is_unchanged:
                     engine.watch_writes()
-                    matched = dict.fromkeys(backend.matched_ops, CastPolicy.MATCH)
+                    # Not in place of a kernel of torch's that the table leaves out on purpose.
+                    key = autocast_key(device_type)
+                    ops = (op for op in backend.matched_ops if not has_kernel_for_dispatch_key(op, key))
+                    matched = dict.fromkeys(ops, CastPolicy.MATCH)
                     policies = {**matched, **added, **backend.policies, **policies_for(device_type)}
                     installed[device_type] = engine.kernels(backend, policies)
         else:
