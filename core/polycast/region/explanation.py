@@ -61,8 +61,8 @@ class Explanation(Result):
         dtype: the fast dtype.
         policy: the op's policy; None: it runs unchanged, and autocast applies to the ops that it is made of.
         rule: the rule that decides: ``"region's policy"``, ``"register_op for <device>"``, ``"register_op"``,
-            ``"backend's table"``, ``"extension"``, ``"mixed dtypes"`` (:attr:`Backend.matched_ops`), ``"none"``, or ``"a
-            kernel that is not polycast's"``.
+            ``"backend's table"``, ``"extension"``, ``"mixed dtypes"`` (the backend's `matched_ops`), ``"none"``, or
+            ``"a kernel that is not polycast's"``.
         rule_name: the name of the rule, such as that of the region's :class:`Policy`, or the distribution of an
             extension.
         arguments: what happens to each tensor; None if no arguments were given.
