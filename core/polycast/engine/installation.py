@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterable
 from ..common import generation
 from ..common.atfork import hold_during_fork
 from ..errors import BackendNotFoundError
-from ..policy.cast_policy import policies_for, registrations
-from ..policy.matching import matched_ops
+from ..policy.cast_policy import CastPolicy, policies_for, registrations
 from ..registry.registry import registry
 from ..torch_internals import changes
 from ..torch_internals.dispatcher import all_op_names, has_kernel_for_dispatch_key
@@ -180,7 +179,10 @@ def kernels_of(device_type: str, also: Iterable[str] = ()) -> Kernels:
                 is_unchanged = registry.find(device_type) is backend and chosen() is engine
                 if device_type not in installed and is_unchanged:
                     engine.watch_writes()
-                    matched = matched_ops(backend.is_verified)
+                    # Not in place of a kernel of torch's that the table leaves out on purpose.
+                    key = autocast_key(device_type)
+                    ops = (op for op in backend.matched_ops if not has_kernel_for_dispatch_key(op, key))
+                    matched = dict.fromkeys(ops, CastPolicy.MATCH)
                     policies = {**matched, **added, **backend.policies, **policies_for(device_type)}
                     installed[device_type] = engine.kernels(backend, policies)
         else:

@@ -100,7 +100,7 @@ def register_op(
     Args:
         op: an overload (``torch.ops.acme.scale.default``), what ``torch.library.custom_op`` returned, a packet
             (``torch.ops.acme.scale``), or a name, as in a :class:`Policy`: ``"acme::scale"`` and the packet mean all
-            overloads that can have the policy (those that write to their inputs can only be banned);
+            overloads that can have the policy (those that write to their inputs: MATCH and BANNED);
             ``"acme::scale.default"`` means one.
         policy: the policy, or its name (``"fp32"``).
         device_type: a device string that torch knows, such as ``"cuda"``; None for all devices.

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from ..torch_internals.dispatcher import OpOverload
-from .cast_policy import CastPolicy
 
 IsEligible: TypeAlias = Callable[[object], bool]
 Targets: TypeAlias = "torch.dtype | list[torch.dtype | None] | None"
@@ -196,14 +195,8 @@ _ON_VERIFIED_DEVICES: dict[str, MatchedOperands] = {
 
 _TABLE = {**_ON_ALL_DEVICES, **_ON_VERIFIED_DEVICES}
 
-
-def matched_ops(is_verified: bool) -> Mapping[str, CastPolicy]:
-    """Return the ops that have MATCH on a device without a policy of the device's own, as a table.
-
-    Args:
-        is_verified: whether the conformance suite has run on the device; see :class:`Backend`.
-    """
-    return dict.fromkeys(_TABLE if is_verified else _ON_ALL_DEVICES, CastPolicy.MATCH)
+MATCHED = frozenset(_TABLE)
+MATCHED_ON_ALL_DEVICES = frozenset(_ON_ALL_DEVICES)
 
 
 def operands_of(op: OpOverload) -> MatchedOperands:

@@ -29,7 +29,7 @@ from ..torch_internals.dispatcher import (
     has_kernel_for_dispatch_key,
     resolve_packet,
 )
-from .explanation import NO_RULE, OTHERS_KERNEL, Argument, Explanation
+from .explanation import MIXED_DTYPES, NO_RULE, OTHERS_KERNEL, Argument, Explanation
 from .resolve import override_of
 
 Op: TypeAlias = str | OpOverload | OpOverloadPacket | CustomOpDef
@@ -105,7 +105,8 @@ def _without_arguments(op: str, region: Settings, backend: Backend) -> Explanati
     override = region.override
     if override is None or override.recipe is None or op not in override.recipe_ops:
         return found
-    if policy is not CastPolicy.LOWER_PRECISION_FP and not (policy is None and op in override.recipe.without_policy):
+    has_policy = policy not in (None, CastPolicy.MATCH)
+    if policy is not CastPolicy.LOWER_PRECISION_FP and (has_policy or op not in override.recipe.without_policy):
         return found
     plan = plan_of(override, region.device_type)
     declined = None if plan is None else plan.why_no_kernel(op)
@@ -148,6 +149,8 @@ def _deciding_rule(op: str, device_type: str, override: Override | None, backend
         return backend.policies[op], "backend's table", ""
     if (added := registry.added_policies(backend).get(op)) is not None:
         return added.policy, "extension", added.distribution
+    if op in backend.matched_ops:
+        return CastPolicy.MATCH, MIXED_DTYPES, ""
     kernels = installed.get(device_type)
     is_own = kernels is not None and op in kernels.ops
     return None, NO_RULE if is_own else _rule_of_others(op, device_type), ""

@@ -10,6 +10,7 @@ from ..policy.names import dtype_name
 from ..policy.result import Result, html_lines, html_table
 
 NO_RULE = "none"
+MIXED_DTYPES = "mixed dtypes"
 OTHERS_KERNEL = "a kernel that is not polycast's"
 
 _MEANING = {
@@ -19,6 +20,7 @@ _MEANING = {
     CastPolicy.FP32_SET_OPT_DTYPE: "its dtype defaults to float32",
     CastPolicy.FP32_APPEND_DTYPE: "the overload that takes a dtype is called, with float32",
     CastPolicy.PROMOTE: "its inputs are cast to float32 if their dtypes differ",
+    CastPolicy.MATCH: "its inputs are cast where torch would refuse their dtypes",
     CastPolicy.BANNED: "it raises RuntimeError",
     CastPolicy.PASSTHROUGH: "it runs on unchanged inputs",
 }
@@ -59,7 +61,8 @@ class Explanation(Result):
         dtype: the fast dtype.
         policy: the op's policy; None: it runs unchanged, and autocast applies to the ops that it is made of.
         rule: the rule that decides: ``"region's policy"``, ``"register_op for <device>"``, ``"register_op"``,
-            ``"backend's table"``, ``"extension"``, ``"none"``, or ``"a kernel that is not polycast's"``.
+            ``"backend's table"``, ``"extension"``, ``"mixed dtypes"`` (the backend's `matched_ops`), ``"none"``, or
+            ``"a kernel that is not polycast's"``.
         rule_name: the name of the rule, such as that of the region's :class:`Policy`, or the distribution of an
             extension.
         arguments: what happens to each tensor; None if no arguments were given.

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 import torch
 
 from ..policy.cast_policy import CastPolicy
+from ..policy.matching import MATCHED, MATCHED_ON_ALL_DEVICES
 from ..torch_internals.dispatcher import OpOverload
 
 if TYPE_CHECKING:
@@ -180,8 +181,8 @@ class Backend(Extension):
             each with the reason.
         optional_ops: optional; ops of `policies` that a torch which the backend supports may lack, each with the
             reason. The conformance suite fails for other ops that the running torch lacks: they may be misspelled.
-        is_verified: whether the conformance suite has run on the device itself. Then MATCH is the policy also of ops
-            where the device's kernels decide what mixtures of dtypes they take; `policies` may say otherwise.
+        is_verified: whether the conformance suite has passed on the device itself. Then `matched_ops` has also those
+            ops for which the device's kernels decide what mixtures of dtypes they take.
 
     It may have kernels for recipes, and ops in C++, as an :class:`Extension` has: see there.
     """
@@ -192,6 +193,11 @@ class Backend(Extension):
     excluded_ops: Mapping[str, str] = MappingProxyType({})
     optional_ops: Mapping[str, str] = MappingProxyType({})
     is_verified: bool = False
+
+    @property
+    def matched_ops(self) -> frozenset[str]:
+        """The ops that have the policy MATCH, by dispatcher name, except those in `policies`."""
+        return MATCHED if self.is_verified else MATCHED_ON_ALL_DEVICES
 
     def supported_dtypes(self) -> Sequence[torch.dtype]:
         """Return the fast dtypes that the device supports; if it is absent, those that such devices support."""

@@ -64,8 +64,9 @@ def show(
         _show_drift(backend, as_json)
         return
     order = list(CastPolicy)
+    policies = {**dict.fromkeys(backend.matched_ops, CastPolicy.MATCH), **backend.policies}
     ops = sorted(
-        ((name, its) for name, its in backend.policies.items() if cast_policy in (None, its)),
+        ((name, its) for name, its in policies.items() if cast_policy in (None, its)),
         key=lambda op: (order.index(op[1]), op[0]),
     )
     if as_json:

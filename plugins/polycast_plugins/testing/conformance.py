@@ -9,6 +9,7 @@ from .feature_checks import FeatureChecks
 from .kernel_checks import KernelChecks, kernel_names
 from .kernel_options import KernelOptionChecks
 from .low_bit import offered_recipes, recipes
+from .mixed_dtypes import MixedDtypeChecks
 from .op_checks import OpChecks
 from .recipe_checks import RecipeChecks
 from .regions import RegionChecks
@@ -16,7 +17,14 @@ from .subject import read_expected, require
 
 
 class BackendConformance(
-    ContractChecks, RegionChecks, OpChecks, FeatureChecks, KernelChecks, RecipeChecks, KernelOptionChecks
+    ContractChecks,
+    RegionChecks,
+    OpChecks,
+    MixedDtypeChecks,
+    FeatureChecks,
+    KernelChecks,
+    RecipeChecks,
+    KernelOptionChecks,
 ):
     """The conformance suite of a backend: subclass it in a test file, under a name that begins with ``Test``.
 
@@ -42,7 +50,14 @@ class BackendConformance(
         backend = self.get_backend()
         drift = drift_of(backend)
         tested = {name for name in dir(self) if name.startswith("test_")}
-        tested |= {*kernel_names(backend), *recipes(), *backend.policies, *drift.only_in_torch, *drift.excluded_ops}
+        tested |= {
+            *kernel_names(backend),
+            *recipes(),
+            *backend.policies,
+            *backend.matched_ops,
+            *drift.only_in_torch,
+            *drift.excluded_ops,
+        }
         stale = [
             name for name in read_expected(self.expected_failures) if name not in tested and not _is_missing_op(name)
         ]

@@ -12,7 +12,8 @@ from polycast.engine.kernels import REMEDIES
 from polycast.plugin import STANDARD_POLICIES, policy_table
 from polycast.policy.schemas import find_op, optional_dtype, overload_with_dtype, table_problems
 
-CASTING = [policy for policy in CastPolicy if policy not in (CastPolicy.BANNED, CastPolicy.PASSTHROUGH)]
+FOR_ALL = (CastPolicy.BANNED, CastPolicy.PASSTHROUGH, CastPolicy.MATCH)
+CASTING = [policy for policy in CastPolicy if policy not in FOR_ALL]
 OPS = st.sampled_from(torch._C._dispatch_get_all_op_names())
 
 
@@ -91,6 +92,13 @@ def test_an_op_that_writes_to_its_inputs_is_not_cast(policy, subtests):
         with subtests.test(name=name):
             problem = "writes to its inputs: in-place and out= variants are never cast, so"
             assert table_problems({name: policy}) == [f"{name!r} {problem} {policy.name} cannot hold"]
+
+
+def test_an_op_that_writes_to_its_inputs_may_be_matched_unless_it_is_an_out_variant():
+    match = CastPolicy.MATCH
+    assert table_problems({"aten::index_add_": match, "aten::_foreach_lerp_.List": match}) == []
+    for name in ["aten::mm.out", "aten::sum.IntList_out"]:
+        assert table_problems({name: match}) == [f"{name!r} is an out= variant, whose inputs are never cast"]
 
 
 @pytest.mark.parametrize("policy", [CastPolicy.BANNED, CastPolicy.PASSTHROUGH])

@@ -9,9 +9,11 @@ import polycast
 from polycast.engine.installation import torch_ops
 
 
-def test_ops_json_is_the_policy_table(polycast_command):
+def test_ops_json_is_the_policy_table_and_the_matched_ops(polycast_command):
     shown = json.loads(polycast_command("ops", "cuda", "--json").stdout)
-    table = {name: policy.value for name, policy in polycast.plugin.get_backend("cuda").policies.items()}
+    backend = polycast.plugin.get_backend("cuda")
+    table = dict.fromkeys(backend.matched_ops, "match")
+    table |= {name: policy.value for name, policy in backend.policies.items()}
     assert {entry["op"]: entry["policy"] for entry in shown} == table
 
 
@@ -23,14 +25,18 @@ def test_ops_are_grouped_by_policy_and_sorted_in_it(polycast_command):
 
 def test_ops_prints_a_line_for_each_op_and_counts_them(polycast_command, hand_made):
     fp32, promote = polycast.CastPolicy.FP32, polycast.CastPolicy.PROMOTE
-    hand_made("hpu", policies={"aten::log": fp32, "aten::cat": promote, "aten::exp": fp32})
+    backend = hand_made("hpu", policies={"aten::log": fp32, "aten::cat": promote, "aten::exp": fp32})
     lines = polycast_command("ops", "hpu").stdout.splitlines()
-    assert [line.split() for line in lines if "aten::" in line] == [
+    rows = [line.split() for line in lines if "aten::" in line]
+    matched = [["aten::lerp.Scalar", "match"]]
+    assert [row for row in rows if row[1] != "match" or row in matched] == [
         ["aten::exp", "fp32"],
         ["aten::log", "fp32"],
         ["aten::cat", "promote"],
+        *matched,
     ]
-    assert lines[-1] == "hpu: 3 ops (2 fp32, 1 promote)"
+    count = len(backend.matched_ops)
+    assert lines[-1] == f"hpu: {3 + count} ops (2 fp32, 1 promote, {count} match)"
 
 
 @pytest.mark.parametrize("policy", ["promote", "PROMOTE"])
