@@ -91,9 +91,6 @@ class Kernel final : public c10::OperatorKernel {
     return results;
   }
 
-  // Return the keys to redispatch with under MATCH: also those above, such as a Python dispatcher.
-  C10_ALWAYS_INLINE c10::DispatchKeySet keys_to_match(c10::DispatchKeySet keys) const { return keys - keys_; }
-
   // torch's redispatch function for an op with an unboxed entry point, of the op's signature.
   auto redispatch() const { return redispatch_; }
 
@@ -127,7 +124,7 @@ class Kernel final : public c10::OperatorKernel {
     }
     if (policy == Policy::kMatch) {
       const Written written = may_be_refused(boxed_arguments(stack)) ? match(stack) : Written();
-      handle.redispatchBoxed(keys_to_match(keys), stack);
+      handle.redispatchBoxed(keys & below_, stack);
       write_back(written);
       return;
     }
@@ -300,7 +297,7 @@ class Kernel final : public c10::OperatorKernel {
   const c10::OperatorHandle handle_;
   const DeviceType device_;
   const c10::DispatchKeySet keys_;   // the Autocast key
-  const c10::DispatchKeySet below_;  // all below it
+  const c10::DispatchKeySet below_;  // all below it, and PythonDispatcher
   const c10::DispatchKeySet device_keys_, skipped_;
   const bool is_composed_;  // and not cast itself
   const Policy policy_for_recipes_;

@@ -19,11 +19,8 @@ class PreparedCall {
     const DeviceRegion& region = region_of(kernel.device_);
     const Policy policy = kernel.policy(region);
     if (policy == Policy::kNone || policy == Policy::kMatch) {
-      if (policy == Policy::kMatch) {
-        keys_ = kernel.keys_to_match(keys);
-        if (may_be_refused(kernel, arguments)) {
-          match(kernel, arguments);
-        }
+      if (policy == Policy::kMatch && may_be_refused(kernel, arguments)) {
+        match(kernel, arguments);
       }
       return;
     }
@@ -54,6 +51,8 @@ class PreparedCall {
 
   // The keys to redispatch with.
   c10::DispatchKeySet keys() const { return keys_; }
+
+  static c10::DispatchKeySet keys_below(const Kernel& kernel, c10::DispatchKeySet keys) { return keys & kernel.below_; }
 
   // Return whether the table has MATCH for the op, the region says nothing else, and the arguments have one dtype.
   C10_ALWAYS_INLINE static bool is_needless(const Kernel& kernel, const Arguments& arguments) {
@@ -184,7 +183,7 @@ struct c10::impl::wrap_kernel_functor_unboxed_<Unboxed<Result(Args...)>, Result(
     const Arguments arguments{kLayout.kinds.data(), addresses.data(), kLayout.count, kLayout.begin_with_tensor};
     const auto redispatch = reinterpret_cast<Result (*)(c10::DispatchKeySet, Args...)>(kernel.redispatch());
     if (PreparedCall::is_needless(kernel, arguments)) {
-      return redispatch(kernel.keys_to_match(keys), std::forward<Args>(args)...);
+      return redispatch(PreparedCall::keys_below(kernel, keys), std::forward<Args>(args)...);
     }
     if constexpr (takes_recipe<Result(Args...)>) {
       if (C10_UNLIKELY(kernel.has_recipe())) {
