@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -79,6 +80,51 @@ def test_values_and_gradients_of_a_compiled_model_equal_those_of_eager_mode():
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     for expected, found in zip(gradients(model), gradients(compiled), strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)
+
+
+@dataclass
+class Output:
+    y: object
+
+
+class Containers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        y = self.linear(x)
+        return y, [{"y": y.relu()}], Output(y)
+
+
+@pytest.mark.parametrize("around", ["fp32", "bfloat16"])
+def test_compiled_code_casts_what_a_module_returns(around):
+    model = nn.ModuleDict({"inner": Containers()})
+    model.forward = lambda x: model["inner"](x)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+
+    def outputs(model):
+        with polycast.autocast("cpu"):
+            one, [another], output = model(torch.linspace(-1, 1, 8).reshape(2, 4))
+        assert type(output) is Output
+        return one, another["y"], output.y
+
+    for dtype in (torch.float16, torch.float32):
+        rules = Policy(modules={"": around, "inner": {"linear": "promote", "output": dtype}})
+        with polycast.apply_policy(model, rules):
+            found = outputs(compiled)
+            assert [y.dtype for y in found] == [dtype] * 3
+            torch.testing.assert_close(found, outputs(model), rtol=1e-2, atol=1e-2)
+    assert [y.dtype for y in outputs(compiled)] == [torch.bfloat16] * 3
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_exported_program_casts_what_a_module_returns(strict):
+    model = nn.Sequential(nn.Linear(4, 4))
+    polycast.apply_policy(model, Policy(modules={"0": {"output": "float32"}}))
+    with polycast.autocast("cpu"):
+        program = torch.export.export(model, (torch.ones(2, 4),), strict=strict)
+        assert program.module()(torch.ones(2, 4)).dtype is torch.float32
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
