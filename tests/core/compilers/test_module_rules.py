@@ -1,7 +1,5 @@
 """Rules for modules in compiled, sharded and checkpointed models."""
 
-import subprocess
-import sys
 from dataclasses import dataclass
 
 import pytest
@@ -198,9 +196,10 @@ def test_uninstall_gives_torch_compile_back_what_it_had():
 
 
 @pytest.mark.slow
-def test_a_model_whose_rules_are_older_than_dynamo_runs_compiled_without_them():
+def test_a_model_whose_rules_are_older_than_dynamo_runs_compiled_without_them(launch):
     program = """
-import sys, torch, polycast
+import sys, warnings, torch, polycast
+warnings.simplefilter("error", UserWarning)
 model = torch.nn.Sequential(torch.nn.Linear(4, 4))
 rules = polycast.apply_policy(model, polycast.Policy(modules={"": "fp32"}))
 assert "torch._dynamo" not in sys.modules
@@ -208,5 +207,5 @@ compiled = torch.compile(model, backend="eager", fullgraph=True)
 rules.remove()
 print(compiled(torch.ones(1, 4)).shape)
 """
-    ran = subprocess.run([sys.executable, "-W", "error::UserWarning", "-c", program], capture_output=True, text=True)
+    ran = launch(program)
     assert ran.stdout == "torch.Size([1, 4])\n", ran.stderr
