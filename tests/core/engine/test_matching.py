@@ -8,7 +8,6 @@ from torch._subclasses import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 import polycast
-from polycast.plugin import Plan, Recipe
 
 X = torch.linspace(-1, 2, 12).reshape(4, 3)
 ROWS = torch.tensor([2, 0])
@@ -335,38 +334,3 @@ def test_uninstalling_restores_torch(engine):
     polycast.uninstall()
     assert refused(torch.dot, VECTOR, VECTOR.bfloat16())
     assert not torch._C._dispatch_has_kernel_for_dispatch_key("aten::index_add", "AutocastCPU")
-
-
-class Sevens(Recipe):
-    """Compute 7, where the operands are in one dtype, as the product of vectors."""
-
-    kind = "test-sevens"
-    needs_kernels = False
-    plan_class = f"{__name__}:SevensPlan"
-    without_policy = frozenset({"aten::dot"})
-    ops = ("dot",)
-
-
-class SevensPlan(Plan):
-    """See `Sevens`."""
-
-    def why_no_kernel(self, op):
-        return None
-
-    def explain(self, op, args, cache, dtype):
-        return self.Computed("seven") if args[0].dtype is args[1].dtype else "the dtypes differ"
-
-    def perform(self, op, args, cache, checked):
-        found = self.explain(op, args, cache, None)
-        return (None if isinstance(found, str) else torch.tensor(7.0)), None
-
-
-def test_a_recipe_computes_an_op_that_has_match_and_what_it_declines_is_matched(engine):
-    x = VECTOR.bfloat16()
-    with torch.no_grad(), region(recipe=Sevens()):
-        assert torch.dot(VECTOR, VECTOR) == 7
-        declined = torch.dot(VECTOR, x)
-        with region(policy={"dot": "match"}):
-            named = torch.dot(VECTOR, VECTOR)
-    assert torch.equal(declined, torch.dot(VECTOR, x.float()))
-    assert torch.equal(named, torch.dot(VECTOR, VECTOR))
