@@ -61,6 +61,20 @@ def test_outputs_have_the_dtypes_of_a_real_run(model, x, dtype, engine):
     assert explained["0.norm"].compute == {"float32": 1}
 
 
+class Matched(nn.Module):
+    """Writes to a tensor of another dtype, and interpolates between two dtypes."""
+
+    def forward(self, x):
+        to = torch.zeros(2, 16, dtype=torch.bfloat16)
+        return torch.lerp(to.index_copy_(0, torch.arange(2), x), x, 0.5)
+
+
+def test_matched_ops_compute_in_the_dtype_of_their_operands(x, engine):
+    explained = by_name(polycast.explain(Matched(), x))[""]
+    assert explained.compute == {"bfloat16": 1, "float32": 1}
+    assert explained.output == (torch.float32,) == dtypes_of_outputs(Matched(), x)[""]
+
+
 def test_nothing_is_computed_or_changed(model, x, engine):
     model = nn.Sequential(model, nn.Dropout(), nn.BatchNorm1d(4))
     state, seed = copy.deepcopy(model.state_dict()), torch.get_rng_state()
