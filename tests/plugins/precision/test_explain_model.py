@@ -120,6 +120,17 @@ def test_rules_apply_to_their_module_and_the_modules_in_it(model, x, engine):
     assert explained["1"].compute == {"bfloat16": 1}
 
 
+def test_a_rule_for_the_output_is_shown_with_the_dtype_that_is_returned(model, x, engine):
+    polycast.apply_policy(model, Policy(modules={"1": {"linear": "lower_precision_fp", "output": "float32"}}))
+    explanation = polycast.explain(model, x)
+    head = by_name(explanation)["1"]
+    assert (head.compute, head.output) == ({"bfloat16": 1}, (torch.float32,))
+    assert head.rule == "1 = {'linear': 'lower_precision_fp', 'output': 'float32'}"
+    assert re.search(
+        rf"^ 1 +Linear +float32 +bfloat16 +float32 +{re.escape(head.rule)}$", str(explanation), re.MULTILINE
+    )
+
+
 def test_a_policy_is_explained_without_applying_it(model, x):
     policy = Policy({"gelu": "fp32"}, modules={"1": "off"})
     explained = by_name(polycast.explain(model, x, policy=policy))
