@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from ..errors import InvalidBackendError
+from ..policy.cast_policy import CastPolicy
+from ..policy.matching import MATCHED
 from ..policy.schemas import table_problems
 from ..torch_internals.dispatcher import OpOverload, has_autocast_key
 from .backend import Backend, Extension
@@ -45,7 +47,7 @@ def validate(backend: object, device_type: str | None = None) -> Backend:
         if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             problems.append(f"default_dtype must be a floating-point torch.dtype, got {dtype!r}")
         problems += [f"policies: {problem}" for problem in table_problems(backend.policies)]
-    problems += _kernel_problems(backend.kernels)
+    problems += _matched_problems(backend.matched_ops) + _kernel_problems(backend.kernels)
     problems += [
         f"{name} must map op names to sentences"
         for name in ("remedies", "excluded_ops", "optional_ops")
@@ -86,6 +88,13 @@ def _device_problems(device_type: object, expected: str | None) -> list[str]:
     if known.type != device_type or known.index is not None:
         return [f"device_type {device_type!r} must be a type without an index: {known.type!r}"]
     return [] if has_autocast_key(device_type) else [f"torch has no Autocast dispatch key for {device_type!r}"]
+
+
+def _matched_problems(ops: object) -> list[str]:
+    if not isinstance(ops, frozenset):
+        return [f"matched_ops must be a frozenset of op names, got {ops!r}"]
+    unknown = dict.fromkeys(ops - MATCHED, CastPolicy.MATCH)
+    return [f"matched_ops: {problem}" for problem in table_problems(unknown)]
 
 
 def _kernel_problems(kernels: object) -> list[str]:
