@@ -171,19 +171,42 @@ _key_of_kernel: Callable[[OpOverload, Any], Any] = torch_name(
 """Return the key of the kernel that an op has for a key: itself, or an alias such as CompositeImplicitAutograd."""
 
 
+_takes_numbers: Callable[[str], bool] = torch_name(
+    "torch._C._should_allow_numbers_as_tensors",
+    lambda name: True,
+    "the reference engine refuses numbers in place of tensors for some ops",
+)
+
+
 @functools.cache
 def _positions_of_tensors(op: OpOverload) -> tuple[int, ...]:
     arguments = op._schema.arguments
     return tuple([at for at, argument in enumerate(arguments) if str(argument.real_type) == "Tensor"])
 
 
+def with_tensors_for_numbers(op: OpOverload, args: Sequence[Any]) -> Sequence[Any]:
+    """Return the positional arguments of an op, with tensors in place of numbers that calls from Python do not take.
+
+    A Python kernel receives the 2 of ``x * 2``, a tensor in C++ that does not promote, as a number.
+    """
+    numbers = [at for at in _positions_of_tensors(op) if at < len(args) and isinstance(args[at], (int, float, complex))]
+    others = [each for each in args if isinstance(each, torch.Tensor)]
+    if not numbers or not others or _takes_numbers(op._schema.name.partition("::")[2]):
+        return args
+    return [
+        torch.tensor(each, dtype=torch.result_type(others[0], each)) if at in numbers else each
+        for at, each in enumerate(args)
+    ]
+
+
 def redispatch(op: OpOverload, keys: DispatchKeySet, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Call an op with the kernel of the highest of `keys`.
 
-    A Python kernel receives the 2 of ``x * 2`` as a number, which ``OpOverload.redispatch`` does not accept for a
-    Tensor. Calling the kernel of a single key converts it to the tensor that it was, one that does not promote. The key
-    must be that of a kernel: for another, such as the CPU's of a composite op, torch calls a null pointer.
+    ``OpOverload.redispatch`` does not accept a number for a Tensor. Calling the kernel of a single key converts it to
+    the tensor that it was. The key must be that of a kernel: for another, such as the CPU's of a composite op, torch
+    calls a null pointer.
     """
+    args = with_tensors_for_numbers(op, args)
     if all(isinstance(args[at], torch.Tensor) for at in _positions_of_tensors(op) if at < len(args)):
         return op.redispatch(keys, *args, **kwargs)
     return op._op_dk(_key_of_kernel(op, keys.highestPriorityTypeId()), *args, **kwargs)

@@ -302,6 +302,17 @@ def test_compiled_code_matches_too(engine, backend, place):
     torch.testing.assert_close(result, expected)
 
 
+@pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16])
+@pytest.mark.parametrize("order", [1, -1])
+@pytest.mark.parametrize("op", [torch.special.zeta, torch.special.chebyshev_polynomial_t])
+def test_a_number_has_no_dtype_to_match(engine, op, order, dtype):
+    x = (X + 2).to(dtype)
+    with region():
+        result = op(*(x, 2.0)[::order])
+    assert result.dtype is FLOAT32
+    assert torch.equal(result, op(*(x.float(), 2.0)[::order]))
+
+
 def test_fake_tensors_get_the_dtypes_of_real_ones(engine):
     with FakeTensorMode(), region():
         x, y = torch.empty(4, 3), torch.empty(4, 3, dtype=BFLOAT16)

@@ -122,3 +122,11 @@ def test_torch_casts_numbers_where_the_policy_for_casts_has_ended():
         pass
     with polycast.autocast("cpu"):
         assert (x > 0).tolist() == [True, True]  # casts the number below autograd, where a composite op has no kernel
+
+
+def test_numbers_take_the_place_of_tensors_in_every_op():
+    x = torch.tensor([1.0, 2.0, 3.0])
+    with polycast.autocast("cpu", policy={"xlogy": "fp32"}):
+        assert torch.equal(torch.xlogy(2.5, x.bfloat16()), torch.xlogy(2.5, x))
+    with polycast.autocast("cpu"):
+        assert torch.equal(torch.xlogy(2.5, x), x.log() * 2.5)

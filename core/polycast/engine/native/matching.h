@@ -80,7 +80,8 @@ class Match {
   // Add a tensor of the call, an item of an argument.
   void add(size_t argument, size_t item, bool is_in_list, const Tensor& tensor) {
     const Matching::Argument& role = matching_.arguments[argument];
-    if (!tensor.defined() || !role.is_operand || (matching_.by_item && !is_in_list) || (role.may_differ_as_scalar && tensor.dim() == 0)) {
+    if (!tensor.defined() || !role.is_operand || (matching_.by_item && !is_in_list) || (role.may_differ_as_scalar && tensor.dim() == 0) ||
+        tensor.unsafeGetTensorImpl()->is_wrapped_number()) {
       return;
     }
     const ScalarType dtype = tensor.scalar_type();

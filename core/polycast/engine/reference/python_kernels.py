@@ -18,7 +18,14 @@ from ...policy.matching import Targets
 from ...policy.schemas import flatten_arguments, hidden_writes, unflatten_arguments
 from ...policy.standard import COMPOSED_OPS
 from ...registry.backend import Backend
-from ...torch_internals.dispatcher import DispatchKeySet, OpOverload, excluding, keys_below, redispatch
+from ...torch_internals.dispatcher import (
+    DispatchKeySet,
+    OpOverload,
+    excluding,
+    keys_below,
+    redispatch,
+    with_tensors_for_numbers,
+)
 from ...torch_internals.private_names import disable_dynamo
 from ..casts.cast_cache import cache_by_identity
 from ..casts.traced import cast_of_traced
@@ -151,7 +158,7 @@ class _Kernel:
         return result
 
     def _run(self, call: OpCall) -> Any:
-        op, args, kwargs, dtype, _ = call
+        op, args, kwargs, dtype, _ = call._replace(args=tuple(with_tensors_for_numbers(call.op, call.args)))
         if dtype is None:
             return op(*args, **kwargs)
         written = self._written(call)
