@@ -17,7 +17,7 @@ Targets: TypeAlias = "torch.dtype | list[torch.dtype | None] | None"
 """The dtype that an argument is cast to; for a list of tensors, that of each; None: it is not cast."""
 
 
-class _Operands(NamedTuple):
+class Operands(NamedTuple):
     """What torch's kernels take, for ops that differ from "all tensors, in any one dtype".
 
     Attributes:
@@ -36,14 +36,14 @@ class _Operands(NamedTuple):
 _LETTERS = {torch.float32: "f", torch.bfloat16: "b", torch.float16: "h", None: "-"}
 """In mixtures, ``x`` is one 16-bit dtype, the same for all operands that have an ``x``."""
 
-_ANY = _Operands()
-_NO_16_BIT = _Operands(has_16_bit=False)
+_ANY = Operands()
+_NO_16_BIT = Operands(has_16_bit=False)
 _NORM = ("input", "weight", "bias")
 _BATCH_NORM = (*_NORM, "running_mean", "running_var")
 _NORM_TAKES = ("xff", "xf-", "x-f")
 _BATCH_NORM_TAKES = ("xffff", "xff--", "x--ff")
 
-_ON_ALL_DEVICES: dict[str, _Operands] = {
+_ON_ALL_DEVICES: dict[str, Operands] = {
     **dict.fromkeys(
         (
             "aten::_chunk_cat",
@@ -79,7 +79,7 @@ _ON_ALL_DEVICES: dict[str, _Operands] = {
         ),
         _ANY,
     ),
-    **dict.fromkeys(("aten::lerp.Tensor", "aten::lerp_.Tensor"), _Operands(scalars=("weight",))),
+    **dict.fromkeys(("aten::lerp.Tensor", "aten::lerp_.Tensor"), Operands(scalars=("weight",))),
     **dict.fromkeys(
         (
             "aten::_linalg_solve_ex",
@@ -92,7 +92,7 @@ _ON_ALL_DEVICES: dict[str, _Operands] = {
 }
 """torch refuses the same of these ops on every device: before it looks for a kernel of the device."""
 
-_ON_VERIFIED_DEVICES: dict[str, _Operands] = {
+_ON_VERIFIED_DEVICES: dict[str, Operands] = {
     **dict.fromkeys(
         (
             "aten::_embedding_bag",
@@ -165,7 +165,7 @@ _ON_VERIFIED_DEVICES: dict[str, _Operands] = {
         ),
         _NO_16_BIT,
     ),
-    **dict.fromkeys(("aten::native_group_norm", "aten::native_layer_norm"), _Operands(_NORM, mixtures=_NORM_TAKES)),
+    **dict.fromkeys(("aten::native_group_norm", "aten::native_layer_norm"), Operands(_NORM, mixtures=_NORM_TAKES)),
     **dict.fromkeys(
         (
             "aten::_batch_norm_with_update",
@@ -173,21 +173,21 @@ _ON_VERIFIED_DEVICES: dict[str, _Operands] = {
             "aten::_native_batch_norm_legit_no_training",
             "aten::native_batch_norm",
         ),
-        _Operands(_BATCH_NORM, mixtures=_BATCH_NORM_TAKES),
+        Operands(_BATCH_NORM, mixtures=_BATCH_NORM_TAKES),
     ),
-    "aten::_native_batch_norm_legit.no_stats": _Operands(_NORM, mixtures=("xff", "xf-")),
-    "aten::_scaled_dot_product_flash_attention_for_cpu": _Operands(
+    "aten::_native_batch_norm_legit.no_stats": Operands(_NORM, mixtures=("xff", "xf-")),
+    "aten::_scaled_dot_product_flash_attention_for_cpu": Operands(
         ("query", "key", "value", "attn_mask"), mixtures=("xxxf",)
     ),
-    "aten::convolution": _Operands(_NORM, mixtures=("ffx", "hhf", "hhb", "bbh")),
+    "aten::convolution": Operands(_NORM, mixtures=("ffx", "hhf", "hhb", "bbh")),
     **dict.fromkeys(
         (
             "aten::_fake_quantize_per_tensor_affine_cachemask_tensor_qparams",
             "aten::fake_quantize_per_channel_affine_cachemask",
         ),
-        _Operands(("scale",), has_16_bit=False),
+        Operands(("scale",), has_16_bit=False),
     ),
-    "aten::linalg_pinv.atol_rtol_tensor": _Operands(("self",), has_16_bit=False),
+    "aten::linalg_pinv.atol_rtol_tensor": Operands(("self",), has_16_bit=False),
 }
 """What the device's kernels refuse decides for these; so a device gets them once the suite has run on it."""
 
@@ -195,6 +195,11 @@ _TABLE = {**_ON_ALL_DEVICES, **_ON_VERIFIED_DEVICES}
 
 MATCHED = frozenset(_TABLE)
 MATCHED_ON_ALL_DEVICES = frozenset(_ON_ALL_DEVICES)
+
+
+def operands_of(op: OpOverload) -> Operands:
+    """Return what torch's kernels take of the operands of an op."""
+    return _TABLE.get(op._schema.name + f".{op._schema.overload_name}".rstrip("."), _ANY)
 
 
 class Matching:
@@ -210,7 +215,7 @@ class Matching:
     """
 
     def __init__(self, op: OpOverload) -> None:
-        operands = _TABLE.get(op._schema.name + f".{op._schema.overload_name}".rstrip("."), _ANY)
+        operands = operands_of(op)
         arguments = op._schema.arguments
         names = operands.names or [each.name for each in arguments if "Tensor" in str(each.real_type)]
         by_name = {each.name: position for position, each in enumerate(arguments)}
@@ -268,8 +273,8 @@ class Matching:
         if self.mixtures and not _spelled(operands.values()).isdisjoint(self.mixtures):
             return None
         written = {each.dtype for at in self.writes for each in operands.get(at, ())}
-        if len(written) > 1:
-            return None  # the values of one of them would be written to a copy
+        if len(written) > 1 or not written <= _LETTERS.keys():
+            return None  # the values of one would be written to a copy, or a cast would truncate
         return written.pop() if written else torch.float32
 
 

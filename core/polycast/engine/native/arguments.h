@@ -23,13 +23,15 @@ struct Promotion {
   }
 };
 
-// The arguments that a kernel reads: those with tensors, and the dtype of the result.
-enum class ArgumentKind : uint8_t { kTensor, kOptional, kTensors, kTensorRefs, kOptionals, kDtype, kOther };
+// The arguments that a kernel reads: those with tensors, and the dtype of the result. kWritten: a tensor that is never cast.
+enum class ArgumentKind : uint8_t { kTensor, kWritten, kOptional, kTensors, kTensorRefs, kOptionals, kDtype, kOther };
 
 template <class Arg>
 constexpr ArgumentKind kind_of = ArgumentKind::kOther;
 template <>
 constexpr ArgumentKind kind_of<const Tensor&> = ArgumentKind::kTensor;
+template <>
+constexpr ArgumentKind kind_of<Tensor&> = ArgumentKind::kWritten;
 template <>
 constexpr ArgumentKind kind_of<const std::optional<Tensor>&> = ArgumentKind::kOptional;
 template <>
@@ -41,7 +43,7 @@ constexpr ArgumentKind kind_of<const c10::List<std::optional<Tensor>>&> = Argume
 template <>
 constexpr ArgumentKind kind_of<std::optional<ScalarType>> = ArgumentKind::kDtype;
 
-// The addresses of these arguments. That of a cast one is replaced by the address of the cast.
+// The addresses of these arguments, first of all with tensors. That of a cast one is replaced by the address of the cast.
 struct Arguments {
   const ArgumentKind* kinds;
   const void** addresses;
@@ -60,6 +62,7 @@ struct Arguments {
       bool found = false;
       switch (kinds[i]) {
         case ArgumentKind::kTensor:
+        case ArgumentKind::kWritten:
           found = function(at<Tensor>(i));
           break;
         case ArgumentKind::kOptional:
@@ -97,9 +100,11 @@ class Casts {
 
   // Cast the last argument first, as torch does: then the weight's cast lies before the input's in memory, and what is freed
   // behind it can be reused. In the other order the threads of a process took twice as much memory.
-  void make(const Arguments& arguments, const CastSpec& spec) {
+  template <class Spec>
+  void make(const Arguments& arguments, const Spec& all) {
     for (size_t i = arguments.count; i-- > 0;) {
       const void*& address = arguments.addresses[i];
+      const auto& spec = all.of(i, 0);
       switch (arguments.kinds[i]) {
         case ArgumentKind::kTensor:
           if (const auto& tensor = arguments.at<Tensor>(i); spec.applies_to(tensor)) {
@@ -112,10 +117,10 @@ class Casts {
           }
           break;
         case ArgumentKind::kTensors:
-          address = &add(arguments.at<at::TensorList>(i), spec).list;
+          address = &add(arguments.at<at::TensorList>(i), all, i).list;
           break;
         case ArgumentKind::kTensorRefs:
-          address = &add(arguments.at<at::ITensorListRef>(i), spec).refs;
+          address = &add(arguments.at<at::ITensorListRef>(i), all, i).refs;
           break;
         default:
           break;
@@ -139,10 +144,11 @@ class Casts {
 
   std::optional<Tensor>& add(Tensor cast) { return *std::construct_at(&casts_[count_++].tensor, std::move(cast)); }
 
-  template <class Tensors>
-  const List& add(const Tensors& tensors, const CastSpec& spec) {
+  template <class Tensors, class Spec>
+  const List& add(const Tensors& tensors, const Spec& all, size_t argument) {
     auto list = std::make_unique<List>();
     for (const Tensor& tensor : tensors) {
+      const auto& spec = all.of(argument, list->tensors.size());
       list->tensors.push_back(spec.applies_to(tensor) ? cast(tensor, spec) : tensor);
     }
     list->list = list->tensors;

@@ -2,7 +2,7 @@
 //
 // One translation unit with all headers, in anonymous namespaces: parsing torch's headers is most of the build. From the bottom:
 // version_stamp.h, invalidation.h, admission.h; user_store.h and region_store.h; frames.h, regions.h, construction.h, methods.h;
-// casting.h, arguments.h, recipes/, kernel.h, unboxed.h, registrations.h.
+// casting.h, matching.h, arguments.h, recipes/, kernel.h, unboxed.h, registrations.h.
 
 #include "extension.h"
 
@@ -89,17 +89,26 @@ PyObject* make_registrations(PyTypeObject*, PyObject* arguments, PyObject*) {
 
 IsCapturing capturing(PyObject* function) { return IsCapturing(function == Py_None ? Object() : Object::borrow(function)); }
 
-// impl(name, number, policy, refusal, with_dtype, written, writing_flag, is_composed, is_capturing)
+// The items of a row of matching.py: (names, scalars, mixtures, has_16_bit)
+Operands operands_of(PyObject* row) {
+  PyObject *names, *scalars, *mixtures;
+  int has_16_bit;
+  parse(row, "OOOp", &names, &scalars, &mixtures, &has_16_bit);
+  return {convert_items(names, &string_of), convert_items(scalars, &string_of), convert_items(mixtures, &string_of), has_16_bit != 0};
+}
+
+// impl(name, number, policy, refusal, with_dtype, written, writing_flag, is_composed, operands, is_capturing)
 PyObject* registrations_impl(PyObject* self, PyObject* arguments) {
   const char *name, *refusal, *with_dtype;
   long long number;
   int policy, writing_flag, is_composed;
-  PyObject *written, *is_capturing;
+  PyObject *written, *operands, *is_capturing;
   parse(
-      arguments, "sLiszO!ipO", &name, &number, &policy, &refusal, &with_dtype, &PyTuple_Type, &written, &writing_flag, &is_composed,
-      &is_capturing);
+      arguments, "sLiszO!ipO!O", &name, &number, &policy, &refusal, &with_dtype, &PyTuple_Type, &written, &writing_flag, &is_composed,
+      &PyTuple_Type, &operands, &is_capturing);
   Op op{
-      number, static_cast<Policy>(policy), refusal, convert_items(written, &PyLong_AsSize_t), writing_flag, is_composed != 0, std::nullopt};
+      number, static_cast<Policy>(policy), refusal, convert_items(written, &PyLong_AsSize_t), writing_flag, is_composed != 0,
+      operands_of(operands), std::nullopt};
   Holder<KernelRegistrations>::unwrap(self)->impl(name, std::move(op), with_dtype, capturing(is_capturing));
   return Py_NewRef(Py_None);
 }

@@ -9,6 +9,10 @@
 #include "regions.h"
 #include "streams.h"
 
+namespace torch::autograd {
+int get_current_graph_task_id();  // its header takes long to parse
+}
+
 namespace {
 
 // Set by bind().
@@ -113,6 +117,9 @@ struct CastSpec {
   C10_ALWAYS_INLINE bool applies_to(const Tensor& tensor) const {
     return dtype != ScalarType::Undefined && tensor.scalar_type() != dtype && is_eligible(tensor, device);
   }
+
+  // Return the specification for an item of an argument: the same for all.
+  C10_ALWAYS_INLINE const CastSpec& of(size_t, size_t) const { return *this; }
 };
 
 // Return whether torch would cache the cast of a tensor where dispatch modes see it: of a weight that requires grad. They may write
@@ -206,12 +213,13 @@ Tensor find_or_cast(const Tensor& tensor, const CastSpec& spec, SeenCast& seen) 
   return plain_cast(tensor, spec);
 }
 
-// Cast for an op that is being observed.
-Tensor observed_cast(ObservedCall& op, const Tensor& tensor, const CastSpec& spec) {
+// Cast for an op that is being observed, by a function that fills in what is noted of the cast.
+template <class Cast>
+Tensor observed_cast(ObservedCall& op, const Tensor& tensor, const Cast& make) {
   using Clock = std::chrono::steady_clock;
   SeenCast seen{has_known_sizes(tensor) && weight_of(tensor) != nullptr};
   const auto begin = op.is_timed ? Clock::now() : Clock::time_point();
-  Tensor cast = find_or_cast(tensor, spec, seen);
+  Tensor cast = make(seen);
   if (op.is_timed) {
     seen.seconds = std::chrono::duration<double>(Clock::now() - begin).count();
   }
@@ -222,7 +230,7 @@ Tensor observed_cast(ObservedCall& op, const Tensor& tensor, const CastSpec& spe
 // Cast an eligible tensor of another dtype.
 C10_NOINLINE Tensor cast(const Tensor& tensor, const CastSpec& spec) {
   if (C10_UNLIKELY(observed_op != nullptr)) {
-    return observed_cast(*observed_op, tensor, spec);
+    return observed_cast(*observed_op, tensor, [&](SeenCast& seen) { return find_or_cast(tensor, spec, seen); });
   }
   SeenCast unseen;
   return find_or_cast(tensor, spec, unseen);

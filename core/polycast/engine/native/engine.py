@@ -13,6 +13,7 @@ from typing_extensions import override
 from ...common.atfork import hold_during_fork
 from ...errors import StaleWeightError
 from ...policy.cast_policy import CastPolicy
+from ...policy.matching import operands_of
 from ...policy.schemas import hidden_writes, overload_with_dtype
 from ...policy.standard import COMPOSED_OPS
 from ...registry.backend import Backend, overrides_is_capturing
@@ -209,6 +210,7 @@ class _NativeKernels(Kernels):
             None if with_dtype is None else f"{with_dtype._schema.name}.{with_dtype._schema.overload_name}",
             *hidden_writes(op),
             name in COMPOSED_OPS,
+            operands_of(op),
             self._is_capturing,
         )
 

@@ -4,6 +4,8 @@
 
 #include "arguments.h"
 #include "autocast.h"
+#include "boxed_arguments.h"
+#include "matching.h"
 #include "recipe_call.h"
 #include "regions.h"
 
@@ -23,6 +25,7 @@ struct Op {
   std::vector<size_t> written;  // positions of the tensors that it writes, though its schema does not say so
   int writing_flag;             // position of the flag without which it does not; -1: it always does
   bool is_composed;             // one of COMPOSED_OPS in policy/standard.py
+  Operands operands;            // for MATCH
   std::optional<c10::OperatorHandle> with_dtype;  // for FP32_APPEND_DTYPE, the overload with a dtype
 };
 
@@ -37,10 +40,11 @@ class Kernel final : public c10::OperatorKernel {
         device_keys_(key_below(key)),
         skipped_(keys_ | kSkippableKeys),
         is_composed_(op_.policy == Policy::kNone && op_.is_composed),
-        policy_for_recipes_(op_.policy == Policy::kNone ? Policy::kLowerPrecisionFp : op_.policy),
+        policy_for_recipes_(op_.policy == Policy::kNone || op_.policy == Policy::kMatch ? Policy::kLowerPrecisionFp : op_.policy),
         skips_autograd_(can_skip_autograd(op_, handle)),
         multiplies_batches_(handle.operator_name() == c10::OperatorName("aten::linear", "") ||
                             handle.operator_name() == c10::OperatorName("aten::matmul", "")),
+        matching_(op_.operands, handle.schema()),
         is_capturing_(std::move(is_capturing)),
         redispatch_(redispatch) {
     const auto& arguments = handle.schema().arguments();
@@ -118,15 +122,23 @@ class Kernel final : public c10::OperatorKernel {
       }
       return;
     }
+    if (policy == Policy::kMatch) {
+      const Written written = may_be_refused(boxed_arguments(stack)) ? match(stack) : Written();
+      handle.redispatchBoxed(keys - keys_, stack);  // keep keys above, such as a Python dispatcher
+      write_back(written);
+      return;
+    }
     NoAutocast no_autocast(device_, keys_);
-    const ScalarType target = dtype_for(policy, [&](Promotion& promotion) { add_inputs(promotion, stack); });
+    const ScalarType target = dtype_for(policy, [&](Promotion& promotion) {
+      boxed_arguments(stack).each_tensor([&](size_t, size_t, bool, const Tensor& tensor) { promotion.add(tensor); });
+    });
     const CastSpec spec{target, device_, has_only_autograd(keys), region, is_capturing_};
-    std::vector<std::pair<Tensor, Tensor>> written;  // and their casts
+    Written written;
     if (spec.dtype != ScalarType::Undefined) {
       if (C10_UNLIKELY(!op_.written.empty())) {
         written = cast_written(spec, stack);
       }
-      cast_stack(spec, stack);
+      boxed_arguments(stack).cast_all(spec);
     } else if (policy == Policy::kFp32SetOptDtype && first_is_eligible(stack)) {
       c10::IValue& dtype = argument(stack, *optional_dtype_);
       if (dtype.isNone()) {
@@ -139,13 +151,14 @@ class Kernel final : public c10::OperatorKernel {
       return;
     }
     handle.callBoxed(stack);
-    if (C10_UNLIKELY(!written.empty())) {
-      write_back(written);
-    }
+    write_back(written);
   }
 
  private:
   friend class PreparedCall;
+
+  // The tensors that a call writes though its op's schema does not say so, and their casts.
+  using Written = std::vector<std::pair<Tensor, Tensor>>;
 
   // Return whether autograd can be skipped where it has nothing to record. Not for ops that may return views of their inputs,
   // which autograd marks as such: by their schemas, or because they are composite (of these, those with LOWER_PRECISION_FP and no lists return none).
@@ -196,6 +209,8 @@ class Kernel final : public c10::OperatorKernel {
     return (*stack)[stack->size() - arity_ + position];
   }
 
+  BoxedArguments boxed_arguments(torch::jit::Stack* stack) const { return {stack->data() + (stack->size() - arity_), tensors_}; }
+
   // Return whether the ops that an encoder layer calls may find casts: of a recipe or a WeightCache, or of a weight that the region uses
   // again. The layer uses the weight of its first norm, which is not cast, as often as the others.
   bool may_find_casts(const DeviceRegion& region, torch::jit::Stack* stack) const {
@@ -218,9 +233,27 @@ class Kernel final : public c10::OperatorKernel {
     return first.isTensor() && is_eligible(first.toTensor(), device_);
   }
 
-  // Cast the tensors that the op writes though its schema does not say so; return them and their casts, whose values they get afterwards.
-  std::vector<std::pair<Tensor, Tensor>> cast_written(const CastSpec& spec, torch::jit::Stack* stack) const {
-    std::vector<std::pair<Tensor, Tensor>> written;
+  bool may_be_refused(const BoxedArguments& arguments) const {
+    Mixture mixture;
+    arguments.each_tensor([&](size_t, size_t, bool, const Tensor& tensor) { mixture.add(tensor); });
+    return mixture.may_be_refused(matching_);
+  }
+
+  // Cast the operands whose dtypes torch would refuse.
+  C10_NOINLINE Written match(torch::jit::Stack* stack) const {
+    Match match(matching_, device_);
+    boxed_arguments(stack).each_tensor([&](const auto&... tensor) { match.add(tensor...); });
+    if (!match.decide() || !matches_here(device_)) {
+      return {};
+    }
+    Written written = cast_written({at::kFloat, device_, false, region_of(device_), is_capturing_}, stack);
+    boxed_arguments(stack).cast_all(match);
+    return written;
+  }
+
+  // Cast the tensors that the op writes though its schema does not say so; they get the values of the casts afterwards.
+  Written cast_written(const CastSpec& spec, torch::jit::Stack* stack) const {
+    Written written;
     if (op_.writing_flag < 0 || argument(stack, static_cast<size_t>(op_.writing_flag)).toBool()) {
       for (const size_t position : op_.written) {
         c10::IValue& value = argument(stack, position);
@@ -240,7 +273,13 @@ class Kernel final : public c10::OperatorKernel {
   }
 
   // Give tensors the values of their casts, as the op would have: it writes without a new version. What intercepts ops has to see it.
-  C10_NOINLINE static void write_back(const std::vector<std::pair<Tensor, Tensor>>& written) {
+  C10_ALWAYS_INLINE static void write_back(const Written& written) {
+    if (C10_UNLIKELY(!written.empty())) {
+      write_all_back(written);
+    }
+  }
+
+  C10_NOINLINE static void write_all_back(const Written& written) {
     const at::NoGradGuard no_grad;
     for (const auto& [tensor, cast] : written) {
       std::optional<at::AutoDispatchBelowADInplaceOrView> below_versions;
@@ -250,49 +289,6 @@ class Kernel final : public c10::OperatorKernel {
       tensor.copy_(cast);
       if (tensor.has_storage()) {
         invalidate({storage_of(tensor)});
-      }
-    }
-  }
-
-  void cast_stack(const CastSpec& spec, torch::jit::Stack* stack) const {
-    for (auto position = tensors_.rbegin(); position != tensors_.rend(); ++position) {  // in reverse: see Casts::make()
-      c10::IValue& value = argument(stack, *position);
-      if (value.isTensor()) {
-        const Tensor& tensor = value.toTensor();
-        if (spec.applies_to(tensor)) {
-          value = cast(tensor, spec);
-        }
-      } else if (value.isTensorList()) {
-        c10::List<Tensor> casts;
-        for (const Tensor& tensor : value.toTensorVector()) {
-          casts.push_back(spec.applies_to(tensor) ? cast(tensor, spec) : tensor);
-        }
-        value = std::move(casts);
-      } else if (value.isOptionalTensorList()) {
-        c10::List<std::optional<Tensor>> casts;
-        for (const std::optional<Tensor>& tensor : value.toOptionalTensorVector()) {
-          casts.push_back(tensor && spec.applies_to(*tensor) ? cast(*tensor, spec) : tensor);
-        }
-        value = std::move(casts);
-      }
-    }
-  }
-
-  void add_inputs(Promotion& promotion, torch::jit::Stack* stack) const {
-    for (const size_t position : tensors_) {
-      const c10::IValue& value = argument(stack, position);
-      if (value.isTensor()) {
-        promotion.add(value.toTensor());
-      } else if (value.isTensorList()) {
-        for (const Tensor& tensor : value.toTensorVector()) {
-          promotion.add(tensor);
-        }
-      } else if (value.isOptionalTensorList()) {
-        for (const std::optional<Tensor>& tensor : value.toOptionalTensorVector()) {
-          if (tensor) {
-            promotion.add(*tensor);
-          }
-        }
       }
     }
   }
@@ -307,6 +303,7 @@ class Kernel final : public c10::OperatorKernel {
   const Policy policy_for_recipes_;
   const bool skips_autograd_;
   const bool multiplies_batches_;  // by one matrix
+  const Matching matching_;
   const IsCapturing is_capturing_;
   void (*const redispatch_)();
   size_t arity_ = 0;

@@ -18,7 +18,13 @@ class PreparedCall {
   C10_NOINLINE PreparedCall(const Kernel& kernel, c10::DispatchKeySet keys, const Arguments& arguments) : keys_(keys & kernel.below_) {
     const DeviceRegion& region = region_of(kernel.device_);
     const Policy policy = kernel.policy(region);
-    if (policy == Policy::kNone) {
+    if (policy == Policy::kNone || policy == Policy::kMatch) {
+      if (policy == Policy::kMatch) {
+        keys_ = keys - kernel.keys_;  // keep keys above, such as a Python dispatcher
+        if (may_be_refused(kernel, arguments)) {
+          match(kernel, arguments);
+        }
+      }
       return;
     }
     no_autocast_.emplace(kernel.device_, kernel.keys_);
@@ -57,6 +63,31 @@ class PreparedCall {
         !arguments.any_tensor([&](const Tensor& tensor) { return differentiation.has(tensor); });
   }
 
+  static bool may_be_refused(const Kernel& kernel, const Arguments& arguments) {
+    Mixture mixture;
+    arguments.any_tensor([&](const Tensor& tensor) {
+      mixture.add(tensor);
+      return false;
+    });
+    return mixture.may_be_refused(kernel.matching_);
+  }
+
+  // Cast the operands whose dtypes torch would refuse.
+  C10_NOINLINE void match(const Kernel& kernel, const Arguments& arguments) {
+    Match match(kernel.matching_, kernel.device_);
+    for (size_t i = 0; i < arguments.count; ++i) {
+      const bool is_list = arguments.kinds[i] == ArgumentKind::kTensors || arguments.kinds[i] == ArgumentKind::kTensorRefs;
+      size_t item = 0;
+      Arguments{arguments.kinds + i, arguments.addresses + i, 1, false}.any_tensor([&](const Tensor& tensor) {
+        match.add(i, item++, is_list, tensor);
+        return false;
+      });
+    }
+    if (match.decide() && matches_here(kernel.device_)) {
+      casts_.make(arguments, match);
+    }
+  }
+
   // Set the dtype where the caller left it out.
   static void set_dtype(const Arguments& arguments) {
     for (size_t i = 0; i < arguments.count; ++i) {
@@ -93,11 +124,14 @@ struct ArgumentLayout {
   bool begin_with_tensor = kinds[0] == ArgumentKind::kTensor;
 
   constexpr ArgumentLayout() {
+    const auto of_all = kinds;
     uint8_t found = 0;
-    for (size_t i = 0; i < kinds.size(); ++i) {
-      of_argument[i] = found;
-      if (kinds[i] != ArgumentKind::kOther) {
-        kinds[found++] = kinds[i];
+    for (const bool are_dtypes : {false, true}) {
+      for (size_t i = 0; i < of_all.size(); ++i) {
+        if (of_all[i] != ArgumentKind::kOther && (of_all[i] == ArgumentKind::kDtype) == are_dtypes) {
+          of_argument[i] = found;
+          kinds[found++] = of_all[i];
+        }
       }
     }
   }
@@ -112,7 +146,7 @@ constexpr bool begins_with_tensors<const Tensor&, const Tensor&, Args...> = true
 // Return an argument or its cast.
 template <class Arg>
 C10_ALWAYS_INLINE decltype(auto) used(std::remove_reference_t<Arg>& arg, const void* address) {
-  if constexpr (kind_of<Arg> == ArgumentKind::kOther) {
+  if constexpr (kind_of<Arg> == ArgumentKind::kOther || kind_of<Arg> == ArgumentKind::kWritten) {
     return std::forward<Arg>(arg);
   } else {
     return *static_cast<const std::remove_cvref_t<Arg>*>(address);

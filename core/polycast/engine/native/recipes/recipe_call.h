@@ -9,10 +9,6 @@
 #include "casting.h"
 #include "decisions.h"
 
-namespace torch::autograd {
-int get_current_graph_task_id();  // its header takes long to parse
-}
-
 namespace {
 
 // Set by bind_recipes().

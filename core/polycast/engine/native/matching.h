@@ -1,0 +1,180 @@
+// MATCH: the operands of a call that torch would refuse, and their casts. Read policy/matching.py first: it is the same in Python.
+
+#pragma once
+
+#include "casting.h"
+
+namespace {
+
+// What torch's kernels take, for an op that is in the table of matching.py.
+struct Operands {
+  std::vector<std::string> names, scalars, mixtures;
+  bool has_16_bit = true;
+};
+
+// The operands of an op; an argument is counted among those with tensors.
+class Matching {
+ public:
+  Matching(const Operands& operands, const c10::FunctionSchema& schema)
+      : mixtures(operands.mixtures), has_16_bit(operands.has_16_bit), by_item(schema.name().starts_with("aten::_foreach_")) {
+    const auto has = [](const auto& names, const std::string& name) { return std::find(names.begin(), names.end(), name) != names.end(); };
+    for (const c10::Argument& argument : schema.arguments()) {
+      if (argument.real_type()->str().find("Tensor") != std::string::npos) {
+        const auto* const alias = argument.alias_info();
+        arguments.push_back(
+            {operands.names.empty() || has(operands.names, argument.name()), has(operands.scalars, argument.name()),
+             alias != nullptr && alias->isWrite()});
+      }
+    }
+  }
+
+  struct Argument {
+    bool is_operand;
+    bool may_differ_as_scalar;  // if it has no dimensions
+    bool is_written;            // so the others get its dtype
+  };
+
+  std::vector<Argument> arguments;
+  std::vector<std::string> mixtures;  // that torch takes
+  bool has_16_bit;
+  bool by_item;  // whether the items of lists agree one by one
+};
+
+// Whether the floating-point tensors of a call have different dtypes: otherwise, torch takes them.
+struct Mixture {
+  ScalarType dtype = ScalarType::Undefined;  // of one
+  bool is_mixed = false;
+
+  C10_ALWAYS_INLINE void add(const Tensor& tensor) {
+    const ScalarType added = tensor.defined() ? tensor.scalar_type() : dtype;
+    if (added != dtype && c10::isFloatingType(added)) {
+      is_mixed |= dtype != ScalarType::Undefined;
+      dtype = added;
+    }
+  }
+
+  C10_ALWAYS_INLINE bool may_be_refused(const Matching& matching) const {
+    return is_mixed || (!matching.has_16_bit && dtype != at::kFloat);
+  }
+};
+
+// The dtype that a tensor is cast to; Undefined: it is not cast.
+struct MatchSpec {
+  ScalarType dtype;
+
+  bool applies_to(const Tensor& tensor) const { return dtype != ScalarType::Undefined && tensor.scalar_type() != dtype; }
+};
+
+Tensor cast(const Tensor& tensor, const MatchSpec& spec) {
+  if (C10_UNLIKELY(observed_op != nullptr)) {
+    return observed_cast(*observed_op, tensor, [&](SeenCast&) { return tensor.to(spec.dtype); });
+  }
+  return tensor.to(spec.dtype);
+}
+
+// The operands of one call, and the dtypes that they are cast to.
+class Match {
+ public:
+  Match(const Matching& matching, DeviceType device) : matching_(matching), device_(device) {}
+
+  // Add a tensor of the call, an item of an argument.
+  void add(size_t argument, size_t item, bool is_in_list, const Tensor& tensor) {
+    const Matching::Argument& role = matching_.arguments[argument];
+    if (!tensor.defined() || !role.is_operand || (matching_.by_item && !is_in_list) || (role.may_differ_as_scalar && tensor.dim() == 0)) {
+      return;
+    }
+    const ScalarType dtype = tensor.scalar_type();
+    tensors_.push_back({item, argument, dtype, is_fast_or_float32(dtype) && is_eligible(tensor, device_), role.is_written});
+  }
+
+  // Return whether operands are to be cast, as far as their dtypes decide.
+  bool decide() {
+    const auto before = [](const Added& a, const Added& b) { return std::tie(a.item, a.argument) < std::tie(b.item, b.argument); };
+    std::sort(tensors_.begin(), tensors_.end(), before);
+    bool is_any_cast = false;
+    for (auto *begin = tensors_.begin(), *end = begin; begin != tensors_.end(); begin = end) {
+      end = matching_.by_item ? std::find_if(begin, tensors_.end(), [&](const Added& each) { return each.item != begin->item; }) : tensors_.end();
+      if (const ScalarType target = target_of(begin, end); target != ScalarType::Undefined) {
+        is_any_cast = true;
+        std::for_each(begin, end, [&](Added& each) { each.target = each.is_eligible ? target : ScalarType::Undefined; });
+      }
+    }
+    return is_any_cast;
+  }
+
+  // Return the specification for an item of an argument.
+  MatchSpec of(size_t argument, size_t item) const {
+    const auto wanted = std::tie(item, argument);
+    const auto* const found = std::lower_bound(
+        tensors_.begin(), tensors_.end(), wanted, [](const Added& each, const auto& key) { return std::tie(each.item, each.argument) < key; });
+    return {found != tensors_.end() && std::tie(found->item, found->argument) == wanted ? found->target : ScalarType::Undefined};
+  }
+
+ private:
+  struct Added {
+    size_t item, argument;
+    ScalarType dtype;
+    bool is_eligible, is_written;
+    ScalarType target = ScalarType::Undefined;
+  };
+
+  // Return the dtype for operands that torch would refuse, or Undefined.
+  ScalarType target_of(const Added* begin, const Added* end) const {
+    Mixture floats;
+    ScalarType written = ScalarType::Undefined;
+    for (const Added* each = begin; each != end; ++each) {
+      const bool is_float = c10::isFloatingType(each->dtype);
+      const bool is_second = each->is_written && written != ScalarType::Undefined && written != each->dtype;
+      if (is_float ? !each->is_eligible || is_second : each->is_written) {
+        return ScalarType::Undefined;
+      }
+      written = each->is_written ? each->dtype : written;
+      if (is_float) {
+        floats.is_mixed |= floats.dtype != ScalarType::Undefined && floats.dtype != each->dtype;
+        floats.dtype = each->dtype;
+      }
+    }
+    if (floats.dtype == ScalarType::Undefined || !floats.may_be_refused(matching_) || torch_takes(begin, end)) {
+      return ScalarType::Undefined;
+    }
+    return written == ScalarType::Undefined ? at::kFloat : written;
+  }
+
+  // Return whether torch takes the mixture; see _LETTERS in matching.py.
+  bool torch_takes(const Added* begin, const Added* end) const {
+    if (matching_.mixtures.empty()) {
+      return false;
+    }
+    std::string exact;
+    for (size_t argument = 0; argument < matching_.arguments.size(); ++argument) {
+      if (matching_.arguments[argument].is_operand) {
+        const auto* const first = std::find_if(begin, end, [&](const Added& each) { return each.argument == argument; });
+        exact += first == end ? '-' : letter_of(first->dtype);
+      }
+    }
+    std::string short_form = exact;
+    if ((exact.find('b') == std::string::npos) != (exact.find('h') == std::string::npos)) {
+      std::replace_if(short_form.begin(), short_form.end(), [](char letter) { return letter == 'b' || letter == 'h'; }, 'x');
+    }
+    return std::any_of(matching_.mixtures.begin(), matching_.mixtures.end(), [&](const std::string& taken) {
+      return taken == exact || taken == short_form;
+    });
+  }
+
+  static char letter_of(ScalarType dtype) {
+    return dtype == at::kFloat ? 'f' : dtype == at::kBFloat16 ? 'b' : dtype == at::kHalf ? 'h' : '?';
+  }
+
+  const Matching& matching_;
+  const DeviceType device_;
+  c10::SmallVector<Added, 8> tensors_;  // sorted once they have been decided
+};
+
+// Return whether MATCH acts now: in regions of polycast, not in torch's own. Their backward may compute their forward again, in a region of
+// torch's, and graphs that are traced hold some of them as such.
+bool matches_here(DeviceType device) {
+  return region_of(device).innermost != nullptr || torch::autograd::get_current_graph_task_id() >= 0 ||
+      c10::impl::TorchDispatchModeTLS::any_modes_set();
+}
+
+}  // namespace
