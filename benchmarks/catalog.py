@@ -77,6 +77,7 @@ AVX2 = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE
 BENCHMARKS: Mapping[str, Entry] = {
     "small": Entry("small:eager", one, apart=True, least=True),
     "ops": Entry("ops:against_torch", each, apart=True, least=True),
+    "match": Entry("matched:Matched", one),
     "policy": Entry("small:policy", one),
     "policy-ops": Entry("ops:under_policy", one),
     "depth": Entry("small:depth", one),

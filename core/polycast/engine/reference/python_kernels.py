@@ -94,7 +94,8 @@ class _Kernel:
     @disable_dynamo
     def __call__(self, keys: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         policy = self._machine.policy(self._name, self._device_type, self._policy)
-        if policy in (None, CastPolicy.LOWER_PRECISION_FP) and self._machine.has_recipe(self._name, self._device_type):
+        may_have_recipe = policy in (None, CastPolicy.LOWER_PRECISION_FP, CastPolicy.MATCH)
+        if may_have_recipe and self._machine.has_recipe(self._name, self._device_type):
             from ..recipes import plan  # most regions have no recipe
             from ..recipes.in_dtype import should_make_contiguous
 
