@@ -17,7 +17,7 @@ Targets: TypeAlias = "torch.dtype | list[torch.dtype | None] | None"
 """The dtype that an argument is cast to; for a list of tensors, that of each; None: it is not cast."""
 
 
-class Operands(NamedTuple):
+class MatchedOperands(NamedTuple):
     """What torch's kernels take, for ops that differ from "all tensors, in any one dtype".
 
     Attributes:
@@ -36,14 +36,14 @@ class Operands(NamedTuple):
 _LETTERS = {torch.float32: "f", torch.bfloat16: "b", torch.float16: "h", None: "-"}
 """In mixtures, ``x`` is one 16-bit dtype, the same for all operands that have an ``x``."""
 
-_ANY = Operands()
-_NO_16_BIT = Operands(has_16_bit=False)
+_ANY = MatchedOperands()
+_NO_16_BIT = MatchedOperands(has_16_bit=False)
 _NORM = ("input", "weight", "bias")
 _BATCH_NORM = (*_NORM, "running_mean", "running_var")
 _NORM_TAKES = ("xff", "xf-", "x-f")
 _BATCH_NORM_TAKES = ("xffff", "xff--", "x--ff")
 
-_ON_ALL_DEVICES: dict[str, Operands] = {
+_ON_ALL_DEVICES: dict[str, MatchedOperands] = {
     **dict.fromkeys(
         (
             "aten::_chunk_cat",
@@ -79,7 +79,7 @@ _ON_ALL_DEVICES: dict[str, Operands] = {
         ),
         _ANY,
     ),
-    **dict.fromkeys(("aten::lerp.Tensor", "aten::lerp_.Tensor"), Operands(scalars=("weight",))),
+    **dict.fromkeys(("aten::lerp.Tensor", "aten::lerp_.Tensor"), MatchedOperands(scalars=("weight",))),
     **dict.fromkeys(
         (
             "aten::_linalg_solve_ex",
@@ -92,7 +92,7 @@ _ON_ALL_DEVICES: dict[str, Operands] = {
 }
 """torch refuses the same of these ops on every device: before it looks for a kernel of the device."""
 
-_ON_VERIFIED_DEVICES: dict[str, Operands] = {
+_ON_VERIFIED_DEVICES: dict[str, MatchedOperands] = {
     **dict.fromkeys(
         (
             "aten::_embedding_bag",
@@ -165,7 +165,9 @@ _ON_VERIFIED_DEVICES: dict[str, Operands] = {
         ),
         _NO_16_BIT,
     ),
-    **dict.fromkeys(("aten::native_group_norm", "aten::native_layer_norm"), Operands(_NORM, mixtures=_NORM_TAKES)),
+    **dict.fromkeys(
+        ("aten::native_group_norm", "aten::native_layer_norm"), MatchedOperands(_NORM, mixtures=_NORM_TAKES)
+    ),
     **dict.fromkeys(
         (
             "aten::_batch_norm_with_update",
@@ -173,21 +175,21 @@ _ON_VERIFIED_DEVICES: dict[str, Operands] = {
             "aten::_native_batch_norm_legit_no_training",
             "aten::native_batch_norm",
         ),
-        Operands(_BATCH_NORM, mixtures=_BATCH_NORM_TAKES),
+        MatchedOperands(_BATCH_NORM, mixtures=_BATCH_NORM_TAKES),
     ),
-    "aten::_native_batch_norm_legit.no_stats": Operands(_NORM, mixtures=("xff", "xf-")),
-    "aten::_scaled_dot_product_flash_attention_for_cpu": Operands(
+    "aten::_native_batch_norm_legit.no_stats": MatchedOperands(_NORM, mixtures=("xff", "xf-")),
+    "aten::_scaled_dot_product_flash_attention_for_cpu": MatchedOperands(
         ("query", "key", "value", "attn_mask"), mixtures=("xxxf",)
     ),
-    "aten::convolution": Operands(_NORM, mixtures=("ffx", "hhf", "hhb", "bbh")),
+    "aten::convolution": MatchedOperands(_NORM, mixtures=("ffx", "hhf", "hhb", "bbh")),
     **dict.fromkeys(
         (
             "aten::_fake_quantize_per_tensor_affine_cachemask_tensor_qparams",
             "aten::fake_quantize_per_channel_affine_cachemask",
         ),
-        Operands(("scale",), has_16_bit=False),
+        MatchedOperands(("scale",), has_16_bit=False),
     ),
-    "aten::linalg_pinv.atol_rtol_tensor": Operands(("self",), has_16_bit=False),
+    "aten::linalg_pinv.atol_rtol_tensor": MatchedOperands(("self",), has_16_bit=False),
 }
 """What the device's kernels refuse decides for these; so a device gets them once the suite has run on it."""
 
@@ -197,7 +199,7 @@ MATCHED = frozenset(_TABLE)
 MATCHED_ON_ALL_DEVICES = frozenset(_ON_ALL_DEVICES)
 
 
-def operands_of(op: OpOverload) -> Operands:
+def operands_of(op: OpOverload) -> MatchedOperands:
     """Return what torch's kernels take of the operands of an op."""
     return _TABLE.get(op._schema.name + f".{op._schema.overload_name}".rstrip("."), _ANY)
 

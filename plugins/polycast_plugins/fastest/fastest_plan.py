@@ -214,7 +214,7 @@ class FastestPlan(Plan):
         if any(rule.startswith("register_op") for _, rule, _ in (*decided, *inner)):
             return REGISTERED
         policies = {policy for policy, _, _ in decided}
-        if policies - {None, CastPolicy.LOWER_PRECISION_FP}:
+        if policies - {None, CastPolicy.LOWER_PRECISION_FP, CastPolicy.MATCH}:
             return OTHER_OPS
         has_kernels = policies != {None}  # otherwise all kernels are torch's, until the first region
         return OTHER_OPS if has_kernels and any(rule == _OF_OTHERS for _, rule, _ in decided) else None

@@ -90,7 +90,7 @@ PyObject* make_registrations(PyTypeObject*, PyObject* arguments, PyObject*) {
 IsCapturing capturing(PyObject* function) { return IsCapturing(function == Py_None ? Object() : Object::borrow(function)); }
 
 // The items of a row of matching.py: (names, scalars, mixtures, has_16_bit)
-Operands operands_of(PyObject* row) {
+MatchedOperands operands_of(PyObject* row) {
   PyObject *names, *scalars, *mixtures;
   int has_16_bit;
   parse(row, "OOOp", &names, &scalars, &mixtures, &has_16_bit);

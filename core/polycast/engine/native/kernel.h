@@ -25,7 +25,7 @@ struct Op {
   std::vector<size_t> written;  // positions of the tensors that it writes, though its schema does not say so
   int writing_flag;             // position of the flag without which it does not; -1: it always does
   bool is_composed;             // one of COMPOSED_OPS in policy/standard.py
-  Operands operands;            // for MATCH
+  MatchedOperands operands;            // for MATCH
   std::optional<c10::OperatorHandle> with_dtype;  // for FP32_APPEND_DTYPE, the overload with a dtype
 };
 
@@ -124,7 +124,7 @@ class Kernel final : public c10::OperatorKernel {
     }
     if (policy == Policy::kMatch) {
       const Written written = may_be_refused(boxed_arguments(stack)) ? match(stack) : Written();
-      handle.redispatchBoxed(keys - keys_, stack);  // keep keys above, such as a Python dispatcher
+      handle.redispatchBoxed(keys & below_, stack);
       write_back(written);
       return;
     }
@@ -297,7 +297,7 @@ class Kernel final : public c10::OperatorKernel {
   const c10::OperatorHandle handle_;
   const DeviceType device_;
   const c10::DispatchKeySet keys_;   // the Autocast key
-  const c10::DispatchKeySet below_;  // all below it
+  const c10::DispatchKeySet below_;  // all below it, and PythonDispatcher
   const c10::DispatchKeySet device_keys_, skipped_;
   const bool is_composed_;  // and not cast itself
   const Policy policy_for_recipes_;

@@ -7,7 +7,7 @@
 namespace {
 
 // What torch's kernels take, for an op that is in the table of matching.py.
-struct Operands {
+struct MatchedOperands {
   std::vector<std::string> names, scalars, mixtures;
   bool has_16_bit = true;
 };
@@ -15,7 +15,7 @@ struct Operands {
 // The operands of an op; an argument is counted among those with tensors.
 class Matching {
  public:
-  Matching(const Operands& operands, const c10::FunctionSchema& schema)
+  Matching(const MatchedOperands& operands, const c10::FunctionSchema& schema)
       : mixtures(operands.mixtures), has_16_bit(operands.has_16_bit), by_item(schema.name().starts_with("aten::_foreach_")) {
     const auto has = [](const auto& names, const std::string& name) { return std::find(names.begin(), names.end(), name) != names.end(); };
     for (const c10::Argument& argument : schema.arguments()) {

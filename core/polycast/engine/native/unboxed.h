@@ -19,11 +19,8 @@ class PreparedCall {
     const DeviceRegion& region = region_of(kernel.device_);
     const Policy policy = kernel.policy(region);
     if (policy == Policy::kNone || policy == Policy::kMatch) {
-      if (policy == Policy::kMatch) {
-        keys_ = keys - kernel.keys_;  // keep keys above, such as a Python dispatcher
-        if (may_be_refused(kernel, arguments)) {
-          match(kernel, arguments);
-        }
+      if (policy == Policy::kMatch && may_be_refused(kernel, arguments)) {
+        match(kernel, arguments);
       }
       return;
     }
@@ -55,6 +52,13 @@ class PreparedCall {
   // The keys to redispatch with.
   c10::DispatchKeySet keys() const { return keys_; }
 
+  static c10::DispatchKeySet keys_below(const Kernel& kernel, c10::DispatchKeySet keys) { return keys & kernel.below_; }
+
+  // Return whether the table has MATCH for the op, the region says nothing else, and the arguments have one dtype.
+  C10_ALWAYS_INLINE static bool is_needless(const Kernel& kernel, const Arguments& arguments) {
+    return kernel.op_.policy == Policy::kMatch && region_of(kernel.device_).override == nullptr && !may_be_refused(kernel, arguments);
+  }
+
  private:
   static bool has_nothing_to_record(const Arguments& arguments) {
     const Differentiation differentiation;
@@ -63,7 +67,7 @@ class PreparedCall {
         !arguments.any_tensor([&](const Tensor& tensor) { return differentiation.has(tensor); });
   }
 
-  static bool may_be_refused(const Kernel& kernel, const Arguments& arguments) {
+  C10_NOINLINE static bool may_be_refused(const Kernel& kernel, const Arguments& arguments) {
     Mixture mixture;
     arguments.any_tensor([&](const Tensor& tensor) {
       mixture.add(tensor);
@@ -173,6 +177,14 @@ struct c10::impl::wrap_kernel_functor_unboxed_<Unboxed<Result(Args...)>, Result(
   template <size_t... I>
   C10_ALWAYS_INLINE static Result run(
       const Kernel& kernel, c10::DispatchKeySet keys, std::index_sequence<I...>, std::remove_reference_t<Args>&... args) {
+    static constexpr ArgumentLayout<Args...> kLayout;
+    std::array<const void*, kLayout.count + 1> addresses;
+    ((kind_of<Args> != ArgumentKind::kOther ? void(addresses[kLayout.of_argument[I]] = std::addressof(args)) : void()), ...);
+    const Arguments arguments{kLayout.kinds.data(), addresses.data(), kLayout.count, kLayout.begin_with_tensor};
+    const auto redispatch = reinterpret_cast<Result (*)(c10::DispatchKeySet, Args...)>(kernel.redispatch());
+    if (PreparedCall::is_needless(kernel, arguments)) {
+      return redispatch(PreparedCall::keys_below(kernel, keys), std::forward<Args>(args)...);
+    }
     if constexpr (takes_recipe<Result(Args...)>) {
       if (C10_UNLIKELY(kernel.has_recipe())) {
         if constexpr (begins_with_tensors<Args...>) {
@@ -189,12 +201,7 @@ struct c10::impl::wrap_kernel_functor_unboxed_<Unboxed<Result(Args...)>, Result(
         }
       }
     }
-    static constexpr ArgumentLayout<Args...> kLayout;
-    std::array<const void*, kLayout.count + 1> addresses;
-    ((kind_of<Args> != ArgumentKind::kOther ? void(addresses[kLayout.of_argument[I]] = std::addressof(args)) : void()), ...);
-    PreparedCall prepared(
-        kernel, keys, {kLayout.kinds.data(), addresses.data(), kLayout.count, kLayout.begin_with_tensor});
-    const auto redispatch = reinterpret_cast<Result (*)(c10::DispatchKeySet, Args...)>(kernel.redispatch());
+    const PreparedCall prepared(kernel, keys, arguments);
     return redispatch(prepared.keys(), used<Args>(args, addresses[kLayout.of_argument[I]])...);
   }
 };

@@ -1,0 +1,321 @@
+"""MATCH: where torch refuses a mixture of dtypes, a region computes as after a cast by hand."""
+
+import functools
+
+import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
+
+import polycast
+
+X = torch.linspace(-1, 2, 12).reshape(4, 3)
+ROWS = torch.tensor([2, 0])
+INDEX = torch.tensor([[0, 1, 2], [3, 0, 1]])
+MASK = X > 0
+VECTOR, FEW = torch.tensor([1.5, -2.0, 0.25]), torch.linspace(0.1, 0.9, 6).reshape(2, 3)
+BFLOAT16, HALF, FLOAT32 = torch.bfloat16, torch.float16, torch.float32
+SYMMETRIC = torch.tensor([[3.0, 1.0], [1.0, 2.0]])
+
+FUNCTIONAL = {
+    "complex": (torch.complex, X, X + 1),
+    "dot": (torch.dot, VECTOR, VECTOR + 1),
+    "index_add": (lambda x, y: x.index_add(0, ROWS, y), X, FEW),
+    "index_copy": (lambda x, y: x.index_copy(0, ROWS, y), X, FEW),
+    "index_put": (lambda x, y: x.index_put([ROWS], y), X, FEW),
+    "lerp": (lambda x, y: x.lerp(y, 0.5), X, X + 1),
+    "lerp by a tensor": (lambda x, y: x.lerp(y, x), X, X + 1),
+    "masked_scatter": (lambda x, y: x.masked_scatter(MASK, y), X, X + 1),
+    "meshgrid": (lambda x, y: torch.meshgrid(x, y, indexing="ij")[1], VECTOR, VECTOR + 1),
+    "mv": (torch.mv, X, VECTOR),
+    "scatter": (lambda x, y: x.scatter(0, INDEX, y), X, FEW),
+    "scatter_add": (lambda x, y: x.scatter_add(0, INDEX, y), X, FEW),
+    "scatter_reduce": (lambda x, y: x.scatter_reduce(0, INDEX, y, "amax"), X, FEW),
+}
+"""By op, what calls it, and two operands."""
+WRITING = {
+    "addmv_": (lambda x, y: x.addmv_(X[:3].to(y), VECTOR.to(y)), VECTOR, VECTOR),
+    "index_add_": (lambda x, y: x.index_add_(0, ROWS, y), X, FEW),
+    "index_copy_": (lambda x, y: x.index_copy_(0, ROWS, y), X, FEW),
+    "index_put_": (lambda x, y: x.index_put_([ROWS], y), X, FEW),
+    "lerp_": (lambda x, y: x.lerp_(y, 0.5), X, X + 1),
+    "masked_scatter_": (lambda x, y: x.masked_scatter_(MASK, y), X, X + 1),
+    "put_": (lambda x, y: x.put_(INDEX, y), X, FEW),
+    "scatter_": (lambda x, y: x.scatter_(0, INDEX, y), X, FEW),
+    "scatter_add_": (lambda x, y: x.scatter_add_(0, INDEX, y), X, FEW),
+}
+
+
+def region(**settings):
+    return polycast.autocast("cpu", **settings)
+
+
+def functional(op, *dtypes):
+    """Return what calls an op, and its operands in these dtypes."""
+    call, *operands = FUNCTIONAL[op]
+    return call, *(operand.to(dtype) for operand, dtype in zip(operands, dtypes, strict=True))
+
+
+def refused(call, *operands):
+    """Return whether torch refuses a call in a region of its own."""
+    try:
+        with torch.autocast("cpu"):
+            call(*operands)
+    except RuntimeError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("op", FUNCTIONAL)
+@pytest.mark.parametrize("dtypes", [(FLOAT32, BFLOAT16), (HALF, FLOAT32), (BFLOAT16, HALF)])
+def test_operands_of_a_functional_op_are_cast_to_float32(engine, op, dtypes):
+    call, x, y = functional(op, *dtypes)
+    assert refused(call, x, y)
+    with region():
+        result, expected = call(x, y), call(x.float(), y.float())
+    assert result.dtype is expected.dtype
+    assert torch.equal(result, expected)
+
+
+@pytest.mark.parametrize("op", WRITING)
+@pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16])
+def test_operands_get_the_dtype_of_the_tensor_that_is_written(engine, op, dtype):
+    call, x, y = WRITING[op]
+    x, y, before = x.to(dtype), y.half(), x.to(dtype)
+    written, expected = x.clone(), x.clone()
+    with region():
+        result = call(written, y)
+        call(expected, y.to(dtype))
+    assert result is written
+    assert (written._version, y._version, written.dtype) == (1, 0, dtype)
+    assert torch.equal(written, expected)
+    assert not torch.equal(written, before)
+    assert refused(call, x.clone(), y)
+
+
+def test_items_of_lists_agree_one_by_one(engine):
+    written, ends = [X.clone(), X.bfloat16(), X.clone()], [X.bfloat16() + 1, X.bfloat16() + 1, X + 1]
+    expected = [x.lerp(end.to(x), 0.5) for x, end in zip(written, ends, strict=True)]
+    with region():
+        results = torch._foreach_lerp(written, ends, 0.5)
+        torch._foreach_lerp_(written, ends, 0.5)
+    assert [each.dtype for each in results] == [each.dtype for each in written] == [FLOAT32, BFLOAT16, FLOAT32]
+    assert all(map(torch.equal, results, expected))
+    assert all(map(torch.equal, written, expected))
+
+
+def taken_by_torch():
+    """Return calls with mixtures of dtypes that torch takes."""
+    half, ones, zeros = X.bfloat16(), torch.ones(3), torch.zeros(3)
+    return {
+        "a weight without dimensions": (lambda: half.lerp(half + 1, torch.tensor(0.3))),
+        "a norm with float32 weights": (lambda: torch.native_layer_norm(half, [3], ones, zeros, 1e-5)[0]),
+        "a norm with a float32 weight": (lambda: torch.native_layer_norm(half, [3], ones, None, 1e-5)[0]),
+        "groups": (lambda: torch.native_group_norm(half.reshape(1, 4, 3), ones[:1].expand(4), None, 1, 4, 3, 2, 1e-5)[0]),
+        "a batch": (lambda: torch.native_batch_norm(half, ones, zeros, zeros.clone(), ones.clone(), True, 0.1, 1e-5)[0]),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", taken_by_torch())
+def test_a_mixture_that_torch_takes_keeps_its_bits(engine, name):
+    with torch.autocast("cpu"):
+        expected = taken_by_torch()[name]()
+    with region():
+        result = taken_by_torch()[name]()
+    assert result.dtype is expected.dtype is BFLOAT16
+    assert torch.equal(result, expected)
+
+
+def unmatched():
+    """Return calls that no cast of operands would make right."""
+    integers = torch.ones(2, dtype=torch.int64)
+    return {
+        "float64": lambda: X.double().index_add(0, ROWS, FEW),
+        "out=": lambda: torch.lerp(X, X.bfloat16(), 0.5, out=torch.empty(4, 3)),
+        "two written tensors": lambda: torch._native_batch_norm_legit(
+            X, None, None, torch.zeros(3), torch.ones(3).bfloat16(), True, 0.1, 1e-5
+        ),
+        "written integers": lambda: integers.addmv_(SYMMETRIC, SYMMETRIC[0].bfloat16()),
+        "other device": lambda: torch.lerp(X.to("meta"), X.to("meta", BFLOAT16), 0.5),
+    }
+
+
+@pytest.mark.parametrize("name", unmatched())
+def test_what_cannot_be_matched_raises_as_in_torch(engine, name):
+    with torch.autocast("cpu"), pytest.raises(RuntimeError) as expected:
+        unmatched()[name]()
+    with region(), pytest.raises(RuntimeError) as raised:
+        unmatched()[name]()
+    assert str(raised.value) == str(expected.value)
+
+
+@pytest.mark.parametrize("call", [torch.logdet, torch.linalg.lu_factor, lambda x: torch.linalg.slogdet(x)[1]])
+def test_ops_without_a_kernel_for_16_bits_are_computed_in_float32(engine, call):
+    x = SYMMETRIC.bfloat16()
+    with region():
+        result, expected = call(x), call(x.float())
+    assert refused(call, x)
+    torch.testing.assert_close(result, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_statistics_that_a_schema_does_not_declare_are_written_back(engine, training):
+    def statistics(dtype):
+        return torch.zeros(3, dtype=dtype), torch.ones(3, dtype=dtype)
+
+    found, expected = statistics(BFLOAT16), statistics(FLOAT32)
+    with region():
+        result = torch.native_batch_norm(X, None, None, *found, training, 0.5, 1e-5)[0]
+    assert torch.equal(result, torch.native_batch_norm(X, None, None, *expected, training, 0.5, 1e-5)[0])
+    assert [each.dtype for each in found] == [BFLOAT16] * 2
+    assert all(torch.equal(each, of.bfloat16()) for each, of in zip(found, expected, strict=True))
+    assert found[0].count_nonzero() == 3 * training
+    assert [each._version for each in found] == [0, 0]
+
+
+def test_a_region_of_torchs_raises_as_without_kernels(engine):
+    polycast.install("cpu")
+    with torch.autocast("cpu"), pytest.raises(RuntimeError, match="same dtype"):
+        torch.dot(VECTOR, VECTOR.bfloat16())
+    with region(), torch.autocast("cpu"):  # which is inside of one
+        assert torch.dot(VECTOR, VECTOR.bfloat16()).dtype is FLOAT32
+
+
+@pytest.mark.parametrize("op", ["index_add", "mm"])
+def test_a_policy_can_say_match(engine, op):
+    call = {"index_add": FUNCTIONAL["index_add"][0], "mm": torch.mm}[op]
+    other = {"index_add": FEW, "mm": X.T}[op]
+    with region(policy={op: "match"}):
+        result = call(X, other.bfloat16())
+        fast = call(X.bfloat16(), other.bfloat16())
+    assert torch.equal(result, call(X, other.bfloat16().float()))
+    assert (result.dtype, fast.dtype) == (FLOAT32, BFLOAT16)
+
+
+@pytest.mark.parametrize("op", ["dot", "index_add"])
+def test_passthrough_switches_it_off(engine, op):
+    call, x, y = functional(op, FLOAT32, BFLOAT16)
+    with region(policy={op: "passthrough"}), pytest.raises(RuntimeError):
+        call(x, y)
+    with region(policy={op: "passthrough"}), region(policy={op: "match"}):
+        assert call(x, y).dtype is FLOAT32
+
+
+@pytest.mark.parametrize("op", FUNCTIONAL)
+def test_gradients_are_those_of_a_cast_by_hand(engine, op):
+    def gradients(cast):
+        call, x, y = functional(op, FLOAT32, BFLOAT16)
+        x.requires_grad_(), y.requires_grad_()
+        with region():
+            result = call(*map(cast, (x, y)))
+        torch.view_as_real(result).sum() if result.is_complex() else (result**2).sum()
+        total = torch.view_as_real(result) if result.is_complex() else result
+        (total**2).sum().backward()
+        return x.grad, y.grad
+
+    x, y = gradients(lambda each: each)
+    assert y.dtype is BFLOAT16
+    assert all(map(torch.equal, (x, y), gradients(lambda each: each.float()))) if x is not None else op == "meshgrid"
+
+
+def test_gradients_of_a_written_tensor_are_those_of_a_cast_by_hand(engine):
+    def gradients(cast):
+        x, y = X.clone().requires_grad_(), FEW.bfloat16().requires_grad_()
+        with region():
+            (x * 2).index_add_(0, ROWS, cast(y)).square().sum().backward()
+        return x.grad, y.grad
+
+    assert all(map(torch.equal, gradients(lambda y: y), gradients(torch.Tensor.float)))
+
+
+def test_backward_runs_outside_of_the_region(engine):
+    x = X.clone().requires_grad_()
+    with region():
+        y = torch.softmax(x, 1)
+    with region():
+        (grad,) = torch.autograd.grad(y.lerp(y.bfloat16(), 0.5).sum(), x)
+    assert (grad.dtype, grad.isfinite().all().item()) == (FLOAT32, True)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_a_checkpoint_computes_the_same_again(engine, use_reentrant):
+    def of(run):
+        x, y = X.clone().requires_grad_(), FEW.bfloat16().requires_grad_()
+        with region():
+            total = run(lambda x, y: (x * 2).index_add(0, ROWS, y), x, y).square().sum()
+        total.backward()
+        return total, x.grad, y.grad
+
+    expected = of(lambda function, *args: function(*args))
+    assert all(map(torch.equal, of(functools.partial(checkpoint, use_reentrant=use_reentrant)), expected))
+
+
+def test_transforms_of_functions(engine):
+    def dot(x, y):
+        return x.lerp(y, 0.5)
+
+    y = X.bfloat16() + 1
+    with region():
+        mapped = torch.vmap(dot)(X, y)
+        value, tangent = torch.func.jvp(dot, (X, y), (torch.ones_like(X), torch.ones_like(y)))
+        gradient = torch.func.grad(lambda x: dot(x, y).sum())(X)
+    assert torch.equal(mapped, X.lerp(y.float(), 0.5))
+    assert torch.equal(value, mapped)
+    assert torch.equal(tangent, torch.ones_like(X))
+    assert torch.equal(gradient, torch.full_like(X, 0.5))
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("place", ["outside", "inside"])
+def test_compiled_code_matches_too(engine, backend, place):
+    def step(x, y):
+        return (x * 2).index_add(0, ROWS, y).lerp(x.bfloat16(), 0.5)
+
+    def with_region(x, y):
+        with region():
+            return step(x, y)
+
+    torch.compiler.reset()
+    y = FEW.bfloat16()
+    if place == "inside":
+        result = torch.compile(with_region, backend=backend)(X, y)
+    else:
+        compiled = torch.compile(step, backend=backend)
+        with region():
+            result = compiled(X, y)
+    expected = (X * 2).index_add(0, ROWS, y.float()).lerp(X.bfloat16().float(), 0.5)
+    torch.testing.assert_close(result, expected)
+
+
+def test_fake_tensors_get_the_dtypes_of_real_ones(engine):
+    with FakeTensorMode() as mode, region():
+        x, y = mode.from_tensor(X), mode.from_tensor(X.bfloat16())
+        assert x.lerp(y, 0.5).dtype is FLOAT32
+        assert y.clone().lerp_(x, 0.5).dtype is BFLOAT16
+
+
+def test_a_leaf_stays_a_leaf_and_a_view_a_view(engine):
+    leaf, base = X.clone().requires_grad_(), torch.zeros(5, 3)
+    with region():
+        with torch.no_grad():
+            leaf.lerp_(X.bfloat16() + 1, 0.5)
+        base[1:].index_add_(0, ROWS, FEW.bfloat16())
+    assert (leaf.is_leaf, leaf._version, base._version) == (True, 1, 1)
+    assert torch.equal(leaf, X.lerp((X.bfloat16() + 1).float(), 0.5))
+    assert torch.equal(base[1:], torch.zeros(4, 3).index_add(0, ROWS, FEW.bfloat16().float()))
+
+
+def test_ops_inside_of_a_matched_op_are_autocast(engine):
+    with region():
+        result = torch.tensordot(X, X.T.bfloat16(), 1)
+    assert result.dtype is BFLOAT16
+    with torch.autocast("cpu"):
+        assert torch.equal(result, torch.tensordot(X.bfloat16(), X.T.bfloat16(), 1))
+
+
+def test_uninstalling_restores_torch(engine):
+    with region():
+        torch.dot(VECTOR, VECTOR.bfloat16())
+    polycast.uninstall()
+    assert refused(torch.dot, VECTOR, VECTOR.bfloat16())
+    assert not torch._C._dispatch_has_kernel_for_dispatch_key("aten::index_add", "AutocastCPU")
