@@ -48,7 +48,7 @@ def validate(backend: object, device_type: str | None = None) -> Backend:
     problems += _kernel_problems(backend.kernels)
     problems += [
         f"{name} must map op names to sentences"
-        for name in ("remedies", "excluded_ops", "optional_ops")
+        for name in ("remedies", "excluded_ops", "added_ops", "optional_ops")
         if not _are_texts(getattr(backend, name))
     ]
     problems += _package_problems(backend.ops_in_cpp)

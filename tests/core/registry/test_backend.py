@@ -105,7 +105,7 @@ INVALID = [
     ),
     *(
         (name, each, f"{name} must map op names to sentences")
-        for name in ("remedies", "excluded_ops", "optional_ops")
+        for name in ("remedies", "excluded_ops", "added_ops", "optional_ops")
         for each in (None, [], "none", {"aten::mm": 1}, {1: "do not"}, {"aten::mm": None})
     ),
 ]
