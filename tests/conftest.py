@@ -3,14 +3,10 @@
 import contextlib
 import copy
 import gc
-import json
 import os
 import shutil
-import subprocess
-import sys
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -26,6 +22,7 @@ from polycast.registry.registry import registry
 from polycast.toolchain import load
 
 from .collecting import pytest_addoption, pytest_collection_modifyitems  # noqa: F401  # hooks
+from .fixtures_of_processes import launch, run_program, start_launcher  # noqa: F401
 
 with contextlib.suppress(ModuleNotFoundError):  # the core is tested without plugins too
     from .fixtures_of_plugins import _no_profile, _own_profiles, profile_of  # noqa: F401
@@ -144,27 +141,6 @@ def make_once(tmp_path_factory):
         return folder
 
     return make_once
-
-
-@pytest.fixture(scope="session")
-def start_launcher():
-    """Return a function that starts a process, which prepares; it returns one that runs scripts in forks of that."""
-    with contextlib.ExitStack() as started:
-
-        def start(prepare, environment=os.environ):
-            command, pipe = [sys.executable, str(Path(__file__).with_name("launcher.py")), prepare], subprocess.PIPE
-            process = started.enter_context(
-                subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, text=True)
-            )
-
-            def run(script, *arguments, stdin="", folder=".", environment=environment):
-                request = json.dumps([script, arguments, stdin, str(folder), dict(environment)])
-                print(request, file=process.stdin, flush=True)
-                return subprocess.CompletedProcess(arguments, *json.loads(process.stdout.readline()))
-
-            return run
-
-        yield start
 
 
 @pytest.fixture(scope="session")

@@ -1,12 +1,14 @@
 """A process that prepares, and then forks for each script of the tests: most of a short run is its imports.
 
 `python launcher.py CODE` runs the code once. A request is a line of JSON on stdin: a script, its arguments, what it
-reads from stdin, the folder and the environment. The reply, on stdout, is its exit status, as subprocess has it, and
-what it wrote to stdout and stderr.
+reads from stdin, the folder, the environment, and the seconds after which it is killed. The reply, on stdout, is its
+exit status, as subprocess has it, and what it wrote to stdout and stderr. Variables that libraries read when they are
+loaded, such as OMP_NUM_THREADS, are those of this process.
 """
 
 import json
 import os
+import signal
 import sys
 import tempfile
 
@@ -17,7 +19,7 @@ while True:
     line = requests.readline()
     if not line:
         raise SystemExit
-    script, arguments, stdin, folder, environment = json.loads(line)
+    script, arguments, stdin, folder, environment, timeout = json.loads(line)
     with (
         tempfile.TemporaryFile("w+") as given,
         tempfile.TemporaryFile("w+") as out,
@@ -37,8 +39,10 @@ while True:
 
 requests.close()
 replies.close()
+signal.alarm(timeout)
 os.environ.clear()
 os.environ.update(environment)
 os.chdir(folder)
+sys.path[:1] = ["", *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
 sys.argv = ["-c", *arguments]
 exec(compile(script, "<string>", "exec"))

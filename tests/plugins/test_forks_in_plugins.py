@@ -3,7 +3,6 @@
 import os
 
 import pytest
-from tests.core.engine.programs import run
 from tests.core.engine.test_forks import COMPILING, IMPORTING
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform has no fork")]
@@ -48,13 +47,13 @@ thread.join()
 """
 
 
-def test_observing_and_forking_on_two_threads_do_not_deadlock():
-    assert run(MEETING, "native") == (0, "0\n", "")
+def test_observing_and_forking_on_two_threads_do_not_deadlock(run_program):
+    assert run_program(MEETING, "native") == (0, "0\n", "")
 
 
 @pytest.mark.parametrize("what", ["observer", "ops"])
-def test_a_fork_does_not_wait_for_a_compiler(tmp_path, what):
-    assert run(COMPILING, "native", tmp_path, what)[1] == "0\n[True]\n"
+def test_a_fork_does_not_wait_for_a_compiler(run_program, tmp_path, what):
+    assert run_program(COMPILING, "native", tmp_path, what)[1] == "0\n[True]\n"
 
 
 @pytest.mark.parametrize(
@@ -66,5 +65,5 @@ def test_a_fork_does_not_wait_for_a_compiler(tmp_path, what):
         "polycast_plugins.fastest.measure",
     ],
 )
-def test_a_child_imports_what_another_thread_was_importing(module):
-    assert run(IMPORTING, "native", module, timeout=60)[1] == "0\n"
+def test_a_child_imports_what_another_thread_was_importing(run_program, module):
+    assert run_program(IMPORTING, "native", module, timeout=60)[1] == "0\n"

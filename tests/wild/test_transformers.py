@@ -55,6 +55,20 @@ def test_forward_and_backward_give_torchs_bits(on_both, make, dtype, checkpointi
         assert torch.equal(ours[name], their), name
 
 
+@pytest.mark.parametrize("name", ["", "lm_head"], ids=["model", "lm_head"])
+def test_a_rule_casts_the_logits_that_a_model_returns(name):
+    model = gpt2().eval()
+    words = torch.arange(8)[None]
+    with torch.no_grad(), polycast.autocast("cpu"):
+        plain = model(words)
+        polycast.apply_policy(model, polycast.Policy(modules={name: {"output": "float32"}}))
+        cast = model(words)
+    assert type(cast) is type(plain)
+    assert plain.logits.dtype is torch.bfloat16
+    assert torch.equal(cast.logits, plain.logits.float())
+    assert cast["logits"] is cast.logits
+
+
 @pytest.mark.usefixtures("engine")
 @pytest.mark.parametrize("make", [bert, gpt2])
 @pytest.mark.parametrize("reentrant", [False, True], ids=["not reentrant", "reentrant"])

@@ -13,7 +13,7 @@ from torch import nn
 from .files import RECIPE
 from .globs import compile_glob
 from .names import dtype_name, nearest, nearest_as_text, read_dtype
-from .op_policies import OpPolicies
+from .op_policies import ModulePolicies
 from .recipe import Recipe, find_kind, read_recipe
 from .recipe_settings import ObjectDigest, resolve
 
@@ -24,8 +24,8 @@ OFF = "off"
 CLASS = "class:"
 """The prefix of keys that name a class instead of modules."""
 
-ModuleRule: TypeAlias = str | OpPolicies | Recipe
-"""``"fp32"``, ``"off"``, the name of a fast dtype, policies by op, or a recipe."""
+ModuleRule: TypeAlias = str | ModulePolicies | Recipe
+"""``"fp32"``, ``"off"``, the name of a fast dtype, policies by op and the output dtype, or a recipe."""
 
 
 def read_rules(modules: object) -> Mapping[str, ModuleRule]:
@@ -58,10 +58,10 @@ def _check_key(key: object) -> None:
 
 
 def _read_rule(rule: object) -> ModuleRule:
-    if isinstance(rule, Recipe):
+    if isinstance(rule, (Recipe, ModulePolicies)):
         return rule
     if isinstance(rule, Mapping):
-        return recipe_of_table(rule) if RECIPE in rule else OpPolicies(rule)
+        return recipe_of_table(rule) if RECIPE in rule else ModulePolicies(rule)
     if isinstance(rule, str) and find_kind(rule.lower().partition(":")[0]) is not None:
         return read_recipe(rule.lower())
     if isinstance(rule, str) and rule.lower() in (FP32, OFF):

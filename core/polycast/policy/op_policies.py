@@ -1,6 +1,7 @@
-"""`OpPolicies`: policies by op, resolved to the overloads of the running torch."""
+"""`OpPolicies`: policies by op, resolved to the overloads of the running torch; `ModulePolicies`: those of a module."""
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
@@ -8,7 +9,10 @@ from typing_extensions import override
 
 from ..common.cached_property import cached_property
 from .cast_policy import CastPolicy
-from .names import OpName, hint, ops_with, read_op, read_policy
+from .names import OpName, dtype_name, hint, nearest_as_text, ops_with, read_dtype, read_op, read_policy
+
+OUTPUT = "output"
+"""The key beside the ops of a module for the dtype of what it returns."""
 
 Written = str | dict[str, str | bool]
 """A policy as in a file: a str, or a table with ``policy`` and ``optional``."""
@@ -27,13 +31,16 @@ class OpPolicies(Mapping[str, CastPolicy]):
     A name with an overload takes precedence over one without. The running torch may lack an ``optional`` op.
     """
 
+    _besides: Mapping[str, str] = MappingProxyType({})
+    """The items that are not about ops."""
+
     def __init__(self, ops: object = MappingProxyType({})) -> None:
         """Parse a mapping from names to policies.
 
         Raises:
             ValueError: a name or policy is not valid; the message has a sentence for each.
         """
-        if isinstance(ops, OpPolicies):
+        if isinstance(ops, OpPolicies) and not ops._besides:
             self._set(ops._entries)
             return
         if not isinstance(ops, Mapping):
@@ -118,29 +125,32 @@ class OpPolicies(Mapping[str, CastPolicy]):
 
     @override
     def __iter__(self) -> Iterator[str]:
-        return (entry.written for entry in self._entries.values())
+        return iter((*(entry.written for entry in self._entries.values()), *self._besides))
 
     @override
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._entries) + len(self._besides)
 
     @property
     def written(self) -> dict[str, Written]:
         """The mapping as in a policy file."""
-        return {
+        written: dict[str, Written] = {
             entry.written: {"policy": entry.policy.value, "optional": True} if entry.optional else entry.policy.value
             for entry in self._entries.values()
         }
+        return {**written, **self._besides}
 
     @cached_property
-    def _identity(self) -> frozenset[tuple[str, CastPolicy, bool]]:
-        return frozenset((key, entry.policy, entry.optional) for key, entry in self._entries.items())
+    def _identity(self) -> frozenset[object]:
+        entries = ((key, entry.policy, entry.optional) for key, entry in self._entries.items())
+        return frozenset((*entries, *self._besides.items()))
 
     @property
     def normalized(self) -> dict[str, Written]:
         """As `written`, with the shortest name of each op, sorted: equal for equal mappings."""
         written = self.written
-        return {entry.name.short: written[entry.written] for _, entry in sorted(self._entries.items())}
+        ops = {entry.name.short: written[entry.written] for _, entry in sorted(self._entries.items())}
+        return {**ops, **self._besides}
 
     @override
     def __eq__(self, other: object) -> bool:
@@ -155,7 +165,39 @@ class OpPolicies(Mapping[str, CastPolicy]):
         return repr(self.written)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return OpPolicies, (self.written,)
+        return type(self), (self.written,)
+
+
+class ModulePolicies(OpPolicies):
+    """Policies by op for a module and, under the key ``"output"``, the dtype of what the module returns."""
+
+    def __init__(self, rule: Mapping[Any, Any]) -> None:
+        """Parse a mapping.
+
+        Raises:
+            ValueError: a name, a policy or the dtype is not valid.
+        """
+        if OUTPUT in rule:
+            self._besides = MappingProxyType({OUTPUT: _read_output(rule[OUTPUT])})
+            rule = {op: policy for op, policy in rule.items() if op != OUTPUT}
+        super().__init__(rule)
+
+    @property
+    def output(self) -> str | None:
+        """The name of the dtype of what the module returns; None if that is not cast."""
+        return self._besides.get(OUTPUT)
+
+    @override
+    def __getitem__(self, op: object) -> Any:
+        return self.output if op == OUTPUT and self.output else super().__getitem__(op)
+
+
+def _read_output(dtype: object) -> str:
+    with suppress(ValueError):
+        if (found := read_dtype(dtype)).is_floating_point:
+            return dtype_name(found)
+    near = nearest_as_text(dtype, ("float32", "float16", "bfloat16"))
+    raise ValueError(f"{OUTPUT!r} must be a floating-point dtype such as 'float32', got {dtype!r}{near}")
 
 
 def _overloads(entry: _Entry) -> list[str]:
@@ -165,6 +207,11 @@ def _overloads(entry: _Entry) -> list[str]:
 
 
 def _read(written: object, value: object) -> _Entry:
+    if written == OUTPUT:
+        raise ValueError(
+            f"{OUTPUT!r} is not an op, but a key of rules for modules: for a model write "
+            f"polycast.apply_policy(model, Policy(modules={{'': {{{OUTPUT!r}: {value!r}}}}}))"
+        )
     name = read_op(written)
     spelled = written if isinstance(written, str) else name.short
     if not isinstance(value, Mapping):

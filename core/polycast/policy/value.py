@@ -40,8 +40,8 @@ class Policy:
             torch may lack.
         modules: rules by module, for :func:`apply_policy`; a region refuses a policy that has any. A key is a glob over
             the names of ``model.named_modules()``, or ``"class:"`` and a class's qualified name. A rule is ``"fp32"``,
-            ``"off"``, a fast dtype such as ``"float16"``, policies by op, or a recipe such as ``"int8"`` (``"none"``:
-            the fast dtype).
+            ``"off"``, a fast dtype such as ``"float16"``, a recipe such as ``"int8"`` (``"none"``: the fast dtype), or
+            policies by op and, as ``"output"``, the dtype of what the module returns.
         devices: policies for single devices, by device type, which take precedence.
         name: a label.
 

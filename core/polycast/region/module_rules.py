@@ -15,7 +15,7 @@ from typing_extensions import Self
 from ..engine.override import MODULE_RULE, make_override
 from ..policy.modules import FP32, OFF, ModuleFinder, ModuleRule
 from ..policy.names import read_dtype
-from ..policy.op_policies import OpPolicies
+from ..policy.op_policies import ModulePolicies, OpPolicies
 from ..policy.recipe import Recipe
 from ..policy.value import Policy, PolicyLike
 from ..torch_internals import changes
@@ -99,7 +99,8 @@ def apply_policy(model: nn.Module, policy: PolicyLike, *, owner: str | None = No
       has switched autocast off for;
     - a recipe, such as ``"int8"``, or ``"none"`` for the fast dtype: replaces the recipe of the region outside, even
       inside a module that a rule has switched autocast off for;
-    - policies by op: they override those of regions outside, and of regions inside the module.
+    - policies by op: they override those of regions outside, and of regions inside the module; and, under the key
+      ``"output"``, a dtype: the floating-point tensors that the module returns are cast to it (not float64 ones).
 
     ``policy.ops`` apply to the whole model. If a model is put under rules twice, the later ones decide for the modules
     that both match, until they are removed.
@@ -251,8 +252,10 @@ def _read(key: str, rule: ModuleRule) -> Rule:
     text = f"{key or repr(key)} = {rule!r}"
     if isinstance(rule, Recipe):
         return Rule(text, recipe=rule)
-    if isinstance(rule, OpPolicies):
-        return Rule(text, ops=rule)
+    if isinstance(rule, ModulePolicies):
+        if rule.output is None:
+            return Rule(text, ops=rule)
+        return Rule(text, ops=rule if len(rule) > 1 else None, output=read_dtype(rule.output))
     if rule in (FP32, OFF):
         return Rule(text, enabled=False, cast_inputs=rule == FP32)
     return Rule(text, dtype=read_dtype(rule))

@@ -21,6 +21,7 @@ from ..torch_internals.patcher import Patch, expect, method_of
 from . import switched_off
 from .autocast import autocast
 from .cast_arguments import CastArguments
+from .cast_result import CastResult
 from .instance_forward import FORWARD, InstanceForward
 from .resolve import override_of_ops, usable_recipe
 
@@ -38,6 +39,8 @@ class Rule(NamedTuple):
     policies: str = ""
     """The policies of `ops` and the recipe, as the text of an override, for compiled code."""
     recipe: Recipe | None = None
+    output: torch.dtype | None = None
+    """The dtype of what the module returns."""
 
 
 _CACHES = "_devices", "_rules_by_excluded_keys", "_regions"
@@ -116,9 +119,12 @@ class RuledForward(InstanceForward):
         found = []
         for device in devices:
             rule = self.rules.get(device) or self.rules.get(ANY_DEVICE)
-            # Policies for ops do not enable autocast.
-            if rule is not None and (rule.dtype or rule.recipe or not rule.enabled or device in enabled):
+            if rule is None:
+                continue
+            if rule.dtype or rule.recipe or not rule.enabled or device in enabled:
                 found.append((device, rule))
+            elif rule.output:  # policies for ops do not enable autocast
+                found.append((device, Rule(rule.text, output=rule.output)))
         return tuple(found)
 
     def _run(self, rules: "_ActiveRules", args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -127,6 +133,8 @@ class RuledForward(InstanceForward):
                 return type(self.module).forward(self.module, *args, **kwargs)
             return self.inner(*args, **kwargs)
         device, rule = rules[0]
+        if rule.output is not None:
+            return CastResult(device, rule.output).of(self._run_in_region(rules, args, kwargs))
         if not rule.cast_inputs:
             return self._run_in_region(rules, args, kwargs)
         casts = CastArguments(device, torch.float32)
@@ -141,6 +149,8 @@ class RuledForward(InstanceForward):
     def _run_in_region(self, rules: "_ActiveRules", args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run forward in the region of the first rule, and under the others."""
         device, rule = rules[0]
+        if rule.output is not None and rule.ops is None:
+            return self._run(rules[1:], args, kwargs)
         with self._region(device, rule):
             if rule.enabled:
                 return self._run(rules[1:], args, kwargs)

@@ -60,6 +60,11 @@ def is_forward_ad_active() -> bool:
     return not _has_level or forward_ad._current_level >= 0
 
 
+tree_map: Callable[[Callable[[Any], Any], Any], Any] = torch_name(
+    "torch.utils._pytree.tree_map",
+    lambda function, value: function(value),
+    "rules for what modules return do not cast tensors in containers",
+)
 is_function_mode_enabled: Callable[[], bool] = torch_name(
     "torch._C._is_torch_function_mode_enabled", lambda: True, "regions are entered more slowly"
 )

@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -48,7 +49,8 @@ class Blocks:
     Attributes:
         called: the modules that are called, by name.
         candidate_of: by the name of a module, its candidate.
-        excluded: the names of the modules that stay in float32: each match of `exclude`, and all modules in it.
+        excluded: by the names of modules that are no candidates because of `exclude`, the rules that they keep: each
+            match and, unless its rule is a mapping, which leaves the precision open, all modules in it.
         names: the candidates, in the order of their first calls.
     """
 
@@ -56,15 +58,14 @@ class Blocks:
         self,
         model: torch.nn.Module,
         profile: ModelProfile,
-        exclude: Iterable[str] = (),
+        exclude: Mapping[str, Any] = MappingProxyType({}),
         candidates: Iterable[str] | None = None,
     ) -> None:
         """Find the modules; raise ValueError for a glob that matches none, or if nothing is left to choose from."""
         self.called = profile.by_name()
         self._names = {module: each.name for module, each in profile.modules.items()}
-        self.excluded = frozenset(
-            name for glob in exclude for _, inside in self._matches(model, glob, "exclude") for name in inside
-        )
+        kept = [(rule, each) for glob in exclude for rule, each in self._kept(model, glob, exclude[glob])]
+        self.excluded = {name: rule for rule, names in sorted(kept, key=lambda each: -len(each[1])) for name in names}
         if candidates is None:
             self.candidate_of = {name: name for name in self.called if name not in self.excluded}
         else:
@@ -80,11 +81,19 @@ class Blocks:
         if not self.names:
             raise _nothing_to_choose(candidates)
 
-    def _matches(self, model: torch.nn.Module, glob: str, argument: str) -> Iterator[tuple[str, list[str]]]:
+    def _kept(self, model: torch.nn.Module, glob: str, rule: Any) -> Iterator[tuple[Any, list[str]]]:
+        """Yield the rule for each match of a glob of `exclude`, with the names of the modules that keep it."""
+        for match, inside in self._matches(model, glob, "exclude", rule):
+            read = Policy(modules={glob: rule}).modules[glob]
+            yield read, [match] if isinstance(read, Mapping) else inside
+
+    def _matches(
+        self, model: torch.nn.Module, glob: str, argument: str, rule: Any = _FP32
+    ) -> Iterator[tuple[str, list[str]]]:
         """Yield each match, and the names of the modules in it that are called."""
         called = self._names
         try:
-            with apply_policy(model, Policy(modules={glob: _FP32})) as applied:
+            with apply_policy(model, Policy(modules={glob: rule})) as applied:
                 found = list(applied.rules)
         except ValueError as error:
             text = str(error).removeprefix("policy: ").replace("modules[", f"{argument}[", 1)
@@ -102,7 +111,7 @@ class Blocks:
     def in_order_of_calls(self) -> list[Block]:
         """Return all blocks, each after the block that calls it; the first one has the model itself."""
         called = self.called
-        keys = {name: (self.candidate_of.get(name), name in self.excluded) for name in called}
+        keys = {name: (self.candidate_of.get(name), self.excluded.get(name) == _FP32) for name in called}
         modules: dict[tuple[str | None, bool], list[str]] = {}
         for name, key in keys.items():
             modules.setdefault(key, []).append(name)
@@ -140,13 +149,17 @@ class ModuleCandidates:
         the choice themselves. With a recipe, the model has a rule for it, so that the policy also works in regions
         without the recipe.
         """
-        rules: dict[str, str | Recipe] = {}
+        rules: dict[str, Any] = {}
         states: dict[str | None, set[str | Recipe]] = {None: {self._fast} if self._recipe is None else set()}
         blocks = self._blocks
         for each in blocks.called.values():
             around = set[str | Recipe]().union(*(states.get(caller, set()) for caller in each.callers))
             candidate = blocks.candidate_of.get(each.name)
             wanted = self._wanted(each.name, candidate, choice)
+            if isinstance(wanted, Mapping):
+                states[each.name] = around
+                rules[glob_of(each.name)] = wanted
+                continue
             chosen = each.name in blocks.excluded or candidate in choice.members or candidate in choice.in_fast_dtype
             if chosen or each.has_parameters or not around:
                 states[each.name] = {wanted}
@@ -156,8 +169,10 @@ class ModuleCandidates:
                 states[each.name] = around
         return Policy(modules=rules, name=name)
 
-    def _wanted(self, name: str, candidate: str | None, choice: Choice) -> str | Recipe:
-        if name in self._blocks.excluded or candidate in choice.members:
+    def _wanted(self, name: str, candidate: str | None, choice: Choice) -> Any:
+        if name in self._blocks.excluded:
+            return self._blocks.excluded[name]
+        if candidate in choice.members:
             return _FP32
         return self._fast if self._recipe is None or candidate in choice.in_fast_dtype else self._recipe
 
@@ -165,8 +180,8 @@ class ModuleCandidates:
 class OpCandidates:
     """The ops that autocast handles, by their short names."""
 
-    def __init__(self, recipe: Recipe | None = None, excluded: Iterable[str] = ()) -> None:
-        self._excluded = tuple(excluded)
+    def __init__(self, recipe: Recipe | None = None, excluded: Mapping[str, Any] = MappingProxyType({})) -> None:
+        self._excluded = excluded
         self._of_recipe = set() if recipe is None else {_short(each) for each in recipe.overloads}
 
     def can_leave_recipe(self, name: str) -> bool:
@@ -176,7 +191,7 @@ class OpCandidates:
     def policy(self, choice: Choice, name: str = "") -> Policy:
         """Return policies for the chosen ops; recipes do not compute ops that have a policy."""
         kept = dict.fromkeys(choice.in_fast_dtype, CastPolicy.LOWER_PRECISION_FP.value)
-        return Policy(ops={**dict.fromkeys((*self._excluded, *choice.members), _FP32), **kept}, name=name)
+        return Policy(ops={**self._excluded, **dict.fromkeys(choice.members, _FP32), **kept}, name=name)
 
 
 def ops_seen(model: torch.nn.Module, call: ModelCall, region: autocast) -> list[str]:
@@ -219,10 +234,10 @@ def ops_seen(model: torch.nn.Module, call: ModelCall, region: autocast) -> list[
 
 
 def chosen_ops(
-    seen: list[str], exclude: Iterable[str], candidates: Iterable[str] | None
-) -> tuple[list[str], list[str]]:
-    """Return the candidates among the ops that a model calls, and the ops that stay in float32."""
-    excluded = _matching(seen, exclude, "exclude")
+    seen: list[str], exclude: Mapping[str, Any], candidates: Iterable[str] | None
+) -> tuple[list[str], dict[str, Any]]:
+    """Return the candidates among the ops that a model calls, and the policies that the excluded ones keep."""
+    excluded = {name: exclude[glob] for glob in exclude for name in _matching(seen, [glob], "exclude")}
     found = seen if candidates is None else _matching(seen, candidates, "candidates")
     names = [name for name in found if name not in excluded]
     if seen and not names:

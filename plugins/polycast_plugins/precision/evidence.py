@@ -57,8 +57,8 @@ class Evidence(Result):
         members: the names of the modules, or ops, that are in float32 under the policy.
         candidates: the number of modules, blocks or ops to choose from.
         distance: the distance of the output under the policy from float32's.
-        plain: the distance in the region without a policy, with the recipe if there is one, and with what `exclude` has
-            in float32.
+        plain: the distance in the region without a policy, with the recipe if there is one, and with the rules of
+            `exclude`.
         met: whether `distance` is within the tolerance.
         is_minimal: whether it is known that the tolerance is not met if any single member is taken out of float32, or
             any single one of `kept` is put back into the recipe. Never known with the objective ``"time"``.
@@ -72,7 +72,7 @@ class Evidence(Result):
         batches: the number of batches.
         reduction: whether a distance over several batches is the worst or the mean.
         margin: the share of the tolerance that the search stayed below.
-        excluded: the names of the modules, or ops, that stay in float32 because of `exclude`.
+        excluded: the names of the modules, or ops, that are in float32, or keep their rule, because of `exclude`.
         holdout: what was measured on the batches of `holdout`; None without them.
     """
 

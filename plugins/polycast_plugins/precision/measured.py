@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -127,7 +127,7 @@ class TuneArguments:
     loss: Loss | None = None
     reduction: str = "worst"
     margin: float = 0.0
-    exclude: tuple[str, ...] = ()
+    exclude: Mapping[str, Any] = field(default_factory=dict)
     candidates: tuple[str, ...] | None = None
 
     @property

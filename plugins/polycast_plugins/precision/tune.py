@@ -1,7 +1,7 @@
 """``tune``: find what must stay in float32, or out of a recipe, as a policy with the evidence for it."""
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -37,7 +37,7 @@ def tune(
     loss: Loss | None = None,
     reduction: Literal["worst", "mean"] = "worst",
     margin: float = 0.0,
-    exclude: Iterable[str] = (),
+    exclude: Iterable[str] | Mapping[str, Any] = (),
     candidates: Iterable[str] | None = None,
     holdout: Any = None,
 ) -> Tuned:
@@ -86,6 +86,7 @@ def tune(
         margin: the share of the tolerance to stay below it, at least 0 and below 1: with 0.2 the search aims at 80% of
             the tolerance. If no policy reaches that, it aims at the tolerance.
         exclude: globs of modules, as in a :class:`Policy`, that stay in float32, with all modules in them; or of ops.
+            In a mapping, the values are what they keep in place of that: ``{"head": {"output": "float32"}}``.
         candidates: globs of modules, to choose among these only, each as one block with the modules in it that are no
             candidates of their own: ``["layers.*", "head"]``. Other modules are never in float32. Or globs of ops.
         holdout: one call's inputs, or an iterable of batches, that are only measured, under the policy that was found.
@@ -118,13 +119,14 @@ def tune(
     _check_arguments(metric, tolerance, margin, budget, min_budget)
     _check_choices(over=over, objective=objective, reduction=reduction)
     check_loss(loss)
-    globs = _globs_of(exclude, "exclude"), None if candidates is None else _globs_of(candidates, "candidates")
+    kept = exclude if isinstance(exclude, Mapping) else dict.fromkeys(_globs_of(exclude, "exclude"), "fp32")
+    globs = None if candidates is None else _globs_of(candidates, "candidates")
     calls = calls_of(model, data)
     held_out = () if holdout is None else calls_of(model, holdout, "holdout", calls)
     region = enabled_region(device_of(model, calls) if device_type is None else device_type, dtype, recipe=wanted)
     name = _name_of(metric) if metric is not None else _DEFAULT if loss is None else _DEFAULT_WITH_LOSS
     arguments = TuneArguments(
-        metric, name, region, float(tolerance), over, objective, wanted, loss, reduction, float(margin), *globs
+        metric, name, region, float(tolerance), over, objective, wanted, loss, reduction, float(margin), kept, globs
     )
     with in_use(model):
         tuner = Tuner(model, calls, held_out, arguments)

@@ -98,8 +98,9 @@ class Tuner:
         else:
             with isolated(self._random, self._profile.state):
                 seen = ops_seen(model, calls[0], self._fast or region)
-            self.names, self._excluded = chosen_ops(seen, arguments.exclude, arguments.candidates)
-            self._candidates = OpCandidates(arguments.recipe, self._excluded)
+            self.names, excluded = chosen_ops(seen, arguments.exclude, arguments.candidates)
+            self._candidates = OpCandidates(arguments.recipe, excluded)
+            self._excluded = list(excluded)
 
     def run(self, budget: int) -> Tuned:
         """Search, and return the policy and its evidence."""

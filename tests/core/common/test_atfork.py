@@ -4,8 +4,6 @@ import os
 
 import pytest
 
-from ..engine.programs import run
-
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform has no fork")]
 
 NESTED = """
@@ -88,9 +86,9 @@ print(lock.locked())
 
 
 @pytest.mark.parametrize("order", [True, False])
-def test_a_fork_takes_locks_that_another_thread_nests_in_any_order(order):
-    assert run(NESTED.replace("ORDER", str(order)), "reference") == (0, "0\n", "")
+def test_a_fork_takes_locks_that_another_thread_nests_in_any_order(run_program, order):
+    assert run_program(NESTED.replace("ORDER", str(order)), "reference") == (0, "0\n", "")
 
 
-def test_threads_that_fork_in_turn_release_their_own_locks():
-    assert run(TAKING_TURNS, "reference") == (0, "0\nTrue\n0\nFalse\n", "")
+def test_threads_that_fork_in_turn_release_their_own_locks(run_program):
+    assert run_program(TAKING_TURNS, "reference") == (0, "0\nTrue\n0\nFalse\n", "")

@@ -1,8 +1,6 @@
 """A fork waits for imports of other threads, but not for long."""
 
 import os
-import subprocess
-import sys
 
 import pytest
 
@@ -30,10 +28,9 @@ thread.join()
 
 
 @pytest.mark.parametrize(("ends", "limit", "number"), [(True, 60, 5), (False, 0.1, 0)], ids=["ends", "hangs"])
-def test_a_fork_waits_for_an_import_of_another_thread_that_ends(tmp_path, ends, limit, number):
+def test_a_fork_waits_for_an_import_of_another_thread_that_ends(launch, tmp_path, ends, limit, number):
     (tmp_path / "acme.py").write_text("import sys\nsys.started.set()\nsys.ends.wait()\nnumber = 5\n")
     program = PROGRAM.format(ends=ends, limit=limit)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
-    command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", program]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+    done = launch(program, environment=environment)
     assert (done.stdout, done.stderr) == (f"{number}\n", "")

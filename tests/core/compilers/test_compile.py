@@ -1,8 +1,5 @@
 """torch.compile: a region in a graph compiles to the code of torch.autocast."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 from torch._dynamo.testing import AotEagerAndRecordGraphs, CompileCounter
@@ -252,11 +249,10 @@ def test_the_kernels_have_the_policies_of_the_backend(data, hand_made):
 
 
 @pytest.mark.slow
-def test_polycast_does_not_import_dynamo():
+def test_polycast_does_not_import_dynamo(launch):
     script = """
 import sys, polycast
 with polycast.autocast("cpu"), polycast.autocast("cpu", policy={"aten::mm": polycast.CastPolicy.FP32}):
     print("torch._dynamo" in sys.modules)
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert done.stdout == "False\n"
+    assert launch(script).stdout == "False\n"

@@ -1,7 +1,6 @@
 """Rules for modules in compiled, sharded and checkpointed models."""
 
-import subprocess
-import sys
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -81,6 +80,51 @@ def test_values_and_gradients_of_a_compiled_model_equal_those_of_eager_mode():
         torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)
 
 
+@dataclass
+class Output:
+    y: object
+
+
+class Containers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        y = self.linear(x)
+        return y, [{"y": y.relu()}], Output(y)
+
+
+@pytest.mark.parametrize("around", ["fp32", "bfloat16"])
+def test_compiled_code_casts_what_a_module_returns(around):
+    model = nn.ModuleDict({"inner": Containers()})
+    model.forward = lambda x: model["inner"](x)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+
+    def outputs(model):
+        with polycast.autocast("cpu"):
+            one, [another], output = model(torch.linspace(-1, 1, 8).reshape(2, 4))
+        assert type(output) is Output
+        return one, another["y"], output.y
+
+    for dtype in (torch.float16, torch.float32):
+        rules = Policy(modules={"": around, "inner": {"linear": "promote", "output": dtype}})
+        with polycast.apply_policy(model, rules):
+            found = outputs(compiled)
+            assert [y.dtype for y in found] == [dtype] * 3
+            torch.testing.assert_close(found, outputs(model), rtol=1e-2, atol=1e-2)
+    assert [y.dtype for y in outputs(compiled)] == [torch.bfloat16] * 3
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_exported_program_casts_what_a_module_returns(strict):
+    model = nn.Sequential(nn.Linear(4, 4))
+    polycast.apply_policy(model, Policy(modules={"0": {"output": "float32"}}))
+    with polycast.autocast("cpu"):
+        program = torch.export.export(model, (torch.ones(2, 4),), strict=strict)
+        assert program.module()(torch.ones(2, 4)).dtype is torch.float32
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_checkpoint_recomputes_under_the_rules(reentrant):
     torch.manual_seed(0)
@@ -152,9 +196,10 @@ def test_uninstall_gives_torch_compile_back_what_it_had():
 
 
 @pytest.mark.slow
-def test_a_model_whose_rules_are_older_than_dynamo_runs_compiled_without_them():
+def test_a_model_whose_rules_are_older_than_dynamo_runs_compiled_without_them(launch):
     program = """
-import sys, torch, polycast
+import sys, warnings, torch, polycast
+warnings.simplefilter("error", UserWarning)
 model = torch.nn.Sequential(torch.nn.Linear(4, 4))
 rules = polycast.apply_policy(model, polycast.Policy(modules={"": "fp32"}))
 assert "torch._dynamo" not in sys.modules
@@ -162,5 +207,5 @@ compiled = torch.compile(model, backend="eager", fullgraph=True)
 rules.remove()
 print(compiled(torch.ones(1, 4)).shape)
 """
-    ran = subprocess.run([sys.executable, "-W", "error::UserWarning", "-c", program], capture_output=True, text=True)
+    ran = launch(program)
     assert ran.stdout == "torch.Size([1, 4])\n", ran.stderr

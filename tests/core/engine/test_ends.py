@@ -8,8 +8,6 @@ import torch
 
 import polycast
 
-from .programs import run
-
 pytestmark = pytest.mark.slow
 
 HEAD = """
@@ -57,8 +55,8 @@ print(max(collections))
 
 
 @pytest.mark.parametrize("engine", ["native", "reference"])
-def test_a_region_may_be_collected_while_an_op_adds_a_cast_to_its_cache(engine):
-    assert run(HEAD + COLLECTED, engine) == (0, "1\n", "")
+def test_a_region_may_be_collected_while_an_op_adds_a_cast_to_its_cache(run_program, engine):
+    assert run_program(HEAD + COLLECTED, engine) == (0, "1\n", "")
 
 
 COLLECTED_AT_ENDS = """
@@ -89,8 +87,8 @@ print(polycast.autocast_nesting("cpu"), torch.is_autocast_enabled("cpu"))
 
 
 @pytest.mark.parametrize("engine", ["native", "reference"])
-def test_a_region_may_be_collected_while_another_is_entered_and_left(engine):
-    assert run(HEAD + COLLECTED_AT_ENDS, engine) == (0, "1\n0 False\n", "")
+def test_a_region_may_be_collected_while_another_is_entered_and_left(run_program, engine):
+    assert run_program(HEAD + COLLECTED_AT_ENDS, engine) == (0, "1\n0 False\n", "")
 
 
 THREADS = """
@@ -127,8 +125,8 @@ print("at the end")
 
 
 @pytest.mark.parametrize("engine", ["native", "reference"])
-def test_threads_may_end_inside_regions_and_enter_others_as_they_end(engine):
-    assert run(HEAD + THREADS, engine) == (0, "at the end\n", "")
+def test_threads_may_end_inside_regions_and_enter_others_as_they_end(run_program, engine):
+    assert run_program(HEAD + THREADS, engine, imports="torch._dynamo") == (0, "at the end\n", "")
 
 
 LEFT = """
@@ -166,8 +164,8 @@ print([reference() for reference in left])
 """
 
 
-def test_deferred_destruction_of_an_ended_thread_runs_on_the_next_one():
-    assert run(HEAD + LEFT, "native") == (0, "[None]\n", "")
+def test_deferred_destruction_of_an_ended_thread_runs_on_the_next_one(run_program):
+    assert run_program(HEAD + LEFT, "native") == (0, "[None]\n", "")
 
 
 FORKS = """
@@ -220,8 +218,8 @@ print(hung)
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform has no fork")
 @pytest.mark.parametrize("engine", ["native", "reference"])
-def test_children_that_are_forked_while_threads_use_a_cache_do_not_hang(engine):
-    assert run(HEAD + FORKS, engine) == (0, "0\n", "")
+def test_children_that_are_forked_while_threads_use_a_cache_do_not_hang(run_program, engine):
+    assert run_program(HEAD + FORKS, engine) == (0, "0\n", "")
 
 
 @pytest.mark.parametrize("order", [1, -1], ids=["oldest first", "newest first"])
@@ -259,9 +257,9 @@ def test_regions_are_left_where_recursion_is_too_deep(engine, new):
 
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("engine", ["native", "reference"])
-def test_threads_caches_weights_generators_and_forks_together(engine, seed):
+def test_threads_caches_weights_generators_and_forks_together(run_program, engine, seed):
     program = Path(__file__).with_name("stress.py").read_text()
-    result = run(program, engine, 100, 100 * seed, timeout=600)
+    result = run_program(program, engine, 100, 100 * seed, imports="torch._dynamo", timeout=600)
     assert result[:2] == (0, "400 steps, 0 children failed\n"), result[2]
 
 
@@ -276,8 +274,8 @@ with polycast.autocast("cpu"):
 """
 
 
-def test_a_process_may_exit_with_the_kernels_of_a_backend_that_says_whether_it_captures(engine):
-    status, output, errors = run(HEAD + CAPTURES, engine)
+def test_a_process_may_exit_with_the_kernels_of_a_backend_that_says_whether_it_captures(run_program, engine):
+    status, output, errors = run_program(HEAD + CAPTURES, engine)
     assert (status, output) == (0, "torch.bfloat16\n"), errors
 
 
@@ -309,6 +307,6 @@ print("done")
 
 
 @pytest.mark.parametrize("engine", ["native", "reference"])
-def test_a_region_that_is_collected_during_a_hit_ends(engine):
-    status, output, errors = run(HEAD + COLLECTED_AT_A_HIT, engine)
+def test_a_region_that_is_collected_during_a_hit_ends(run_program, engine):
+    status, output, errors = run_program(HEAD + COLLECTED_AT_A_HIT, engine)
     assert (status, output) == (0, "done\n"), errors

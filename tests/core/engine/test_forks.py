@@ -4,8 +4,6 @@ import os
 
 import pytest
 
-from .programs import run
-
 pytestmark = pytest.mark.slow
 
 HELD = """
@@ -183,14 +181,14 @@ else:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform has no fork")
-def test_a_fork_does_not_wait_for_a_compiler(tmp_path):
-    assert run(COMPILING, "native", tmp_path, "engine")[1] == "0\n[True]\n"
+def test_a_fork_does_not_wait_for_a_compiler(run_program, tmp_path):
+    assert run_program(COMPILING, "native", tmp_path, "engine")[1] == "0\n[True]\n"
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform has no fork")
 @pytest.mark.parametrize("engine", ["native", "reference"])
-def test_no_lock_of_a_module_is_held_in_a_child_by_a_thread_that_is_not_there(engine):
-    assert run(HELD, engine) == (0, "True []\n", "")
+def test_no_lock_of_a_module_is_held_in_a_child_by_a_thread_that_is_not_there(run_program, engine):
+    assert run_program(HELD, engine) == (0, "True []\n", "")
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform has no fork")
@@ -204,10 +202,10 @@ def test_no_lock_of_a_module_is_held_in_a_child_by_a_thread_that_is_not_there(en
         ("on a thread", "workers"),
     ],
 )
-def test_a_child_casts_weights_that_its_parent_has_cast_on_several_threads(engine, where, in_child):
-    assert run(CASTING, engine, where, in_child) == (0, "True\n", "")
+def test_a_child_casts_weights_that_its_parent_has_cast_on_several_threads(run_program, engine, where, in_child):
+    assert run_program(CASTING, engine, where, in_child) == (0, "True\n", "")
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform has no fork")
-def test_a_child_imports_what_another_thread_was_importing():
-    assert run(IMPORTING, "native", "polycast.engine.native.engine_library", timeout=60)[1] == "0\n"
+def test_a_child_imports_what_another_thread_was_importing(run_program):
+    assert run_program(IMPORTING, "native", "polycast.engine.native.engine_library", timeout=60)[1] == "0\n"

@@ -11,8 +11,6 @@ import polycast
 from polycast.engine import choice
 from polycast.engine.native import engine as native_engine
 
-from .programs import run
-
 pytestmark = pytest.mark.usefixtures("native")
 
 PROGRAM = """
@@ -42,8 +40,8 @@ def made():
 
 
 @pytest.mark.slow
-def test_the_method_that_constructs_regions_cannot_be_made_in_python():
-    status, printed, errors = run(PROGRAM, "native")
+def test_the_method_that_constructs_regions_cannot_be_made_in_python(run_program):
+    status, printed, errors = run_program(PROGRAM, "native")
     assert status == 0, errors
     cannot = "cannot create 'polycast.InitDescriptor' instances"
     unsafe = "object.__new__(polycast.InitDescriptor) is not safe"

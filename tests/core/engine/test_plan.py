@@ -108,3 +108,39 @@ def test_listeners_are_told_the_way(engine):
     finally:
         polycast.plugin.events.recipe_call.remove(told)
     told.assert_called_once_with("cpu", "test-few-rows:float32", "aten::linear", None, "")
+
+
+class Sevens(Recipe):
+    """Compute 7, where the operands are in one dtype, as the product of vectors."""
+
+    kind = "test-sevens"
+    needs_kernels = False
+    plan_class = f"{__name__}:SevensPlan"
+    without_policy = frozenset({"aten::dot"})
+    ops = ("dot",)
+
+
+class SevensPlan(Plan):
+    """See `Sevens`."""
+
+    def why_no_kernel(self, op):
+        return None
+
+    def explain(self, op, args, cache, dtype):
+        return self.Computed("seven") if args[0].dtype is args[1].dtype else "the dtypes differ"
+
+    def perform(self, op, args, cache, checked):
+        found = self.explain(op, args, cache, None)
+        return (None if isinstance(found, str) else torch.tensor(7.0)), None
+
+
+def test_a_recipe_computes_an_op_that_has_match_and_what_it_declines_is_matched(engine):
+    vector = torch.tensor([1.5, -2.0, 0.25])
+    x = vector.bfloat16()
+    with torch.no_grad(), polycast.autocast("cpu", recipe=Sevens()):
+        assert torch.dot(vector, vector) == 7
+        declined = torch.dot(vector, x)
+        with polycast.autocast("cpu", policy={"dot": "match"}):
+            named = torch.dot(vector, vector)
+    assert torch.equal(declined, torch.dot(vector, x.float()))
+    assert torch.equal(named, torch.dot(vector, vector))

@@ -4,8 +4,6 @@ import os
 
 import pytest
 
-from .programs import run
-
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform has no fork"),
@@ -112,22 +110,22 @@ print(os.waitpid(child, 0)[1])
 
 @pytest.mark.parametrize("engine", ["native", "reference"])
 @pytest.mark.parametrize("clears", ["polycast.clear_autocast_cache()", "enter_and_leave()"])
-def test_a_fork_waits_for_a_thread_that_clears_torchs_cache(engine, clears):
+def test_a_fork_waits_for_a_thread_that_clears_torchs_cache(run_program, engine, clears):
     cached = CACHED.replace("PAUSES:", "False:").replace("CLEARS", clears)
-    assert run(cached + CLEARING, engine) == (0, "0\n", "")
+    assert run_program(cached + CLEARING, engine, imports="torch._dynamo") == (0, "0\n", "")
 
 
 @pytest.mark.parametrize(
     ("engine", "clears"),
     [("native", "enter_and_leave()"), ("reference", "state.clear_torchs_cache()")],
 )
-def test_a_thread_that_another_librarys_fork_hook_waits_for_clears_torchs_cache(engine, clears):
+def test_a_thread_that_another_librarys_fork_hook_waits_for_clears_torchs_cache(run_program, engine, clears):
     cached = CACHED.replace("PAUSES:", "True:").replace("CLEARS", clears)
-    assert run(cached + PAUSING, engine) == (0, "[True] 0\n", "")
+    assert run_program(cached + PAUSING, engine, imports="torch._dynamo") == (0, "[True] 0\n", "")
 
 
-def test_a_child_does_not_wait_for_threads_that_were_about_to_fork():
-    assert run(FORKING, "native") == (0, "0\n", "")
+def test_a_child_does_not_wait_for_threads_that_were_about_to_fork(run_program):
+    assert run_program(FORKING, "native") == (0, "0\n", "")
 
 
 LEAVING = """
@@ -168,6 +166,6 @@ print("held" if holds_the_lock.is_set() else "not held")
 """
 
 
-def test_a_region_is_left_without_the_gil_where_torch_clears_its_cache(engine):
+def test_a_region_is_left_without_the_gil_where_torch_clears_its_cache(run_program, engine):
     """torch clears it with its lock held, and runs Python then."""
-    assert run(LEAVING, engine) == (0, "held\n", "")
+    assert run_program(LEAVING, engine, imports="torch._dynamo") == (0, "held\n", "")

@@ -11,8 +11,6 @@ from torch import nn
 
 import polycast
 
-from .programs import run
-
 pytestmark = pytest.mark.usefixtures("engine")
 
 OPTIMIZERS = {
@@ -248,8 +246,8 @@ print(used != before, kept == used, in_place() == before)
 
 
 @pytest.mark.slow
-def test_nothing_is_left_in_torch_after_uninstall_unless_a_cache_lives(engine):
-    assert run(LEFT, engine) == (0, "True True True\n", "")
+def test_nothing_is_left_in_torch_after_uninstall_unless_a_cache_lives(run_program, engine):
+    assert run_program(LEFT, engine) == (0, "True True True\n", "")
 
 
 def test_writes_are_seen_after_uninstall_where_a_cache_lives():

@@ -18,7 +18,12 @@ POLICY = Policy(
         "op_of_another_torch": {"policy": "fp32", "optional": True},
         "sum.dim_IntList": "promote",
     },
-    modules={"encoder.*.norm": "fp32", "lm_head": {"linear": "fp32"}, 'quo"ted\n': "off", "decoder": "float16"},
+    modules={
+        "encoder.*.norm": "fp32",
+        "lm_head": {"linear": "fp32", "output": "float32"},
+        'quo"ted\n': "off",
+        "decoder": "float16",
+    },
     devices={"cuda": Policy({"bmm": "promote"}, {"lm_head": "off"}), "xpu": Policy()},
     name='BERT, "tuned"',
 )
@@ -33,7 +38,7 @@ op_of_another_torch = { policy = "fp32", optional = true }
 
 [modules]
 "encoder.*.norm" = "fp32"
-lm_head = { linear = "fp32" }
+lm_head = { linear = "fp32", output = "float32" }
 "quo\\"ted\\n" = "off"
 decoder = "float16"
 

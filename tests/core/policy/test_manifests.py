@@ -2,7 +2,6 @@
 
 import importlib
 import os
-import subprocess
 import sys
 
 import pytest
@@ -161,7 +160,9 @@ print(first.is_alive(), second.is_alive(), found)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("importer", ["acme_manifest", "acme_recipes"])
-def test_threads_do_not_wait_for_each_other_to_import_a_plugin_and_to_ask_for_plugins(monkeypatch, tmp_path, importer):
+def test_threads_do_not_wait_for_each_other_to_import_a_plugin_and_to_ask_for_plugins(
+    launch, monkeypatch, tmp_path, importer
+):
     offer(monkeypatch, tmp_path, ("acme_manifest", MANIFEST), ("other", OTHER))
     (tmp_path / "acme_recipes.py").write_text(RECIPE)
     (tmp_path / "other_recipes.py").write_text(BF5)
@@ -170,7 +171,7 @@ def test_threads_do_not_wait_for_each_other_to_import_a_plugin_and_to_ask_for_pl
     source = "import sys\nsys.imports.set()\nsys.waits.wait(60)\nfrom polycast.policy.recipe import read_recipe\n"
     (tmp_path / "acme.py").write_text(source + "read_recipe('bf5')\n")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
-    done = subprocess.run([sys.executable, "-c", LOCKS], capture_output=True, text=True, env=environment, timeout=120)
+    done = launch(LOCKS, environment=environment)
     assert (done.stdout, done.stderr) == ("False False ['af4']\n", "")
 
 

@@ -35,9 +35,14 @@ APPENDING = st.dictionaries(st.sampled_from(["norm", "norm.Scalar", "sum"]), st.
 )
 OPTIONAL = st.just({"op_of_another_torch": {"policy": "fp32", "optional": True}})
 OPS = st.one_of(SOME_OPS, APPENDING, OPTIONAL).map(made)
+OUTPUTS = st.sampled_from([{"output": "float32"}, {"output": torch.float32}, {"output": "bfloat16"}])
 MODULES = st.dictionaries(
     st.sampled_from(["a.*", "lm_head", "**.attn", "class:torch.nn.LayerNorm"]),
-    st.one_of(st.sampled_from(["fp32", "off", "float16", "bf16"]), SOME_OPS.map(made)),
+    st.one_of(
+        st.sampled_from(["fp32", "off", "float16", "bf16"]),
+        SOME_OPS.map(made),
+        st.builds(lambda ops, output: {**made(ops), **output}, SOME_OPS, OUTPUTS),
+    ),
     max_size=3,
 )
 FLAT = st.builds(Policy, OPS, MODULES, name=st.sampled_from(["", "one", 'an "other"\n']))
@@ -176,6 +181,16 @@ def test_names_of_rules_for_modules():
     assert {rule: Policy(modules={"a": rule}).modules["a"] for rule in read} == read
 
 
+def test_the_output_of_a_module_is_an_item_of_its_rule():
+    rule = Policy(modules={"head": {"output": torch.float32, "aten::mm": "fp32"}}).modules["head"]
+    assert dict(rule) == {"aten::mm": CastPolicy.FP32, "output": "float32"}
+    assert Policy(modules={"head": {**rule}}).modules["head"] == rule
+    assert (
+        len({rule, *Policy(modules={"a": {"mm": "fp32"}, "b": {"mm": "fp32", "output": "half"}}).modules.values()}) == 3
+    )
+    assert "output" not in Policy(modules={"head": {"mm": "fp32"}}).modules["head"]
+
+
 def test_an_optional_op_is_found_when_its_library_is_loaded_and_has_no_effect_before():
     policy = Policy({"polycast_test::late": {"policy": "fp32", "optional": True}, "mm.default": "fp32"})
     assert dict(policy.ops.resolved) == {"aten::mm": CastPolicy.FP32}
@@ -209,6 +224,24 @@ INVALID = [
     ({"modules": {"a": None}}, "modules['a']: " + NO_RULE.format("None")),
     ({"modules": {"a": "int16"}}, "modules['a']: a fast dtype is a floating-point one, got 'int16'"),
     ({"modules": {"a": {"sofmax": "fp32"}}}, f"modules['a']: {TORCH} has no op 'sofmax'; the nearest are 'softmax'"),
+    (
+        {"modules": {"a": {"output": "flaot32"}}},
+        "modules['a']: 'output' must be a floating-point dtype such as 'float32', got 'flaot32'; the nearest is "
+        "'float32'",
+    ),
+    (
+        {"modules": {"a": {"output": "int8"}}},
+        "modules['a']: 'output' must be a floating-point dtype such as 'float32', got 'int8'",
+    ),
+    (
+        {"ops": {"output": "float32"}},
+        "'output' is not an op, but a key of rules for modules: for a model write polycast.apply_policy(model, "
+        "Policy(modules={'': {'output': 'float32'}}))",
+    ),
+    (
+        {"ops": Policy(modules={"a": {"output": "float32"}}).modules["a"]},
+        "'output' is not an op, but a key of rules for modules",
+    ),
     ({"modules": {7: "off"}}, "modules[7]: a key is a glob over names of modules, such as 'encoder.*.norm', or "),
     ({"modules": {"class:": "off"}}, "modules['class:']: 'class:' is followed by a class's qualified name, such as"),
     ({"devices": []}, "devices must map device types to Policy, got list"),

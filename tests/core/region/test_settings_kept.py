@@ -19,7 +19,6 @@ import polycast
 from polycast import autocast
 from polycast.engine.kernels import installed
 
-from ..engine.programs import run
 from .made_region import made
 
 pytestmark = pytest.mark.usefixtures("engine")
@@ -279,6 +278,6 @@ print([construct(**arguments) for arguments in ARGUMENTS] == before)
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform has no fork")
 @pytest.mark.parametrize("engine", ["native", "reference"])
-def test_they_serve_a_forked_child_until_its_backend_is_another(engine):
+def test_they_serve_a_forked_child_until_its_backend_is_another(run_program, engine):
     expected = f"0 {[engine == 'reference'] * 3}\nTrue\n"
-    assert run(IN_A_FORK, engine, timeout=60) == (0, expected, "")
+    assert run_program(IN_A_FORK, engine, timeout=60) == (0, expected, "")

@@ -213,9 +213,11 @@ def test_a_registered_policy_for_an_inner_op_applies(slow, recipe_counts):
 
 def test_a_layer_of_several_dtypes_is_left_to_torch(slow):
     module = layer()
+    expected = module(X)
     module.norm1.half()
-    with autocast("cpu", recipe=slow), pytest.raises(RuntimeError, match="mixed dtype"):
-        module(X)
+    with autocast("cpu", recipe=slow):
+        y = module(X)
+    torch.testing.assert_close(y.float(), expected, atol=0.1, rtol=0.1)
 
 
 @pytest.mark.parametrize("inner", ["_transformer_encoder_layer_fwd", "layer_norm"])

@@ -3,7 +3,6 @@
 import os
 
 import pytest
-from tests.core.engine.programs import run
 
 pytestmark = pytest.mark.slow
 
@@ -61,6 +60,6 @@ print(is_one, os.waitpid(child, 0)[1] == 0, equal(results(first, cache), expecte
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform has no fork")
 @pytest.mark.parametrize("engine", ["native", "reference"])
-def test_a_child_computes_and_trains_as_its_parent(engine):
-    status, printed, errors = run(PROGRAM, engine, timeout=120)
+def test_a_child_computes_and_trains_as_its_parent(run_program, engine):
+    status, printed, errors = run_program(PROGRAM, engine, timeout=120)
     assert (printed, status) == ("True True True\n", 0), errors

@@ -1,8 +1,6 @@
 """The recipe "fastest" on the fused ops of torch's attention and recurrent modules, which have several results."""
 
 import os
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -192,7 +190,7 @@ def test_compiled_code_with_a_recurrent_layer_in_the_graph_uses_float32_without_
 
 @pytest.mark.slow
 @needs_fast_lstm
-def test_a_recurrent_layer_trains_on_a_processor_without_bfloat16(engine, quick, tmp_path):
+def test_a_recurrent_layer_trains_on_a_processor_without_bfloat16(launch, engine, quick, tmp_path):
     quick.profile.save(tmp_path / "profile.json")
     code = """
 import torch, polycast
@@ -205,12 +203,5 @@ expected = torch.bfloat16 if torch.ops.mkldnn._is_mkldnn_bf16_supported() else t
 print(output.dtype is expected, layer.weight_ih_l0.grad.isfinite().all().item())
 """
     environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2", "POLYCAST_ENGINE": engine}
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code],
-        env=environment,
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    done = launch(code, folder=tmp_path, environment=environment)
     assert (done.stdout.split(), done.returncode) == (["True", "True"], 0), done.stderr

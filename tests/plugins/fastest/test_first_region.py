@@ -2,8 +2,6 @@
 
 import dataclasses
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -153,12 +151,11 @@ def test_a_profile_on_disk_that_is_ignored_is_reported_once(asks, case, measured
 
 
 @pytest.mark.slow
-def test_a_plain_region_imports_nothing_of_the_plugin():
+def test_a_plain_region_imports_nothing_of_the_plugin(launch):
     program = """
 import sys, torch, polycast
 with polycast.autocast("cpu"):
     torch.mm(torch.ones(2, 2), torch.ones(2, 2))
 print([name for name in sys.modules if name.startswith("polycast_plugins.fastest")])
 """
-    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert ran.stdout == "[]\n"
+    assert launch(program).stdout == "[]\n"

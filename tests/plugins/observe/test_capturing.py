@@ -1,8 +1,5 @@
 """Devices whose kernels and backend are in Python: what they raise, and run, while values are read."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +8,9 @@ pytestmark = pytest.mark.slow
 
 NPY = Path(__file__).parents[3] / "examples/polycast-npy/src"
 BEGIN = """
+import sys, warnings
+sys.path.insert(0, sys.argv[1])
+warnings.simplefilter("ignore")
 import torch, polycast, polycast_npy
 
 class Capturing(polycast_npy.NpyBackend):
@@ -81,38 +81,36 @@ for _ in range(2):
 """
 
 
-def lines(script):
-    """Return what a script prints in a process of its own, on the native engine."""
+@pytest.fixture(scope="module")
+def lines(run_program):
+    """Return a function that returns what a script prints in a process of its own, on the native engine."""
     pytest.importorskip("numpy")
-    path = os.pathsep.join([str(NPY), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", BEGIN + script],
-        env={**os.environ, "PYTHONPATH": path, "POLYCAST_ENGINE": "native"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert not done.stderr
-    return done.stdout.splitlines()
+
+    def lines(script):
+        status, printed, errors = run_program(BEGIN + script, "native", NPY)
+        assert (status, errors) == (0, "")
+        return printed.splitlines()
+
+    return lines
 
 
-def test_values_are_read_only_while_no_graph_is_captured():
+def test_values_are_read_only_while_no_graph_is_captured(lines):
     """An error of the backend does not reach the program, nor does an exit; an interrupt does."""
     ops = "['aten::log', 'aten::sub.Tensor']"
     assert lines(REGISTER + ANSWERS) == [f"aten::log {ops}", *[f"None {ops}"] * 3, "stopped"]
 
 
-def test_ops_that_a_backend_runs_to_answer_are_not_observed():
+def test_ops_that_a_backend_runs_to_answer_are_not_observed(lines):
     assert lines(REGISTER + ASKING_RUNS_OPS) == ["aten::log ['aten::log', 'aten::sub.Tensor']"]
 
 
-def test_a_backend_that_is_registered_while_observed_is_asked():
+def test_a_backend_that_is_registered_while_observed_is_asked(lines):
     assert lines(REGISTERED_LATER) == ["None"]
 
 
-def test_the_error_of_an_observed_op_reaches_the_program():
+def test_the_error_of_an_observed_op_reaches_the_program(lines):
     assert lines(REGISTER + RAISING) == ["no mm here"] * 2
 
 
-def test_values_are_not_read_where_a_kernel_in_python_raises():
+def test_values_are_not_read_where_a_kernel_in_python_raises(lines):
     assert lines(REGISTER + MISSING) == ["torch.float16", "['aten::mm'] 0"]

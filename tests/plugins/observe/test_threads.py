@@ -1,7 +1,6 @@
 """Observed threads, nested observers, and observers that end early."""
 
 import os
-import subprocess
 import sys
 import threading
 
@@ -132,10 +131,8 @@ print(len(kept[0].ops))
 
 
 @pytest.mark.slow
-def test_observer_that_is_never_left_ends_with_the_process(engine):
-    environment = {**os.environ, "POLYCAST_ENGINE": engine}
-    done = subprocess.run([sys.executable, "-c", NEVER_LEFT], capture_output=True, text=True, env=environment)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "0\n", "")
+def test_observer_that_is_never_left_ends_with_the_process(run_program, engine):
+    assert run_program(NEVER_LEFT, engine) == (0, "0\n", "")
 
 
 def test_observer_of_ended_thread_sees_no_later_thread(engine, in_thread):

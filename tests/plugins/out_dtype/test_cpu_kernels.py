@@ -2,8 +2,6 @@
 
 import itertools
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -94,12 +92,11 @@ def test_only_the_bias_may_be_in_another_dtype():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("isa", ["SSE41", "AVX2", "AVX512_CORE", "ALL"])
-def test_int8_is_exact_whatever_instructions_onednn_may_use(isa):
+def test_int8_is_exact_whatever_instructions_onednn_may_use(launch, isa):
     script = (
         "import torch, polycast\n"
         "a = torch.full((16, 16), 127, dtype=torch.int8)\n"
         "print(polycast.out_dtype(torch.ops.aten.mm.default, torch.int32, a, a).unique().tolist())"
     )
-    environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": isa}
-    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
+    done = launch(script, environment={**os.environ, "ONEDNN_MAX_CPU_ISA": isa})
     assert (done.stdout, done.stderr) == (f"[{16 * 127 * 127}]\n", "")

@@ -1,8 +1,5 @@
 """Tracing out_dtype keeps torch's operator."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -85,12 +82,12 @@ def test_an_op_that_only_a_kernel_supports_is_traced_as_casts_around_it(name):
 
 
 @pytest.mark.slow
-def test_the_first_use_may_be_inside_compile():
+def test_the_first_use_may_be_inside_compile(launch):
     script = (
         "import torch, polycast\n"
         "a = torch.ones(2, 2, 2, dtype=torch.int8)\n"
         "f = lambda a: polycast.out_dtype(torch.ops.aten.bmm.default, torch.int32, a, a)\n"
         "print(torch.compile(f, backend='eager', fullgraph=True)(a).unique().tolist())"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    done = launch(script)
     assert done.stdout == "[2]\n", done.stderr

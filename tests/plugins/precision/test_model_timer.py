@@ -54,7 +54,9 @@ def chosen(model, seconds, monkeypatch, rule=0.5, needed=NO_POLICY, exclude=(), 
     timer = ModelTimer(model, (call,), region, profile)
     monkeypatch.setattr(ModelTimer, "_seconds_by_module", lambda self: seconds)
     monkeypatch.setattr(timing, "rule_overhead", lambda *_: rule)
-    return timer.fastest_modules(Blocks(model, profile, exclude, candidates).in_order_of_calls(), needed)
+    return timer.fastest_modules(
+        Blocks(model, profile, dict.fromkeys(exclude, "fp32"), candidates).in_order_of_calls(), needed
+    )
 
 
 @pytest.fixture

@@ -133,6 +133,17 @@ def test_excluded_modules_stay_in_float32(model, exclude):
     assert "3 excluded" in str(tuned.evidence)
 
 
+def test_excluded_modules_keep_the_rules_of_a_mapping(model):
+    rules = {"0.**": "off", "3": "bfloat16", "[3-4].up": {"linear": "fp32"}, "5": {"output": "float32"}}
+    tuned = polycast.tune(model, usual(), **FLOAT16, exclude=rules)
+    assert tuned.evidence.excluded == ("0", "0.down", "0.up", "3", "3.down", "3.up", "4.up", "5")
+    assert set(tuned.evidence.members) == {"2.up", "2.down"}
+    kept = {"0": "off", "3": "bfloat16", "3.up": {"linear": "fp32"}, "4.up": {"linear": "fp32"}}
+    kept |= {"5": {"output": "float32"}}
+    assert dict(tuned.policy.modules) == {**polycast.Policy(modules=kept).modules, "2.up": "fp32", "2.down": "fp32"}
+    assert polycast.Policy.of_text(tuned.text()) == tuned.policy
+
+
 def test_blocks_are_chosen_as_one(model):
     tuned = polycast.tune(model, [usual(), large()], **FLOAT16, candidates=["[0-5]"])
     assert tuned.policy.modules == {"2": "fp32", "4": "fp32"}
@@ -160,6 +171,8 @@ def test_excluded_and_chosen_ops(model):
     found = polycast.tune(attention, usual(), **FLOAT16, over="ops", exclude=["lin*"])
     assert (found.evidence.excluded, found.evidence.members) == (("linear",), ("matmul",))
     assert set(found.policy.ops) == {"linear", "matmul"}
+    found = polycast.tune(attention, usual(), **FLOAT16, over="ops", exclude={"lin*": "passthrough"})
+    assert found.policy.ops == polycast.Policy({"linear": "passthrough", "matmul": "fp32"}).ops
     found = polycast.tune(attention, usual(), **FLOAT16, over="ops", candidates=iter(["matmul"]))
     assert (found.evidence.candidates, found.evidence.members) == (1, ("matmul",))
 
@@ -232,6 +245,7 @@ INVALID = [
     ({"candidates": ["7"]}, r"candidates\['7'\] matches no module of the model"),
     ({"exclude": [""]}, r"there is nothing to choose from: exclude= matches all candidates\."),
     ({"candidates": []}, r"there is nothing to choose from: candidates= is empty\."),
+    ({"exclude": {"0": {"output": "int8"}}}, r"exclude\['0'\]: 'output' must be a floating-point dtype"),
     ({"exclude": [3]}, "exclude must be a list of globs"),
     ({"exclude": 3}, "exclude must be a list of globs"),
     ({"over": "ops", "exclude": ["softmax"]}, r"exclude\['softmax'\] matches no op that the model calls; it calls "),

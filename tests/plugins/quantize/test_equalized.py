@@ -4,8 +4,6 @@ import copy
 import functools
 import os
 import pickle
-import subprocess
-import sys
 import threading
 
 import pytest
@@ -299,11 +297,10 @@ with torch.no_grad(), polycast.autocast("cpu", recipe=recipe):
 
 
 @pytest.mark.slow
-def test_a_pickled_recipe_computes_alike_in_another_process(engine, model, e, equalized, tmp_path):
+def test_a_pickled_recipe_computes_alike_in_another_process(run_program, engine, model, e, equalized, tmp_path):
     x = with_outliers()
     result = expected(model, x - 0.0, e)[4]
     weight = nn.Parameter(model.experts[1].clone())
     path = tmp_path / "given"
     path.write_bytes(pickle.dumps((weight, x, equalized, result)))
-    environment = {**os.environ, "POLYCAST_ENGINE": engine}
-    subprocess.run([sys.executable, "-c", OTHER_PROCESS, str(path)], check=True, env=environment)
+    assert run_program(OTHER_PROCESS, engine, path) == (0, "", "")

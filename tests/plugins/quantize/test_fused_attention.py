@@ -1,8 +1,5 @@
 """torch's attention modules in regions with a recipe, which their fused path would ignore."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 from torch import nn
@@ -123,8 +120,8 @@ with torch.no_grad(), polycast.autocast("cpu", policy={"softplus": "fp32"}):
 
 
 @pytest.mark.slow
-def test_attention_is_compiled_where_dynamo_is_imported_in_a_region():
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=120)
+def test_attention_is_compiled_where_dynamo_is_imported_in_a_region(launch):
+    done = launch(PROGRAM)
     assert done.returncode == 0, done.stderr
 
 

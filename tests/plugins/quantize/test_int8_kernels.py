@@ -1,7 +1,6 @@
 """The CPU's int8 matmuls: the bits of their definition on every instruction set; inf, nan, accuracy, refused calls."""
 
 import random
-import subprocess
 import sys
 
 import pytest
@@ -242,6 +241,6 @@ print(before > 1, len(os.listdir("/proc/self/task")) - before)
 
 @pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux lists the threads of a process")
-def test_the_threads_are_torchs_own():
-    done = subprocess.run([sys.executable, "-c", COUNT], capture_output=True, text=True)
+def test_the_threads_are_torchs_own(launch):
+    done = launch(COUNT)
     assert (done.stdout, done.stderr) == ("True 0\n", "")

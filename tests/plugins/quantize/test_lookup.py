@@ -1,8 +1,5 @@
 """The CPU's tables for elementwise ops: the bits of torch's kernels, for every number."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -203,5 +200,6 @@ assert all(torch.equal(a.view(torch.int16), b.view(torch.int16)) for a, b in zip
 
 @pytest.mark.slow
 @pytest.mark.skipif(not torch.set_flush_denormal(False), reason="this processor does not flush denormal numbers")
-def test_tables_have_denormal_numbers():
-    subprocess.run([sys.executable, "-c", FLUSHED], check=True)
+def test_tables_have_denormal_numbers(launch):
+    done = launch(FLUSHED)
+    assert done.returncode == 0, done.stderr
