@@ -1,4 +1,4 @@
-"""The ops for which torch has no bfloat16 or float16 kernels on the CPU; in regions they compute in float32."""
+"""The ops for which torch has no bfloat16 or no float16 kernels on the CPU; in regions they compute in float32."""
 
 from collections.abc import Collection, Mapping
 
@@ -41,6 +41,5 @@ def missing_kernels() -> Mapping[str | torch.layout, Collection[torch.dtype]]:
         **{f"aten::{name}": _BOTH for name in _IN_NEITHER},
         **dict.fromkeys(_COMPRESSED, _BOTH),
         "aten::complex": (torch.bfloat16,),
-        "aten::rrelu": (torch.float16,),
         "aten::mkldnn_rnn_layer": [dtype for dtype in _BOTH if not has_lstm(dtype)],
     }

@@ -25,12 +25,14 @@ class MatchedOperands(NamedTuple):
         scalars: those of them that may have another dtype if they have no dimensions.
         mixtures: the mixtures that torch takes: a letter for each operand in the order of `names`; see `_LETTERS`.
         fills_masks: whether the op is masked_fill for one value and one mask, and takes that value in any dtype.
+        takes_empty: whether it takes tensors without elements in dtypes that there is no kernel for.
     """
 
     names: tuple[str, ...] = ()
     scalars: tuple[str, ...] = ()
     mixtures: tuple[str, ...] = ()
     fills_masks: bool = False
+    takes_empty: bool = False
 
 
 _LETTERS = {torch.float32: "f", torch.bfloat16: "b", torch.float16: "h", None: "-"}
@@ -52,7 +54,6 @@ _ON_ALL_DEVICES: dict[str, MatchedOperands] = {
             "aten::_foreach_lerp_.Scalar",
             "aten::_foreach_lerp.ScalarList",
             "aten::_foreach_lerp_.ScalarList",
-            "aten::_linalg_solve_ex",
             "aten::addmv",
             "aten::addmv_",
             "aten::baddbmm_",
@@ -62,8 +63,6 @@ _ON_ALL_DEVICES: dict[str, MatchedOperands] = {
             "aten::isclose",
             "aten::lerp.Scalar",
             "aten::lerp_.Scalar",
-            "aten::linalg_ldl_solve",
-            "aten::linalg_lu_solve",
             "aten::linalg_multi_dot",
             "aten::masked_scatter",
             "aten::masked_scatter_",
@@ -80,6 +79,10 @@ _ON_ALL_DEVICES: dict[str, MatchedOperands] = {
             "aten::tensordot",
         ),
         _ANY,
+    ),
+    **dict.fromkeys(
+        ("aten::_linalg_det", "aten::_linalg_solve_ex", "aten::linalg_ldl_solve", "aten::linalg_lu_solve"),
+        MatchedOperands(takes_empty=True),
     ),
     **dict.fromkeys(("aten::lerp.Tensor", "aten::lerp_.Tensor"), MatchedOperands(scalars=("weight",))),
 }
@@ -123,7 +126,8 @@ _ON_VERIFIED_DEVICES: dict[str, MatchedOperands] = {
         _ANY,
     ),
     **dict.fromkeys(
-        ("aten::native_group_norm", "aten::native_layer_norm"), MatchedOperands(_NORM, mixtures=_NORM_TAKES)
+        ("aten::instance_norm", "aten::native_group_norm", "aten::native_layer_norm"),
+        MatchedOperands(_NORM, mixtures=_NORM_TAKES),
     ),
     **dict.fromkeys(
         (
@@ -171,6 +175,7 @@ class Matching:
         writes: those of operands that the op writes, whose dtype the others get; none: they get float32.
         mixtures: the mixtures that torch takes.
         fills_masks: whether the op takes one value for a mask in any dtype.
+        takes_empty: whether it takes tensors without elements in any dtype.
         by_item: whether the items of lists agree one by one, as in ``_foreach_*`` ops.
     """
 
@@ -184,6 +189,7 @@ class Matching:
         self.writes = tuple(at for at in self.positions if _is_written(arguments[at]))
         self.mixtures = operands.mixtures
         self.fills_masks = operands.fills_masks
+        self.takes_empty = operands.takes_empty
         self.by_item = op._schema.name.startswith("aten::_foreach_")
 
     def targets(
@@ -244,8 +250,9 @@ class Matching:
         dtypes = {each.dtype for each in floats}
         if not floats or not all(each.dtype in _LETTERS and is_eligible(each) for each in floats):
             return None
-        if len(dtypes) == 1 and (dtypes.isdisjoint(missing) or any(0 in each.shape for each in floats)):
-            return None  # torch needs no kernel for tensors without elements
+        is_empty = self.takes_empty and any(0 in each.shape for each in floats)
+        if len(dtypes) == 1 and (is_empty or dtypes.isdisjoint(missing)):
+            return None
         if self.mixtures and not _spelled(operands.values()).isdisjoint(self.mixtures):
             return None
         written = {each.dtype for at in self.writes for each in operands.get(at, ())}

@@ -185,9 +185,9 @@ class Backend(Extension):
             reason. The conformance suite fails for other ops that the running torch lacks: they may be misspelled.
         is_verified: whether the conformance suite has passed on the device itself. Then `matched_ops` has also those
             ops for which the device's kernels decide what mixtures of dtypes they take.
-        missing_kernels: optional; by op, or by layout of a tensor, the dtypes below float32 that the device has no
-            kernel for. Such ops use float32 in place of them: those with LOWER_PRECISION_FP in regions with such a fast
-            dtype, others, which have MATCH, for inputs in these dtypes.
+        missing_kernels: optional; the dtypes below float32 that the device has no kernels for, by op, or by layout for
+            ops with LOWER_PRECISION_FP on a tensor in that layout. Float32 is used in place of them: by ops with
+            LOWER_PRECISION_FP in regions with such a fast dtype, by others, which have MATCH, for such inputs.
 
     It may have kernels for recipes, and ops in C++, as an :class:`Extension` has: see there.
     """
@@ -207,8 +207,8 @@ class Backend(Extension):
         missing = (name for name in self.missing_kernels if isinstance(name, str))
         return (MATCHED if self.is_verified else MATCHED_ON_ALL_DEVICES).union(missing) - self.policies.keys()
 
-    def missing_dtypes(self, op: str, values: Iterable[object]) -> frozenset[torch.dtype]:
-        """Return the dtypes that the device has no kernel for, for an op by dispatcher name and its arguments."""
+    def missing_dtypes(self, op: str, values: Iterable[object] = ()) -> frozenset[torch.dtype]:
+        """Return the dtypes that the device has no kernel for, for an op and the layouts of its arguments."""
         keys: set[str | torch.layout] = {op, *(value.layout for value in values if isinstance(value, torch.Tensor))}
         return frozenset(dtype for key in keys & self.missing_kernels.keys() for dtype in self.missing_kernels[key])
 

@@ -89,12 +89,12 @@ PyObject* make_registrations(PyTypeObject*, PyObject* arguments, PyObject*) {
 
 IsCapturing capturing(PyObject* function) { return IsCapturing(function == Py_None ? Object() : Object::borrow(function)); }
 
-// The items of a row of matching.py: (names, scalars, mixtures, fills_masks)
+// The items of a row of matching.py: (names, scalars, mixtures, fills_masks, takes_empty)
 MatchedOperands operands_of(PyObject* row) {
   PyObject *names, *scalars, *mixtures;
-  int fills_masks;
-  parse(row, "OOOp", &names, &scalars, &mixtures, &fills_masks);
-  return {convert_items(names, &string_of), convert_items(scalars, &string_of), convert_items(mixtures, &string_of), fills_masks != 0};
+  int fills_masks, takes_empty;
+  parse(row, "OOOpp", &names, &scalars, &mixtures, &fills_masks, &takes_empty);
+  return {convert_items(names, &string_of), convert_items(scalars, &string_of), convert_items(mixtures, &string_of), fills_masks != 0, takes_empty != 0};
 }
 
 // ("bh", ((layout, "bh"), ...))

@@ -14,7 +14,7 @@ char letter_of(ScalarType dtype) { return dtype == at::kFloat ? 'f' : dtype == a
 // What torch's kernels take, for an op that is in the table of matching.py.
 struct MatchedOperands {
   std::vector<std::string> names, scalars, mixtures;
-  bool fills_masks = false;
+  bool fills_masks = false, takes_empty = false;
 };
 
 // The dtypes that the device has no kernels for, by their letters: those of the op, and those for tensors in a layout.
@@ -35,7 +35,7 @@ struct MissingKernels {
 class Matching {
  public:
   Matching(const MatchedOperands& operands, const MissingKernels& missing, const c10::FunctionSchema& schema)
-      : mixtures(operands.mixtures), missing(missing), fills_masks(operands.fills_masks), by_item(schema.name().starts_with("aten::_foreach_")) {
+      : mixtures(operands.mixtures), missing(missing), fills_masks(operands.fills_masks), takes_empty(operands.takes_empty), by_item(schema.name().starts_with("aten::_foreach_")) {
     const auto has = [](const auto& names, const std::string& name) { return std::find(names.begin(), names.end(), name) != names.end(); };
     for (const c10::Argument& argument : schema.arguments()) {
       if (argument.real_type()->str().find("Tensor") != std::string::npos) {
@@ -57,17 +57,16 @@ class Matching {
   std::vector<std::string> mixtures;  // that torch takes
   const MissingKernels& missing;
   bool fills_masks;  // for one mask and one value, which may have any dtype
+  bool takes_empty;  // in any dtype
   bool by_item;  // whether the items of lists agree one by one
 };
 
-// Whether the floating-point tensors of a call have different dtypes or a layout: otherwise, torch takes them if it has a kernel for their dtype.
+// Whether the floating-point tensors of a call have different dtypes: otherwise, torch takes them if it has a kernel for the dtype.
 struct Mixture {
   ScalarType dtype = ScalarType::Undefined;  // of one
   bool is_mixed = false;
-  bool is_strided = true;
 
   C10_ALWAYS_INLINE void add(const Tensor& tensor) {
-    is_strided &= !tensor.defined() || tensor.layout() == c10::kStrided;
     const ScalarType added = tensor.defined() ? tensor.scalar_type() : dtype;
     if (added != dtype && c10::isFloatingType(added)) {
       is_mixed |= dtype != ScalarType::Undefined;
@@ -76,7 +75,7 @@ struct Mixture {
   }
 
   C10_ALWAYS_INLINE bool may_be_refused(const Matching& matching) const {
-    return is_mixed || !is_strided || matching.missing.has(dtype);
+    return is_mixed || matching.missing.has(dtype);
   }
 };
 
@@ -112,9 +111,8 @@ class Match {
       return;
     }
     const ScalarType dtype = tensor.scalar_type();
-    const bool is_missing = matching_.missing.has(dtype) || matching_.missing.has(tensor.layout(), dtype);
-    tensors_.push_back(
-        {item, argument, dtype, is_fast_or_float32(dtype) && is_eligible(tensor, device_), role.is_written, is_missing, has_no_elements(tensor)});
+    is_empty_ |= matching_.takes_empty && has_no_elements(tensor);
+    tensors_.push_back({item, argument, dtype, is_fast_or_float32(dtype) && is_eligible(tensor, device_), role.is_written});
   }
 
   // Return whether operands are to be cast, as far as their dtypes decide.
@@ -147,7 +145,7 @@ class Match {
   struct Added {
     size_t item, argument;
     ScalarType dtype;
-    bool is_eligible, is_written, is_missing, is_empty;
+    bool is_eligible, is_written;
     ScalarType target = ScalarType::Undefined;
   };
 
@@ -159,7 +157,6 @@ class Match {
   // Return the dtype for operands that torch would refuse, or Undefined.
   ScalarType target_of(const Added* begin, const Added* end) const {
     Mixture floats;
-    bool is_missing = false, is_empty = false;  // torch needs no kernel for tensors without elements
     ScalarType written = ScalarType::Undefined;
     for (const Added* each = begin; each != end; ++each) {
       const bool is_float = c10::isFloatingType(each->dtype);
@@ -171,11 +168,9 @@ class Match {
       if (is_float) {
         floats.is_mixed |= floats.dtype != ScalarType::Undefined && floats.dtype != each->dtype;
         floats.dtype = each->dtype;
-        is_missing |= each->is_missing;
-        is_empty |= each->is_empty;
       }
     }
-    if (floats.dtype == ScalarType::Undefined || !(floats.is_mixed || (is_missing && !is_empty)) || torch_takes(begin, end)) {
+    if (floats.dtype == ScalarType::Undefined || !floats.may_be_refused(matching_) || (is_empty_ && !floats.is_mixed) || torch_takes(begin, end)) {
       return ScalarType::Undefined;
     }
     return written == ScalarType::Undefined ? at::kFloat : written;
@@ -205,7 +200,7 @@ class Match {
   const Matching& matching_;
   const DeviceType device_;
   int indices_ = 0, masks_ = 0;
-  bool is_one_value_ = false;
+  bool is_one_value_ = false, is_empty_ = false;
   c10::SmallVector<Added, 8> tensors_;  // sorted once they have been decided
 };
 

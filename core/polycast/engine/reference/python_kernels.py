@@ -122,19 +122,14 @@ class _Kernel:
             if policy is CastPolicy.BANNED:
                 raise RuntimeError(refusal(self._backend, self._name))
             fast = torch.get_autocast_dtype(self._device_type)
-            return self._run(
-                apply_rule(policy or CastPolicy.PASSTHROUGH, self._call(args, kwargs), fast, self._is_eligible)
-            )
-
-    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpCall:
-        return OpCall(
-            self._op, args, kwargs, missing=self._backend.missing_dtypes(self._name, (*args, *kwargs.values()))
-        )
+            missing = self._backend.missing_dtypes(self._name, (*args, *kwargs.values()))
+            call = OpCall(self._op, args, kwargs, missing=missing)
+            return self._run(apply_rule(policy or CastPolicy.PASSTHROUGH, call, fast, self._is_eligible))
 
     def _match(self, keys: DispatchKeySet, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the op, whose operands are cast where torch would refuse them; the ops that it calls are autocast."""
         args = _with_tensors(self._op, args)
-        call = self._call(args, kwargs)
+        call = OpCall(self._op, args, kwargs, missing=self._backend.missing_dtypes(self._name))
         call = apply_rule(CastPolicy.MATCH, call, torch.get_autocast_dtype(self._device_type), self._is_eligible)
         written: dict[torch.Tensor, torch.Tensor] = {}
         if call.targets and self._machine.matches(self._device_type):
