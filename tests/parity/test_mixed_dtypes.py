@@ -79,7 +79,7 @@ def is_tensor(value):
 def seed():
     torch.manual_seed(0)
     random.seed(0)
-    numpy.random.seed(0)  # noqa: NPY002  # torch's samples use it
+    numpy.random.seed(0)  # torch's samples use it
 
 
 def bits(tensor):

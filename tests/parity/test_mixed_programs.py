@@ -58,7 +58,7 @@ def foreach_average(c, a, b, x, y):
     return averages
 
 
-# By name: the inputs, each a dtype and a shape ("!": without a gradient), and the program; c(tensor, dtype) casts by hand.
+# By name: the inputs, by dtype and shape ("!": without a gradient), and the program. c(tensor, dtype) casts by hand.
 PROGRAMS = {
     "masked assignment": ("b4x8 f3x8", lambda c, x, y: made(x, lambda t: t.__setitem__(MASK, c(y, "b")))),
     "row assignment": ("b4x8 f3x8", lambda c, x, y: made(x, lambda t: t.__setitem__(ROWS % 3, c(y, "b")))),
@@ -217,7 +217,8 @@ def test_products_of_compressed_sparse_tensors_are_float32(program, dtype, engin
     with polycast.autocast("cpu", dtype):
         found = program(x, w)
     expected = program(x, w)
-    assert torch.equal(found, expected) and found.dtype is torch.float32
+    assert torch.equal(found, expected)
+    assert found.dtype is torch.float32
     (found.sum() + found.prod()).backward()
     assert x.grad is not None
 
@@ -229,6 +230,7 @@ def test_a_product_of_a_sparse_tensor_has_a_backward(dtype, engine):
         expected = torch.sparse.mm(sparse.detach(), x.detach())
     with polycast.autocast("cpu", dtype):
         found = torch.sparse.mm(sparse, x)
-    assert torch.equal(found, expected) and found.dtype is expected.dtype
+    assert torch.equal(found, expected)
+    assert found.dtype is expected.dtype
     gradients = torch.autograd.grad(found, (sparse, x), torch.ones_like(found))
     assert [each.dtype for each in gradients] == [torch.float32, torch.float32]

@@ -81,8 +81,7 @@ _ON_ALL_DEVICES: dict[str, MatchedOperands] = {
         _ANY,
     ),
     **dict.fromkeys(
-        ("aten::_linalg_det", "aten::_linalg_solve_ex", "aten::linalg_ldl_solve", "aten::linalg_lu_solve"),
-        MatchedOperands(takes_empty=True),
+        ("aten::_linalg_solve_ex", "aten::linalg_ldl_solve", "aten::linalg_lu_solve"), MatchedOperands(takes_empty=True)
     ),
     **dict.fromkeys(("aten::lerp.Tensor", "aten::lerp_.Tensor"), MatchedOperands(scalars=("weight",))),
 }
@@ -144,6 +143,19 @@ _ON_VERIFIED_DEVICES: dict[str, MatchedOperands] = {
     ),
     # What takes a bias of another dtype depends on the processor: it works where oneDNN does not compute the product.
     "aten::convolution": MatchedOperands(_NORM, mixtures=("hhf", "hhb", "bbf", "bbh")),
+    **dict.fromkeys(
+        (
+            "aten::_histogramdd_bin_edges",
+            "aten::_histogramdd_from_bin_cts",
+            "aten::_linalg_det",
+            "aten::histogram.bin_ct",
+            "aten::linalg_ldl_factor",
+            "aten::linalg_ldl_factor_ex",
+            "aten::linalg_lu",
+            "aten::linalg_lu_factor_ex",
+        ),
+        MatchedOperands(takes_empty=True),
+    ),
     "aten::index_put": MatchedOperands(("self", "values"), fills_masks=True),
     "aten::fake_quantize_per_channel_affine_cachemask": MatchedOperands(("scale",)),
     "aten::linalg_pinv.atol_rtol_tensor": MatchedOperands(("self",)),
