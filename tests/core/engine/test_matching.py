@@ -283,22 +283,22 @@ INDUCTOR = {"marks": pytest.mark.slow}
     ],
 )
 def test_compiled_code_matches_too(engine, backend, place):
-    def step(x, y):
-        return (x * 2).index_add(0, ROWS, y).lerp(x.bfloat16(), 0.5)
+    def step(x, y, end):
+        return (x * 2).index_add(0, ROWS, y).lerp(end, 0.5)
 
-    def with_region(x, y):
+    def with_region(x, y, end):
         with region():
-            return step(x, y)
+            return step(x, y, end)
 
     torch.compiler.reset()
-    y = FEW.bfloat16()
+    y, end = FEW.bfloat16(), X.bfloat16()
     if place == "inside":
-        result = torch.compile(with_region, backend=backend)(X, y)
+        result = torch.compile(with_region, backend=backend)(X, y, end)
     else:
         compiled = torch.compile(step, backend=backend)
         with region():
-            result = compiled(X, y)
-    expected = (X * 2).index_add(0, ROWS, y.float()).lerp(X.bfloat16().float(), 0.5)
+            result = compiled(X, y, end)
+    expected = (X * 2).index_add(0, ROWS, y.float()).lerp(end.float(), 0.5)
     torch.testing.assert_close(result, expected)
 
 
