@@ -281,7 +281,7 @@ def _spelled(operands: Iterable[Sequence[torch.Tensor]]) -> set[str]:
 
 
 def _fills_mask(_: object, indices: Sequence[torch.Tensor | None], values: torch.Tensor, *__: object) -> bool:
-    """Return whether ``index_put`` calls ``masked_fill`` (ATen/native/TensorAdvancedIndexing.cpp)."""
+    """Return whether ``index_put`` calls ``masked_fill``, as ATen's ``canDispatchToMaskedFill`` says."""
     masks = [each.dtype in (torch.bool, torch.uint8) for each in indices if each is not None]
     return masks == [True] and values.numel() == 1 and values.is_cpu
 

@@ -108,6 +108,10 @@ INVALID = [
         for name in ("remedies", "excluded_ops", "added_ops", "optional_ops")
         for each in (None, [], "none", {"aten::mm": 1}, {1: "do not"}, {"aten::mm": None})
     ),
+    *(
+        ("missing_kernels", each, "missing_kernels must map op names and layouts to collections of torch.dtype")
+        for each in (None, [], {"mm": ()}, {"aten::mm": torch.float16}, {torch.strided: ["float16"]})
+    ),
 ]
 
 

@@ -104,7 +104,7 @@ class Match {
     if (matching_.fills_masks && tensor.defined()) {
       indices_ += role.is_operand ? 0 : 1;
       masks_ += tensor.scalar_type() == at::kBool || tensor.scalar_type() == at::kByte ? 1 : 0;
-      is_one_value_ = tensor.is_cpu() && tensor.sym_numel() == 1;  // the last operand is the value
+      is_one_value_ |= argument + 1 == matching_.arguments.size() && tensor.is_cpu() && tensor.sym_numel() == 1;
     }
     if (!tensor.defined() || !role.is_operand || (matching_.by_item && !is_in_list) || (role.may_differ_as_scalar && tensor.dim() == 0) ||
         tensor.unsafeGetTensorImpl()->is_wrapped_number()) {
