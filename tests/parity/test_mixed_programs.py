@@ -234,3 +234,27 @@ def test_a_product_of_a_sparse_tensor_has_a_backward(dtype, engine):
     assert found.dtype is expected.dtype
     gradients = torch.autograd.grad(found, (sparse, x), torch.ones_like(found))
     assert [each.dtype for each in gradients] == [torch.float32, torch.float32]
+
+
+TAKEN = {
+    "one value for a mask": ("b4x8 f1", lambda c, x, y: x.index_put((MASK,), y)),
+    "a batch norm with a weight alone": ("b4x8 f8 f8! f8!", lambda c, x, w, m, v: batch_norm(x, w, None, m, v)),
+    "an instance norm with a weight alone": ("b2x8x3 f8", lambda c, x, w: F.instance_norm(x, weight=w)),
+    "a weight norm of the second dimension": ("b4x8x2 f1x8x1", lambda c, v, g: torch._weight_norm(v, g, 1)),
+    "a layer norm with float32 weights": ("b4x8 f8 f8", lambda c, x, w, b: F.layer_norm(x, (8,), w, b)),
+    "an interpolation by one weight": ("b4x8 b4x8 f1", lambda c, x, y, w: torch.lerp(x, y, w[0])),
+    "the determinant of an empty matrix": ("b0x0", lambda c, x: torch.linalg.det(x)),
+    "a maximum over a sparse matrix": (
+        "b8x4",
+        lambda c, x: torch.sparse.mm(torch.eye(8).bfloat16().to_sparse_csr(), x, "amax"),
+    ),
+    "a leaky ReLU": ("h4x8", lambda c, x: F.rrelu(x)),
+}
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_a_mixture_that_torch_takes_keeps_its_bits(name, engine):
+    text, program = TAKEN[name]
+    expected = outcome(torch.autocast("cpu"), program, text, uncast)
+    found = outcome(polycast.autocast("cpu"), program, text, uncast)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)

@@ -86,6 +86,11 @@ class PreparedCall {
         match.add(i, item++, is_list, tensor);
         return false;
       });
+      if (arguments.kinds[i] == ArgumentKind::kOptionals) {
+        for (const std::optional<Tensor> tensor : arguments.at<c10::List<std::optional<Tensor>>>(i)) {
+          match.add(i, item++, true, tensor.value_or(Tensor()));
+        }
+      }
     }
     if (match.decide() && matches_here(kernel.device_)) {
       casts_.make(arguments, match);
