@@ -206,8 +206,8 @@ def lines_of(function):
 
 
 BOUNDS = [("core", ".py", 16_400), ("core", ".h .cpp", 6_900), ("core backends plugins", ".py", 41_000)]
-"""Folders, kinds of files, and their lines at most, docstrings and comments included. A change that needs more says what
-users gain by it."""
+"""Folders, kinds of files, and their lines at most, docstrings and comments included. A change that needs more says
+what users gain by it."""
 
 
 @pytest.mark.parametrize(("folders", "suffixes", "most"), BOUNDS)
