@@ -26,9 +26,9 @@ class PreparedCall {
     }
     no_autocast_.emplace(kernel.device_, kernel.keys_);
     const CastSpec spec{
-        kernel.dtype_for(policy, [&](Promotion& promotion) {
+        kernel.dtype_for(policy, [&](const auto& add) {
           arguments.any_tensor([&](const Tensor& tensor) {
-            promotion.add(tensor);
+            add(tensor);
             return false;
           });
         }),
