@@ -50,6 +50,17 @@ def test_an_op_that_does_not_do_what_its_policy_says(policies, op, message, engi
             suite.test_op(device, op)
 
 
+def test_an_op_that_is_not_computed_as_after_a_cast_by_hand(engine):
+    backend = having(matched_ops=frozenset())
+    polycast.plugin.register_backend(backend)
+    suite = type("TestWrong", (BackendConformance,), {"backend": "cpu"})()
+    with suite.opened() as device:
+        backend.matched_ops = {"aten::lerp.Scalar"}  # the kernels that are in place do not match it
+        message = "aten::lerp.Scalar with float32, bfloat16: expected float32[2, 3], got RuntimeError"
+        with pytest.raises(AssertionError, match=re.escape(message)):
+            suite.test_mixed_dtypes(device)
+
+
 def test_an_op_that_the_device_lacks(engine, check):
     table = {"aten::cudnn_convolution": CastPolicy.LOWER_PRECISION_FP}
     message = r"the device cannot do what LOWER_PRECISION_FP says, outside of any region: .*If it lacks the op, add"
