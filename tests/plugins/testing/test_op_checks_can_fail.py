@@ -50,15 +50,11 @@ def test_an_op_that_does_not_do_what_its_policy_says(policies, op, message, engi
             suite.test_op(device, op)
 
 
-def test_an_op_that_is_not_computed_as_after_a_cast_by_hand(engine):
-    backend = having(matched_ops=frozenset())
-    polycast.plugin.register_backend(backend)
-    suite = type("TestWrong", (BackendConformance,), {"backend": "cpu"})()
-    with suite.opened() as device:
-        backend.matched_ops = {"aten::lerp.Scalar"}  # the kernels that are in place do not match it
-        message = "aten::lerp.Scalar with float32, bfloat16: expected float32[2, 3], got RuntimeError"
-        with pytest.raises(AssertionError, match=re.escape(message)):
-            suite.test_mixed_dtypes(device)
+def test_an_op_without_a_kernel_for_its_operands(engine, check):
+    message = "aten::complex with bfloat16, bfloat16: expected complex64[2, 3], got RuntimeError: Expected both inputs"
+    wrong = having(missing_kernels={}, matched_ops=CpuBackend().matched_ops)
+    with pytest.raises(AssertionError, match=re.escape(message)):
+        check("test_mixed_dtypes", wrong)
 
 
 def test_an_op_that_the_device_lacks(engine, check):
