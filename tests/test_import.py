@@ -104,6 +104,8 @@ def test_regions_import_nothing_that_a_file_beside_the_script_may_shadow(engine)
     command = [sys.executable, "-W", "ignore", "-c", REGIONS]
     for _ in range(2):  # the first may compile C++, for which more is imported
         done = subprocess.run(command, env={**ENVIRONMENT, "POLYCAST_ENGINE": engine}, capture_output=True, text=True)
+        if done.stdout == "[]\n":
+            break
     assert done.stdout == "[]\n", done.stderr
 
 

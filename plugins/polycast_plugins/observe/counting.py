@@ -50,7 +50,7 @@ class _Counting:
         flows: list[Flow] = []
         for row in self._reading.counts:
             decision = Decision(row.device or "", *self._decide(row.op, row), row.calls)
-            casts_of_row = self._casts(row)
+            casts_of_row = self._casts(row, decision)
             casts += casts_of_row
             op = _op(row, decision, casts_of_row)
             if not op.is_inner:  # inner ops follow the op that called them
@@ -77,8 +77,9 @@ class _Counting:
             numerics=_numerics_of(self._reading),
         )
 
-    def _casts(self, row: CountRow) -> list[Cast]:
+    def _casts(self, row: CountRow, decision: Decision) -> list[Cast]:
         about = {"op": row.op, "phase": phase_of(row.backward), "module": self._reading.name_of(row.module)}
+        about["policy"] = decision.policy
         return [_record(Cast, cast, **about, of="weight" if cast.of_weight else "activation") for cast in row.casts]
 
     def _flows(self, row: CountRow, decision: Decision) -> Iterable[Flow]:
@@ -211,7 +212,7 @@ class _Counting:
         policy, rule, _ = self._decide(row.op, row)
         if row.op in _FUSED:
             reason = _FUSED[row.op]
-        elif policy is None:
+        elif policy in (None, CastPolicy.MATCH.value):
             reason = "autocast has no policy for it"
         elif row.op in active.policies:
             reason = f"the {rule} names it"

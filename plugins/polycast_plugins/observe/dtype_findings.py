@@ -1,11 +1,12 @@
 """Find where a dtype underflows or overflows, and where the fast dtype is slower than float32."""
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 from .facts import Facts, Matmul, MatmulRows, add, is_by_recipe
+from .matched_findings import match_text, narrowed_from
 from .records import Finding, NumericsRecord
 from .remedies import name_of, nonfinite_remedy
 from .text import MUCH_UNDERFLOW, module_text, percent
@@ -27,7 +28,9 @@ def overflow(facts: Facts) -> Iterator[Finding]:
     for records in _by(facts.numerics, lambda each: (_where(each), each.op, each.dtype)).values():
         total = functools.reduce(add, records)
         if total.overflowed > 0:
-            yield _overflow(total)
+            in_casts = {each.source for each in records if each.overflowed > 0}
+            matched = narrowed_from(facts.casts, total.op, total.module, total.role, total.dtype)
+            yield _overflow(total, [source for source in matched if source in in_casts])
 
 
 def _by(records: Iterable[NumericsRecord], key: Callable[[NumericsRecord], _K]) -> dict[_K, list[NumericsRecord]]:
@@ -73,23 +76,23 @@ def _underflow_remedy(kind: str, dtype: str) -> str:
 _AS_CLOSE_TO_ZERO = ("bfloat16", "float32", "float64")
 
 
-def _overflow(total: NumericsRecord) -> Finding:
+def _overflow(total: NumericsRecord, matched: Sequence[str]) -> Finding:
     return Finding(
         "overflow",
         _where(total),
         f"{total.overflowed:,} of {total.count:,} became inf or nan in {total.dtype}, in {total.op}. The largest "
-        f"finite magnitude was {total.amax:.3g}.",
-        _overflow_remedy(total),
+        f"finite magnitude was {total.amax:.3g}.{match_text(matched, total.dtype)}",
+        _overflow_remedy(total, bool(matched)),
         module=total.module,
         ops=(total.op,),
         count=total.overflowed,
     )
 
 
-def _overflow_remedy(total: NumericsRecord) -> str:
+def _overflow_remedy(total: NumericsRecord, is_matched: bool) -> str:
     if name_of(total.op) in _CASTS and total.role == "forward" and total.dtype not in _AS_CLOSE_TO_ZERO:
         return f"The program casts them to {total.dtype}: scale or clamp them first, or use bfloat16."
-    return nonfinite_remedy(total.op, total.dtype, total.role)
+    return nonfinite_remedy(total.op, total.dtype, total.role, is_matched)
 
 
 _CASTS = ("to", "_to_copy", "copy_")

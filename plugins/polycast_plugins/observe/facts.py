@@ -94,7 +94,7 @@ _IDENTITY: dict[type[Any], tuple[str, ...]] = {
     Op: ("op", "phase"),
     Decision: ("device", "policy", "rule", "rule_name"),
     Module: ("module",),
-    Cast: ("op", "phase", "module", "source", "target", "of"),
+    Cast: ("op", "phase", "module", "source", "target", "of", "policy"),
     Region: ("where", "device", "enabled", "dtype", "reason"),
     Compiled: ("region", "module"),
     LowBit: ("device", "recipe", "op", "declined", "package"),

@@ -7,6 +7,7 @@ from polycast.plugin import Plan
 
 from .dtype_findings import overflow, slow_dtypes, underflow
 from .facts import Facts, add
+from .matched_findings import is_matched, match_text, matched_dtypes, narrowed_from
 from .records import Chain, Finding, Region
 from .remedies import FAST, RemedyTrial, may_have, name_of, nonfinite_remedy, policy_text
 from .text import module_text, times_text
@@ -25,12 +26,13 @@ def _nonfinite(facts: Facts) -> Iterator[Finding]:
     if seen is not None:
         where = module_text(seen.module)
         called = f" It was called at {seen.stack[-1]}." if seen.stack else ""
+        matched = narrowed_from(facts.casts, seen.op, seen.module, seen.phase, seen.dtype)
         yield Finding(
             "nonfinite",
             where,
             f"{seen.op} was the first op to turn finite inputs into {seen.what} ({seen.dtype}, {seen.phase}); "
-            f"ops did so {times_text(seen.count)}.{called}",
-            nonfinite_remedy(seen.op, seen.dtype, seen.phase),
+            f"ops did so {times_text(seen.count)}.{called}{match_text(matched, seen.dtype)}",
+            nonfinite_remedy(seen.op, seen.dtype, seen.phase, bool(matched)),
             module=seen.module,
             ops=(seen.op,),
             count=seen.count,
@@ -41,7 +43,7 @@ def _weights_cast_again(facts: Facts) -> Iterator[Finding]:
     by_module: dict[str | None, int] = {}
     count = size = 0
     for cast in facts.casts:
-        if cast.recasts > 0:
+        if cast.recasts > 0 and not is_matched(cast):  # MATCH caches none
             by_module[cast.module] = by_module.get(cast.module, 0) + cast.recast_bytes
             count, size = count + cast.recasts, size + cast.recast_bytes
     if count:
@@ -229,6 +231,7 @@ _FINDERS: tuple[_Finder, ...] = (
     _disabled_regions,
     _unused_regions,
     _weights_cast_again,
+    matched_dtypes,
     _chains,
     _recipe_in_training,
 )

@@ -130,6 +130,7 @@ class Cast:
         source, target: the dtypes.
         of: ``"weight"`` (a float32 leaf or parameter) or ``"activation"`` (any other tensor).
         count, bytes, seconds: as `casts`, `cast_bytes` and `cast_seconds` of :class:`Counts`; likewise the others.
+        policy: the policy of the op, as for a :class:`Decision`; also None if an older version wrote the file.
     """
 
     op: str
@@ -145,6 +146,7 @@ class Cast:
     misses: int = 0
     recasts: int = 0
     recast_bytes: int = 0
+    policy: str | None = None
 
 
 @dataclass(frozen=True)
@@ -258,8 +260,7 @@ class Chain:
     """Ops that pass results to each other in a way that a finding is about.
 
     Attributes:
-        kind: the kind of finding.
-        ops: the ops, in order.
+        kind, ops: the kind of finding, and the ops in order.
         module: the module that called the op in question; None: none of the model's.
         dtype: the fast dtype.
         count: how often.
@@ -325,15 +326,14 @@ class Finding:
     Attributes:
         kind: ``"weights_cast_again"``, ``"round_trip"``, ``"float32_by_one_input"``, ``"unlisted_float32_op"``,
             ``"nonfinite"``, ``"overflow"``, ``"underflow"``, ``"slow_dtype"``, ``"disabled_region"``,
-            ``"unused_region"``, ``"loss_in_fast_dtype"`` or ``"recipe_in_training"``.
+            ``"unused_region"``, ``"loss_in_fast_dtype"``, ``"recipe_in_training"`` or ``"matched_dtypes"``.
         where: the module, line of the program or device, as text.
         what: what was found, with numbers.
         remedy: what to do.
         module: the module, if the finding is about one.
         ops: the ops, if it is about some.
         count: how often.
-        bytes: the bytes that casts wrote because of it.
-        bytes_per_second: the same by the observed seconds.
+        bytes, bytes_per_second: what casts wrote because of it, in all and by the observed seconds.
     """
 
     kind: str

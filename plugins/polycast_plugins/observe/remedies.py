@@ -190,8 +190,8 @@ FLOAT32_RANGE = ("bfloat16", "float32", "float64", "complex64", "complex128")
 """The dtypes with at least the range of float32."""
 
 
-def nonfinite_remedy(op: str, dtype: str, phase: str) -> str:
-    """Return what to do about an op that turns finite inputs into inf or nan."""
+def nonfinite_remedy(op: str, dtype: str, phase: str, is_matched: bool = False) -> str:
+    """Return what to do about an op that turns finite inputs into inf or nan; `is_matched`: MATCH casts them first."""
     if dtype in FLOAT32_RANGE:
         also = ", which has the range of float32" if dtype == "bfloat16" else ""
         return (
@@ -200,9 +200,15 @@ def nonfinite_remedy(op: str, dtype: str, phase: str) -> str:
         )
     name = name_of(op)
     keep = f"Keep the op in float32, with {policy_text(name, 'fp32')}, use" if may_have(name, "fp32") else "Use"
-    in_forward = f"{keep} bfloat16."
+    keep = "Create the tensor that it writes in float32, or use" if writes(op) else keep
+    in_forward = f"{keep} bfloat16." + f" With {policy_text(name, 'passthrough')} torch raises instead." * is_matched
     in_backward = "Scale the loss (polycast.grad_scaler), or use bfloat16."
     return f"{dtype} has less range than float32. {in_backward if phase == 'backward' else in_forward}"
+
+
+def writes(op: str) -> bool:
+    """Return whether an op writes to its first input, by its name."""
+    return name_of(op).endswith("_")
 
 
 @functools.cache

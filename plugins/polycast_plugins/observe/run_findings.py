@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from .records import in_ascii
-from .remedies import FLOAT32_RANGE
+from .remedies import FLOAT32_RANGE, writes
 from .steps import SkippedStep, StepRecord
 from .text import MUCH_UNDERFLOW
 
@@ -138,6 +138,8 @@ def _remedy(skips: Sequence[SkippedStep]) -> str:
         return f"{began} No dtype helps there: change the values, such as by an epsilon or a clamp."
     if phase == "backward":
         return f"{began} The scale was too large for these gradients; if it stays so at a small scale, {_keep(module)}"
+    if writes(op):
+        return f"{began} The scale has no part in that: create the tensor that it writes in float32, or use bfloat16."
     return f"{began} The scale has no part in that: {_keep(module)}"
 
 

@@ -37,6 +37,15 @@ def test_many_overrides_merge_with_those_of_enclosing_regions():
         assert state.machine.innermost("cpu") == (None, None)
 
 
+@pytest.mark.parametrize("op", ["to", "_to_copy"])
+def test_casts_by_match_have_no_policy_of_their_own(op):
+    """The values are out of the range of the fast dtype, in which the policy would put them first."""
+    to, values = torch.zeros(2, dtype=torch.bfloat16), torch.full((2,), 1e6)
+    with polycast.autocast("cpu", torch.float16, policy={op: "lower_precision_fp"}):
+        to.index_add_(0, torch.arange(2), values)
+    assert torch.equal(to, values.bfloat16())
+
+
 @pytest.mark.slow
 def test_overrides_of_dead_regions_are_freed():
     pairs = itertools.combinations(sorted(polycast.plugin.STANDARD_POLICIES), 2)

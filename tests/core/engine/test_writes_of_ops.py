@@ -36,20 +36,16 @@ def test_the_ops_that_write_and_count_no_version_are_known():
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="a process is forked for each crash")
 @pytest.mark.parametrize("chosen", ["native", "reference"])
 def test_no_op_of_torchs_leaves_casts_stale(chosen):
-    number, crashes, stale = -1, [], {}
+    stale = {}
     environment = {**os.environ, "POLYCAST_ENGINE": chosen}
-    while len(crashes) < 100:
-        command = [sys.executable, SCRIPT, str(number + 1)]
-        ran = subprocess.run(command, capture_output=True, text=True, env=environment)
-        for line in ran.stdout.splitlines():
-            if line.startswith("["):
-                number, name, *how = json.loads(line)
-                stale.setdefault(name, []).extend(how)
-        if ran.returncode >= 0:
-            break
-        crashes.append(name)  # of torch, with arguments that it does not check
+    command = [sys.executable, SCRIPT, "2" if chosen == "native" else "1"]  # in Python, the calls take long
+    ran = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert ran.returncode == 0, ran.stderr
+    for line in ran.stdout.splitlines():
+        _, name, *how = json.loads(line)
+        stale.setdefault(name, []).extend(how)
     assert len(stale) > 2000
     assert {name: how for name, how in stale.items() if how and name not in STALE} == {}

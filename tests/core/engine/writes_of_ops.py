@@ -1,16 +1,19 @@
 """Call torch's ops with a weight in each tensor argument, and print which of them leave casts of the weight stale.
 
 Not for a frozen weight, and not across regions, does ``torch.autocast`` keep casts: it always uses the weight's value.
-Run as a script, because ops with arguments of this kind may crash. Prints a line of JSON before each op, ``[number,
-name]``, and one after it if it made casts stale: ``[number, name, how]``.
+Run as a script, because ops with arguments of this kind may crash: a child of a fork calls the ops, and after a crash
+the next calls those that are left. Prints a line of JSON before each op, ``[number, name]``, and one after it if it
+made casts stale: ``[number, name, how]``.
 
-Usage: python writes_of_ops.py FIRST
+Usage: python writes_of_ops.py TEMPLATES, the number of arguments that an op accepts to call it with
 """
 
 import contextlib
 import itertools
 import json
+import os
 import sys
+import traceback
 import warnings
 
 import torch
@@ -34,7 +37,6 @@ FORMS = {
     "detach()": lambda weight: weight.detach(),
     "a view": lambda weight: weight.view(-1)[:SIZE],
 }
-TEMPLATES = 2  # of arguments that an op accepts
 
 
 def ops():
@@ -159,13 +161,9 @@ def how_stale(op, values, place, form, is_old):
         return ""
 
 
-def main():
-    first = int(sys.argv[1])
-    warnings.simplefilter("ignore")
-    torch.manual_seed(0)
-    for number, (name, op) in enumerate(ops().items()):
-        if number < first:
-            continue
+def call_ops(first, templates):
+    """Call the ops from a number on."""
+    for number, (name, op) in itertools.islice(enumerate(ops().items()), first, None):
         print(json.dumps([number, name]), flush=True)
         accepted = []
         for tensor, each in itertools.product(OTHER_TENSORS, NUMBERS):
@@ -175,12 +173,38 @@ def main():
             except Exception:
                 continue
             accepted.append((tensor, each))
-            if len(accepted) == TEMPLATES:
+            if len(accepted) == templates:
                 break
         for (tensor, each), place, form, is_old in itertools.product(accepted, places(op), FORMS, (False, True)):
             how = how_stale(op, arguments(op, tensor, each), place, form, is_old)
             if how:
                 print(json.dumps([number, name, f"{place[0]} is {form}: {how}"]), flush=True)
+
+
+def main():
+    warnings.simplefilter("ignore")
+    torch.manual_seed(0)
+    with torch.no_grad(), polycast.autocast("cpu"):
+        Uses().are_fresh()  # imports what the children need
+    number, status = -1, -1
+    while status < 0:  # after a crash, of torch: it does not check these arguments
+        read, write = os.pipe()
+        child = os.fork()
+        if not child:
+            os.dup2(write, 1)
+            try:
+                call_ops(number + 1, int(sys.argv[1]))
+            except BaseException:
+                traceback.print_exc()
+                os._exit(1)
+            os._exit(0)
+        os.close(write)
+        with open(read) as lines:
+            for line in lines:
+                print(line, end="")
+                number = json.loads(line)[0]
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    sys.exit(status)
 
 
 if __name__ == "__main__":

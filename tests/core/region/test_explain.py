@@ -40,6 +40,22 @@ def test_the_text_names_the_policy_the_rule_and_the_casts():
         assert lines("relu", X)[1] == ("no policy (none): it runs unchanged, and autocast applies to its inner ops")
 
 
+def test_matched_operands_are_explained_in_text_html_and_data():
+    half, wide, index = torch.zeros(2, dtype=torch.float16), torch.zeros(2), torch.arange(2)
+    with polycast.autocast("cpu"):
+        written = polycast.explain("index_add_", half, 0, index, wide, device_type="cpu")
+        equal = polycast.explain("index_add_", half, 0, index, half, device_type="cpu")
+    lines = [
+        "match (mixed dtypes): its inputs are cast where torch would refuse their dtypes",
+        "  self: float16, unchanged",
+        "  index: int64, unchanged",
+    ]
+    assert str(written).splitlines()[1:] == [*lines, "  source: float32 -> float16"]
+    assert str(equal).splitlines()[1:] == [*lines, "  source: float16, unchanged"]
+    assert "<p>source: float32 -&gt; float16</p>" in written._repr_html_()
+    assert written.to_dict()["arguments"][-1] == {"name": "source", "dtype": "float32", "seen": "float16"}
+
+
 def test_outside_a_region_it_explains_what_a_region_would_do():
     assert lines("mm", X, X) == [
         "aten::mm on cpu, autocast is off",

@@ -6,6 +6,8 @@ import pytest
 
 import polycast
 
+from .conftest import environment
+
 # A plugin whose import, answers and kernels run ops, and whose tensors are kept.
 OPS = """
 class AcmeBackend(AcmeBackend):
@@ -125,6 +127,13 @@ if polycast.is_autocast_available("hpu"):
     kinds = {{(type(each), each.device.type, each.is_inference()) for each in tables}}
     answer += [sorted(map(str, kind)) for kind in kinds]
 """
+
+
+@pytest.fixture(scope="module")
+def launched(start_launcher):
+    """The same, with what the modes and transforms of the caller import, which takes long."""
+    prepare = "import warnings; warnings.simplefilter('ignore'); import torch._dynamo, torch._functorch, polycast"
+    return start_launcher(prepare, environment())
 
 
 @pytest.mark.slow

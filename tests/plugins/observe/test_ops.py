@@ -107,7 +107,7 @@ def test_op_agrees_with_explain(engine, op, call):
 def test_each_decision_has_its_calls(engine):
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
     policy = polycast.Policy({"linear": "fp32"}, name="careful")
-    rules = polycast.Policy(modules={"1": {"linear": "passthrough"}})
+    rules = polycast.Policy(modules={"1": {"linear": "passthrough", "output": "float16"}})
     x = torch.ones(1, 2)
     with torch.no_grad(), polycast.observe() as seen:
         with polycast.autocast("cpu"):
@@ -120,9 +120,10 @@ def test_each_decision_has_its_calls(engine):
     assert [(each.policy, each.rule, each.rule_name, each.calls) for each in linear.decisions] == [
         ("lower_precision_fp", "backend's table", "", 3),
         ("fp32", "region's policy", "careful", 2),
-        ("passthrough", "module rule", "1 = {'linear': 'passthrough'}", 1),
+        ("passthrough", "module rule", "1 = {'linear': 'passthrough', 'output': 'float16'}", 1),
     ]
     assert (linear.policy, linear.rule) == ("lower_precision_fp", "backend's table")
+    assert row(seen, "aten::to.dtype").output_dtypes == {"float16": 1}
 
 
 def test_registered_op_has_its_rule(engine):

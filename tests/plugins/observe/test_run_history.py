@@ -173,6 +173,12 @@ def test_no_dtype_is_a_remedy_for_an_op_with_the_range_of_float32(phase, dtype):
     )
 
 
+def test_a_remedy_for_an_op_that_writes_is_the_written_tensor():
+    origin = Origin("aten::index_add_", "forward", "up", "inf", "float16")
+    found = polycast.RunHistory([skipped(step, origin=origin) for step in range(4)]).findings[-1]
+    assert found.remedy.endswith(": create the tensor that it writes in float32, or use bfloat16.")
+
+
 def test_without_an_origin_the_remedy_is_how_to_find_it():
     steps = [skipped(step, origin=None) for step in range(4)]
     assert "Pass rerun= to RunLog.step" in polycast.RunHistory(steps).findings[-1].remedy

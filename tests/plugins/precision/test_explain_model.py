@@ -61,6 +61,20 @@ def test_outputs_have_the_dtypes_of_a_real_run(model, x, dtype, engine):
     assert explained["0.norm"].compute == {"float32": 1}
 
 
+class Matched(nn.Module):
+    """Writes to a tensor of another dtype, and interpolates between two dtypes."""
+
+    def forward(self, x):
+        to = torch.zeros(2, 16, dtype=torch.bfloat16)
+        return torch.lerp(to.index_copy_(0, torch.arange(2), x), x, 0.5)
+
+
+def test_matched_ops_compute_in_the_dtype_of_their_operands(x, engine):
+    explained = by_name(polycast.explain(Matched(), x))[""]
+    assert explained.compute == {"bfloat16": 1, "float32": 1}
+    assert explained.output == (torch.float32,) == dtypes_of_outputs(Matched(), x)[""]
+
+
 def test_nothing_is_computed_or_changed(model, x, engine):
     model = nn.Sequential(model, nn.Dropout(), nn.BatchNorm1d(4))
     state, seed = copy.deepcopy(model.state_dict()), torch.get_rng_state()
@@ -104,6 +118,17 @@ def test_rules_apply_to_their_module_and_the_modules_in_it(model, x, engine):
     }
     assert explained["0.inner.0"].compute == {"float32": 1}
     assert explained["1"].compute == {"bfloat16": 1}
+
+
+def test_a_rule_for_the_output_is_shown_with_the_dtype_that_is_returned(model, x, engine):
+    polycast.apply_policy(model, Policy(modules={"1": {"linear": "lower_precision_fp", "output": "float32"}}))
+    explanation = polycast.explain(model, x)
+    head = by_name(explanation)["1"]
+    assert (head.compute, head.output) == ({"bfloat16": 1}, (torch.float32,))
+    assert head.rule == "1 = {'linear': 'lower_precision_fp', 'output': 'float32'}"
+    assert re.search(
+        rf"^ 1 +Linear +float32 +bfloat16 +float32 +{re.escape(head.rule)}$", str(explanation), re.MULTILINE
+    )
 
 
 def test_a_policy_is_explained_without_applying_it(model, x):

@@ -256,6 +256,7 @@ class Kernel final : public c10::OperatorKernel {
     if (!match.decide() || !matches_here(device_)) {
       return {};
     }
+    const NoAutocast no_autocast(device_, keys_);
     Written written = cast_written({at::kFloat, device_, false, region_of(device_), is_capturing_}, stack);
     boxed_arguments(stack).cast_all(match);
     return written;

@@ -134,11 +134,13 @@ class _Kernel:
         written: dict[torch.Tensor, torch.Tensor] = {}
         if call.targets and self._machine.matches(self._device_type):
             given = flatten_arguments(self._op, args, kwargs)
-            written = {tensor: tensor.to(torch.float32) for tensor in self._written(call._replace(dtype=torch.float32))}
-            cast = [
-                written[value] if isinstance(value, torch.Tensor) and value in written else _matched(value, target)
-                for value, target in zip(given, call.targets, strict=True)
-            ]
+            with self._machine.without_autocast(self._device_type, self._exclude()):
+                all_written = self._written(call._replace(dtype=torch.float32))
+                written = {tensor: tensor.to(torch.float32) for tensor in all_written}
+                cast = [
+                    written[value] if isinstance(value, torch.Tensor) and value in written else _matched(value, target)
+                    for value, target in zip(given, call.targets, strict=True)
+                ]
             positional, kwargs = unflatten_arguments(self._op, cast)
             args = tuple(positional)
         if self._below is None:

@@ -51,6 +51,9 @@ void note_cast(ObservedCall& call, const Tensor& tensor, const Tensor& cast, con
     counts.recast_bytes = counts.recasts * counts.bytes;
   }
   op.casts.add(counts);
+  for (ObservedOp* outer = op.outer; outer != nullptr && counts.target == at::kFloat; outer = outer->outer) {
+    outer->cast_inside = true;
+  }
   if (op.state->keeps_events && op.is_timed) {
     const auto end = Clock::now();
     const auto begin = end - std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seen.seconds));

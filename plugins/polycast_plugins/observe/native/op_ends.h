@@ -207,7 +207,7 @@ void find_chains(ObservedOp& op, const Tensor& output) {
   if (op.op->is_loss && is_fast(computes)) {
     add(ChainKind::kLoss, computes);
   }
-  if (computes == at::kFloat && op.float32_inputs == 1 && op.fast_inputs > 0 && op.op->written.empty()) {
+  if (computes == at::kFloat && op.float32_inputs == 1 && op.fast_inputs > 0 && op.op->written.empty() && !op.cast_inside) {
     add(ChainKind::kFloat32ByOneInput, op.fast);
   }
 }
@@ -241,7 +241,7 @@ void set_producer(ObservedOp& op, const Tensor& output, ScalarType computes) {
     producer.device = op.device;
     producer.computes = op.storages.empty() ? ScalarType::Undefined : computes;
     producer.cast_down = op.cast_down;
-    producer.fast_before = computes == at::kFloat && op.casts.size() == 0 ? op.fast_before : nullptr;
+    producer.fast_before = computes == at::kFloat && op.casts.size() == 0 && !op.cast_inside ? op.fast_before : nullptr;
   }
   state.producers.set(output, std::move(producer));
 }

@@ -196,6 +196,7 @@ struct ObservedOp final : Observed, ObservedCall {
   ScalarType fast = ScalarType::Undefined;
   bool backward = false, inner = false;
   bool cast_down = false;    // see Producer
+  bool cast_inside = false;  // an inner op cast an input to float32
   bool is_wrapped = false;   // an input wraps other tensors, on which inner ops run
   bool only_checks = false;  // an inner op that is not counted, but checked for inf and nan
   bool checks = true;        // unless its inner ops are checked

@@ -1,0 +1,183 @@
+"""Findings about casts by MATCH: what they cost, and where they overflow in the dtype of a written tensor."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+import polycast
+from polycast_plugins.observe import Observation
+from polycast_plugins.observe.facts import Facts
+from polycast_plugins.observe.records import Cast, NumericsRecord, Op
+from polycast_plugins.observe.report import render
+from polycast_plugins.observe.report.page import page_of
+
+SIZE = 1 << 15
+"""The values whose cast to a 16-bit dtype is just large enough for a finding."""
+
+
+class Adds(nn.Module):
+    """Adds rows to a tensor of another dtype, as a router of experts does."""
+
+    def forward(self, to, values):
+        return to.index_add_(0, torch.arange(len(values)), values)
+
+
+def kinds(seen):
+    return {found.kind for found in seen.findings} - {"slow_dtype"}
+
+
+def matched_layer_norm(size):
+    """Return a model whose norm has a bfloat16 bias, as after a partial conversion, and an input for it."""
+    net = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 64))
+    net[1].bias = nn.Parameter(torch.zeros(64, dtype=torch.bfloat16))
+    return net, torch.ones(size // 64, 64)
+
+
+def test_large_casts_are_found_with_op_module_and_dtypes(engine, findings, in_region):
+    net, to, x = nn.Sequential(Adds()), torch.zeros(SIZE, dtype=torch.bfloat16), torch.ones(SIZE)
+    (found,) = findings("matched_dtypes", in_region(lambda: net[0](to, x), 3), net)
+    assert (found.where, found.module, found.ops, found.count) == ("0", "0", ("aten::index_add_",), 3)
+    assert found.bytes == 3 * 2 * SIZE
+    assert found.bytes_per_second > 0
+    assert found.what == (
+        "torch would refuse the dtypes of the inputs of aten::index_add_, so those in float32 are cast to bfloat16, "
+        "3 times: 196.6 KB cast."
+    )
+    assert found.remedy == "Create the tensor that it writes in float32, or the values in bfloat16."
+
+
+def test_small_casts_and_equal_dtypes_are_no_finding(engine, findings, in_region):
+    to, x = torch.zeros(SIZE, dtype=torch.bfloat16), torch.ones(SIZE)
+    assert findings("matched_dtypes", in_region(lambda: Adds()(to, x[:-1]), 3)) == []
+    assert findings("matched_dtypes", in_region(lambda: Adds()(to.float(), x))) == []
+
+
+def test_lists_that_an_op_writes_are_found(engine, findings, in_region):
+    to, x = torch.zeros(SIZE, dtype=torch.bfloat16), torch.ones(SIZE)
+    (found,) = findings("matched_dtypes", in_region(lambda: torch._foreach_lerp_([to], [x], 0.5)))
+    assert (found.ops, found.count) == (("aten::_foreach_lerp_.Scalar",), 1)
+
+
+REMEDIES = {
+    "aten::index_add_": "Create the tensor that it writes in bfloat16, or the values in float32.",
+    "aten::lerp.Scalar": "Create all its inputs in one dtype: float32 or bfloat16.",
+    "aten::native_layer_norm": "Convert the weights of its module to float32: module.float().",
+}
+
+
+@pytest.mark.parametrize("op", REMEDIES)
+def test_remedy_is_for_the_kind_of_op(op):
+    cast = Cast(op, "forward", "0", "bfloat16", "float32", "activation", 1, 1 << 20, policy="match")
+    seen = Op(calls=1, input_dtypes={"bfloat16": 1, "float32": 1}, op=op, policy="match")
+    assert [found.remedy for found in Observation(Facts(ops=(seen,), casts=(cast,))).findings] == [REMEDIES[op]]
+
+
+def test_op_without_a_16_bit_kernel_is_left(engine, findings, in_region):
+    x = torch.full((SIZE,), 2.0).bfloat16()
+    (found,) = findings("matched_dtypes", in_region(lambda: torch.special.zeta(x, x)))
+    assert found.remedy == "Leave it, or create its inputs in float32: torch has no kernel for bfloat16."
+
+
+def test_norm_is_one_finding_whose_remedy_helps(engine):
+    net, x = matched_layer_norm(SIZE)
+    for expected in ({"matched_dtypes"}, set()):
+        with torch.no_grad(), polycast.observe(net) as seen, polycast.autocast("cpu"):
+            net(x)
+        assert kinds(seen) == expected
+        assert [found.where for found in seen.findings if found.kind == "matched_dtypes"] == ["1"] * len(expected)
+        net[1].float()
+
+
+def test_promotion_inside_an_op_is_one_finding(engine, findings, in_region):
+    narrow, wide = torch.ones(4).bfloat16(), torch.ones(4)
+    (found,) = findings("float32_by_one_input", in_region(lambda: torch.vstack([narrow, narrow, wide])))
+    assert found.ops == ("aten::cat",)
+
+
+def test_matched_weights_are_not_said_to_need_a_cache(engine):
+    weight, to = nn.Parameter(torch.ones(SIZE)), torch.zeros(SIZE, dtype=torch.bfloat16)
+    with torch.no_grad(), polycast.observe() as seen:
+        for _ in range(2):
+            with polycast.autocast("cpu"):
+                Adds()(to, weight)
+    assert seen.total.recasts == 1
+    assert kinds(seen) == {"matched_dtypes"}
+
+
+def test_casts_say_which_policy_asked_for_them(engine):
+    to, x = torch.zeros(4, dtype=torch.bfloat16), torch.ones(4)
+    with polycast.observe() as seen, polycast.autocast("cpu"):
+        Adds()(to, x)
+        torch.outer(x, x) @ torch.ones(4, 4)
+    assert {cast.op: cast.policy for cast in seen.casts} == {
+        "aten::index_add_": "match",
+        "aten::matmul": "lower_precision_fp",
+    }
+    said = json.loads(json.dumps(seen.to_dict()))
+    assert Observation.from_dict(said).casts == seen.casts
+    for cast in said["casts"]:
+        del cast["policy"]  # which older versions did not write
+    assert {cast.policy for cast in Observation.from_dict(said).casts} == {None}
+
+
+def test_ops_inside_casts_are_not_counted(engine):
+    to, x = torch.zeros(4, dtype=torch.bfloat16), torch.ones(4)
+    with polycast.observe() as seen, polycast.autocast("cpu"):
+        torch.lerp(to, x, 0.5)
+    assert {"aten::to.dtype", "aten::_to_copy"}.isdisjoint(op.op for op in seen.ops)
+
+
+CREATE = (
+    " Its inputs in {} are cast to float16, the dtype of the tensor that it writes. float16 has less range than "
+    "float32. Create the tensor that it writes in float32, or use bfloat16. With "
+    'policy={{"index_add_": "passthrough"}} torch raises instead.'
+)
+
+
+@pytest.mark.parametrize("source", [torch.float32, torch.bfloat16])
+def test_overflow_in_the_dtype_of_a_written_tensor_is_found(engine, source):
+    net, to = nn.Sequential(Adds()), torch.zeros(4, dtype=torch.float16)
+    x = torch.full((4,), 1e6, dtype=source)
+    with polycast.observe(net, nonfinite="record", numerics=True) as seen, polycast.autocast("cpu"):
+        net[0](to, x)
+    assert (seen.nonfinite.op, seen.nonfinite.module, seen.nonfinite.count) == ("aten::index_add_", "0", 1)
+    assert seen.nonfinite.stack[-1].endswith(" forward")
+    found = {each.kind: each for each in seen.findings}
+    assert {kind: (each.module, each.ops) for kind, each in found.items()} == dict.fromkeys(
+        ("nonfinite", "overflow"), ("0", ("aten::index_add_",))
+    )
+    assert all(str(each).endswith(CREATE.format(str(source)[6:])) for each in found.values())
+    with (
+        pytest.raises(RuntimeError, match="same scalar type"),
+        polycast.autocast("cpu", policy={"index_add_": "passthrough"}),
+    ):
+        net[0](to, x)
+
+
+def test_overflow_of_the_op_itself_is_not_one_of_its_casts():
+    cast = Cast("aten::index_add_", "forward", "0", "float32", "float16", "activation", 1, policy="match")
+    result = NumericsRecord("0", "aten::index_add_", "forward", "float16", 4, 6e4, overflowed=4)
+    (found,) = Observation(Facts(casts=(cast,), numerics=(result,))).findings
+    assert "cast to" not in found.what
+    assert "passthrough" not in found.remedy
+
+
+def test_remedy_for_other_ops_that_write_is_the_written_tensor(engine, findings):
+    x = torch.full((4,), 6e4, dtype=torch.float16)
+    (found,) = findings("nonfinite", lambda: x.mul_(10), nonfinite="record")
+    assert found.remedy == (
+        "float16 has less range than float32. Create the tensor that it writes in float32, or use bfloat16."
+    )
+
+
+def test_step_of_a_run_and_report_have_the_finding(engine):
+    net, to, x = Adds(), torch.zeros(SIZE, dtype=torch.bfloat16), torch.ones(SIZE)
+    log = polycast.RunLog(model=net, schedule=1)
+    with log.step(), polycast.autocast("cpu"):
+        net(to, x)
+    assert kinds(log.observation) == {"matched_dtypes"}
+    text = render(page_of(log.observation.facts))
+    assert "Create the tensor that it writes in float32, or the values in bfloat16." in text
+    assert "those in float32 are cast to bfloat16" in " ".join(str(log.observation).split())
