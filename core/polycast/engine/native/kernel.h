@@ -130,7 +130,7 @@ class Kernel final : public c10::OperatorKernel {
       return;
     }
     NoAutocast no_autocast(device_, keys_);
-    const ScalarType target = dtype_for(policy, [&](const auto& add) {
+    const ScalarType target = dtype_for(policy, keys, [&](const auto& add) {
       boxed_arguments(stack).each_tensor([&](size_t, size_t, bool, const Tensor& tensor) { add(tensor); });
     });
     const CastSpec spec{target, device_, has_only_autograd(keys), region, is_capturing_};
@@ -180,11 +180,11 @@ class Kernel final : public c10::OperatorKernel {
 
   // Return the dtype to cast the inputs to, or Undefined.
   template <class AddInputs>
-  C10_ALWAYS_INLINE ScalarType dtype_for(Policy policy, const AddInputs& add_inputs) const {
+  C10_ALWAYS_INLINE ScalarType dtype_for(Policy policy, c10::DispatchKeySet keys, const AddInputs& add_inputs) const {
     switch (policy) {
       case Policy::kLowerPrecisionFp:
       case Policy::kRecipe:
-        return fast_dtype(add_inputs);
+        return fast_dtype(keys, add_inputs);
       case Policy::kFp32:
         return at::kFloat;
       case Policy::kPromote: {
@@ -201,10 +201,12 @@ class Kernel final : public c10::OperatorKernel {
 
   // Return the region's fast dtype, or float32 if the device has no kernel for it.
   template <class AddInputs>
-  C10_ALWAYS_INLINE ScalarType fast_dtype(const AddInputs& add_inputs) const {
+  C10_ALWAYS_INLINE ScalarType fast_dtype(c10::DispatchKeySet keys, const AddInputs& add_inputs) const {
     const ScalarType dtype = at::autocast::get_autocast_dtype(device_);
     bool is_missing = op_.missing.has(dtype);
-    add_inputs([&](const Tensor& tensor) { is_missing |= tensor.defined() && op_.missing.has(tensor.layout(), dtype); });
+    if (!has_only_autograd(keys)) {  // else all tensors are strided
+      add_inputs([&](const Tensor& tensor) { is_missing |= tensor.defined() && op_.missing.has(tensor.layout(), dtype); });
+    }
     return C10_UNLIKELY(is_missing) ? at::kFloat : dtype;
   }
 

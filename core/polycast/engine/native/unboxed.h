@@ -26,7 +26,7 @@ class PreparedCall {
     }
     no_autocast_.emplace(kernel.device_, kernel.keys_);
     const CastSpec spec{
-        kernel.dtype_for(policy, [&](const auto& add) {
+        kernel.dtype_for(policy, keys, [&](const auto& add) {
           arguments.any_tensor([&](const Tensor& tensor) {
             add(tensor);
             return false;
