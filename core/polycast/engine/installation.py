@@ -1,15 +1,16 @@
 """The kernels that are installed at the dispatcher's Autocast keys, and all else that regions change in torch."""
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 from ..common import generation
 from ..common.atfork import hold_during_fork
 from ..errors import BackendNotFoundError
 from ..policy.cast_policy import CastPolicy, policies_for, registrations
+from ..registry.backend import Backend
 from ..registry.registry import registry
 from ..torch_internals import changes
-from ..torch_internals.dispatcher import all_op_names, has_kernel_for_dispatch_key
+from ..torch_internals.dispatcher import all_op_names, has_kernel, has_kernel_for_dispatch_key
 from ..torch_internals.patcher import undo_all
 from . import state
 from .casts.cast_cache import caches_alive, process_cache
@@ -179,10 +180,7 @@ def kernels_of(device_type: str, also: Iterable[str] = ()) -> Kernels:
                 is_unchanged = registry.find(device_type) is backend and chosen() is engine
                 if device_type not in installed and is_unchanged:
                     engine.watch_writes()
-                    # Not in place of a kernel of torch's that the table leaves out on purpose.
-                    key = autocast_key(device_type)
-                    ops = (op for op in backend.matched_ops if not has_kernel_for_dispatch_key(op, key))
-                    matched = dict.fromkeys(ops, CastPolicy.MATCH)
+                    matched = dict.fromkeys(_matched(backend), CastPolicy.MATCH)
                     policies = {**matched, **added, **backend.policies, **policies_for(device_type)}
                     installed[device_type] = engine.kernels(backend, policies)
         else:
@@ -195,6 +193,14 @@ def kernels_of(device_type: str, also: Iterable[str] = ()) -> Kernels:
                     if not kernels.pending and installed.get(device_type) is kernels:
                         ready.update((device_type, kernels))
             return kernels
+
+
+def _matched(backend: Backend) -> Iterator[str]:
+    """Yield the matched ops of a backend. Its table leaves those of torch's kernels out on purpose."""
+    key = autocast_key(backend.device_type)
+    for name in backend.matched_ops:
+        if not (has_kernel(name) and has_kernel_for_dispatch_key(name, key)):
+            yield name
 
 
 def torch_ops(device_type: str) -> frozenset[str]:

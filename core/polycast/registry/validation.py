@@ -5,6 +5,8 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 
 from ..errors import InvalidBackendError
+from ..policy.cast_policy import CastPolicy
+from ..policy.matching import MATCHED
 from ..policy.schemas import is_op_name, table_problems
 from ..torch_internals.dispatcher import OpOverload, has_autocast_key
 from .backend import Backend, Extension
@@ -59,6 +61,8 @@ def validate(backend: object, device_type: str | None = None) -> Backend:
         for name in ("supported_dtypes", "availability")
         if getattr(type(backend), name) is getattr(Backend, name)
     ]
+    if not problems:  # it is made of the others
+        problems = _matched_problems(backend.matched_ops)
     _raise_if_any(problems, backend, "Backend")
     return backend
 
@@ -88,6 +92,13 @@ def _device_problems(device_type: object, expected: str | None) -> list[str]:
     if known.type != device_type or known.index is not None:
         return [f"device_type {device_type!r} must be a type without an index: {known.type!r}"]
     return [] if has_autocast_key(device_type) else [f"torch has no Autocast dispatch key for {device_type!r}"]
+
+
+def _matched_problems(ops: object) -> list[str]:
+    if not isinstance(ops, frozenset):
+        return [f"matched_ops must be a frozenset of op names, got {ops!r}"]
+    unknown = dict.fromkeys(ops - MATCHED, CastPolicy.MATCH)
+    return [f"matched_ops: {problem}" for problem in table_problems(unknown)]
 
 
 def _kernel_problems(kernels: object) -> list[str]:

@@ -163,6 +163,14 @@ def clear_dispatch_cache(op: OpOverload) -> None:
         cache.clear()
 
 
+_key_of_kernel: Callable[[OpOverload, Any], Any] = torch_name(
+    "torch._ops.resolve_key",
+    lambda op, key: key,
+    "on the reference engine, policies for composite ops that torch calls with numbers may end the process",
+)
+"""Return the key of the kernel that an op has for a key: itself, or an alias such as CompositeImplicitAutograd."""
+
+
 @functools.cache
 def _positions_of_tensors(op: OpOverload) -> tuple[int, ...]:
     arguments = op._schema.arguments
@@ -173,11 +181,12 @@ def redispatch(op: OpOverload, keys: DispatchKeySet, args: Sequence[Any], kwargs
     """Call an op with the kernel of the highest of `keys`.
 
     A Python kernel receives the 2 of ``x * 2`` as a number, which ``OpOverload.redispatch`` does not accept for a
-    Tensor. Calling the kernel of a single key converts it to the tensor that it was, one that does not promote.
+    Tensor. Calling the kernel of a single key converts it to the tensor that it was, one that does not promote. The key
+    must be that of a kernel: for another, such as the CPU's of a composite op, torch calls a null pointer.
     """
     if all(isinstance(args[at], torch.Tensor) for at in _positions_of_tensors(op) if at < len(args)):
         return op.redispatch(keys, *args, **kwargs)
-    return op._op_dk(keys.highestPriorityTypeId(), *args, **kwargs)
+    return op._op_dk(_key_of_kernel(op, keys.highestPriorityTypeId()), *args, **kwargs)
 
 
 has_kernel_for_dispatch_key: Callable[[str, str], bool] = torch_name(

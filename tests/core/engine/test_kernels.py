@@ -209,6 +209,13 @@ def test_an_op_that_this_torch_lacks_is_skipped(hand_made):
     assert kernels_of(backend.device_type).ops - backend.matched_ops == {"aten::mm", *COMPOSED_OPS}
 
 
+def test_a_matched_op_that_this_torch_lacks_is_skipped(hand_made, monkeypatch):
+    table = frozenset({"aten::of_another_version", "aten::mv"})
+    monkeypatch.setattr("polycast.registry.backend.MATCHED_ON_ALL_DEVICES", table)
+    backend = hand_made("hpu", policies={"aten::mm": CastPolicy.FP32})
+    assert kernels_of(backend.device_type).ops == {"aten::mm", "aten::mv", *COMPOSED_OPS}
+
+
 def test_uninstalling_an_unknown_device_is_refused():
     with pytest.raises(RuntimeError, match="^Invalid device string: 'nonsense'. "):
         polycast.uninstall("nonsense")

@@ -114,3 +114,11 @@ def test_numbers_are_no_tensors_that_promote_where_an_ops_policy_has_ended(dtype
     assert found.dtype is expected.dtype
     assert torch.equal(found, expected)
     assert found.requires_grad == expected.requires_grad
+
+
+def test_torch_casts_numbers_where_the_policy_for_casts_has_ended():
+    x = torch.ones(2, dtype=torch.float16)
+    with polycast.autocast("cpu", policy={"to": "fp32"}):
+        pass
+    with polycast.autocast("cpu"):
+        assert (x > 0).tolist() == [True, True]  # casts the number below autograd, where a composite op has no kernel

@@ -88,6 +88,15 @@ INVALID = [
     ),
     ("policies", ["aten::mm"], "policies: must map op names to CastPolicy, got list"),
     *(
+        ("matched_ops", each, f"matched_ops must be a frozenset of op names, got {each!r}")
+        for each in (None, "aten::mv", ["aten::mv"])
+    ),
+    (
+        "matched_ops",
+        frozenset({"aten::mv", "mv"}),
+        "matched_ops: 'mv' is not an op name as the dispatcher has it, such as 'aten::mm' or 'aten::norm.Scalar'",
+    ),
+    *(
         ("kernels", {key: torch.mm}, f"kernels: {key!r} {KERNEL}")
         for key in (
             *(MM, (MM, torch.int8), (MM, torch.int8, torch.int32, torch.int32), (MM, "int8", torch.int32)),
