@@ -205,7 +205,7 @@ class Backend(Extension):
     def matched_ops(self) -> frozenset[str]:
         """The ops that have the policy MATCH, by dispatcher name, except those in `policies`."""
         missing = (name for name in self.missing_kernels if isinstance(name, str))
-        return (MATCHED if self.is_verified else MATCHED_ON_ALL_DEVICES).union(missing) - self.policies.keys()
+        return (MATCHED if self.is_verified else MATCHED_ON_ALL_DEVICES).union(missing).difference(self.policies)
 
     def missing_dtypes(self, op: str, values: Iterable[object] = ()) -> frozenset[torch.dtype]:
         """Return the dtypes that the device has no kernel for, for an op and the layouts of its arguments."""
