@@ -205,6 +205,18 @@ def lines_of(function):
     return body[-1].end_lineno - body[0].lineno + 1
 
 
+BOUNDS = [("core", ".py", 16_400), ("core", ".h .cpp", 6_900), ("core backends plugins", ".py", 41_000)]
+"""Folders, kinds of files, and their lines at most, docstrings and comments included. A change that needs more says
+what users gain by it."""
+
+
+@pytest.mark.parametrize(("folders", "suffixes", "most"), BOUNDS)
+def test_the_code_fits_its_bounds(folders, suffixes, most):
+    paths = (path for folder in folders.split() for path in (SOURCES / folder).rglob("*.*"))
+    sizes = [path.read_text(encoding="utf-8").count("\n") for path in paths if path.suffix in suffixes.split()]
+    assert 0 < sum(sizes) <= most
+
+
 def test_functions_fit_on_a_screen():
     long = {
         f"{path.relative_to(SOURCES)}:{node.lineno} {node.name}"

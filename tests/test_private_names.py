@@ -17,6 +17,7 @@ MAY_READ = {
     "dropin/shim.py": "what Dynamo has while it traces",
     "precision/explain.py": "fake tensors and their errors, used while it explains a model",
     "testing/kernel_checks.py": "the conformance suite runs in tests",
+    "testing/mixed_dtypes.py": "the conformance suite runs in tests",
     "testing/op_checks.py": "the conformance suite runs in tests",
     "testing/recipe_checks.py": "the conformance suite runs in tests",
     "testing/subject.py": "the conformance suite runs in tests",

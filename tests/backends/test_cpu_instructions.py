@@ -37,8 +37,12 @@ def test_a_torch_that_does_not_know_its_processor_says_nothing(monkeypatch):
 
 @pytest.mark.parametrize("is_compiled", [False, True])
 def test_an_lstm_is_float32_where_the_processor_has_none_in_bfloat16(engine, hand_made, monkeypatch, is_compiled):
-    monkeypatch.setattr(policies, "has_bfloat16_lstm", lambda: False)
-    hand_made("cpu", default_dtype=torch.bfloat16, policies=policies.op_table())
+    hand_made(
+        "cpu",
+        default_dtype=torch.bfloat16,
+        policies=policies.POLICIES,
+        missing_kernels={"aten::mkldnn_rnn_layer": (torch.bfloat16,)},
+    )
     layer, x = torch.nn.LSTM(16, 8), torch.randn(5, 3, 16)
     torch._dynamo.reset()
     function = torch.compile(layer, backend="aot_eager") if is_compiled else layer
@@ -56,11 +60,9 @@ def test_an_lstm_is_float32_where_the_processor_has_none_in_bfloat16(engine, han
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_an_lstm_runs_in_a_region_on_any_processor(engine, dtype):
-    if dtype is torch.float16 and instructions.has_bfloat16_lstm():
-        pytest.skip("oneDNN has bfloat16 here, so the layer has torch's policy, which asks for float16")
     with polycast.autocast("cpu", dtype):
         output = torch.nn.LSTM(16, 8)(torch.randn(5, 3, 16))[0]
-    assert output.dtype is (torch.bfloat16 if instructions.has_bfloat16_lstm() else torch.float32)
+    assert output.dtype is (dtype if instructions.has_lstm(dtype) else torch.float32)
 
 
 def test_a_backend_that_says_nothing_emulates_nothing(hand_made):

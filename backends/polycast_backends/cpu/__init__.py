@@ -8,20 +8,23 @@ from typing_extensions import override
 from polycast.plugin import Availability, Backend, hookimpl
 
 from .instructions import missing_instructions
+from .missing_kernels import missing_kernels
 from .out_dtype_kernels import KERNELS
-from .policies import op_table
+from .policies import ADDED_OPS, POLICIES
 
 _ALWAYS = Availability(True)
 
 
 class CpuBackend(Backend):
-    """The CPU, with torch's own op table; bfloat16 by default."""
+    """The CPU, with torch's op table; bfloat16 by default."""
 
     device_type = "cpu"
     default_dtype = torch.bfloat16
-    policies = op_table()
+    policies = POLICIES
+    added_ops = ADDED_OPS
     kernels = KERNELS
     is_verified = True
+    missing_kernels = missing_kernels()
 
     @override
     def supported_dtypes(self) -> Sequence[torch.dtype]:

@@ -21,12 +21,13 @@ def missing_instructions(dtype: torch.dtype) -> str | None:
     return f"the processor has none of {', '.join(wanted)}, so ops convert to float32 and back"
 
 
-def has_bfloat16_lstm() -> bool:
-    """Return whether oneDNN computes LSTMs in bfloat16 on this processor; true if this torch does not say.
+def has_lstm(dtype: torch.dtype) -> bool:
+    """Return whether oneDNN computes LSTMs in a dtype on this processor; true if this torch does not say.
 
-    In a region torch chooses oneDNN by the dtype of the input, float32, and raises if the processor has only AVX2.
+    In a region torch chooses oneDNN by the dtype of the input, float32, and raises if the processor lacks instructions.
     """
-    supports: Any = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)
+    name = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}[dtype]
+    supports: Any = getattr(torch.ops.mkldnn, name, None)
     return supports is None or bool(supports())
 
 

@@ -1,27 +1,26 @@
-"""The op table of the CPU: the ops of AutocastCPU, with torch's policies, except where torch's LSTM would raise."""
-
-from collections.abc import Mapping
-from types import MappingProxyType
+"""The op table of the CPU: the ops of AutocastCPU, with torch's policies, and two that torch lacks."""
 
 import torch
 
 from polycast import CastPolicy
-from polycast.plugin import policy_table
-
-from .instructions import has_bfloat16_lstm
+from polycast.plugin import find_op, policy_table
 
 # torch 2.14 removed the first two and added the third.
 _BY_VERSION = tuple(
     f"aten::{name}" for name in ("cholesky", "qr", "linalg_matrix_sqrth") if hasattr(torch.ops.aten, name)
 )
 
-_LSTM = "aten::mkldnn_rnn_layer"
+_BACKWARD = (
+    "its backward raises in a region, because its inputs are cast below it, where autograd does not see the casts"
+)
+ADDED_OPS = {name: _BACKWARD for name in ("aten::_foreach_mm", "aten::_sparse_addmm") if find_op(name) is not None}
 
-_TORCHS = policy_table(
+POLICIES = policy_table(
     {
         CastPolicy.LOWER_PRECISION_FP: (
             "aten::_addmm_activation",
             "aten::_convolution.deprecated",
+            *ADDED_OPS,
             "aten::_native_multi_head_attention",
             "aten::addbmm",
             "aten::addmm",
@@ -40,7 +39,7 @@ _TORCHS = policy_table(
             "aten::linalg_vecdot",
             "aten::linear",
             "aten::matmul",
-            _LSTM,
+            "aten::mkldnn_rnn_layer",
             "aten::mm",
             "aten::prelu",
             "aten::scaled_dot_product_attention",
@@ -153,8 +152,3 @@ _TORCHS = policy_table(
         ),
     }
 )
-
-
-def op_table() -> Mapping[str, CastPolicy]:
-    """Return the op table for this processor."""
-    return _TORCHS if has_bfloat16_lstm() else MappingProxyType({**_TORCHS, _LSTM: CastPolicy.FP32})

@@ -34,7 +34,7 @@ def drift_of(backend: Backend) -> Drift:
     """Compare a backend's table with the running torch's."""
     in_torch = torch_ops(backend.device_type)
     only_in_torch = sorted(in_torch - backend.policies.keys())
-    only_in_table = sorted(backend.policies.keys() - in_torch)
+    only_in_table = sorted(backend.policies.keys() - in_torch - backend.added_ops.keys())
     of_names = (name for name in only_in_torch if (op := find_op(name)) is not None and has_named_dimensions(op))
     left = {**dict.fromkeys(of_names, _NAMED_TENSORS), **backend.excluded_ops}
     return Drift(

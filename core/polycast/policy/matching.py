@@ -4,7 +4,7 @@ The table is data of the core. It says what torch's own kernels take, so an op t
 """
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any, NamedTuple, TypeAlias
 
@@ -24,24 +24,25 @@ class MatchedOperands(NamedTuple):
         names: the operands that must agree; none: all tensors.
         scalars: those of them that may have another dtype if they have no dimensions.
         mixtures: the mixtures that torch takes: a letter for each operand in the order of `names`; see `_LETTERS`.
-        has_16_bit: whether torch has a kernel for 16-bit operands; without one, float32 is used for them.
+        fills_masks: whether the op is masked_fill for one value and one mask, and takes that value in any dtype.
+        takes_empty: whether it takes tensors without elements in dtypes that there is no kernel for.
     """
 
     names: tuple[str, ...] = ()
     scalars: tuple[str, ...] = ()
     mixtures: tuple[str, ...] = ()
-    has_16_bit: bool = True
+    fills_masks: bool = False
+    takes_empty: bool = False
 
 
 _LETTERS = {torch.float32: "f", torch.bfloat16: "b", torch.float16: "h", None: "-"}
 """In mixtures, ``x`` is one 16-bit dtype, the same for all operands that have an ``x``."""
 
 _ANY = MatchedOperands()
-_NO_16_BIT = MatchedOperands(has_16_bit=False)
 _NORM = ("input", "weight", "bias")
 _BATCH_NORM = (*_NORM, "running_mean", "running_var")
 _NORM_TAKES = ("xff", "xf-", "x-f")
-_BATCH_NORM_TAKES = ("xffff", "xff--", "x--ff")
+_BATCH_NORM_TAKES = ("xffff", "xff--", "xf-ff", "xf---", "x-fff", "x-f--", "x--ff")
 
 _ON_ALL_DEVICES: dict[str, MatchedOperands] = {
     **dict.fromkeys(
@@ -51,7 +52,8 @@ _ON_ALL_DEVICES: dict[str, MatchedOperands] = {
             "aten::_foreach_lerp.Scalar",
             "aten::_foreach_lerp_.List",
             "aten::_foreach_lerp_.Scalar",
-            "aten::_trilinear",
+            "aten::_foreach_lerp.ScalarList",
+            "aten::_foreach_lerp_.ScalarList",
             "aten::addmv",
             "aten::addmv_",
             "aten::baddbmm_",
@@ -75,20 +77,13 @@ _ON_ALL_DEVICES: dict[str, MatchedOperands] = {
             "aten::scatter_reduce.two",
             "aten::scatter_reduce_.two",
             "aten::tensordot",
-            "aten::vdot",
         ),
         _ANY,
     ),
-    **dict.fromkeys(("aten::lerp.Tensor", "aten::lerp_.Tensor"), MatchedOperands(scalars=("weight",))),
     **dict.fromkeys(
-        (
-            "aten::_linalg_solve_ex",
-            "aten::linalg_ldl_solve",
-            "aten::linalg_lu_solve",
-            "aten::linalg_solve_ex",
-        ),
-        _NO_16_BIT,
+        ("aten::_linalg_solve_ex", "aten::linalg_ldl_solve", "aten::linalg_lu_solve"), MatchedOperands(takes_empty=True)
     ),
+    **dict.fromkeys(("aten::lerp.Tensor", "aten::lerp_.Tensor"), MatchedOperands(scalars=("weight",))),
 }
 """torch refuses the same of these ops on every device: before it looks for a kernel of the device."""
 
@@ -99,21 +94,15 @@ _ON_VERIFIED_DEVICES: dict[str, MatchedOperands] = {
             "aten::_embedding_bag_forward_only",
             "aten::_grouped_mm",
             "aten::_histogramdd_from_bin_tensors",
-            "aten::_index_put_impl_",
             "aten::_log_softmax_backward_data",
             "aten::_softmax_backward_data",
             "aten::_sparse_mm_reduce_impl",
-            "aten::_unsafe_index_put",
-            "aten::_unsafe_masked_index_put_accumulate",
-            "aten::_weight_norm",
             "aten::_weight_norm_interface",
             "aten::addbmm_",
             "aten::addmm_",
             "aten::addr",
-            "aten::allclose",
+            "aten::binomial",
             "aten::complex",
-            "aten::cross",
-            "aten::grid_sampler",
             "aten::heaviside",
             "aten::heaviside_",
             "aten::histogram.bins_tensor",
@@ -122,51 +111,22 @@ _ON_VERIFIED_DEVICES: dict[str, MatchedOperands] = {
             "aten::index_add_",
             "aten::index_copy",
             "aten::index_copy_",
-            "aten::index_put",
             "aten::index_put_",
             "aten::index_reduce",
             "aten::index_reduce_",
-            "aten::isin.Tensor_Tensor",
             "aten::linalg_cross",
+            "aten::linalg_solve_triangular",
             "aten::mv",
             "aten::put",
             "aten::put_",
+            "aten::sparse_sampled_addmm",
+            "aten::sspaddmm",
         ),
         _ANY,
     ),
     **dict.fromkeys(
-        (
-            "aten::_histogramdd_bin_edges",
-            "aten::_histogramdd_from_bin_cts",
-            "aten::_linalg_det",
-            "aten::_linalg_slogdet",
-            "aten::binomial",
-            "aten::histogram.bin_ct",
-            "aten::linalg_lu",
-            "aten::linalg_lu_factor",
-            "aten::linalg_lu_factor_ex",
-            "aten::linalg_slogdet",
-            "aten::linalg_solve_triangular",
-            "aten::logdet",
-            "aten::sparse_sampled_addmm",
-            "aten::special_chebyshev_polynomial_t",
-            "aten::special_chebyshev_polynomial_u",
-            "aten::special_chebyshev_polynomial_v",
-            "aten::special_chebyshev_polynomial_w",
-            "aten::special_hermite_polynomial_h",
-            "aten::special_hermite_polynomial_he",
-            "aten::special_laguerre_polynomial_l",
-            "aten::special_legendre_polynomial_p",
-            "aten::special_shifted_chebyshev_polynomial_t",
-            "aten::special_shifted_chebyshev_polynomial_u",
-            "aten::special_shifted_chebyshev_polynomial_v",
-            "aten::special_shifted_chebyshev_polynomial_w",
-            "aten::special_zeta",
-        ),
-        _NO_16_BIT,
-    ),
-    **dict.fromkeys(
-        ("aten::native_group_norm", "aten::native_layer_norm"), MatchedOperands(_NORM, mixtures=_NORM_TAKES)
+        ("aten::instance_norm", "aten::native_group_norm", "aten::native_layer_norm"),
+        MatchedOperands(_NORM, mixtures=_NORM_TAKES),
     ),
     **dict.fromkeys(
         (
@@ -181,15 +141,24 @@ _ON_VERIFIED_DEVICES: dict[str, MatchedOperands] = {
     "aten::_scaled_dot_product_flash_attention_for_cpu": MatchedOperands(
         ("query", "key", "value", "attn_mask"), mixtures=("xxxf",)
     ),
-    "aten::convolution": MatchedOperands(_NORM, mixtures=("ffx", "hhf", "hhb", "bbh")),
+    # What takes a bias of another dtype depends on the processor: it works where oneDNN does not compute the product.
+    "aten::convolution": MatchedOperands(_NORM, mixtures=("hhf", "hhb", "bbf", "bbh")),
     **dict.fromkeys(
         (
-            "aten::_fake_quantize_per_tensor_affine_cachemask_tensor_qparams",
-            "aten::fake_quantize_per_channel_affine_cachemask",
+            "aten::_histogramdd_bin_edges",
+            "aten::_histogramdd_from_bin_cts",
+            "aten::_linalg_det",
+            "aten::histogram.bin_ct",
+            "aten::linalg_ldl_factor",
+            "aten::linalg_ldl_factor_ex",
+            "aten::linalg_lu",
+            "aten::linalg_lu_factor_ex",
         ),
-        MatchedOperands(("scale",), has_16_bit=False),
+        MatchedOperands(takes_empty=True),
     ),
-    "aten::linalg_pinv.atol_rtol_tensor": MatchedOperands(("self",), has_16_bit=False),
+    "aten::index_put": MatchedOperands(("self", "values"), fills_masks=True),
+    "aten::fake_quantize_per_channel_affine_cachemask": MatchedOperands(("scale",)),
+    "aten::linalg_pinv.atol_rtol_tensor": MatchedOperands(("self",)),
 }
 """What the device's kernels refuse decides for these; so a device gets them once the suite has run on it."""
 
@@ -197,6 +166,11 @@ _TABLE = {**_ON_ALL_DEVICES, **_ON_VERIFIED_DEVICES}
 
 MATCHED = frozenset(_TABLE)
 MATCHED_ON_ALL_DEVICES = frozenset(_ON_ALL_DEVICES)
+
+
+def letters_of(dtypes: Iterable[torch.dtype]) -> str:
+    """Return dtypes as mixtures spell them."""
+    return "".join(_LETTERS[dtype] for dtype in dtypes)
 
 
 def operands_of(op: OpOverload) -> MatchedOperands:
@@ -212,7 +186,8 @@ class Matching:
         scalars: those of operands that may have another dtype if they have no dimensions.
         writes: those of operands that the op writes, whose dtype the others get; none: they get float32.
         mixtures: the mixtures that torch takes.
-        has_16_bit: whether torch has a kernel for 16-bit operands.
+        fills_masks: whether the op takes one value for a mask in any dtype.
+        takes_empty: whether it takes tensors without elements in any dtype.
         by_item: whether the items of lists agree one by one, as in ``_foreach_*`` ops.
     """
 
@@ -225,19 +200,31 @@ class Matching:
         self.scalars = tuple(by_name[name] for name in operands.scalars)
         self.writes = tuple(at for at in self.positions if _is_written(arguments[at]))
         self.mixtures = operands.mixtures
-        self.has_16_bit = operands.has_16_bit
+        self.fills_masks = operands.fills_masks
+        self.takes_empty = operands.takes_empty
         self.by_item = op._schema.name.startswith("aten::_foreach_")
 
-    def targets(self, given: Sequence[Any], is_eligible: IsEligible) -> list[Targets] | None:
-        """Return what each argument is cast to; None if torch takes them as they are, or a cast would not help."""
+    def targets(
+        self, given: Sequence[Any], is_eligible: IsEligible, missing: Collection[torch.dtype] = ()
+    ) -> list[Targets] | None:
+        """Return what each argument is cast to; None if torch takes them as they are, or a cast would not help.
+
+        Args:
+            given: the arguments.
+            is_eligible: whether autocast may cast a tensor.
+            missing: the dtypes that the device has no kernel for; float32 is used in place of them.
+        """
         operands = {at: given[at] for at in self.positions}
         if not self.by_item:
-            dtype = self._dtype({at: self._tensors(at, value) for at, value in operands.items()}, is_eligible)
+            tensors = {at: self._tensors(at, value) for at, value in operands.items()}
+            dtype = self._dtype(tensors, is_eligible, missing)
+            if self.fills_masks and dtype and _fills_mask(*given):
+                return None
             found = {at: self._casts(at, value, dtype) for at, value in operands.items()} if dtype else {}
         else:
             lists = {at: value for at, value in operands.items() if isinstance(value, (list, tuple))}
             dtypes = [
-                self._dtype({at: [item] for at, item in zip(lists, items, strict=True)}, is_eligible)
+                self._dtype({at: [item] for at, item in zip(lists, items, strict=True)}, is_eligible, missing)
                 for items in zip(*lists.values(), strict=False)
             ]
             found = {
@@ -264,13 +251,19 @@ class Matching:
             else None
         )
 
-    def _dtype(self, operands: Mapping[int, Sequence[torch.Tensor]], is_eligible: IsEligible) -> torch.dtype | None:
+    def _dtype(
+        self,
+        operands: Mapping[int, Sequence[torch.Tensor]],
+        is_eligible: IsEligible,
+        missing: Collection[torch.dtype],
+    ) -> torch.dtype | None:
         """Return the dtype for operands that torch would refuse, or None."""
         floats = [each for tensors in operands.values() for each in tensors if each.is_floating_point()]
         dtypes = {each.dtype for each in floats}
         if not floats or not all(each.dtype in _LETTERS and is_eligible(each) for each in floats):
             return None
-        if len(dtypes) == 1 and (self.has_16_bit or torch.float32 in dtypes):
+        is_empty = self.takes_empty and any(0 in each.shape for each in floats)
+        if len(dtypes) == 1 and (is_empty or dtypes.isdisjoint(missing)):
             return None
         if self.mixtures and not _spelled(operands.values()).isdisjoint(self.mixtures):
             return None
@@ -285,6 +278,12 @@ def _spelled(operands: Iterable[Sequence[torch.Tensor]]) -> set[str]:
     exact = "".join(_LETTERS.get(operand[0].dtype, "?") if operand else "-" for operand in operands)
     short = set(exact) & {"b", "h"}
     return {exact, *(exact.replace(letter, "x") for letter in short if len(short) == 1)}
+
+
+def _fills_mask(_: object, indices: Sequence[torch.Tensor | None], values: torch.Tensor, *__: object) -> bool:
+    """Return whether ``index_put`` calls ``masked_fill``, as ATen's ``canDispatchToMaskedFill`` says."""
+    masks = [each.dtype in (torch.bool, torch.uint8) for each in indices if each is not None]
+    return masks == [True] and values.numel() == 1 and values.is_cpu
 
 
 def _is_written(argument: Any) -> bool:

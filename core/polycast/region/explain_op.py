@@ -224,7 +224,8 @@ def _with_arguments(found: Explanation, bound: dict[str, Any], backend: Backend)
             return False
         return is_eligible(value, value.device.type)
 
-    call = OpCall(overload, (), bound)
+    missing = backend.missing_dtypes(found.op, () if policy is CastPolicy.MATCH else bound.values())
+    call = OpCall(overload, (), bound, missing=missing)
     if policy is not None and not banned:
         call = apply_rule(policy, call, found.dtype, may_cast)
     matched = dict(zip((each.name for each in overload._schema.arguments), call.targets, strict=False))

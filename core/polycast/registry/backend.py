@@ -1,6 +1,6 @@
 """`Backend`, which a plugin subclasses, and its contract."""
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
@@ -179,10 +179,15 @@ class Backend(Extension):
             accelerators have one.
         excluded_ops: optional; ops that torch's own autocast casts on the device and that `policies` omits on purpose,
             each with the reason.
+        added_ops: optional; ops of `policies` that torch's own autocast does not cast on the device, each with the
+            reason.
         optional_ops: optional; ops of `policies` that a torch which the backend supports may lack, each with the
             reason. The conformance suite fails for other ops that the running torch lacks: they may be misspelled.
         is_verified: whether the conformance suite has passed on the device itself. Then `matched_ops` has also those
             ops for which the device's kernels decide what mixtures of dtypes they take.
+        missing_kernels: optional; the dtypes below float32 that the device has no kernels for, by op, or by layout for
+            ops with LOWER_PRECISION_FP on a tensor in that layout. Float32 is used in place of them: by ops with
+            LOWER_PRECISION_FP in regions with such a fast dtype, by others, which have MATCH, for such inputs.
 
     It may have kernels for recipes, and ops in C++, as an :class:`Extension` has: see there.
     """
@@ -191,13 +196,21 @@ class Backend(Extension):
     kernels: Mapping[KernelKey, Callable[..., Any]] = MappingProxyType({})
     remedies: Mapping[str, str] = MappingProxyType({})
     excluded_ops: Mapping[str, str] = MappingProxyType({})
+    added_ops: Mapping[str, str] = MappingProxyType({})
     optional_ops: Mapping[str, str] = MappingProxyType({})
     is_verified: bool = False
+    missing_kernels: Mapping[str | torch.layout, Collection[torch.dtype]] = MappingProxyType({})
 
     @property
     def matched_ops(self) -> frozenset[str]:
         """The ops that have the policy MATCH, by dispatcher name, except those in `policies`."""
-        return MATCHED if self.is_verified else MATCHED_ON_ALL_DEVICES
+        missing = (name for name in self.missing_kernels if isinstance(name, str))
+        return (MATCHED if self.is_verified else MATCHED_ON_ALL_DEVICES).union(missing).difference(self.policies)
+
+    def missing_dtypes(self, op: str, values: Iterable[object] = ()) -> frozenset[torch.dtype]:
+        """Return the dtypes that the device has no kernel for, for an op and the layouts of its arguments."""
+        keys: set[str | torch.layout] = {op, *(value.layout for value in values if isinstance(value, torch.Tensor))}
+        return frozenset(dtype for key in keys & self.missing_kernels.keys() for dtype in self.missing_kernels[key])
 
     def supported_dtypes(self) -> Sequence[torch.dtype]:
         """Return the fast dtypes that the device supports; if it is absent, those that such devices support."""

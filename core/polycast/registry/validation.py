@@ -1,13 +1,13 @@
 """The contract of a `Backend` and an `Extension`: check an object of a plugin, and list all that violates it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
 from ..errors import InvalidBackendError
 from ..policy.cast_policy import CastPolicy
 from ..policy.matching import MATCHED
-from ..policy.schemas import table_problems
+from ..policy.schemas import is_op_name, table_problems
 from ..torch_internals.dispatcher import OpOverload, has_autocast_key
 from .backend import Backend, Extension
 
@@ -47,18 +47,22 @@ def validate(backend: object, device_type: str | None = None) -> Backend:
         if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             problems.append(f"default_dtype must be a floating-point torch.dtype, got {dtype!r}")
         problems += [f"policies: {problem}" for problem in table_problems(backend.policies)]
-    problems += _matched_problems(backend.matched_ops) + _kernel_problems(backend.kernels)
+    problems += _kernel_problems(backend.kernels)
     problems += [
         f"{name} must map op names to sentences"
-        for name in ("remedies", "excluded_ops", "optional_ops")
+        for name in ("remedies", "excluded_ops", "added_ops", "optional_ops")
         if not _are_texts(getattr(backend, name))
     ]
+    if not _are_dtypes(backend.missing_kernels):
+        problems.append("missing_kernels must map op names and layouts to collections of torch.dtype")
     problems += _package_problems(backend.ops_in_cpp)
     problems += [
         f"{name}() is not implemented"
         for name in ("supported_dtypes", "availability")
         if getattr(type(backend), name) is getattr(Backend, name)
     ]
+    if not problems:  # it is made of the others
+        problems = _matched_problems(backend.matched_ops)
     _raise_if_any(problems, backend, "Backend")
     return backend
 
@@ -120,6 +124,15 @@ def _kernel_problems(kernels: object) -> list[str]:
 
 def _are_texts(texts: object) -> bool:
     return isinstance(texts, Mapping) and all(isinstance(text, str) for pair in texts.items() for text in pair)
+
+
+def _are_dtypes(missing: object) -> bool:
+    return isinstance(missing, Mapping) and all(
+        (isinstance(key, torch.layout) or is_op_name(key))
+        and isinstance(dtypes, Collection)
+        and all(isinstance(dtype, torch.dtype) for dtype in dtypes)
+        for key, dtypes in missing.items()
+    )
 
 
 def _package_problems(packages: object) -> list[str]:

@@ -212,7 +212,7 @@ class _Counting:
         policy, rule, _ = self._decide(row.op, row)
         if row.op in _FUSED:
             reason = _FUSED[row.op]
-        elif policy is None:
+        elif policy in (None, CastPolicy.MATCH.value):
             reason = "autocast has no policy for it"
         elif row.op in active.policies:
             reason = f"the {rule} names it"

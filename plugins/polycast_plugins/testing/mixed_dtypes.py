@@ -158,7 +158,7 @@ MIXED_SAMPLES: Mapping[str, Sample] = {
     **_rows("native_layer_norm", lambda m: (m(2, 3), [3], m(3), m(3), 1e-5)),
     **_rows("native_group_norm", lambda m: (m(2, 4, 3), m(4), m(4), 2, 4, 3, 2, 1e-5)),
     **_rows("native_batch_norm", lambda m: (m(4, 3), m(3), m(3), m(3), m(3), True, 0.1, 1e-5)),
-    **_rows("convolution", lambda m: (m(1, 2, 5, 5), m(3, 2, 3, 3), m(3), [1, 1], [0, 0], [1, 1], False, [0, 0], 1)),
+    **_rows("convolution", lambda m: (m(1, 2, 5, 5), m(3, 2, 3, 3), None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1)),
     **_rows("_linalg_solve_ex linalg_solve_ex", lambda m: (m.spd(3), m(3, 2))),
     **_rows("linalg_lu linalg_lu_factor linalg_lu_factor_ex linalg_slogdet logdet _linalg_det", lambda m: (m.spd(3),)),
     **_rows("linalg_solve_triangular", lambda m: (m.spd(3), m(3, 2), {"upper": True})),

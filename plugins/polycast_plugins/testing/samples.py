@@ -38,6 +38,8 @@ def _same(shapes: tuple[tuple[int, ...], ...], names: str) -> dict[str, Sample]:
 
 _MATRIX: dict[str, Sample] = {
     **_same(((3, 3),), "acos asin cosh erfinv exp expm1 log log10 log1p log2 reciprocal rsqrt sinh softplus tan trace"),
+    "aten::_foreach_mm": lambda m: ([m(2, 3)], [m(3, 4)]),
+    "aten::_sparse_addmm": lambda m: (m(2, 4), m(2, 3).to_sparse(), m(3, 4)),
     **_same(((2, 3), (2, 3)), "linalg_vecdot cosine_similarity dist pow.Tensor_Tensor atan2 polar"),
     **_same(((2, 3), (3, 4)), "mm matmul"),
     **_same(((2, 3), (4, 3)), "linear"),

@@ -114,8 +114,12 @@ INVALID = [
     ),
     *(
         (name, each, f"{name} must map op names to sentences")
-        for name in ("remedies", "excluded_ops", "optional_ops")
+        for name in ("remedies", "excluded_ops", "added_ops", "optional_ops")
         for each in (None, [], "none", {"aten::mm": 1}, {1: "do not"}, {"aten::mm": None})
+    ),
+    *(
+        ("missing_kernels", each, "missing_kernels must map op names and layouts to collections of torch.dtype")
+        for each in (None, [], {"mm": ()}, {"aten::mm": torch.float16}, {torch.strided: ["float16"]})
     ),
 ]
 

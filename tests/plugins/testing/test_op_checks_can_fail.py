@@ -50,6 +50,13 @@ def test_an_op_that_does_not_do_what_its_policy_says(policies, op, message, engi
             suite.test_op(device, op)
 
 
+def test_an_op_without_a_kernel_for_its_operands(engine, check):
+    message = "aten::complex with bfloat16, bfloat16: expected complex64[2, 3], got RuntimeError: Expected both inputs"
+    wrong = having(missing_kernels={}, matched_ops=CpuBackend().matched_ops)
+    with pytest.raises(AssertionError, match=re.escape(message)):
+        check("test_mixed_dtypes", wrong)
+
+
 def test_an_op_that_the_device_lacks(engine, check):
     table = {"aten::cudnn_convolution": CastPolicy.LOWER_PRECISION_FP}
     message = r"the device cannot do what LOWER_PRECISION_FP says, outside of any region: .*If it lacks the op, add"

@@ -89,26 +89,40 @@ PyObject* make_registrations(PyTypeObject*, PyObject* arguments, PyObject*) {
 
 IsCapturing capturing(PyObject* function) { return IsCapturing(function == Py_None ? Object() : Object::borrow(function)); }
 
-// The items of a row of matching.py: (names, scalars, mixtures, has_16_bit)
+// The items of a row of matching.py: (names, scalars, mixtures, fills_masks, takes_empty)
 MatchedOperands operands_of(PyObject* row) {
   PyObject *names, *scalars, *mixtures;
-  int has_16_bit;
-  parse(row, "OOOp", &names, &scalars, &mixtures, &has_16_bit);
-  return {convert_items(names, &string_of), convert_items(scalars, &string_of), convert_items(mixtures, &string_of), has_16_bit != 0};
+  int fills_masks, takes_empty;
+  parse(row, "OOOpp", &names, &scalars, &mixtures, &fills_masks, &takes_empty);
+  return {convert_items(names, &string_of), convert_items(scalars, &string_of), convert_items(mixtures, &string_of), fills_masks != 0, takes_empty != 0};
 }
 
-// impl(name, number, policy, refusal, with_dtype, written, writing_flag, is_composed, operands, is_capturing)
+// ("bh", ((layout, "bh"), ...))
+MissingKernels missing_kernels_of(PyObject* given) {
+  const char* of_op;
+  PyObject* of_layouts;
+  parse(given, "sO", &of_op, &of_layouts);
+  const auto layout_and_letters = [](PyObject* item) {
+    PyObject* layout;
+    const char* letters;
+    parse(item, "Os", &layout, &letters);
+    return std::pair<c10::Layout, std::string>(reinterpret_cast<THPLayout*>(layout)->layout, letters);
+  };
+  return {of_op, convert_items(of_layouts, layout_and_letters)};
+}
+
+// impl(name, number, policy, refusal, with_dtype, written, writing_flag, is_composed, operands, missing, is_capturing)
 PyObject* registrations_impl(PyObject* self, PyObject* arguments) {
   const char *name, *refusal, *with_dtype;
   long long number;
   int policy, writing_flag, is_composed;
-  PyObject *written, *operands, *is_capturing;
+  PyObject *written, *operands, *missing, *is_capturing;
   parse(
-      arguments, "sLiszO!ipO!O", &name, &number, &policy, &refusal, &with_dtype, &PyTuple_Type, &written, &writing_flag, &is_composed,
-      &PyTuple_Type, &operands, &is_capturing);
+      arguments, "sLiszO!ipO!O!O", &name, &number, &policy, &refusal, &with_dtype, &PyTuple_Type, &written, &writing_flag, &is_composed,
+      &PyTuple_Type, &operands, &PyTuple_Type, &missing, &is_capturing);
   Op op{
       number, static_cast<Policy>(policy), refusal, convert_items(written, &PyLong_AsSize_t), writing_flag, is_composed != 0,
-      operands_of(operands), std::nullopt};
+      operands_of(operands), missing_kernels_of(missing), std::nullopt};
   Holder<KernelRegistrations>::unwrap(self)->impl(name, std::move(op), with_dtype, capturing(is_capturing));
   return Py_NewRef(Py_None);
 }

@@ -13,7 +13,7 @@ from typing_extensions import override
 from ...common.atfork import hold_during_fork
 from ...errors import StaleWeightError
 from ...policy.cast_policy import CastPolicy
-from ...policy.matching import operands_of
+from ...policy.matching import letters_of, operands_of
 from ...policy.schemas import hidden_writes, overload_with_dtype
 from ...policy.standard import COMPOSED_OPS
 from ...registry.backend import Backend, overrides_is_capturing
@@ -197,6 +197,9 @@ class _NativeKernels(Kernels):
         self._registrations = extension.KernelRegistrations(backend.device_type, autocast_key(backend.device_type))
         # Asking costs the GIL at each cast of a weight, so those that never capture are not asked.
         self._is_capturing = backend.is_capturing if overrides_is_capturing(backend) else None
+        self._missing = {key: letters_of(dtypes) for key, dtypes in backend.missing_kernels.items()}
+        layouts = (pair for pair in self._missing.items() if isinstance(pair[0], torch.layout))
+        self._missing_layouts = tuple(layouts)
         super().__init__(backend, policies)
 
     @override
@@ -211,6 +214,7 @@ class _NativeKernels(Kernels):
             *hidden_writes(op),
             name in COMPOSED_OPS,
             operands_of(op),
+            (self._missing.get(name, ""), self._missing_layouts),
             self._is_capturing,
         )
 

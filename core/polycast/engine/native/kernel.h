@@ -25,7 +25,8 @@ struct Op {
   std::vector<size_t> written;  // positions of the tensors that it writes, though its schema does not say so
   int writing_flag;             // position of the flag without which it does not; -1: it always does
   bool is_composed;             // one of COMPOSED_OPS in policy/standard.py
-  MatchedOperands operands;            // for MATCH
+  MatchedOperands operands;     // for MATCH
+  MissingKernels missing;
   std::optional<c10::OperatorHandle> with_dtype;  // for FP32_APPEND_DTYPE, the overload with a dtype
 };
 
@@ -44,7 +45,7 @@ class Kernel final : public c10::OperatorKernel {
         skips_autograd_(can_skip_autograd(op_, handle)),
         multiplies_batches_(handle.operator_name() == c10::OperatorName("aten::linear", "") ||
                             handle.operator_name() == c10::OperatorName("aten::matmul", "")),
-        matching_(op_.operands, handle.schema()),
+        matching_(op_.operands, op_.missing, handle.schema()),
         is_capturing_(std::move(is_capturing)),
         redispatch_(redispatch) {
     const auto& arguments = handle.schema().arguments();
@@ -129,8 +130,8 @@ class Kernel final : public c10::OperatorKernel {
       return;
     }
     NoAutocast no_autocast(device_, keys_);
-    const ScalarType target = dtype_for(policy, [&](Promotion& promotion) {
-      boxed_arguments(stack).each_tensor([&](size_t, size_t, bool, const Tensor& tensor) { promotion.add(tensor); });
+    const ScalarType target = dtype_for(policy, keys, [&](const auto& add) {
+      boxed_arguments(stack).each_tensor([&](size_t, size_t, bool, const Tensor& tensor) { add(tensor); });
     });
     const CastSpec spec{target, device_, has_only_autograd(keys), region, is_capturing_};
     Written written;
@@ -179,16 +180,16 @@ class Kernel final : public c10::OperatorKernel {
 
   // Return the dtype to cast the inputs to, or Undefined.
   template <class AddInputs>
-  C10_ALWAYS_INLINE ScalarType dtype_for(Policy policy, const AddInputs& add_inputs) const {
+  C10_ALWAYS_INLINE ScalarType dtype_for(Policy policy, c10::DispatchKeySet keys, const AddInputs& add_inputs) const {
     switch (policy) {
       case Policy::kLowerPrecisionFp:
       case Policy::kRecipe:
-        return at::autocast::get_autocast_dtype(device_);
+        return fast_dtype(keys, add_inputs);
       case Policy::kFp32:
         return at::kFloat;
       case Policy::kPromote: {
         Promotion promotion{device_};
-        add_inputs(promotion);
+        add_inputs([&](const Tensor& tensor) { promotion.add(tensor); });
         return promotion.different ? at::kFloat : ScalarType::Undefined;
       }
       case Policy::kBanned:
@@ -196,6 +197,17 @@ class Kernel final : public c10::OperatorKernel {
       default:
         return ScalarType::Undefined;
     }
+  }
+
+  // Return the region's fast dtype, or float32 if the device has no kernel for it.
+  template <class AddInputs>
+  C10_ALWAYS_INLINE ScalarType fast_dtype(c10::DispatchKeySet keys, const AddInputs& add_inputs) const {
+    const ScalarType dtype = at::autocast::get_autocast_dtype(device_);
+    bool is_missing = op_.missing.has(dtype);
+    if (!has_only_autograd(keys)) {  // else all tensors are strided
+      add_inputs([&](const Tensor& tensor) { is_missing |= tensor.defined() && op_.missing.has(tensor.layout(), dtype); });
+    }
+    return C10_UNLIKELY(is_missing) ? at::kFloat : dtype;
   }
 
   [[noreturn]] C10_NOINLINE void refuse() const { TORCH_CHECK(false, op_.refusal); }

@@ -2,21 +2,40 @@
 
 #pragma once
 
+#include <torch/csrc/Layout.h>
+
 #include "casting.h"
 
 namespace {
 
+// The letter of a dtype in policy/matching.py.
+char letter_of(ScalarType dtype) { return dtype == at::kFloat ? 'f' : dtype == at::kBFloat16 ? 'b' : dtype == at::kHalf ? 'h' : '?'; }
+
 // What torch's kernels take, for an op that is in the table of matching.py.
 struct MatchedOperands {
   std::vector<std::string> names, scalars, mixtures;
-  bool has_16_bit = true;
+  bool fills_masks = false, takes_empty = false;
+};
+
+// The dtypes that the device has no kernels for, by their letters: those of the op, and those for tensors in a layout.
+struct MissingKernels {
+  std::string of_op;
+  std::vector<std::pair<c10::Layout, std::string>> of_layouts;
+
+  C10_ALWAYS_INLINE bool has(ScalarType dtype) const { return C10_UNLIKELY(!of_op.empty()) && of_op.find(letter_of(dtype)) != std::string::npos; }
+
+  C10_ALWAYS_INLINE bool has(c10::Layout layout, ScalarType dtype) const {
+    return C10_UNLIKELY(layout != c10::kStrided) && std::any_of(of_layouts.begin(), of_layouts.end(), [&](const auto& each) {
+      return each.first == layout && each.second.find(letter_of(dtype)) != std::string::npos;
+    });
+  }
 };
 
 // The operands of an op; an argument is counted among those with tensors.
 class Matching {
  public:
-  Matching(const MatchedOperands& operands, const c10::FunctionSchema& schema)
-      : mixtures(operands.mixtures), has_16_bit(operands.has_16_bit), by_item(schema.name().starts_with("aten::_foreach_")) {
+  Matching(const MatchedOperands& operands, const MissingKernels& missing, const c10::FunctionSchema& schema)
+      : mixtures(operands.mixtures), missing(missing), fills_masks(operands.fills_masks), takes_empty(operands.takes_empty), by_item(schema.name().starts_with("aten::_foreach_")) {
     const auto has = [](const auto& names, const std::string& name) { return std::find(names.begin(), names.end(), name) != names.end(); };
     for (const c10::Argument& argument : schema.arguments()) {
       if (argument.real_type()->str().find("Tensor") != std::string::npos) {
@@ -36,11 +55,13 @@ class Matching {
 
   std::vector<Argument> arguments;
   std::vector<std::string> mixtures;  // that torch takes
-  bool has_16_bit;
+  const MissingKernels& missing;
+  bool fills_masks;  // for one mask and one value, which may have any dtype
+  bool takes_empty;  // in any dtype
   bool by_item;  // whether the items of lists agree one by one
 };
 
-// Whether the floating-point tensors of a call have different dtypes: otherwise, torch takes them.
+// Whether the floating-point tensors of a call have different dtypes: otherwise, torch takes them if it has a kernel for the dtype.
 struct Mixture {
   ScalarType dtype = ScalarType::Undefined;  // of one
   bool is_mixed = false;
@@ -54,7 +75,7 @@ struct Mixture {
   }
 
   C10_ALWAYS_INLINE bool may_be_refused(const Matching& matching) const {
-    return is_mixed || (!matching.has_16_bit && dtype != at::kFloat);
+    return is_mixed || matching.missing.has(dtype);
   }
 };
 
@@ -80,16 +101,25 @@ class Match {
   // Add a tensor of the call, an item of an argument.
   void add(size_t argument, size_t item, bool is_in_list, const Tensor& tensor) {
     const Matching::Argument& role = matching_.arguments[argument];
+    if (matching_.fills_masks && tensor.defined()) {
+      indices_ += role.is_operand ? 0 : 1;
+      masks_ += tensor.scalar_type() == at::kBool || tensor.scalar_type() == at::kByte ? 1 : 0;
+      is_one_value_ |= argument + 1 == matching_.arguments.size() && tensor.is_cpu() && tensor.sym_numel() == 1;
+    }
     if (!tensor.defined() || !role.is_operand || (matching_.by_item && !is_in_list) || (role.may_differ_as_scalar && tensor.dim() == 0) ||
         tensor.unsafeGetTensorImpl()->is_wrapped_number()) {
       return;
     }
     const ScalarType dtype = tensor.scalar_type();
+    is_empty_ |= matching_.takes_empty && has_no_elements(tensor);
     tensors_.push_back({item, argument, dtype, is_fast_or_float32(dtype) && is_eligible(tensor, device_), role.is_written});
   }
 
   // Return whether operands are to be cast, as far as their dtypes decide.
   bool decide() {
+    if (indices_ == 1 && masks_ == 1 && is_one_value_) {
+      return false;
+    }
     const auto before = [](const Added& a, const Added& b) { return std::tie(a.item, a.argument) < std::tie(b.item, b.argument); };
     std::sort(tensors_.begin(), tensors_.end(), before);
     bool is_any_cast = false;
@@ -119,6 +149,11 @@ class Match {
     ScalarType target = ScalarType::Undefined;
   };
 
+  static bool has_no_elements(const Tensor& tensor) {
+    const auto sizes = tensor.sym_sizes();
+    return std::any_of(sizes.begin(), sizes.end(), [](const c10::SymInt& size) { return size.maybe_as_int() == int64_t{0}; });
+  }
+
   // Return the dtype for operands that torch would refuse, or Undefined.
   ScalarType target_of(const Added* begin, const Added* end) const {
     Mixture floats;
@@ -135,7 +170,7 @@ class Match {
         floats.dtype = each->dtype;
       }
     }
-    if (floats.dtype == ScalarType::Undefined || !floats.may_be_refused(matching_) || torch_takes(begin, end)) {
+    if (floats.dtype == ScalarType::Undefined || !floats.may_be_refused(matching_) || (is_empty_ && !floats.is_mixed) || torch_takes(begin, end)) {
       return ScalarType::Undefined;
     }
     return written == ScalarType::Undefined ? at::kFloat : written;
@@ -162,12 +197,10 @@ class Match {
     });
   }
 
-  static char letter_of(ScalarType dtype) {
-    return dtype == at::kFloat ? 'f' : dtype == at::kBFloat16 ? 'b' : dtype == at::kHalf ? 'h' : '?';
-  }
-
   const Matching& matching_;
   const DeviceType device_;
+  int indices_ = 0, masks_ = 0;
+  bool is_one_value_ = false, is_empty_ = false;
   c10::SmallVector<Added, 8> tensors_;  // sorted once they have been decided
 };
 

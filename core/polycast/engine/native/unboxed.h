@@ -26,9 +26,9 @@ class PreparedCall {
     }
     no_autocast_.emplace(kernel.device_, kernel.keys_);
     const CastSpec spec{
-        kernel.dtype_for(policy, [&](Promotion& promotion) {
+        kernel.dtype_for(policy, keys, [&](const auto& add) {
           arguments.any_tensor([&](const Tensor& tensor) {
-            promotion.add(tensor);
+            add(tensor);
             return false;
           });
         }),
@@ -86,6 +86,11 @@ class PreparedCall {
         match.add(i, item++, is_list, tensor);
         return false;
       });
+      if (arguments.kinds[i] == ArgumentKind::kOptionals) {
+        for (const std::optional<Tensor> tensor : arguments.at<c10::List<std::optional<Tensor>>>(i)) {
+          match.add(i, item++, true, tensor.value_or(Tensor()));
+        }
+      }
     }
     if (match.decide() && matches_here(kernel.device_)) {
       const NoAutocast no_autocast(kernel.device_, kernel.keys_);

@@ -129,13 +129,14 @@ class _Kernel:
             if policy is CastPolicy.BANNED:
                 raise RuntimeError(refusal(self._backend, self._name))
             fast = torch.get_autocast_dtype(self._device_type)
-            return self._run(
-                apply_rule(policy or CastPolicy.PASSTHROUGH, OpCall(self._op, args, kwargs), fast, self._is_eligible)
-            )
+            missing = self._backend.missing_dtypes(self._name, (*args, *kwargs.values()))
+            call = OpCall(self._op, args, kwargs, missing=missing)
+            return self._run(apply_rule(policy or CastPolicy.PASSTHROUGH, call, fast, self._is_eligible))
 
     def _match(self, keys: DispatchKeySet, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the op, whose operands are cast where torch would refuse them; the ops that it calls are autocast."""
-        call = OpCall(self._op, args, kwargs)
+        args = _with_tensors(self._op, args)
+        call = OpCall(self._op, args, kwargs, missing=self._backend.missing_dtypes(self._name))
         call = apply_rule(CastPolicy.MATCH, call, torch.get_autocast_dtype(self._device_type), self._is_eligible)
         written: dict[torch.Tensor, torch.Tensor] = {}
         if call.targets and self._machine.matches(self._device_type):
@@ -158,7 +159,7 @@ class _Kernel:
         return result
 
     def _run(self, call: OpCall) -> Any:
-        op, args, kwargs, dtype, _ = call._replace(args=tuple(with_tensors_for_numbers(call.op, call.args)))
+        op, args, kwargs, dtype, *_ = call._replace(args=tuple(with_tensors_for_numbers(call.op, call.args)))
         if dtype is None:
             return op(*args, **kwargs)
         written = self._written(call)
@@ -189,6 +190,17 @@ class _Kernel:
             for position in positions
             if self._is_eligible(given[position]) and given[position].dtype is not call.dtype
         ]
+
+
+def _with_tensors(op: OpOverload, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the arguments of a call with tensors for numbers: torch gives Python the numbers that C++ has wrapped."""
+    tensors = [value for value in args if isinstance(value, torch.Tensor)]
+    return tuple(
+        torch.scalar_tensor(value, dtype=torch.result_type(tensors[0], value))
+        if isinstance(value, (int, float, complex)) and tensors and str(argument.real_type) == "Tensor"
+        else value
+        for value, argument in zip(args, op._schema.arguments, strict=False)
+    )
 
 
 def _matched(value: Any, target: Targets) -> Any:

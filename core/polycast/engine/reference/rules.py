@@ -3,7 +3,7 @@
 The reference engine runs that call, and ``explain`` describes it.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +23,8 @@ class OpCall(NamedTuple):
     dtype: torch.dtype | None = None
     targets: Sequence[Targets] = ()
     """What each argument is cast to, in the order of the op's schema; none: only `dtype` says so."""
+    missing: Collection[torch.dtype] = ()
+    """The dtypes that the device has no kernel for."""
 
 
 def is_eligible(value: object, device_type: str) -> bool:
@@ -53,6 +55,10 @@ def apply_rule(policy: CastPolicy, call: OpCall, fast: torch.dtype, is_eligible:
     The policy must not be BANNED: such a call is not run at all.
     """
     return _RULES[policy](call, fast, is_eligible)
+
+
+def _lower(call: OpCall, fast: torch.dtype, is_eligible: IsEligible) -> OpCall:
+    return call._replace(dtype=torch.float32 if fast in call.missing else fast)
 
 
 def _fp32_set_opt_dtype(call: OpCall, fast: torch.dtype, is_eligible: IsEligible) -> OpCall:
@@ -88,7 +94,7 @@ def _promote(call: OpCall, fast: torch.dtype, is_eligible: IsEligible) -> OpCall
 def _match(call: OpCall, fast: torch.dtype, is_eligible: IsEligible) -> OpCall:
     """Cast the operands that torch would refuse because their dtypes differ, or because it has no kernel for them."""
     given = flatten_arguments(call.op, call.args, call.kwargs)
-    return call._replace(targets=matching_of(call.op).targets(given, is_eligible) or ())
+    return call._replace(targets=matching_of(call.op).targets(given, is_eligible, call.missing) or ())
 
 
 def _first(call: OpCall) -> object:
@@ -96,7 +102,7 @@ def _first(call: OpCall) -> object:
 
 
 _RULES: dict[CastPolicy, Callable[[OpCall, torch.dtype, IsEligible], OpCall]] = {
-    CastPolicy.LOWER_PRECISION_FP: lambda call, fast, _: call._replace(dtype=fast),
+    CastPolicy.LOWER_PRECISION_FP: _lower,
     CastPolicy.FP32: lambda call, *_: call._replace(dtype=torch.float32),
     CastPolicy.FP32_SET_OPT_DTYPE: _fp32_set_opt_dtype,
     CastPolicy.FP32_APPEND_DTYPE: _fp32_append_dtype,
