@@ -130,3 +130,10 @@ def test_numbers_take_the_place_of_tensors_in_every_op():
         assert torch.equal(torch.xlogy(2.5, x.bfloat16()), torch.xlogy(2.5, x))
     with polycast.autocast("cpu"):
         assert torch.equal(torch.xlogy(2.5, x), x.log() * 2.5)
+
+
+def test_match_keeps_the_digits_of_a_number():
+    x = torch.linspace(1.5, 3, 4, dtype=torch.bfloat16)
+    with polycast.autocast("cpu", policy={"mul": "match"}):
+        result = x * 2.51
+    assert torch.equal(result, x * 2.51)

@@ -135,7 +135,7 @@ class _Kernel:
 
     def _match(self, keys: DispatchKeySet, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the op, whose operands are cast where torch would refuse them; the ops that it calls are autocast."""
-        args = _with_tensors(self._op, args)
+        args = tuple(with_tensors_for_numbers(self._op, args))
         call = OpCall(self._op, args, kwargs, missing=self._backend.missing_dtypes(self._name))
         call = apply_rule(CastPolicy.MATCH, call, torch.get_autocast_dtype(self._device_type), self._is_eligible)
         written: dict[torch.Tensor, torch.Tensor] = {}
@@ -190,17 +190,6 @@ class _Kernel:
             for position in positions
             if self._is_eligible(given[position]) and given[position].dtype is not call.dtype
         ]
-
-
-def _with_tensors(op: OpOverload, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the arguments of a call with tensors for numbers: torch gives Python the numbers that C++ has wrapped."""
-    tensors = [value for value in args if isinstance(value, torch.Tensor)]
-    return tuple(
-        torch.scalar_tensor(value, dtype=torch.result_type(tensors[0], value))
-        if isinstance(value, (int, float, complex)) and tensors and str(argument.real_type) == "Tensor"
-        else value
-        for value, argument in zip(args, op._schema.arguments, strict=False)
-    )
 
 
 def _matched(value: Any, target: Targets) -> Any:
