@@ -9,7 +9,7 @@ import polycast
 from polycast.engine.drift import drift_of
 from polycast.engine.installation import torch_ops
 from polycast.plugin import find_op
-from polycast.policy.standard import COMPOSED_OPS
+from polycast.policy.schemas import COMPOSED_OPS
 
 COUNTS = {"cpu": 127, "cuda": 119, "maia": 117, "mps": 95, "mtia": 117, "xpu": 117}  # of torch 2.13
 BUILT_INS = sorted(importlib.metadata.distribution("polycast").entry_points.select(group="polycast.backends").names)

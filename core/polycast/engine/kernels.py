@@ -8,8 +8,7 @@ from typing import Any
 from ..common.atfork import hold_during_fork
 from ..errors import InvalidBackendError, warn_user
 from ..policy.cast_policy import CastPolicy
-from ..policy.schemas import entry_problem, find_op
-from ..policy.standard import COMPOSED_OPS
+from ..policy.schemas import COMPOSED_OPS, entry_problem, find_op
 from ..registry.backend import Backend
 from ..registry.registry import registry
 from ..torch_internals.dispatcher import (

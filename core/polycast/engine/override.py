@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..common.cached_property import cached_property
 from ..policy.cast_policy import CastPolicy
-from ..policy.standard import COMPOSED_OPS
+from ..policy.schemas import COMPOSED_OPS
 from ..torch_internals.private_names import disable_dynamo
 
 if TYPE_CHECKING:

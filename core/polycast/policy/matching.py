@@ -4,7 +4,7 @@ The table is data of the core. It says what torch's own kernels take, so an op t
 """
 
 import functools
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any, NamedTuple, TypeAlias
 
@@ -245,11 +245,8 @@ class Matching:
         return self._cast(at, value, dtype)
 
     def _cast(self, at: int, value: object, dtype: torch.dtype | None) -> torch.dtype | None:
-        return (
-            dtype
-            if any(each.dtype in _LETTERS and each.dtype is not dtype for each in self._tensors(at, value))
-            else None
-        )
+        others = [each for each in self._tensors(at, value) if each.dtype in _LETTERS and each.dtype is not dtype]
+        return dtype if others else None
 
     def _dtype(
         self,
@@ -294,12 +291,3 @@ def _is_written(argument: Any) -> bool:
 def matching_of(op: OpOverload) -> Matching:
     """Return what MATCH does to the arguments of an op."""
     return Matching(op)
-
-
-def tensors_of(value: object, targets: Targets) -> Iterator[tuple[torch.Tensor, torch.dtype | None]]:
-    """Yield the tensors of an argument, each with the dtype that it is cast to or None."""
-    if isinstance(value, torch.Tensor):
-        yield value, targets if isinstance(targets, torch.dtype) else None
-    elif isinstance(value, (list, tuple)):
-        for item, target in zip(value, targets if isinstance(targets, list) else [None] * len(value), strict=True):
-            yield from tensors_of(item, target)

@@ -9,6 +9,10 @@ import torch
 from ..torch_internals.dispatcher import OpOverload, OpOverloadPacket, find_schema_or_throw
 from .cast_policy import CastPolicy
 
+COMPOSED_OPS = frozenset(("aten::_transformer_encoder_layer_fwd",))
+"""Ops without a policy that get a kernel on each device: the ops that they call are autocast, and a recipe may compute
+them as a whole."""
+
 
 def find_op(name: str) -> OpOverload | None:
     """Return the overload of a dispatcher name such as ``"aten::norm.Scalar"``, or None if torch lacks it."""

@@ -140,7 +140,3 @@ STANDARD_POLICIES = policy_table(
     }
 )
 """torch's policies for accelerators (ATen/autocast_mode.h, the lists AT_FORALL_*), by op name."""
-
-COMPOSED_OPS = frozenset(("aten::_transformer_encoder_layer_fwd",))
-"""Ops without a policy that get a kernel on each device: the ops that they call are autocast, and a recipe may compute
-them as a whole."""

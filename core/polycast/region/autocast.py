@@ -13,7 +13,6 @@ from ..compilers.export import record_entry, record_exit
 from ..compilers.torch_autocast import ScriptedAsTorch, TorchAutocast
 from ..engine import state
 from ..engine.state import RegionBase, Settings
-from ..policy.names import OpName
 from ..registry.registry import registry
 from ..torch_internals.private_names import disable_dynamo
 from .resolve import prepare, resolve
@@ -177,6 +176,8 @@ class autocast(RegionBase, TorchAutocast):
         return _restored, (type(self), self._settings), own or None
 
     def __repr__(self) -> str:
+        from ..policy.names import OpName  # most programs print no regions
+
         settings = self._settings
         more: dict[str, object] = {"cache_enabled": settings.cache_enabled, "cache": settings.cache}
         if settings.override is not None:

@@ -12,10 +12,9 @@ from ..engine import state
 from ..engine.kernels import autocast_key, installed, refusal
 from ..engine.override import Override
 from ..engine.recipes.plan import plan_of
-from ..engine.reference.rules import OpCall, apply_rule, is_eligible
+from ..engine.reference.rules import OpCall, apply_rule, is_eligible, tensors_of
 from ..engine.state import Settings
 from ..policy.cast_policy import CastPolicy, registrations
-from ..policy.matching import tensors_of
 from ..policy.names import OpName, known_overloads, read_op
 from ..policy.recipe import RecipeLike, read_recipe
 from ..policy.schemas import existing_op, flatten_arguments
@@ -104,6 +103,8 @@ def _without_arguments(op: str, region: Settings, backend: Backend) -> Explanati
     found = Explanation(op, region.device_type, region.enabled, region.dtype, policy, rule, rule_name, calls=op)
     override = region.override
     if override is None or override.recipe is None or op not in override.recipe_ops:
+        return found
+    if region.dtype in backend.missing_dtypes(op):
         return found
     has_policy = policy not in (None, CastPolicy.MATCH)
     if policy is not CastPolicy.LOWER_PRECISION_FP and (has_policy or op not in override.recipe.without_policy):

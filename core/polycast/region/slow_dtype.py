@@ -8,7 +8,6 @@ import torch
 from ..common.events import events
 from ..engine import state
 from ..errors import PLUGIN_ERRORS, SlowDtypeWarning, raise_if_callers, warn_user
-from ..policy.names import dtype_name
 from ..registry.backend import Backend
 from ..registry.checks import ask_slow_reason
 from ..registry.registry import registry
@@ -33,6 +32,8 @@ class SlowDtype:
 
     def __str__(self) -> str:
         """Return the beginning of a sentence that says why the dtype is slow."""
+        from ..policy.names import dtype_name  # few programs are warned
+
         return f"{dtype_name(self.dtype)} is slow on {self.backend.device_type}: {self.reason}"
 
     def faster_recipes(self) -> Mapping[str, str]:

@@ -12,7 +12,6 @@ from ..common import env
 from ..common.atfork import hold_during_fork
 from ..common.versions import name_and_version
 from ..errors import BackendBrokenError, BackendConflictError, BackendNotFoundError, warn_user
-from ..policy.names import hint
 from .backend import Backend, Extension
 from .backend_loader import BackendLoader
 from .checks import check_availability
@@ -62,6 +61,8 @@ def _candidates(entry_points: Iterable[importlib.metadata.EntryPoint], third_par
 def _warn_of_unknown(variable: str, named: Iterable[str], offered: Iterable[str]) -> None:
     """Warn of device types that a variable names in vain: no backend is offered for them."""
     for device_type in sorted(set(named) - set(offered)):
+        from ..policy.names import hint  # most programs are not warned
+
         warn_user(
             f"{variable} names {device_type!r}, which no installed distribution offers a backend for: "
             + hint(device_type, sorted(offered))

@@ -8,7 +8,7 @@ import torch
 import polycast
 from polycast import CastPolicy
 from polycast.engine.installation import kernels_of, torch_ops
-from polycast.policy.standard import COMPOSED_OPS
+from polycast.policy.schemas import COMPOSED_OPS
 
 pytestmark = pytest.mark.usefixtures("engine")
 

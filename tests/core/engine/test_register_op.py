@@ -10,7 +10,7 @@ from polycast import CastPolicy
 from polycast.engine.installation import kernels_of
 from polycast.plugin import find_op
 from polycast.policy.cast_policy import registrations
-from polycast.policy.standard import COMPOSED_OPS
+from polycast.policy.schemas import COMPOSED_OPS
 
 LOWER = CastPolicy.LOWER_PRECISION_FP
 NAME = "polycast_test::scale"

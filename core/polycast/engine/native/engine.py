@@ -14,8 +14,7 @@ from ...common.atfork import hold_during_fork
 from ...errors import StaleWeightError
 from ...policy.cast_policy import CastPolicy
 from ...policy.matching import letters_of, operands_of
-from ...policy.schemas import hidden_writes, overload_with_dtype
-from ...policy.standard import COMPOSED_OPS
+from ...policy.schemas import COMPOSED_OPS, hidden_writes, overload_with_dtype
 from ...registry.backend import Backend, overrides_is_capturing
 from ...torch_internals.dispatcher import OpOverload
 from ...torch_internals.private_names import disable_dynamo

@@ -16,6 +16,7 @@ struct OpList {};
 namespace at::_ops {
 
 // Only in some versions of torch.
+struct _foreach_mm;
 struct cholesky;
 struct qr;
 struct linalg_matrix_sqrth;
@@ -23,12 +24,12 @@ struct linalg_matrix_sqrth;
 // The ops of the built-in tables, and others that policies commonly name.
 using UnboxedOps = ::OpList<
     _addmm_activation, _chunk_cat, _convolution, _convolution_deprecated, _embedding_bag,
-    _embedding_bag_forward_only, _foreach_lerp_List, _foreach_lerp_Scalar, _foreach_lerp__List,
+    _embedding_bag_forward_only, _foreach_lerp_List, _foreach_lerp_Scalar, _foreach_lerp__List, _foreach_mm,
     _foreach_lerp__Scalar, _grid_sampler_2d_cpu_fallback, _grouped_mm, _index_put_impl_, _linalg_det,
     _linalg_solve_ex, _log_softmax_backward_data, _lu_with_info, _mps_convolution, _native_batch_norm_legit,
     _native_batch_norm_legit_no_stats, _native_batch_norm_legit_no_training, _native_multi_head_attention,
     _scaled_dot_product_flash_attention, _scaled_dot_product_flash_attention_for_cpu, _softmax_backward_data,
-    _thnn_fused_gru_cell, _thnn_fused_lstm_cell, _unsafe_index_put, _upsample_bicubic2d_aa, _upsample_bilinear2d_aa,
+    _sparse_addmm, _thnn_fused_gru_cell, _thnn_fused_lstm_cell, _unsafe_index_put, _upsample_bicubic2d_aa, _upsample_bilinear2d_aa,
     _upsample_nearest_exact1d, _upsample_nearest_exact2d, _upsample_nearest_exact3d, _weight_norm,
     _weight_norm_interface, abs, acos, adaptive_avg_pool3d, adaptive_max_pool3d, add_Tensor, addbmm, addbmm_,
     addcdiv, addcmul, addmm, addmm_, addmv, addmv_, addr, amax, amin, asin, atan2, avg_pool3d, baddbmm, baddbmm_,

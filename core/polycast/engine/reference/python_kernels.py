@@ -15,8 +15,7 @@ from typing_extensions import override
 
 from ...policy.cast_policy import CastPolicy
 from ...policy.matching import Targets
-from ...policy.schemas import flatten_arguments, hidden_writes, unflatten_arguments
-from ...policy.standard import COMPOSED_OPS
+from ...policy.schemas import COMPOSED_OPS, flatten_arguments, hidden_writes, unflatten_arguments
 from ...registry.backend import Backend
 from ...torch_internals.dispatcher import (
     DispatchKeySet,

@@ -49,6 +49,15 @@ def tensors_in(values: Iterable[object]) -> Iterator[torch.Tensor]:
             yield from tensors_in(value)
 
 
+def tensors_of(value: object, targets: Targets) -> Iterator[tuple[torch.Tensor, torch.dtype | None]]:
+    """Yield the tensors of an argument, each with the dtype that it is cast to or None."""
+    if isinstance(value, torch.Tensor):
+        yield value, targets if isinstance(targets, torch.dtype) else None
+    elif isinstance(value, (list, tuple)):
+        for item, target in zip(value, targets if isinstance(targets, list) else [None] * len(value), strict=True):
+            yield from tensors_of(item, target)
+
+
 def apply_rule(policy: CastPolicy, call: OpCall, fast: torch.dtype, is_eligible: IsEligible) -> OpCall:
     """Return the call that is run in place of `call` under a policy, in a region with a fast dtype.
 
