@@ -23,8 +23,8 @@ class CastPolicy(enum.Enum):
     PROMOTE = "promote"
     """Cast the eligible inputs to float32 if their dtypes differ."""
     MATCH = "match"
-    """If torch would refuse the inputs' dtypes, cast the eligible ones to float32, or, where the op writes to one, to
-    the dtype of that one. Otherwise cast nothing. The ops that the op calls are autocast."""
+    """If torch would refuse the inputs' dtypes, cast them to the dtype of the input that the op writes to or, if it
+    writes to none, to float32. Cast nothing if one is not eligible. The ops that the op calls are autocast."""
     BANNED = "banned"
     """Raise RuntimeError, because the op is not safe in reduced precision."""
     PASSTHROUGH = "passthrough"

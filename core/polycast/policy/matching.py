@@ -1,6 +1,7 @@
-"""MATCH: the operands of each op that must have one dtype, and the dtype that they get where torch would refuse theirs.
+"""MATCH: the operands of an op, which must agree in dtype, and their casts where torch would refuse their dtypes.
 
-The table is data of the core. It says what torch's own kernels take, so an op that works in torch keeps its bits.
+A mixture is the dtypes of all operands of a call. The table says which mixtures torch's own kernels accept: with these
+nothing is cast, and the results are bitwise those of torch.
 """
 
 import functools
@@ -18,14 +19,16 @@ Targets: TypeAlias = "torch.dtype | list[torch.dtype | None] | None"
 
 
 class MatchedOperands(NamedTuple):
-    """What torch's kernels take, for ops that differ from "all tensors, in any one dtype".
+    """The dtypes that torch's kernels of an op accept; by default all its tensors in any one dtype.
 
     Attributes:
-        names: the operands that must agree; none: all tensors.
-        scalars: those of them that may have another dtype if they have no dimensions.
-        mixtures: the mixtures that torch takes: a letter for each operand in the order of `names`; see `_LETTERS`.
-        fills_masks: whether the op is masked_fill for one value and one mask, and takes that value in any dtype.
-        takes_empty: whether it takes tensors without elements in dtypes that there is no kernel for.
+        names: the operands; empty: all tensors.
+        scalars: the operands that may have another dtype if they have no dimensions.
+        mixtures: the mixtures that torch accepts, each a letter for each operand, in the order of `names`; see
+            `_LETTERS`.
+        fills_masks: whether the op calls masked_fill if given one value and one mask, and then accepts any dtype of the
+            value.
+        takes_empty: whether it accepts tensors without elements in dtypes that it has no kernel for.
     """
 
     names: tuple[str, ...] = ()
@@ -85,7 +88,7 @@ _ON_ALL_DEVICES: dict[str, MatchedOperands] = {
     ),
     **dict.fromkeys(("aten::lerp.Tensor", "aten::lerp_.Tensor"), MatchedOperands(scalars=("weight",))),
 }
-"""torch refuses the same of these ops on every device: before it looks for a kernel of the device."""
+"""The ops whose dtypes torch checks before it calls a device's kernel, so it refuses the same ones on every device."""
 
 _ON_VERIFIED_DEVICES: dict[str, MatchedOperands] = {
     **dict.fromkeys(
@@ -141,7 +144,7 @@ _ON_VERIFIED_DEVICES: dict[str, MatchedOperands] = {
     "aten::_scaled_dot_product_flash_attention_for_cpu": MatchedOperands(
         ("query", "key", "value", "attn_mask"), mixtures=("xxxf",)
     ),
-    # What takes a bias of another dtype depends on the processor: it works where oneDNN does not compute the product.
+    # A bias of another dtype is accepted only where oneDNN does not compute the product, so by some processors.
     "aten::convolution": MatchedOperands(_NORM, mixtures=("hhf", "hhb", "bbf", "bbh")),
     **dict.fromkeys(
         (
@@ -160,7 +163,7 @@ _ON_VERIFIED_DEVICES: dict[str, MatchedOperands] = {
     "aten::fake_quantize_per_channel_affine_cachemask": MatchedOperands(("scale",)),
     "aten::linalg_pinv.atol_rtol_tensor": MatchedOperands(("self",)),
 }
-"""What the device's kernels refuse decides for these; so a device gets them once the suite has run on it."""
+"""The ops whose dtypes a device's kernels check: only backends with `is_verified` have them."""
 
 _TABLE = {**_ON_ALL_DEVICES, **_ON_VERIFIED_DEVICES}
 
@@ -174,21 +177,20 @@ def letters_of(dtypes: Iterable[torch.dtype]) -> str:
 
 
 def operands_of(op: OpOverload) -> MatchedOperands:
-    """Return what torch's kernels take of the operands of an op."""
+    """Return the operands of an op, with the dtypes that torch's kernels accept."""
     return _TABLE.get(op._schema.name + f".{op._schema.overload_name}".rstrip("."), _ANY)
 
 
 class Matching:
-    """What MATCH does to the arguments of an op, which are given in the order of its schema.
+    """Decides what MATCH casts the arguments of an op to.
 
     Attributes:
-        positions: those of the operands.
+        positions: the positions of the operands in the op's schema.
         scalars: those of operands that may have another dtype if they have no dimensions.
-        writes: those of operands that the op writes, whose dtype the others get; none: they get float32.
-        mixtures: the mixtures that torch takes.
-        fills_masks: whether the op takes one value for a mask in any dtype.
-        takes_empty: whether it takes tensors without elements in any dtype.
-        by_item: whether the items of lists agree one by one, as in ``_foreach_*`` ops.
+        writes: those of operands that the op writes to. The others are cast to their dtype; if there are none, to
+            float32.
+        mixtures, fills_masks, takes_empty: see :class:`MatchedOperands`.
+        by_item: whether the items of lists must agree one by one, as in ``_foreach_*`` ops.
     """
 
     def __init__(self, op: OpOverload) -> None:
@@ -207,12 +209,12 @@ class Matching:
     def targets(
         self, given: Sequence[Any], is_eligible: IsEligible, missing: Collection[torch.dtype] = ()
     ) -> list[Targets] | None:
-        """Return what each argument is cast to; None if torch takes them as they are, or a cast would not help.
+        """Return what each argument is cast to; None if torch accepts them as they are, or a cast would not help.
 
         Args:
-            given: the arguments.
+            given: the arguments, in the order of the schema.
             is_eligible: whether autocast may cast a tensor.
-            missing: the dtypes that the device has no kernel for; float32 is used in place of them.
+            missing: the dtypes that the device has no kernel for.
         """
         operands = {at: given[at] for at in self.positions}
         if not self.by_item:
@@ -235,7 +237,7 @@ class Matching:
         return [found.get(at) for at in range(len(given))] if found else None
 
     def _tensors(self, at: int, value: object) -> list[torch.Tensor]:
-        """Return the tensors of an operand that must agree with the others."""
+        """Return the tensors of an operand, without those that may have another dtype."""
         values = value if isinstance(value, (list, tuple)) else [value]
         return [each for each in values if isinstance(each, torch.Tensor) and (each.dim() or at not in self.scalars)]
 
@@ -254,7 +256,7 @@ class Matching:
         is_eligible: IsEligible,
         missing: Collection[torch.dtype],
     ) -> torch.dtype | None:
-        """Return the dtype for operands that torch would refuse, or None."""
+        """Return the dtype to cast the operands to; None if torch accepts theirs, or a cast would not help."""
         floats = [each for tensors in operands.values() for each in tensors if each.is_floating_point()]
         dtypes = {each.dtype for each in floats}
         if not floats or not all(each.dtype in _LETTERS and is_eligible(each) for each in floats):
@@ -271,14 +273,14 @@ class Matching:
 
 
 def _spelled(operands: Iterable[Sequence[torch.Tensor]]) -> set[str]:
-    """Return how mixtures spell dtypes: exactly, and, if there is one 16-bit dtype, with an x for it."""
+    """Return the mixture of some operands: with exact letters and, if it has one 16-bit dtype, with an x for that."""
     exact = "".join(_LETTERS.get(operand[0].dtype, "?") if operand else "-" for operand in operands)
     short = set(exact) & {"b", "h"}
     return {exact, *(exact.replace(letter, "x") for letter in short if len(short) == 1)}
 
 
 def _fills_mask(_: object, indices: Sequence[torch.Tensor | None], values: torch.Tensor, *__: object) -> bool:
-    """Return whether ``index_put`` calls ``masked_fill``, as ATen's ``canDispatchToMaskedFill`` says."""
+    """Return whether ``index_put`` calls ``masked_fill``, by the rule of ATen's ``canDispatchToMaskedFill``."""
     masks = [each.dtype in (torch.bool, torch.uint8) for each in indices if each is not None]
     return masks == [True] and values.numel() == 1 and values.is_cpu
 

@@ -1,4 +1,4 @@
-"""Cast what a module returns."""
+"""Cast the tensors that a module returns."""
 
 import copy
 from dataclasses import fields, is_dataclass
@@ -12,9 +12,10 @@ from .cast_containers import ByIdentity
 
 
 class CastResult:
-    """Casts the tensors in one result, also those in dataclasses and in the containers that torch's pytrees know.
+    """Casts the tensors in one result, including those in dataclasses and in containers that torch's pytrees know.
 
-    A container with a cast in it is a copy: the module may keep its own. A tensor that occurs twice is cast once.
+    A container in which a tensor is cast is copied, since the module may keep it. A tensor that occurs twice is cast
+    once.
 
     Args:
         device_type, dtype: eligible tensors on this device are cast to this dtype.
@@ -25,7 +26,7 @@ class CastResult:
         self._casts = ByIdentity()
 
     def of(self, value: Any, around: tuple[Any, ...] = ()) -> Any:
-        """Return a value in the result with its tensors cast; `around` are the dataclasses that contain it."""
+        """Return the result, or a value in it, with its tensors cast; `around` are the dataclasses that contain it."""
         if isinstance(value, torch.Tensor):
             return self._cast(value)
         changed = False

@@ -183,11 +183,11 @@ class Backend(Extension):
             reason.
         optional_ops: optional; ops of `policies` that a torch which the backend supports may lack, each with the
             reason. The conformance suite fails for other ops that the running torch lacks: they may be misspelled.
-        is_verified: whether the conformance suite has passed on the device itself. Then `matched_ops` has also those
-            ops for which the device's kernels decide what mixtures of dtypes they take.
-        missing_kernels: optional; the dtypes below float32 that the device has no kernels for, by op, or by layout for
-            ops with LOWER_PRECISION_FP on a tensor in that layout. Float32 is used in place of them: by ops with
-            LOWER_PRECISION_FP in regions with such a fast dtype, by others, which have MATCH, for such inputs.
+        is_verified: whether the conformance suite has passed on the device itself. If so, `matched_ops` includes the
+            ops for which the device's kernels decide whether they accept mixed dtypes.
+        missing_kernels: optional; the dtypes narrower than float32 that the device has no kernels for, by op or by
+            layout. An op with LOWER_PRECISION_FP runs in float32 if the fast dtype is missing for it, or for the layout
+            of one of its inputs. An op without a policy gets MATCH, which casts inputs of a missing dtype.
 
     It may have kernels for recipes, and ops in C++, as an :class:`Extension` has: see there.
     """
@@ -203,12 +203,12 @@ class Backend(Extension):
 
     @property
     def matched_ops(self) -> frozenset[str]:
-        """The ops that have the policy MATCH, by dispatcher name, except those in `policies`."""
+        """The ops that have the policy MATCH without being in `policies`, by dispatcher name."""
         missing = (name for name in self.missing_kernels if isinstance(name, str))
         return (MATCHED if self.is_verified else MATCHED_ON_ALL_DEVICES).union(missing).difference(self.policies)
 
     def missing_dtypes(self, op: str, values: Iterable[object] = ()) -> frozenset[torch.dtype]:
-        """Return the dtypes that the device has no kernel for, for an op and the layouts of its arguments."""
+        """Return the dtypes for which the device has no kernel of an op with arguments of these layouts."""
         keys: set[str | torch.layout] = {op, *(value.layout for value in values if isinstance(value, torch.Tensor))}
         return frozenset(dtype for key in keys & self.missing_kernels.keys() for dtype in self.missing_kernels[key])
 

@@ -1,4 +1,4 @@
-"""Find the casts by MATCH that cost time, or that overflow in the dtype of a written tensor."""
+"""Find casts by MATCH that take time, or that overflow in the dtype of the tensor that an op writes to."""
 
 import functools
 from collections.abc import Iterable, Iterator
@@ -11,7 +11,7 @@ from .remedies import FLOAT32_RANGE, writes
 from .text import module_text, size, times_text
 
 _LARGE_CAST = 1 << 16
-"""The bytes from which on they, and no longer the call, take most of the time of a cast."""
+"""The size in bytes from which copying them takes longer than the overhead of a cast."""
 
 
 def is_matched(cast: Cast) -> bool:
@@ -20,7 +20,7 @@ def is_matched(cast: Cast) -> bool:
 
 
 def matched_dtypes(facts: Facts) -> Iterator[Finding]:
-    """Yield a finding for each op, module and pair of dtypes with large casts by MATCH."""
+    """Yield a finding for each op, module, source and target dtype with large casts by MATCH."""
     alike: dict[tuple[str, str | None, str, str], list[Cast]] = {}
     for cast in facts.casts:
         if is_matched(cast):
@@ -44,7 +44,7 @@ def matched_dtypes(facts: Facts) -> Iterator[Finding]:
 
 
 def _remedy(op: str, dtypes: set[str], source: str, target: str) -> str:
-    """Return what to do about casts of inputs of an op, whose inputs have some dtypes."""
+    """Return what to do about casts of an op's inputs from `source` to `target`; `dtypes` are those of all inputs."""
     if writes(op):
         return f"Create the tensor that it writes in {source}, or the values in {target}."
     if dtypes == {source}:
@@ -55,7 +55,7 @@ def _remedy(op: str, dtypes: set[str], source: str, target: str) -> str:
 
 
 def narrowed_from(casts: Iterable[Cast], op: str, module: str | None, phase: str, target: str) -> list[str]:
-    """Return the dtypes of the inputs of an op that MATCH cast to a dtype with less range than float32."""
+    """Return the dtypes from which MATCH cast inputs of an op to `target`, if that has less range than float32."""
     if target in FLOAT32_RANGE:
         return []
     of_op = (each for each in casts if (each.op, each.module, each.phase, each.target) == (op, module, phase, target))
@@ -63,6 +63,6 @@ def narrowed_from(casts: Iterable[Cast], op: str, module: str | None, phase: str
 
 
 def match_text(sources: Iterable[str], target: str) -> str:
-    """Return a sentence on casts from some dtypes to that of a written tensor; empty without any."""
+    """Return a sentence on casts from `sources` to the dtype of the tensor that an op writes to; empty if none."""
     cast = " and ".join(sources)
     return f" Its inputs in {cast} are cast to {target}, the dtype of the tensor that it writes." if cast else ""

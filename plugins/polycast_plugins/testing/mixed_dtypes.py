@@ -1,4 +1,4 @@
-"""Checks of the ops that have MATCH: mixtures of dtypes among their operands."""
+"""Checks of the ops that have MATCH, on inputs of mixed dtypes."""
 
 import itertools
 import warnings
@@ -19,10 +19,10 @@ _MOST_OPERANDS = 5
 
 
 class MixedDtypeChecks(Subject):
-    """Ops whose operands may have different dtypes in regions."""
+    """Checks of the ops that accept inputs of mixed dtypes in regions."""
 
     def test_mixed_dtypes(self, device: Device) -> None:
-        """Where torch refuses a mixture, a region computes as after a cast by hand; otherwise as torch does."""
+        """Where torch refuses the dtypes, a region gives the result of a cast by hand; otherwise that of torch."""
         known = {**MIXED_SAMPLES, **self.samples}
         names = (
             device.backend.matched_ops - device.backend.policies.keys() - read_expected(self.expected_failures).keys()
@@ -52,7 +52,7 @@ class MixedDtypeChecks(Subject):
 
 
 def _torchs_region(device: Device) -> AbstractContextManager[Any]:
-    """Return a region of torch's, which has the same op table without MATCH; torch has none for absent devices."""
+    """Return a region of torch's, where MATCH does not cast; for a device that is absent, one of polycast's."""
     return device.region() if device.fake else torch.autocast(device.type)
 
 
@@ -62,7 +62,7 @@ def _floats(tree: Any, device: Device) -> list[torch.Tensor]:
 
 
 def _mixtures(sample: Sample, device: Device) -> Iterator[Any]:
-    """Yield the arguments of a sample with its floating-point tensors in float32 and in the fast dtype, in all ways."""
+    """Yield the arguments of a sample with each combination of float32 and the fast dtype in its tensors."""
     torch.default_generator.manual_seed(0)
     leaves, structure = tree_flatten(split(sample(device)))
     positions = [at for at, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
@@ -75,7 +75,7 @@ def _mixtures(sample: Sample, device: Device) -> Iterator[Any]:
 
 
 def _outcome(op: Any, arguments: Any, region: Any) -> Any:
-    """Return the result of a call and its arguments afterwards, or what it raises."""
+    """Return the result of a call and its arguments after it, or the exception that it raises."""
     args, kwargs = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, arguments)
     try:
         with warnings.catch_warnings(), region:
@@ -87,7 +87,7 @@ def _outcome(op: Any, arguments: Any, region: Any) -> Any:
 
 
 def _by_hand(op: Any, arguments: Any, device: Device) -> Any:
-    """Return arguments cast as a caller would: to the dtype of the tensor that is written, or to float32."""
+    """Return arguments cast as a caller would: to the dtype of the tensor that the op writes to, or to float32."""
     args, _ = arguments
     written = [
         value
@@ -163,4 +163,4 @@ MIXED_SAMPLES: Mapping[str, Sample] = {
     **_rows("linalg_lu linalg_lu_factor linalg_lu_factor_ex linalg_slogdet logdet _linalg_det", lambda m: (m.spd(3),)),
     **_rows("linalg_solve_triangular", lambda m: (m.spd(3), m(3, 2), {"upper": True})),
 }
-"""Samples of ops that have MATCH. Their written tensor is the first argument."""
+"""Samples of ops that may have MATCH. Ops that write to a tensor write to their first argument."""

@@ -1,4 +1,4 @@
-// MATCH: the operands of a call that torch would refuse, and their casts. Read policy/matching.py first: it is the same in Python.
+// MATCH: cast the operands of a call whose dtypes torch would refuse. Read policy/matching.py first: it is the same in Python.
 
 #pragma once
 
@@ -11,7 +11,7 @@ namespace {
 // The letter of a dtype in policy/matching.py.
 char letter_of(ScalarType dtype) { return dtype == at::kFloat ? 'f' : dtype == at::kBFloat16 ? 'b' : dtype == at::kHalf ? 'h' : '?'; }
 
-// What torch's kernels take, for an op that is in the table of matching.py.
+// The dtypes that torch's kernels of an op accept: a row of the table in matching.py.
 struct MatchedOperands {
   std::vector<std::string> names, scalars, mixtures;
   bool fills_masks = false, takes_empty = false;
@@ -31,7 +31,7 @@ struct MissingKernels {
   }
 };
 
-// The operands of an op; an argument is counted among those with tensors.
+// The operands of an op. Arguments are numbered among those that have tensors.
 class Matching {
  public:
   Matching(const MatchedOperands& operands, const MissingKernels& missing, const c10::FunctionSchema& schema)
@@ -50,18 +50,18 @@ class Matching {
   struct Argument {
     bool is_operand;
     bool may_differ_as_scalar;  // if it has no dimensions
-    bool is_written;            // so the others get its dtype
+    bool is_written;            // so the others are cast to its dtype
   };
 
   std::vector<Argument> arguments;
-  std::vector<std::string> mixtures;  // that torch takes
+  std::vector<std::string> mixtures;  // that torch accepts
   const MissingKernels& missing;
-  bool fills_masks;  // for one mask and one value, which may have any dtype
-  bool takes_empty;  // in any dtype
-  bool by_item;  // whether the items of lists agree one by one
+  bool fills_masks;  // with one mask, one value of any dtype
+  bool takes_empty;  // tensors without elements, in any dtype
+  bool by_item;  // whether the items of lists must agree one by one
 };
 
-// Whether the floating-point tensors of a call have different dtypes: otherwise, torch takes them if it has a kernel for the dtype.
+// Whether the floating-point tensors of a call differ in dtype. If not, torch accepts them if it has a kernel for the dtype.
 struct Mixture {
   ScalarType dtype = ScalarType::Undefined;  // of one
   bool is_mixed = false;
@@ -115,7 +115,7 @@ class Match {
     tensors_.push_back({item, argument, dtype, is_fast_or_float32(dtype) && is_eligible(tensor, device_), role.is_written});
   }
 
-  // Return whether operands are to be cast, as far as their dtypes decide.
+  // Find the casts; return whether there are any.
   bool decide() {
     if (indices_ == 1 && masks_ == 1 && is_one_value_) {
       return false;
@@ -133,7 +133,7 @@ class Match {
     return is_any_cast;
   }
 
-  // Return the specification for an item of an argument.
+  // Return the cast of an item of an argument.
   MatchSpec of(size_t argument, size_t item) const {
     const auto wanted = std::tie(item, argument);
     const auto* const found = std::lower_bound(
@@ -154,7 +154,7 @@ class Match {
     return std::any_of(sizes.begin(), sizes.end(), [](const c10::SymInt& size) { return size.maybe_as_int() == int64_t{0}; });
   }
 
-  // Return the dtype for operands that torch would refuse, or Undefined.
+  // Return the dtype to cast operands to; Undefined if torch accepts theirs, or a cast would not help.
   ScalarType target_of(const Added* begin, const Added* end) const {
     Mixture floats;
     ScalarType written = ScalarType::Undefined;
@@ -176,7 +176,7 @@ class Match {
     return written == ScalarType::Undefined ? at::kFloat : written;
   }
 
-  // Return whether torch takes the mixture; see _LETTERS in matching.py.
+  // Return whether torch accepts the mixture; see _LETTERS in matching.py.
   bool torch_takes(const Added* begin, const Added* end) const {
     if (matching_.mixtures.empty()) {
       return false;
@@ -201,11 +201,11 @@ class Match {
   const DeviceType device_;
   int indices_ = 0, masks_ = 0;
   bool is_one_value_ = false, is_empty_ = false;
-  c10::SmallVector<Added, 8> tensors_;  // sorted once they have been decided
+  c10::SmallVector<Added, 8> tensors_;  // sorted by decide()
 };
 
-// Return whether MATCH acts now: in regions of polycast, not in torch's own. Their backward may compute their forward again, in a region of
-// torch's, and graphs that are traced hold some of them as such.
+// Return whether MATCH casts now: in regions of polycast, not in torch's own. A backward pass and a traced graph count as the former: they may
+// run the ops of a region of polycast in one of torch's.
 bool matches_here(DeviceType device) {
   return region_of(device).innermost != nullptr || torch::autograd::get_current_graph_task_id() >= 0 ||
       c10::impl::TorchDispatchModeTLS::any_modes_set();

@@ -131,10 +131,10 @@ class PythonStateMachine:
         return len(self._regions.of(device_type))
 
     def matches(self, device_type: str) -> bool:
-        """Return whether MATCH acts now: in regions of polycast, not in torch's own.
+        """Return whether MATCH casts now: in regions of polycast, not in torch's own.
 
-        Their backward may compute their forward again, in a region of torch's, and graphs that are traced hold some of
-        them as such.
+        A backward pass and a traced graph count as the former: they may run the ops of a region of polycast in one of
+        torch's.
         """
         here = self._regions.innermost(device_type)
         return here is not None or current_graph_task_id() >= 0 or dispatch_mode_count() > 0
