@@ -24,7 +24,7 @@ struct Op {
   std::string refusal;  // the error of a BANNED op
   std::vector<size_t> written;  // positions of the tensors that it writes, though its schema does not say so
   int writing_flag;             // position of the flag without which it does not; -1: it always does
-  bool is_composed;             // one of COMPOSED_OPS in policy/standard.py
+  bool is_composed;             // one of COMPOSED_OPS in policy/schemas.py
   MatchedOperands operands;     // for MATCH
   MissingKernels missing;
   std::optional<c10::OperatorHandle> with_dtype;  // for FP32_APPEND_DTYPE, the overload with a dtype

@@ -319,10 +319,7 @@ def _plan_of_recipes_text(generation: int, backend: Backend, recipe: str) -> Pla
 
 @disable_dynamo
 def perform(op: str, device_type: str, args: Sequence[Any], checked: bool = False) -> Performed:
-    """Compute an op by the recipe of this thread's region; see :meth:`.Plan.perform`.
-
-    Called with autocast off for the device.
-    """
+    """Compute an op by the recipe of this thread's region, with autocast off for it; see :meth:`.Plan.perform`."""
     override, cache = state.machine.innermost(device_type)
     plan = None if override is None else plan_of(override, device_type)
     if plan is None or torch.get_autocast_dtype(device_type) in plan.backend.missing_dtypes(op):
