@@ -168,7 +168,7 @@ def test_ops_that_are_matched_compute_where_torch_refuses_them(monkeypatch):
         if names & (matched | {f"native_{each}" for each in names & {"batch_norm", "layer_norm", "group_norm"}}):
             calls += calls_of(op, chance, most=2)
     assert len(calls) > 500
-    assert check(calls, ("reference", "native"), monkeypatch) > 200
+    assert check(calls, ("reference", "native"), monkeypatch) > 150
 
 
 @pytest.mark.slow
@@ -176,4 +176,4 @@ def test_ops_that_are_matched_compute_where_torch_refuses_them(monkeypatch):
 def test_all_ops_compute_where_torch_refuses_them_and_keep_their_bits_elsewhere(monkeypatch):
     chance = random.Random(1)
     calls = [call for op in opinfos() for call in calls_of(op, chance, most=1)]
-    assert check(calls, ("native",), monkeypatch) > 200
+    assert check(calls, ("native",), monkeypatch) > 150

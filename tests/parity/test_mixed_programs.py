@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.torch_version import TorchVersion
 
 import polycast
 
@@ -191,6 +192,8 @@ def outcome(region, program, text, c):
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_program_computes_as_after_casts_by_hand(name, engine):
     text, program = PROGRAMS[name]
+    if name == "addmv" and TorchVersion(torch.__version__) < "2.13":
+        pytest.skip("this torch takes any dtype for what is added")
     with pytest.raises((RuntimeError, NotImplementedError)):
         outcome(torch.autocast("cpu"), program, text, uncast)
     expected = outcome(torch.autocast("cpu"), program, text, cast)

@@ -4,12 +4,12 @@ A mixture is the dtypes of all operands of a call. The table says which mixtures
 nothing is cast, and the results are bitwise those of torch.
 """
 
-import functools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
+from torch.torch_version import TorchVersion
 
 from ..torch_internals.dispatcher import OpOverload
 
@@ -47,6 +47,8 @@ _BATCH_NORM = (*_NORM, "running_mean", "running_var")
 _NORM_TAKES = ("xff", "xf-", "x-f")
 _BATCH_NORM_TAKES = ("xffff", "xff--", "xf-ff", "xf---", "x-fff", "x-f--", "x--ff")
 
+_ADDMV_TAKES = ("fxx", "xff", "hbb", "bhh") if TorchVersion(torch.__version__) < "2.13" else ()
+
 _ON_ALL_DEVICES: dict[str, MatchedOperands] = {
     **dict.fromkeys(
         (
@@ -57,7 +59,6 @@ _ON_ALL_DEVICES: dict[str, MatchedOperands] = {
             "aten::_foreach_lerp_.Scalar",
             "aten::_foreach_lerp.ScalarList",
             "aten::_foreach_lerp_.ScalarList",
-            "aten::addmv",
             "aten::addmv_",
             "aten::baddbmm_",
             "aten::bilinear",
@@ -86,6 +87,7 @@ _ON_ALL_DEVICES: dict[str, MatchedOperands] = {
     **dict.fromkeys(
         ("aten::_linalg_solve_ex", "aten::linalg_ldl_solve", "aten::linalg_lu_solve"), MatchedOperands(takes_empty=True)
     ),
+    "aten::addmv": MatchedOperands(mixtures=_ADDMV_TAKES),
     **dict.fromkeys(("aten::lerp.Tensor", "aten::lerp_.Tensor"), MatchedOperands(scalars=("weight",))),
 }
 """The ops whose dtypes torch checks before it calls a device's kernel, so it refuses the same ones on every device."""
@@ -287,9 +289,3 @@ def _fills_mask(_: object, indices: Sequence[torch.Tensor | None], values: torch
 
 def _is_written(argument: Any) -> bool:
     return argument.alias_info is not None and argument.alias_info.is_write
-
-
-@functools.cache
-def matching_of(op: OpOverload) -> Matching:
-    """Return what MATCH does to the arguments of an op."""
-    return Matching(op)

@@ -3,13 +3,14 @@
 The reference engine runs that call, and ``explain`` describes it.
 """
 
+import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from ...policy.cast_policy import CastPolicy
-from ...policy.matching import IsEligible, Targets, matching_of
+from ...policy.matching import IsEligible, Matching, Targets
 from ...policy.schemas import flatten_arguments, optional_dtype, overload_with_dtype
 from ...torch_internals.dispatcher import OpOverload
 
@@ -47,6 +48,12 @@ def tensors_in(values: Iterable[object]) -> Iterator[torch.Tensor]:
             yield value
         elif isinstance(value, (list, tuple)):
             yield from tensors_in(value)
+
+
+@functools.cache
+def matching_of(op: OpOverload) -> Matching:
+    """Return what MATCH does to the arguments of an op."""
+    return Matching(op)
 
 
 def tensors_of(value: object, targets: Targets) -> Iterator[tuple[torch.Tensor, torch.dtype | None]]:
