@@ -104,8 +104,6 @@ def _without_arguments(op: str, region: Settings, backend: Backend) -> Explanati
     override = region.override
     if override is None or override.recipe is None or op not in override.recipe_ops:
         return found
-    if region.dtype in backend.missing_dtypes(op):
-        return found
     has_policy = policy not in (None, CastPolicy.MATCH)
     if policy is not CastPolicy.LOWER_PRECISION_FP and (has_policy or op not in override.recipe.without_policy):
         return found

@@ -322,9 +322,7 @@ def perform(op: str, device_type: str, args: Sequence[Any], checked: bool = Fals
     """Compute an op by the recipe of this thread's region, with autocast off for it; see :meth:`.Plan.perform`."""
     override, cache = state.machine.innermost(device_type)
     plan = None if override is None else plan_of(override, device_type)
-    if plan is None or torch.get_autocast_dtype(device_type) in plan.backend.missing_dtypes(op):
-        return None, None
-    return plan.perform(op, args, cache, checked)
+    return (None, None) if plan is None else plan.perform(op, args, cache, checked)
 
 
 def plan_of(override: Override, device_type: str) -> Plan | None:
