@@ -25,11 +25,13 @@ class Engine(state.StateMachine, Protocol):
         name: ``"native"`` or ``"reference"``.
         origin: where its library came from, in words; empty for the engine in Python.
         build_failure: why the native engine could not be built, if that is why this one runs.
+        keeps_actions: whether it runs what a plan decided for a call again for like calls, without Python.
     """
 
     name: str
     origin: str
     build_failure: str
+    keeps_actions: bool
 
     def kernels(self, backend: Backend, policies: Mapping[str, CastPolicy], /) -> Kernels:
         """Install a backend's kernels for the ops of `policies`."""

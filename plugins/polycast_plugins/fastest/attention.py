@@ -106,9 +106,9 @@ def op_action(
 ) -> Plan.Action | None:
     """Return the action that calls an op in native/ops.cpp; None if that cannot be compiled. See `Plan.Action`.
 
-    Also None on the reference engine, which keeps no actions: it would wait for a compiler in vain.
+    Also None on an engine that keeps no actions, which would wait for a compiler in vain.
     """
-    if choose_engine().name == "reference" or not load_ops(OPS.package).available:
+    if not choose_engine().keeps_actions or not load_ops(OPS.package).available:
         return None
     return Plan.call_action(getattr(torch.ops.polycast_fastest, name).default, weight, prepack_id, constants)
 

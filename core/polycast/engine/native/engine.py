@@ -79,6 +79,7 @@ class NativeEngine:
     """The engine in C++."""
 
     name = "native"
+    keeps_actions = True
 
     def __init__(self, extension: ModuleType, origin: str, sources: Mapping[str, bytes]) -> None:
         self.origin = origin

@@ -33,6 +33,7 @@ class ReferenceEngine(PythonStateMachine):
     """The engine that needs no compiler."""
 
     name = "reference"
+    keeps_actions = False
     origin = ""
     build_failure = ""
 
