@@ -23,7 +23,7 @@ class OpCall(NamedTuple):
     kwargs: dict[str, Any]
     dtype: torch.dtype | None = None
     targets: Sequence[Targets] = ()
-    """What each argument is cast to, in the order of the op's schema; none: only `dtype` says so."""
+    """The dtypes that arguments are cast to, in the order of the op's schema; empty: `dtype` holds for all."""
     missing: Collection[torch.dtype] = ()
     """The dtypes that the device has no kernel for."""
 
