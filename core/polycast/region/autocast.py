@@ -15,15 +15,15 @@ from ..engine import state
 from ..engine.state import RegionBase, Settings
 from ..registry.registry import registry
 from ..torch_internals.private_names import disable_dynamo
-from .resolve import prepare, resolve
-from .suspend import Suspendable, decorate, enter, in_block, leave
+from .resolve import enter, leave, prepare, resolve
 
 if TYPE_CHECKING:
     from ..engine.casts.weight_cache import WeightCache
     from ..policy.recipe import RecipeLike
     from ..policy.value import PolicyLike
+    from .suspend import Suspendable
 else:
-    PolicyLike = RecipeLike = WeightCache = Any  # for typing.get_type_hints, without the imports
+    PolicyLike = RecipeLike = Suspendable = WeightCache = Any  # for typing.get_type_hints, without the imports
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -152,9 +152,13 @@ class autocast(RegionBase, TorchAutocast):
                 f"autocast()(func) requires a callable, but got {type(func).__name__}. To run a block in the region, "
                 f"write: with polycast.autocast({self.device!r}): ..."
             )
+        from .suspend import decorate, in_block  # most regions are blocks
+
         return decorate(func, in_block(self), self._suspendable)
 
     def _suspendable(self) -> Suspendable:
+        from .suspend import Suspendable
+
         return Suspendable(self._settings)
 
     @property
@@ -232,6 +236,7 @@ class LibraryRegion(autocast):
             block: the context manager that calls of plain functions run in: an object that enters this region.
             before: called before the body of another function starts.
         """
+        from .suspend import decorate, in_block
 
         def suspendable() -> Suspendable:
             before()
@@ -240,6 +245,8 @@ class LibraryRegion(autocast):
         return decorate(func, in_block(block), suspendable)
 
     def _suspendable(self) -> Suspendable:
+        from .suspend import Suspendable
+
         return Suspendable(self.entered()._settings)
 
 

@@ -1,4 +1,4 @@
-"""Resolve the arguments of a region to its settings, and install what it needs when it is entered.
+"""Resolve the arguments of a region to its settings; enter it, with what it needs installed, and leave it.
 
 The memos and late imports keep a region cheap: most have neither a policy nor a recipe.
 """
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..compilers.export import record_entry, record_exit
 from ..engine import state
 from ..engine.installation import install_for
 from ..engine.override import REGIONS_POLICY, Override, make_override
@@ -89,6 +90,27 @@ def prepare(settings: Settings) -> None:
         from ..compilers import guards  # most regions have neither an override nor a cache
 
         guards.keep_eager()
+
+
+def enter(owner: object, settings: Settings, recorded: Settings | None = None) -> None:
+    """Enter a region on this thread, with its kernels installed; torch.export records it, or another in its place."""
+    in_function_mode = state.machine.enter(owner, settings)
+    try:
+        if settings.ready_key not in state.ready:
+            prepare(settings)
+        if in_function_mode:
+            record_entry(settings if recorded is None else recorded)
+    except BaseException:
+        state.machine.leave(owner)
+        raise
+
+
+def leave(owner: object) -> bool:
+    """Leave a region on this thread, and return whether the thread was in it."""
+    in_function_mode = state.machine.leave(owner)
+    if in_function_mode:
+        record_exit()
+    return in_function_mode is not None
 
 
 def _find_backend(device_type: object) -> Backend:

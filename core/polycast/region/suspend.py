@@ -16,35 +16,13 @@ from typing import Any, TypeVar, cast
 import torch
 from typing_extensions import Self
 
-from ..compilers.export import record_entry, record_exit
 from ..engine import state
 from ..engine.state import Settings
 from ..torch_internals.private_names import disable_dynamo
 from . import switched_off
-from .resolve import prepare
+from .resolve import enter, leave
 
 _F = TypeVar("_F", bound=Callable[..., Any])
-
-
-def enter(owner: object, settings: Settings, recorded: Settings | None = None) -> None:
-    """Enter a region on this thread, with its kernels installed; torch.export records it, or another in its place."""
-    in_function_mode = state.machine.enter(owner, settings)
-    try:
-        if settings.ready_key not in state.ready:
-            prepare(settings)
-        if in_function_mode:
-            record_entry(settings if recorded is None else recorded)
-    except BaseException:
-        state.machine.leave(owner)
-        raise
-
-
-def leave(owner: object) -> bool:
-    """Leave a region on this thread, and return whether the thread was in it."""
-    in_function_mode = state.machine.leave(owner)
-    if in_function_mode:
-        record_exit()
-    return in_function_mode is not None
 
 
 class Regions(ContextDecorator):
