@@ -20,6 +20,8 @@ class events:
         recipe_call: the device type, the recipe as text, the op's name in the dispatcher, why the op ran in the
             fast dtype, or None: the recipe computed it, and the distribution whose kernel did, empty if torch's did.
             Compiled code notifies when it runs. With listeners, the engine decides each call anew, which is slower.
+        matched_call: the device type and the op's name, when MATCH casts inputs of a call; the native engine notifies
+            only in torch's dispatch modes, such as that of fake tensors.
         calibration: the kernel, the op and its arguments in the order of the schema, of a call that a recipe would
             compute. On a thread with listeners, such calls run in float32.
         slow_dtype: the device type and the dtype, when the first region without a recipe is made whose dtype is slow.
@@ -92,6 +94,7 @@ class events:
                     listener(False)
 
     recipe_call: Event[Callable[[str, str, str, str | None, str], object]] = Event()
+    matched_call: Event[Callable[[str, str], object]] = Event()
     calibration: Event[Callable[[Any, str, Sequence[Any]], object]] = Event()
     slow_dtype: Event[Callable[[str, torch.dtype], object]] = Event()
     own_work: Event[Callable[[bool], object]] = Event()

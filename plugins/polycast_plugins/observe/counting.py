@@ -118,11 +118,12 @@ class _Counting:
         for number, counts in own.items():
             for name in _with_ancestors(self._reading.modules[number].name) if number != NO_MODULE else ():
                 totals.setdefault(name, []).append(counts)
-        for number, (name, kind) in enumerate(self._reading.modules):
+        for number, (name, kind, rule) in enumerate(self._reading.modules):
             yield Module(
                 **vars(own.get(number, Counts())),
                 module=name,
                 kind=kind,
+                rule=rule,
                 entries=calls[number],
                 total=total_of(totals.get(name, ())),
                 ops=_sorted(combine(ops.get(number, ()))),

@@ -7,12 +7,13 @@ warnings in compiled code, and not run when KeyboardInterrupt leaves a module.
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
 import torch
 from torch import nn
 
+from polycast import rules_of
 from polycast.plugin import Feature, Patch, events
 
 from .observer_library import load_observer
@@ -58,13 +59,14 @@ class KnownModules:
         self._numbers: dict[str, int] = {}
         self._alive: dict[int, weakref.ref[nn.Module]] = {}
         self._roots: dict[str, weakref.ref[nn.Module]] = {}
+        self._models: dict[str, weakref.ref[nn.Module]] = {}
         self._unnamed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._lock = threading.RLock()
 
     def add(self, model: nn.Module, name: str = "") -> None:
         """Add a model, by a name, and the modules in it."""
         for path, module in model.named_modules():
-            full = f"{name}.{path}" if name and path else name or path
+            full = _joined(name, path)
             if full not in self._numbers:
                 self._numbers[full] = len(self.named)
                 self.named.append(ModuleName(full, type(module).__name__))
@@ -73,6 +75,21 @@ class KnownModules:
             self._recorder.add_module(id(module), number)
             for parameter in module.parameters(recurse=False):
                 self._recorder.add_parameter(parameter, number)
+        self._models[name] = weakref.ref(model)
+        self._note_rules_of(model, name)
+
+    def note_rules(self) -> None:
+        """Note the rules that modules have now; a module that has none keeps the one that it had."""
+        for name, model in self._models.copy().items():
+            if (alive := model()) is not None:
+                with suppress(RuntimeError):  # another thread adds modules
+                    self._note_rules_of(alive, name)
+
+    def _note_rules_of(self, model: nn.Module, name: str) -> None:
+        for path, rule in rules_of(model).items():
+            number = self._numbers.get(_joined(name, path))
+            if number is not None:
+                self.named[number] = self.named[number]._replace(rule=rule)
 
     def add_called(self, module: nn.Module, root: nn.Module) -> None:
         """Add a called module by its path in `root`, the module that the program called, named after its class."""
@@ -108,6 +125,10 @@ class KnownModules:
             recorder.forget_module(address)
 
         return forget
+
+
+def _joined(name: str, path: str) -> str:
+    return f"{name}.{path}" if name and path else name or path
 
 
 before: events.Event[Callable[[nn.Module, nn.Module], object]] = events.Event()

@@ -266,6 +266,7 @@ class _Observing:
 
     def read(self) -> Reading:
         """Return the counts so far."""
+        self._modules.note_rules()
         return read(self._recorder, self._modules.named)
 
     def _run_so_far(self) -> Run:

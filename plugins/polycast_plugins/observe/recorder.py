@@ -20,10 +20,11 @@ NONFINITE = ("ignore", "record", "raise")
 
 
 class ModuleName(NamedTuple):
-    """The name and the class name of a module."""
+    """The name and the class name of a module, and its rule."""
 
     name: str
     kind: str
+    rule: str = ""
 
 
 @dataclass(frozen=True)

@@ -108,6 +108,7 @@ class Module(Counts):
     Attributes:
         module: the name in ``model.named_modules()``; ``""`` is the model itself.
         kind: the name of the class.
+        rule: its rule of :func:`polycast.apply_policy`, as text; empty if it has none of its own.
         entries: how often it was called.
         total: the counts of the module and all modules inside it.
         ops: its own ops.
@@ -115,6 +116,7 @@ class Module(Counts):
 
     module: str = ""
     kind: str = ""
+    rule: str = ""
     entries: int = 0
     total: Counts = field(default_factory=Counts)
     ops: tuple[Op, ...] = ()
@@ -226,8 +228,7 @@ class Compiled:
 
     Attributes:
         region: torch's name, ``"Torch-Compiled Region: 0/0"``: the numbers of the frame and of its compilation.
-        module: the module that called it; None: none of the model's.
-        calls: how often it ran.
+        module, calls: the module that called it (None: none of the model's), and how often.
     """
 
     region: str
@@ -263,8 +264,7 @@ class Chain:
         kind, ops: the kind of finding, and the ops in order.
         module: the module that called the op in question; None: none of the model's.
         dtype: the fast dtype.
-        count: how often.
-        bytes: the bytes that were computed or cast in a wider dtype, or back and forth.
+        count, bytes: how often, and the bytes that were computed or cast in a wider dtype, or back and forth.
         consumers: for ``"unlisted_float32_op"``, the casts of the op's result, by the module that needed them.
     """
 

@@ -76,6 +76,7 @@ _MAX_OPS = 20
 _MAX_FINDINGS = 8
 _MAX_PLACES = 3
 _MAX_LOW_BIT = 8
+_MAX_RULES = 8
 _MAX_MATMULS = 10
 _MIN_SHARE = 0.01
 """The smallest share of the matmuls' operations that has a line."""
@@ -96,6 +97,7 @@ def shown(facts: Facts, findings: Iterable[Finding]) -> Group:
         parts.append(Text(f"... and {others:,} more, inner ops included: see seen.ops"))
     parts += [Text(_cut(line, _LONGEST_LINE)) for line in matmul_lines(facts.matmuls)]
     parts += _bounded([_cut(line, _LONGEST_LINE) for line in recipe_lines(facts.low_bit)], _MAX_LOW_BIT, "seen.low_bit")
+    parts += _bounded([_cut(line, _LONGEST_LINE) for line in _rule_lines(facts)], _MAX_RULES, "seen.modules")
     groups = grouped(findings)
     if groups:
         lines = [_cut(_finding_line(group), 2 * _LONGEST_LINE) for group in groups]
@@ -137,6 +139,17 @@ def _called(facts: Facts) -> list[Op]:
 
 def _dtypes(counts: Mapping[str, int]) -> str:
     return ", ".join(counts)
+
+
+def _rule_lines(facts: Facts) -> Iterator[str]:
+    """Yield a line for each rule of modules."""
+    modules: dict[str, list[str]] = {}
+    for each in facts.modules:
+        if each.rule:
+            modules.setdefault(each.rule, []).append(_cut(module_text(each.module), _LONGEST_NAME))
+    for rule, names in modules.items():
+        more = len(names) - _MAX_PLACES
+        yield f"rule {rule} in {', '.join(names[:_MAX_PLACES])}{f' and {more:,} more modules' if more > 0 else ''}"
 
 
 def _finding_line(group: Sequence[Finding]) -> str:

@@ -1,6 +1,7 @@
 """``explain``: what autocast does to an op, or to the modules of a model, without running it."""
 
 import copy
+import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
@@ -160,6 +161,8 @@ def _explain_model(
             stack.enter_context(watched(copied, in_this_thread(calls)))
             events.recipe_call.add(calls.note_declined)
             stack.callback(events.recipe_call.remove, calls.note_declined)
+            events.matched_call.add(calls.note_match, threading.get_ident())
+            stack.callback(events.matched_call.remove, calls.note_match)
             stack.enter_context(mode)
             stack.enter_context(calls)
             _run(copied, args, kwargs)
@@ -261,6 +264,11 @@ class _Calls(DispatchMode):  # type: ignore[misc]
         if self._open and reason is not None:
             self._open[-1].declined[op] = reason
 
+    def note_match(self, _device: str, op: str) -> None:
+        """Note that MATCH casts inputs of an op."""
+        if self._open:
+            self._open[-1].matched[op] += 1
+
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self._open and (what := _computes_in(op, args)) is not None:
             self._open[-1].compute[what] += 1
@@ -283,13 +291,15 @@ class _Module:
         self.compute: Counter[str] = Counter()
         self.output: dict[torch.dtype, None] = {}
         self.declined: dict[str, str] = {}
+        self.matched: Counter[str] = Counter()
 
     def explanation(self) -> ModuleExplanation:
         weights = tuple(dict.fromkeys(_floating(self.module.parameters(recurse=False))))
         compute = dict(self.compute.most_common())
         kind = type(self.module).__name__
         return ModuleExplanation(
-            self.name, kind, self.calls, self.rule, weights, compute, tuple(self.output), self.declined
+            *(self.name, kind, self.calls, self.rule, weights, compute, tuple(self.output)),
+            *(self.declined, dict(self.matched)),
         )
 
 

@@ -209,6 +209,7 @@ class ModuleExplanation(Result):
             ``"int8"``. Casts, views, and ops on integers do not count.
         output: the dtypes of the floating-point tensors that it returns.
         declined: why the recipe does not compute ops of this module, by op.
+        matched: by op, the number of calls whose inputs ``CastPolicy.MATCH`` casts.
     """
 
     name: str
@@ -219,6 +220,7 @@ class ModuleExplanation(Result):
     compute: Mapping[str, int]
     output: tuple[torch.dtype, ...]
     declined: Mapping[str, str]
+    matched: Mapping[str, int]
 
 
 @dataclass(frozen=True)
@@ -252,14 +254,16 @@ class ModelExplanation(Result):
             yield each.name or "(model)", each.kind, _names(each.weights), compute, _names(each.output), each.rule
 
     def lines(self) -> list[str]:
-        """Return the region, and what its recipe declines."""
+        """Return the region, what its recipe declines, and the ops that have MATCH in effect."""
         recipe = "" if self.recipe is None else f" and {self.recipe.short}"
-        reasons: dict[str, list[str]] = {}
+        names: dict[tuple[str, str], list[str]] = {}
         for each in self.modules:
-            for op, reason in each.declined.items():
-                reasons.setdefault(f"{op.removeprefix('aten::')}: {reason}", []).append(each.name or "(model)")
-        declined = [f"Declined in {_some(names)}: {what}" for what, names in reasons.items()]
-        return [f"In a region of {dtype_name(self.dtype)}{recipe} on {self.device_type}.", *declined]
+            notes = [("Declined", f"{op.removeprefix('aten::')}: {reason}") for op, reason in each.declined.items()]
+            notes += [("Cast by MATCH", f"inputs of {op.removeprefix('aten::')}") for op in each.matched]
+            for note in notes:
+                names.setdefault(note, []).append(each.name or "(model)")
+        lines = [f"{verb} in {_some(modules)}: {what}" for (verb, what), modules in names.items()]
+        return [f"In a region of {dtype_name(self.dtype)}{recipe} on {self.device_type}.", *lines]
 
 
 def _names(dtypes: tuple[torch.dtype, ...]) -> str:

@@ -51,6 +51,24 @@ def test_casts_are_counted_by_module_and_totals_include_inner_modules(engine):
     assert {module.module: module.casts for module in seen.modules}["1"] == 0
 
 
+@pytest.mark.parametrize("is_inside", [False, True], ids=["before the block", "inside"])
+@pytest.mark.parametrize(("observer", "prefix"), [(polycast.observe, ""), (observe_program, "Sequential.")])
+def test_modules_have_their_rules(engine, observer, prefix, is_inside):
+    net = model()
+    rules = polycast.Policy(modules={"1": "fp32", "2": {"output": "float32"}})
+    if not is_inside:
+        polycast.apply_policy(net, rules)
+    with observer(*[net] * (observer is polycast.observe)) as seen, polycast.autocast("cpu"):
+        net(torch.ones(1, 4))
+        if is_inside:
+            polycast.apply_policy(net, rules)
+        net(torch.ones(1, 4))
+    assert {each.module: each.rule for each in seen.modules if each.rule} == {
+        f"{prefix}1": "1 = 'fp32'",
+        f"{prefix}2": "2 = {'output': 'float32'}",
+    }
+
+
 def test_backward_ops_belong_to_the_module_of_their_node(engine):
     net = model()
     with polycast.observe(net) as seen:

@@ -13,7 +13,7 @@ from torch import nn
 import polycast
 from polycast_plugins.observe import Observation
 from polycast_plugins.observe.facts import Facts, Run, combine
-from polycast_plugins.observe.records import Chain, LowBit, Op, Region
+from polycast_plugins.observe.records import Chain, LowBit, Module, Op, Region
 
 SAMPLE = Path(__file__).with_name("sample.json")
 
@@ -144,6 +144,14 @@ def test_print_shows_a_table_and_findings(run):
     assert any(line.split()[:3] == ["linear", "forward", "2"] for line in lines)
     assert "Findings" in lines
     assert "polycast.WeightCache()" in text
+
+
+def test_print_shows_the_rules_of_modules():
+    names = ["", *(f"layers.{i}" for i in range(5))]
+    modules = [Module(module=name, rule="** = 'fp32'" if "layers" in name else "ops") for name in names]
+    lines = str(Observation(Facts(modules=tuple(modules)))).splitlines()
+    assert "rule ops in the model" in lines
+    assert "rule ** = 'fp32' in layers.0, layers.1, layers.2 and 2 more modules" in lines
 
 
 @pytest.fixture(scope="module")

@@ -107,6 +107,13 @@ def test_modules_are_a_tree(sample):
     assert rows[0].kind == "TinyGPT"
 
 
+def test_modules_show_their_rules(sample):
+    read = page(sample)
+    rules = [read.data["words"][of[6]] for (*_, (of,)) in read.data["modules"]]
+    assert list(filter(None, rules)) == ["norm* = 'fp32'"]
+    assert read.text.count(" rule: ") == read.text.count("LayerNorm rule: norm* = 'fp32'") == 1  # without script
+
+
 def test_bars_are_shares_of_the_enclosing_module(sample):
     rows = {row.name: row for row in page_of(sample.facts).modules}
     assert rows[""].bytes == (1.0,)

@@ -91,6 +91,11 @@ def test_all_modules_open_and_close(page):
     assert page.js("document.querySelectorAll('#tree details.module[open]').length") == 0
 
 
+def test_a_module_shows_its_rule(page):
+    rules = [each.text for each in page.all("#tree .name .by")]
+    assert rules == ["rule: norm* = 'fp32'"]
+
+
 def elements(page):
     return page.js("document.querySelectorAll('*').length")
 

@@ -145,6 +145,26 @@ def test_the_region_of_the_thread_decides(model, x, engine):
     assert by_name(explained)["1"].compute == {"float32": 1}
 
 
+def test_the_ops_whose_inputs_match_casts_are_named(engine, x):
+    class Averaging(nn.Module):
+        def forward(self, x, y):
+            torch.lerp(x, x, 0.5)
+            return torch.tensordot(x.lerp(y, 0.5), y, ([1], [1]))
+
+    model = Defined(lambda self, x: self.inner(x, x.bfloat16()).index_put_((torch.arange(2),), x[0]), inner=Averaging())
+    explanation = polycast.explain(model, x)
+    assert {name: each.matched for name, each in by_name(explanation).items()} == {
+        "": {"aten::index_put_": 1},
+        "inner": {"aten::lerp.Scalar": 1, "aten::tensordot": 1},
+    }
+    assert explanation.lines()[1:] == [
+        "Cast by MATCH in (model): inputs of index_put_",
+        "Cast by MATCH in inner: inputs of lerp.Scalar",
+        "Cast by MATCH in inner: inputs of tensordot",
+    ]
+    assert polycast.explain(model, x, policy={"index_put_": "passthrough"}).modules[0].matched == {}
+
+
 @pytest.mark.usefixtures("int8_in_python")
 def test_ops_of_a_recipe_and_why_others_are_declined(model, x, engine):
     with torch.no_grad():
@@ -210,6 +230,7 @@ def test_the_explanation_is_plain_data(model, x):
         "compute": {"bfloat16": 1},
         "output": ["bfloat16"],
         "declined": {},
+        "matched": {},
     }
 
 

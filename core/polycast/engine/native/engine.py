@@ -11,6 +11,7 @@ from torch.utils.weak import WeakIdRef
 from typing_extensions import override
 
 from ...common.atfork import hold_during_fork
+from ...common.events import events
 from ...errors import StaleWeightError
 from ...policy.cast_policy import CastPolicy
 from ...policy.matching import letters_of, operands_of
@@ -96,6 +97,7 @@ class NativeEngine:
                 "cast_of_traced": cast_of_traced,
                 "store_by_identity": self._store_by_identity,
                 "perform_recipe": self._perform_recipe,
+                "note_match": lambda op, device_type: events.matched_call.notify(device_type, _names[op]),
                 "storage_part": torch.UntypedStorage(2)[:1],  # type: ignore[no-untyped-call]
                 "weak_id_ref": WeakIdRef,
             }

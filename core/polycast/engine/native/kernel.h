@@ -255,7 +255,7 @@ class Kernel final : public c10::OperatorKernel {
   C10_NOINLINE Written match(torch::jit::Stack* stack) const {
     Match match(matching_, device_);
     boxed_arguments(stack).each_tensor([&](const auto&... tensor) { match.add(tensor...); });
-    if (!match.decide() || !matches_here(device_)) {
+    if (!match.decide() || !matches_here(op_.number, device_)) {
       return {};
     }
     const NoAutocast no_autocast(device_, keys_);

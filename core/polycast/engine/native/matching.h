@@ -204,11 +204,18 @@ class Match {
   c10::SmallVector<Added, 8> tensors_;  // sorted by decide()
 };
 
+PyObject* note_match = nullptr;  // a function of Python that is called with an op and a device
+
 // Return whether MATCH casts now: in regions of polycast, not in torch's own. A backward pass and a traced graph count as the former: they may
-// run the ops of a region of polycast in one of torch's.
-bool matches_here(DeviceType device) {
-  return region_of(device).innermost != nullptr || torch::autograd::get_current_graph_task_id() >= 0 ||
-      c10::impl::TorchDispatchModeTLS::any_modes_set();
+// run the ops of a region of polycast in one of torch's. Python is told where it runs at each op anyway.
+bool matches_here(int64_t op, DeviceType device) {
+  if (c10::impl::TorchDispatchModeTLS::any_modes_set()) {
+    const Gil gil;
+    const std::string name = c10::DeviceTypeName(device, /*lower_case=*/true);
+    call(note_match, "Ls", static_cast<long long>(op), name.c_str());
+    return true;
+  }
+  return region_of(device).innermost != nullptr || torch::autograd::get_current_graph_task_id() >= 0;
 }
 
 }  // namespace

@@ -92,7 +92,7 @@ class PreparedCall {
         }
       }
     }
-    if (match.decide() && matches_here(kernel.device_)) {
+    if (match.decide() && matches_here(kernel.op_.number, kernel.device_)) {
       const NoAutocast no_autocast(kernel.device_, kernel.keys_);
       casts_.make(arguments, match);
     }

@@ -13,6 +13,7 @@ import torch
 from torch.library import Library, fallthrough_kernel
 from typing_extensions import override
 
+from ...common.events import events
 from ...policy.cast_policy import CastPolicy
 from ...policy.matching import Targets
 from ...policy.schemas import COMPOSED_OPS, flatten_arguments, hidden_writes, unflatten_arguments
@@ -139,6 +140,7 @@ class _Kernel:
         call = apply_rule(CastPolicy.MATCH, call, torch.get_autocast_dtype(self._device_type), self._is_eligible)
         written: dict[torch.Tensor, torch.Tensor] = {}
         if call.targets and self._machine.matches(self._device_type):
+            events.matched_call.notify(self._device_type, self._name)
             given = flatten_arguments(self._op, args, kwargs)
             with self._machine.without_autocast(self._device_type, self._exclude()):
                 all_written = self._written(call._replace(dtype=torch.float32))

@@ -33,8 +33,8 @@ class PageData:
             ``ops``: rows of ops, each ``[op, phase, policy, rule, of]``, where `of` has for each run
             ``[calls, dtypes, casts, bytes]``. ``modules``, in tree order: ``[depth, name, kind, changed, open, ops,
             of]``, with the name relative to the enclosing module; `of` has for each run ``[dtypes, time, casts, share,
-            bytes, share]``, with shares in per cent. ``lines``: lines of stacks. ``stacks``: lists of numbers of lines.
-            dtypes are ``[dtype, count, dtype, count, ...]``.
+            bytes, share, rule]``, with shares in per cent. ``lines``: lines of stacks. ``stacks``: lists of their
+            numbers. dtypes are ``[dtype, count, dtype, count, ...]``.
         stacks: the numbers of the stacks, by stack.
     """
 
@@ -76,7 +76,8 @@ class PageData:
         time = self._words[duration(sum(total.seconds.values()))] if self._page.timed else _NOTHING
         casts, bytes_cast = self._casts(total)
         shares = round(100 * row.casts[run], 1), round(100 * row.bytes[run], 1)
-        return [self._dtypes(total.compute_dtypes), time, casts, shares[0], bytes_cast, shares[1]]
+        rule = self._words[module.rule]
+        return [self._dtypes(total.compute_dtypes), time, casts, shares[0], bytes_cast, shares[1], rule]
 
     def _op(self, row: OpRow) -> tuple[Any, ...]:
         known = next(op for op in reversed(row.of) if op is not None)

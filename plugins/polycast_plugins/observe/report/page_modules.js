@@ -68,6 +68,7 @@ if (tree) {
     cells.push(make("span", "cell", make("span", "cap", "casts "), ...versus(shares(2), meter)));
     cells.push(make("span", "cell", make("span", "cap", "bytes cast "), ...versus(shares(4), meter)));
     const name = make("span", "name", make("span", "label", label), " ", make("span", "kind", label === kind ? "" : kind));
+    if (part(of, 6).some((rule) => data.words[rule])) name.append(make("span", "by", "rule: ", ...versus(part(of, 6), cell)));
     const made = make(tag, "line", name, ...cells);
     made.style.setProperty("--depth", Math.min(module.depth, 12));
     return made;
