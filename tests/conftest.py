@@ -192,7 +192,7 @@ def _no_extensions_of_backends_by_hand(monkeypatch):
 
     def register_alone(backend):
         register(backend)
-        monkeypatch.delitem(registry._extensions, backend.device_type, raising=False)
+        monkeypatch.delitem(registry.discovery().extensions, backend.device_type, raising=False)
 
     monkeypatch.setattr(registry, "register", register_alone)
 

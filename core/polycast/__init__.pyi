@@ -26,6 +26,7 @@ from .engine.casts.weight_cache import WeightCache as WeightCache
 from .engine.installation import install as install
 from .engine.installation import uninstall as uninstall
 from .engine.registration import OpRegistration as OpRegistration
+from .engine.registration import backends as backends
 from .engine.registration import register_op as register_op
 from .policy.cast_policy import CastPolicy as CastPolicy
 from .policy.recipe import NoRecipe as NoRecipe
@@ -49,6 +50,5 @@ from .region.thread_state import is_autocast_enabled as is_autocast_enabled
 from .region.thread_state import set_autocast_cache_enabled as set_autocast_cache_enabled
 from .region.thread_state import set_autocast_dtype as set_autocast_dtype
 from .region.thread_state import set_autocast_enabled as set_autocast_enabled
-from .registry.backend_loader import BackendStatus as BackendStatus
 from .registry.registry import is_autocast_available as is_autocast_available
-from .registry.statuses import backends as backends
+from .registry.statuses import BackendStatus as BackendStatus

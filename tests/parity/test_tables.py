@@ -12,7 +12,9 @@ from polycast.plugin import find_op
 from polycast.policy.schemas import COMPOSED_OPS
 
 COUNTS = {"cpu": 127, "cuda": 119, "maia": 117, "mps": 95, "mtia": 117, "xpu": 117}  # of torch 2.13
-BUILT_INS = sorted(importlib.metadata.distribution("polycast").entry_points.select(group="polycast.backends").names)
+BUILT_INS = sorted(
+    importlib.metadata.distribution("polycast").entry_points.select(group="polycast.backends").names - {"generic"}
+)
 
 # Ops that torch treats and the table leaves to torch's own kernels.
 NAMED_TENSORS = {

@@ -18,11 +18,12 @@ def canonical_name(distribution: str) -> str:
 
 def discovery() -> bool:
     """Return whether to look for third-party plugins (``POLYCAST_DISCOVERY``, on by default)."""
-    text = os.environ.get("POLYCAST_DISCOVERY") or "1"
-    try:
-        return _BOOLEANS[text.lower()]
-    except KeyError:
-        raise _invalid("POLYCAST_DISCOVERY", text, "one of " + ", ".join(_BOOLEANS)) from None
+    return _is_on("POLYCAST_DISCOVERY")
+
+
+def generic() -> bool:
+    """Return whether generic backends serve devices without a plugin (``POLYCAST_GENERIC``, on by default)."""
+    return _is_on("POLYCAST_GENERIC")
 
 
 def blocked() -> frozenset[str]:
@@ -48,6 +49,14 @@ def engine() -> str:
     if text.lower() not in ENGINES:
         raise _invalid("POLYCAST_ENGINE", text, "one of " + ", ".join(ENGINES))
     return text.lower()
+
+
+def _is_on(variable: str) -> bool:
+    text = os.environ.get(variable) or "1"
+    try:
+        return _BOOLEANS[text.lower()]
+    except KeyError:
+        raise _invalid(variable, text, "one of " + ", ".join(_BOOLEANS)) from None
 
 
 def _items(variable: str, expected: str) -> list[str]:

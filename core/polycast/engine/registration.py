@@ -1,12 +1,18 @@
 """Backends and policies of ops that are registered by hand, and backends whose answers change."""
 
+import importlib
+from collections.abc import Mapping
+
 from typing_extensions import Self
 
 from ..common import generation
+from ..policy import manifests
 from ..policy.cast_policy import CastPolicy, Registration, policies_for, refuse_conflict, registrations
 from ..policy.names import ops_with, read_op, read_policy
 from ..registry.backend import Backend
-from ..registry.registry import registry
+from ..registry.rediscovery import changed_devices
+from ..registry.registry import discover, registry
+from ..registry.statuses import BackendStatus, statuses
 from ..registry.validation import validate
 from ..torch_internals import changes
 from ..torch_internals.dispatcher import CustomOpDef, OpOverload, OpOverloadPacket, has_autocast_key
@@ -41,6 +47,42 @@ def unregister_backend(device_type: str) -> None:
     name = registry.parse_device_type(device_type)
     registry.loaders()
     run_uninstalled([name], lambda: registry.unregister(name))
+
+
+def backends(*, refresh: bool = False) -> Mapping[str, BackendStatus]:
+    """Return the status of every device type that has a backend or a torch Autocast key, in a read-only mapping.
+
+    A status is found when it is first read, which imports the plugin of that device only. ``print`` and notebooks show
+    a table of all.
+
+    Args:
+        refresh: True to read the metadata of installed packages again: what was installed or removed since they were
+            first read is found or forgotten, also plugins. A device in use that is served by the same packages as
+            before keeps its backend and its kernels, and a package that is imported is not imported again, so an
+            upgrade needs a new process.
+
+    Raises:
+        ValueError: a ``POLYCAST_`` variable has an invalid value.
+        RuntimeError: with `refresh`, a thread is in a region for a device that other packages serve now; nothing
+            changes.
+
+    Example:
+        >>> import polycast
+        >>> polycast.backends()["cpu"].state
+        'ready'
+    """
+    if refresh:
+        _rediscover()
+    return statuses()
+
+
+def _rediscover() -> None:
+    importlib.invalidate_caches()
+    registry.discovery()
+    new = discover()  # not with the engine's lock held
+    with lock:
+        run_uninstalled(changed_devices(registry.discovery(), new), lambda: registry.adopt(new))
+    manifests.forget()
 
 
 def refresh(device_type: str) -> None:

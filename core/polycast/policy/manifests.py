@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 from ..common import env
@@ -21,6 +22,7 @@ from ..common.versions import name_and_version
 from ..errors import PLUGIN_ERRORS, raise_if_callers, raise_if_callers_at_import, warn_user
 from ..torch_internals.callers_state import call_outside
 from ..torch_internals.dispatcher import disable_autocast
+from ..torch_internals.foreign_import import foreign_import
 
 GROUP = "polycast.plugins"
 PROJECT = "polycast"
@@ -116,7 +118,7 @@ class InstalledPlugin(NamedTuple):
         """
         try:
             with importing(), _announced(self.name, self.distribution, self.is_own), disable_autocast():
-                return call_outside(pkgutil.resolve_name, path)
+                return call_outside(_imported, self.distribution, partial(pkgutil.resolve_name, path))
         except PLUGIN_ERRORS as error:
             raise_if_callers_at_import(error)
             installed = {each.name for each in manifests()}
@@ -216,7 +218,7 @@ def _read(unfinished: list[str]) -> Iterator[InstalledPlugin]:
             continue
         try:
             with importing(), _announced(point.name, distribution, is_own), disable_autocast():
-                plugin = call_outside(point.load)
+                plugin = call_outside(_imported, distribution, point.load)
             if not isinstance(plugin, Plugin):
                 raise TypeError(f"{point.value} must be a polycast.plugin.Plugin, got {plugin!r}")
         except PLUGIN_ERRORS as error:
@@ -227,6 +229,12 @@ def _read(unfinished: list[str]) -> Iterator[InstalledPlugin]:
             yield InstalledPlugin(point.name, distribution, version, Plugin(), _broken(point.name, distribution, error))
         else:
             yield InstalledPlugin(point.name, distribution, version, plugin)
+
+
+def _imported(distribution: str, function: Callable[[], Any]) -> Any:
+    """Return what a function returns that imports code of a distribution."""
+    with nullcontext() if env.canonical_name(distribution) == PROJECT else foreign_import(distribution):
+        return function()
 
 
 def _is_being_imported(module: str) -> bool:

@@ -127,6 +127,8 @@ def _why_disabled(backend: Backend, dtype: torch.dtype) -> str | None:
     answer = check_availability(backend)
     if not answer.available:
         return f"{backend.device_type} is not available: {answer.reason}. Disabling autocast."
+    if answer.reason:
+        _warn_once(backend.device_type, answer.reason, f"{backend.device_type}: {answer.reason}.")
     if dtype is not backend.default_dtype:
         answer = check_dtype(backend, dtype)
         if not answer.available:
@@ -175,10 +177,15 @@ def usable_recipe(given: "RecipeLike", backend: Backend, enabled: bool) -> "Reci
             RecipeDisabledWarning,
         )
         return NoRecipe()
-    if answer.reason and (backend.device_type, answer.reason) not in _warned:
-        _warned.add((backend.device_type, answer.reason))
-        warn_user(f"{recipe!r} on {backend.device_type}: {answer.reason}")
+    if answer.reason:
+        _warn_once(backend.device_type, answer.reason, f"{recipe!r} on {backend.device_type}: {answer.reason}")
     return recipe
+
+
+def _warn_once(device_type: str, reason: str, text: str) -> None:
+    if (device_type, reason) not in _warned:
+        _warned.add((device_type, reason))
+        warn_user(text)
 
 
 @functools.cache  # the statement takes longer than the rest of a region

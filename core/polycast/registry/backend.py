@@ -219,7 +219,8 @@ class Backend(Extension):
     def availability(self) -> Availability:
         """Return whether the device can be used now and, if not, why. An exception counts as unavailable.
 
-        A positive answer, also for a dtype or a recipe, is kept until :func:`polycast.plugin.refresh`.
+        A reason with a positive answer, for example that support is experimental, is issued as a warning, once. A
+        positive answer, also for a dtype or a recipe, is kept until :func:`polycast.plugin.refresh`.
         """
         raise NotImplementedError
 

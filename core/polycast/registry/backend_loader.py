@@ -7,9 +7,7 @@ own device only, and the user reads what is wrong with it.
 import threading
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
-
-import torch
+from typing import Any
 
 from ..common.announce import announce_if_slow
 from ..common.env import canonical_name
@@ -24,43 +22,9 @@ from ..errors import (
 )
 from ..torch_internals.callers_state import call_outside
 from ..torch_internals.dispatcher import disable_autocast
-from .backend import Availability, Backend
-from .checks import check_availability
-from .hookspecs import Candidate
+from .backend import Backend
+from .hookspecs import ENTRY_POINT_GROUP, GENERIC, Candidate
 from .validation import validate
-
-State: TypeAlias = Literal["ready", "unavailable", "broken", "blocked", "conflict", "missing"]
-
-
-@dataclass(frozen=True)
-class BackendStatus:
-    """The status of the backend of one device type.
-
-    Attributes:
-        device_type: the device type.
-        state: ``ready``; ``unavailable``: loaded, but the device cannot be used now; ``broken``: its plugin cannot be
-            loaded; ``blocked``: by POLYCAST_BLOCK; ``conflict``: several distributions supply it; ``missing``: torch
-            has an Autocast key for the device, but no backend is installed.
-        reason: why it is not ready; empty if it is.
-        default_dtype: the backend's default fast dtype; None if no backend is loaded.
-        distribution: the distribution that supplies it; empty for a backend registered by hand, for a
-            conflict, and if there is none.
-        version: the version of that distribution.
-        replaces: the distributions that supply this device type too, and are not used.
-        extensions: what other packages add to the device, in the order in which their kernels are asked; with why, if
-            one of them is broken or cannot be used now.
-        ops_in_cpp: the packages with C++ ops of the backend, and of the extensions that can be used.
-    """
-
-    device_type: str
-    state: State
-    reason: str = ""
-    default_dtype: torch.dtype | None = None
-    distribution: str = ""
-    version: str = ""
-    replaces: tuple[str, ...] = ()
-    extensions: tuple[str, ...] = ()
-    ops_in_cpp: tuple[str, ...] = ()
 
 
 @dataclass
@@ -95,42 +59,38 @@ class BackendLoader:
                 "to use it."
             )
         if not acquire(self._lock):
-            raise self._requested_at_import(self._choose())
+            raise self._requested_at_import(self.choose())
         try:
-            if self.loaded is None:
-                self.loaded = self._load(self._choose())
-            return self.loaded
+            backend = self.loaded
+            if backend is None:
+                chosen = self.choose()
+                backend = self.loaded = self._load(chosen)
+            if backend is None:
+                raise BackendNotFoundError(
+                    f"No polycast backend is installed for {self.device_type!r}, and {chosen}, which serves devices "
+                    f"without one, cannot use torch.{self.device_type}. Install a distribution that supplies one in "
+                    f"the entry-point group {ENTRY_POINT_GROUP!r}."
+                )
+            return backend
         finally:
             self._lock.release()
 
     @property
     def distribution(self) -> tuple[str, str]:
         """The name and version of the distribution that supplies the backend."""
-        chosen = self._choose()
+        chosen = self.choose()
         return chosen.distribution, chosen.version
 
-    def status(self) -> BackendStatus:
-        """Load the backend and return its status. Errors of the plugin are part of the status."""
-        try:
-            backend = self.get()
-        except BackendConflictError as error:
-            return BackendStatus(self.device_type, "conflict", str(error))
-        except BackendNotFoundError as error:
-            return BackendStatus(self.device_type, "blocked", str(error))
-        except BackendBrokenError as error:
-            return self._status("broken", str(error), None)
-        try:
-            with self._announced_if_slow("asking", " whether the device can be used"):
-                answer = check_availability(backend)
-        except Warning as error:  # a filter turned it into an error: those who list devices get all of them
-            answer = Availability(False, str(error) or type(error).__name__)
-        return self._status("ready" if answer else "unavailable", answer.reason, backend.default_dtype)
+    @property
+    def is_generic(self) -> bool:
+        """Whether the candidates are those for devices that no entry point names."""
+        return bool(self.candidates) and self.candidates[0].device_type == GENERIC
 
     def reset(self) -> None:
         """Forget the threads of the parent; called in the child of a fork."""
         self._lock, self._loading = threading.RLock(), False
 
-    def _choose(self) -> Candidate:
+    def choose(self) -> Candidate:
         """Return the candidate to load: the named provider, else a third party's, else the built-in one."""
         if self.provider is not None:
             matching = [each for each in self.candidates if canonical_name(each.distribution) == self.provider]
@@ -149,14 +109,14 @@ class BackendLoader:
             )
         return matching[0]
 
-    def _load(self, candidate: Candidate) -> Backend:
+    def _load(self, candidate: Candidate) -> Backend | None:
         if self._loading:
             raise self._requested_at_import(candidate)
         failure = self.failure
         if failure is None:
             self._loading = True
             try:
-                with importing(), self._announced_if_slow("importing"), disable_autocast():
+                with importing(), self.announced_if_slow("importing"), disable_autocast():
                     return call_outside(_load_plugin, candidate, self.device_type)
             except PLUGIN_ERRORS as error:
                 if is_interrupt(error):
@@ -179,9 +139,9 @@ class BackendLoader:
             "plugin must not use its own device at import."
         )
 
-    def _announced_if_slow(self, doing: str, rest: str = "") -> AbstractContextManager[None]:
+    def announced_if_slow(self, doing: str, rest: str = "") -> AbstractContextManager[None]:
         """Return a context manager that names the plugin on stderr if the block is slow, unless polycast has it."""
-        candidate = self._choose() if self.by_hand is None else None
+        candidate = self.choose() if self.by_hand is None else None
         if candidate is None or candidate.built_in:
             return nullcontext()
         return announce_if_slow(
@@ -189,18 +149,7 @@ class BackendLoader:
             "leaves it out."
         )
 
-    def _status(self, state: State, reason: str, dtype: torch.dtype | None) -> BackendStatus:
-        used = None if self.by_hand is not None else self._choose()
-        return BackendStatus(
-            self.device_type,
-            state,
-            reason,
-            dtype,
-            used.distribution if used else "",
-            used.version if used else "",
-            tuple(str(candidate) for candidate in self.candidates if candidate is not used),
-        )
 
-
-def _load_plugin(candidate: Candidate, device_type: str) -> Backend:
-    return validate(candidate.call_hook("polycast_backend", "Backend"), device_type)
+def _load_plugin(candidate: Candidate, device_type: str) -> Backend | None:
+    backend = candidate.call_hook("polycast_backend", "Backend", device_type)
+    return None if backend is None else validate(backend, device_type)

@@ -154,7 +154,7 @@ class DeviceExtensions:
 
 
 def _called(candidate: Candidate, device_type: str) -> Extension:
-    return validate_extension(candidate.call_hook("polycast_extension", "Extension"), device_type)
+    return validate_extension(candidate.call_hook("polycast_extension", "Extension", device_type), device_type)
 
 
 def _asked(answer: _Answer) -> _Answer:

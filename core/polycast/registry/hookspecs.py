@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import sys
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,24 +10,31 @@ import pluggy
 
 from ..common.env import canonical_name
 from ..errors import InvalidBackendError
+from ..torch_internals.foreign_import import foreign_import
 from .backend import Backend, Extension
 
 PROJECT = "polycast"
 ENTRY_POINT_GROUP = "polycast.backends"
 EXTENSIONS_GROUP = "polycast.extensions"
+GENERIC = "generic"
+"""The entry point of a backend for the devices that no other entry point names."""
 
 hookspec = pluggy.HookspecMarker(PROJECT)
 hookimpl = pluggy.HookimplMarker(PROJECT)
 
 
 @hookspec
-def polycast_backend() -> Backend:  # type: ignore[empty-body]
-    """Return the backend. Called once per process, when the device is first used or observed."""
+def polycast_backend(device_type: str) -> Backend | None:
+    """Return the backend; from a generic plugin, None for a device that it does not serve.
+
+    Called once for each device type in a process, when the device is first used or observed. An implementation may
+    leave out the parameter.
+    """
 
 
 @hookspec
-def polycast_extension() -> Extension:  # type: ignore[empty-body]
-    """Return what the package adds to a device. Called once per process, when the device is first used or observed."""
+def polycast_extension(device_type: str) -> Extension:  # type: ignore[empty-body]
+    """Return what the package adds to a device. Called once for each device type, as `polycast_backend` is."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +58,8 @@ class Candidate:
     def __str__(self) -> str:
         return f"{self.distribution} {self.version} ({self.entry_point.value})"
 
-    def call_hook(self, hook: str, expected: str) -> Any:
-        """Import the plugin, and return what its hook returns.
+    def call_hook(self, hook: str, expected: str, device_type: str) -> Any:
+        """Import the plugin, and return what its hook returns; None: a generic plugin does not serve the device.
 
         Raises:
             InvalidBackendError: it does not implement the hook, or does so more than once.
@@ -60,9 +68,12 @@ class Candidate:
         # points imports all plugins and stops at the first broken one.
         manager = pluggy.PluginManager(PROJECT)
         manager.add_hookspecs(sys.modules[__name__])
-        manager.register(self.entry_point.load(), name=self.distribution)
-        manager.check_pending()
-        answers: list[Any] = getattr(manager.hook, hook)()
+        with nullcontext() if self.built_in else foreign_import(str(self)):
+            manager.register(self.entry_point.load(), name=self.distribution)
+            manager.check_pending()
+            answers: list[Any] = getattr(manager.hook, hook)(device_type=device_type)
+        if not answers and self.device_type == GENERIC:
+            return None
         if len(answers) != 1:
             raise InvalidBackendError(
                 f"{self.entry_point.value} must implement the hook {hook} (marked with @polycast.plugin.hookimpl) and "

@@ -5,6 +5,7 @@ import importlib.metadata
 import os
 import threading
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -12,34 +13,57 @@ from ..common import env
 from ..common.atfork import hold_during_fork
 from ..common.versions import name_and_version
 from ..errors import BackendBrokenError, BackendConflictError, BackendNotFoundError, warn_user
+from ..torch_internals.dispatcher import has_autocast_key
 from .backend import Backend, Extension
 from .backend_loader import BackendLoader
 from .checks import check_availability
 from .extensions import AddedPolicy, DeviceExtensions
-from .hookspecs import ENTRY_POINT_GROUP, EXTENSIONS_GROUP, Candidate
+from .hookspecs import ENTRY_POINT_GROUP, EXTENSIONS_GROUP, GENERIC, Candidate
 
 _ANY_ACCELERATOR = ("gpu", "accelerator")
 """Names of no device in particular."""
 
 
-def _discover() -> dict[str, BackendLoader]:
-    """Return a loader for each device type that an installed distribution offers a backend for.
+@dataclass
+class Discovery:
+    """What the installed distributions offer, from their metadata.
+
+    Attributes:
+        loaders: a loader for each device type that an entry point names, that a backend is registered for by hand, or
+            that a generic backend serves.
+        extensions: what is added to each device type.
+        generic: the loader of generic backends; None if there are none.
+    """
+
+    loaders: dict[str, BackendLoader]
+    extensions: dict[str, DeviceExtensions]
+    generic: BackendLoader | None
+
+
+def discover() -> Discovery:
+    """Read the metadata of installed distributions.
 
     Raises:
         ValueError: a ``POLYCAST_`` variable has an invalid value, also one that matters to others.
     """
     env.engine()
-    third_party, blocked, providers = env.discovery(), env.blocked(), env.providers()
+    third_party, blocked, providers, has_generic = env.discovery(), env.blocked(), env.providers(), env.generic()
     entry_points = importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)
-    offered = {entry_point.name for entry_point in entry_points}
-    _warn_of_unknown("POLYCAST_BLOCK", blocked, offered)
-    _warn_of_unknown("POLYCAST_PROVIDER", providers, offered)
     loaders: dict[str, BackendLoader] = {}
     for candidate in _candidates(entry_points, third_party):
         name = candidate.device_type
         loader = loaders.setdefault(name, BackendLoader(name, name in blocked, providers.get(name)))
         loader.candidates.append(candidate)
-    return loaders
+    generic = loaders.pop(GENERIC, None)
+    offered = {entry_point.name for entry_point in entry_points} - {GENERIC}
+    _warn_of_unknown("POLYCAST_BLOCK", blocked, offered)
+    _warn_of_unknown("POLYCAST_PROVIDER", providers, offered)
+    return Discovery(loaders, _discover_extensions(), generic if has_generic else None)
+
+
+def _may_be_generic(name: str) -> bool:
+    """Return whether a generic backend may serve a device: torch has an Autocast key and a module for it."""
+    return hasattr(torch, name) and torch_device_type(name) == name and has_autocast_key(name)
 
 
 def _discover_extensions() -> dict[str, DeviceExtensions]:
@@ -60,7 +84,9 @@ def _candidates(entry_points: Iterable[importlib.metadata.EntryPoint], third_par
 
 def _warn_of_unknown(variable: str, named: Iterable[str], offered: Iterable[str]) -> None:
     """Warn of device types that a variable names in vain: no backend is offered for them."""
-    for device_type in sorted(set(named) - set(offered)):
+    for device_type in sorted(set(named) - set(offered) - {GENERIC}):
+        if _may_be_generic(device_type):
+            continue
         from ..policy.names import hint  # most programs are not warned
 
         warn_user(
@@ -74,22 +100,41 @@ class Registry:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()  # reentrant: a finalizer or a signal handler may look up a device
-        self._discovered: dict[str, BackendLoader] | None = None
-        self._extensions: dict[str, DeviceExtensions] = {}
+        self._discovered: Discovery | None = None
         self.ready: dict[str, Backend] = {}
         """The loaded backends by device type: a fast path of `find`."""
 
-    def loaders(self) -> dict[str, BackendLoader]:
-        """Return the loaders by device type, from the metadata of installed distributions, which is read once."""
-        loaders = self._discovered
-        if loaders is None:
+    def discovery(self) -> Discovery:
+        """Return what installed distributions offer. The metadata are read once."""
+        found = self._discovered
+        if found is None:
             with self._lock:
                 if self._discovered is None:
-                    extensions, found = _discover_extensions(), _discover()
+                    found = discover()
                     if self._discovered is None:  # else a finalizer or a signal handler has looked up a device
-                        self._extensions, self._discovered = extensions, found
-                loaders = self._discovered
-        return loaders
+                        self._discovered = found
+                found = self._discovered
+        return found
+
+    def adopt(self, discovery: Discovery) -> None:
+        """Replace what was found. No kernels may be installed for devices whose loaders differ."""
+        with self._lock:
+            self._discovered = discovery
+            self.ready.clear()
+
+    def loaders(self) -> dict[str, BackendLoader]:
+        """Return the loaders by device type."""
+        return self.discovery().loaders
+
+    def loader_of(self, device_type: str) -> BackendLoader | None:
+        """Return the loader of a device type that torch knows; None if no backend is offered for it."""
+        found = self.discovery()
+        if found.generic is not None and device_type not in found.loaders and _may_be_generic(device_type):
+            blocked = found.generic.blocked or device_type in env.blocked()
+            provider = env.providers().get(device_type, found.generic.provider)
+            loader = BackendLoader(device_type, blocked, provider, found.generic.candidates)
+            return found.loaders.setdefault(device_type, loader)
+        return found.loaders.get(device_type)
 
     def parse_device_type(self, device_type: object) -> str:
         """Return the device type of a device string such as ``"cuda"`` or ``"cuda:1"``.
@@ -130,7 +175,7 @@ class Registry:
         if isinstance(device_type, str) and device_type in self.ready:
             return self.ready[device_type]
         name = self.parse_device_type(device_type)
-        loader = self.loaders().get(name)
+        found, loader = self.discovery(), self.loader_of(name)
         if loader is None:
             raise BackendNotFoundError(
                 f"No polycast backend is installed for {name!r}. Backends are installed for: "
@@ -142,39 +187,26 @@ class Registry:
         extensions = self.extensions_of(name)
         extensions.policies(backend)  # raises a conflict
         with self._lock:
-            if loader.current is backend and extensions.are_known:
+            if self._discovered is found and loader.current is backend and extensions.are_known:
                 self.ready[name] = backend
         return backend
 
     def loaded(self, device_type: str) -> Backend | None:
         """Return the backend of a device if it is loaded or registered by hand; import nothing."""
-        loader = (self._discovered or {}).get(device_type)
+        loader = None if self._discovered is None else self._discovered.loaders.get(device_type)
         return None if loader is None else loader.current
 
-    def forget(self) -> None:
-        """Read the entry points again at the next use; backends that are registered by hand stay.
-
-        No kernels may be installed.
-        """
-        by_hand = [loader.by_hand for loader in self.discovered() if loader.by_hand is not None]
-        with self._lock:
-            self._discovered = None
-            self.ready.clear()
-        for backend in by_hand:
-            self.register(backend)
-
-    def discovered(self) -> list[BackendLoader]:
-        """Return the loaders, if discovery has run."""
-        return list((self._discovered or {}).values())
-
-    def extended(self) -> list[DeviceExtensions]:
-        """Return what the extensions of each device are loaded by, if discovery has run."""
-        return list(self._extensions.values())
+    def reset(self) -> None:
+        """Forget the threads of the parent; called in the child of a fork."""
+        if self._discovered is not None:
+            for loader in self._discovered.loaders.values():
+                loader.reset()
+            for extensions in self._discovered.extensions.values():
+                extensions.reset()
 
     def extensions_of(self, device_type: str) -> DeviceExtensions:
         """Return what loads the extensions of a device."""
-        self.loaders()
-        return self._extensions.get(device_type) or DeviceExtensions(device_type)
+        return self.discovery().extensions.get(device_type) or DeviceExtensions(device_type)
 
     def extensions(self, device_type: str) -> Sequence[Extension]:
         """Return what packages add to a device, as far as it can be used, in the order in which kernels are asked."""
@@ -236,17 +268,10 @@ def torch_device_type(device: str) -> str | None:
         return None
 
 
-def _reset_loaders() -> None:
-    for loader in registry.discovered():
-        loader.reset()
-    for extensions in registry.extended():
-        extensions.reset()
-
-
 registry = Registry()
 hold_during_fork(lambda: [registry._lock])
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_reset_loaders)
+    os.register_at_fork(after_in_child=registry.reset)
 
 
 def get_backend(device_type: str) -> Backend:

@@ -1,20 +1,58 @@
-"""`backends`: the status of each device type, in a mapping that prints as a table."""
+"""The status of each device type, in a mapping that prints as a table."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, TypeAlias
 
+import torch
 from typing_extensions import override
 
-from ..errors import BackendConflictError
+from ..errors import BackendBrokenError, BackendConflictError, BackendNotFoundError
 from ..policy.names import dtype_name
 from ..policy.result import Result, Rows, plain_data
 from ..torch_internals.dispatcher import autocast_supported_devices
-from .backend_loader import BackendLoader, BackendStatus
+from .backend import Availability
+from .backend_loader import BackendLoader
+from .checks import check_availability
 from .hookspecs import ENTRY_POINT_GROUP
 from .registry import discovery_hint, registry, torch_device_type
+
+State: TypeAlias = Literal["ready", "generic", "unavailable", "broken", "blocked", "conflict", "missing"]
+
+
+@dataclass(frozen=True)
+class BackendStatus:
+    """The status of the backend of one device type.
+
+    Attributes:
+        device_type: the device type.
+        state: ``ready``; ``generic``: ready, by a generic backend, as no package has one for the device;
+            ``unavailable``: loaded, but the device cannot be used now; ``broken``: its plugin cannot be loaded;
+            ``blocked``: by POLYCAST_BLOCK; ``conflict``: several distributions supply it; ``missing``: torch has an
+            Autocast key for the device, but no backend is installed.
+        reason: why it is not ready, or what there is to say about one that is.
+        default_dtype: the backend's default fast dtype; None if no backend is loaded.
+        distribution: the distribution that supplies it; empty for a backend registered by hand, for a
+            conflict, and if there is none.
+        version: the version of that distribution.
+        replaces: the distributions that supply this device type too, and are not used.
+        extensions: what other packages add to the device, in the order in which their kernels are asked; with why, if
+            one of them is broken or cannot be used now.
+        ops_in_cpp: the packages with C++ ops of the backend, and of the extensions that can be used.
+    """
+
+    device_type: str
+    state: State
+    reason: str = ""
+    default_dtype: torch.dtype | None = None
+    distribution: str = ""
+    version: str = ""
+    replaces: tuple[str, ...] = ()
+    extensions: tuple[str, ...] = ()
+    ops_in_cpp: tuple[str, ...] = ()
+
 
 _UNNAMED = "privateuseone"
 """torch's name of an out-of-tree device that no plugin has named."""
@@ -76,42 +114,53 @@ class BackendStatuses(Mapping[str, BackendStatus], Result):
         return str(self)
 
 
-def backends() -> Mapping[str, BackendStatus]:
-    """Return the status of every device type that has a backend or a torch Autocast key, in a read-only mapping.
-
-    A status is found when it is first read, which imports the plugin of that device only. ``print`` and notebooks show
-    a table of all.
-
-    Raises:
-        ValueError: a ``POLYCAST_`` variable has an invalid value.
-
-    Example:
-        >>> import polycast
-        >>> polycast.backends()["cpu"].state
-        'ready'
-    """
+def statuses() -> Mapping[str, BackendStatus]:
+    """Return the statuses of all device types; see :func:`polycast.backends`."""
     find = {name: partial(_status, loader) for name, loader in registry.loaders().copy().items()}
     will_be_named = any(torch_device_type(name) is None for name in find)  # by a plugin, when it is imported
     for name in autocast_supported_devices():
         if name not in find and not (will_be_named and name == _UNNAMED):
-            find[name] = partial(_missing, name)
+            loader = registry.loader_of(name)
+            find[name] = partial(_missing, name) if loader is None else partial(_status, loader)
     return BackendStatuses(find)
 
 
 def _status(loader: BackendLoader) -> BackendStatus:
-    status, extensions = loader.status(), registry.extensions_of(loader.device_type)
-    if loader.current is None:
-        return status
+    """Load a backend and the extensions of its device. Errors of plugins are part of the status."""
+    try:
+        backend = loader.get()
+    except BackendConflictError as error:
+        return BackendStatus(loader.device_type, "conflict", str(error))
+    except BackendNotFoundError as error:
+        return BackendStatus(loader.device_type, "blocked" if loader.blocked else "missing", str(error))
+    except BackendBrokenError as error:
+        return _of_candidate(BackendStatus(loader.device_type, "broken", str(error)), loader)
+    try:
+        with loader.announced_if_slow("asking", " whether the device can be used"):
+            answer = check_availability(backend)
+    except Warning as error:  # a filter turned it into an error: those who list devices get all of them
+        answer = Availability(False, str(error) or type(error).__name__)
+    ready: State = "generic" if loader.is_generic and loader.by_hand is None else "ready"
+    state = ready if answer else "unavailable"
+    status = _of_candidate(BackendStatus(loader.device_type, state, answer.reason, backend.default_dtype), loader)
+    extensions = registry.extensions_of(loader.device_type)
     with suppress(Warning):  # that an extension is broken, which its name here says
         extensions.names()
-    given = (loader.current, *extensions.get())
-    packages = tuple(package for each in given for package in each.ops_in_cpp)
+    packages = tuple(package for each in (backend, *extensions.get()) for package in each.ops_in_cpp)
     status = replace(status, extensions=extensions.names(), ops_in_cpp=packages)
     try:
-        extensions.policies(loader.current)
+        extensions.policies(backend)
     except BackendConflictError as error:
         return replace(status, state="conflict", reason=str(error))
     return status
+
+
+def _of_candidate(status: BackendStatus, loader: BackendLoader) -> BackendStatus:
+    """Return a status with the distributions of the chosen candidate and of the others."""
+    used = None if loader.by_hand is not None else loader.choose()
+    others = tuple(str(candidate) for candidate in loader.candidates if candidate is not used)
+    name, version = (used.distribution, used.version) if used else ("", "")
+    return replace(status, distribution=name, version=version, replaces=others)
 
 
 def _missing(name: str) -> BackendStatus:

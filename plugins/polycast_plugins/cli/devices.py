@@ -14,10 +14,21 @@ from polycast.errors import BackendBrokenError
 from polycast.plugin import all_recipes, check, dtype_name, get_backend, manifests
 
 from .build import origins
-from .terminal import blame_at_end, console, engine_lines, library_errors, print_json, print_line, print_rows
+from .terminal import (
+    blame_at_end,
+    console,
+    engine_lines,
+    library_errors,
+    print_json,
+    print_line,
+    print_rows,
+    print_table,
+    table,
+)
 
 _STYLES = {
     "ready": "green",
+    "generic": "green",
     "unavailable": "yellow",
     "broken": "red",
     "conflict": "red",
@@ -49,7 +60,7 @@ class ListedDevice:
 
     def recipes(self) -> list[str]:
         """Return whether the device supports each kind of recipe. This may compile C++."""
-        if self.status.state != "ready":
+        if self.status.state not in ("ready", "generic"):
             return []
         backend = get_backend(self.status.device_type)
         try:
@@ -67,7 +78,7 @@ class ListedDevice:
         }
 
     def _remark(self, resolve: Callable[[str], Any], path: str) -> str | None:
-        if self.status.state != "ready":
+        if self.status.state not in ("ready", "generic"):
             return None
         try:
             remark: str | None = resolve(path)(self.status.device_type)
@@ -107,7 +118,8 @@ def known_devices() -> Iterator[ListedDevice]:
 
 def _offers(device_type: str) -> str:
     """Return the distributions that have a backend for a device, each with its version and its module."""
-    offers = importlib.metadata.entry_points(group="polycast.backends", name=device_type)
+    points = importlib.metadata.entry_points(group="polycast.backends")
+    offers = points.select(name=device_type) or points.select(name="generic")
     return ", ".join(f"{each.dist.name} {each.dist.version} ({each.value})" for each in offers if each.dist is not None)
 
 
@@ -130,8 +142,15 @@ def show(
             "--verbose", "-v", help="Show the tracebacks of broken plugins, and which recipes each device supports."
         ),
     ] = False,
+    no_import: Annotated[
+        bool,
+        typer.Option("--no-import", help="List the installed backends and extensions, and import none of them."),
+    ] = False,
 ) -> None:
     """List the backend of every device: its state, its dtypes and where it comes from."""
+    if no_import:
+        _print_installed(as_json)
+        return
     with library_errors():
         if as_json:
             devices = list(known_devices())
@@ -145,6 +164,32 @@ def show(
             typer.echo("".join(traceback.format_exception(device.failure)), err=as_json)
     elif broken and not as_json:
         typer.echo("polycast devices --verbose shows the tracebacks.")
+
+
+def _source(entry_point: importlib.metadata.EntryPoint) -> tuple[str, str]:
+    """Return the name and the version of the distribution that has an entry point."""
+    try:
+        assert entry_point.dist is not None
+        return entry_point.dist.name, entry_point.dist.version
+    except Exception:  # a half-removed distribution has no metadata; the exception depends on the Python
+        return "(nameless)", "(no version)"
+
+
+def _print_installed(as_json: bool) -> None:
+    """Print what the metadata of installed packages say: which backends and extensions they have, for which device."""
+    keys = ("device_type", "kind", "distribution", "version", "entry_point")
+    rows = [
+        (each.name.partition(".")[0], kind, *_source(each), each.value)
+        for kind in ("backend", "extension")
+        for each in importlib.metadata.entry_points(group=f"polycast.{kind}s")
+    ]
+    if as_json:
+        print_json([dict(zip(keys, row, strict=True)) for row in sorted(rows)])
+        return
+    listed = table("device", "kind", "from", "entry point")
+    for device_type, kind, name, version, value in sorted(rows):
+        listed.add_row(device_type, kind, f"{name} {version}", value)
+    print_table(console(), listed)
 
 
 def _print(verbose: bool) -> list[ListedDevice]:

@@ -14,6 +14,7 @@ from polycast.errors import AutocastDisabledWarning, warn_user
 from polycast.plugin import check, events, get_backend
 
 from .records import Origin
+from .scaler_ops import with_scaler_ops
 from .steps import MAX_NAMES, ScalerHistory, SkippedStep
 
 _MAX_PENDING = 100
@@ -154,11 +155,16 @@ class RecordingGradScaler(torch.amp.GradScaler):
             origin=before.origin,
         )
 
+    def _unscale_grads_(self, *args: Any, **kwargs: Any) -> dict[torch.device, torch.Tensor]:
+        with with_scaler_ops(self._device):
+            return super()._unscale_grads_(*args, **kwargs)
+
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
         """Update the scale as :meth:`torch.amp.GradScaler.update` does, and record the step."""
-        super().update(new_scale)
         if not self._enabled:
             return
+        with with_scaler_ops(self._device):
+            super().update(new_scale)
         step, self._now = self._now, _Step()
         for listener in listeners:
             listener.updated(self, step.scale, step.skip)

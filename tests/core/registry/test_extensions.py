@@ -248,19 +248,3 @@ def test_a_fork_waits_until_another_thread_has_loaded_an_extension(run, extensio
         answer = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     """)
     assert answer == 0
-
-
-def test_entry_points_are_read_again_after_forget(run, extension, folder):
-    extension("acme-one")
-    answer = run(f"""
-        import importlib, pathlib
-        from polycast.registry.registry import registry
-        answer = [len(registry.extensions("cpu"))]
-        record = pathlib.Path({str(folder)!r}) / "acme_one-1.0.dist-info" / "entry_points.txt"
-        record.write_text("")
-        answer.append(len(registry.extensions("cpu")))
-        importlib.invalidate_caches()
-        registry.forget()
-        answer.append(len(registry.extensions("cpu")))
-    """)
-    assert answer[0] == answer[1] == answer[2] + 1

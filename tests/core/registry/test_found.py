@@ -140,6 +140,37 @@ def test_a_plugin_is_imported_when_its_device_is_first_used(run, plugin):
     assert answer == [[], ["acme_hpu"], ["acme_hpu", "polycast_backends.cpu"]]
 
 
+@pytest.mark.parametrize("kind", ["plugin", "extension"])
+def test_what_a_plugin_prints_and_changes_at_import_and_in_its_hook_does_not_reach_the_program(
+    run, plugin, extension, kind
+):
+    at_import = 'print("hello")\ntorch.set_default_dtype(torch.float64)\n'
+    hook = """
+@polycast.plugin.hookimpl
+def polycast_backend():
+    print("hello again")
+    torch.manual_seed(7)
+    return AcmeBackend()
+"""
+    if kind == "plugin":
+        plugin("acme-hpu", "hpu", at_import + hook)
+    else:
+        plugin("acme-base", "hpu")
+        extension("acme-hpu", "hpu", at_import)
+    answer = run("""
+        import contextlib, io
+        out, err = io.StringIO(), io.StringIO()
+        torch.manual_seed(3)
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            state = polycast.backends()["hpu"].state
+        answer = [state, out.getvalue(), err.getvalue(), torch.get_default_dtype(), torch.initial_seed()]
+    """)
+    said = "the default dtype, the random numbers" if kind == "plugin" else "the default dtype"
+    printed = "hello\nhello again\n" if kind == "plugin" else "hello\n"
+    line = f"polycast: the import of acme-hpu 1.0 (acme_hpu) changed torch, which is put back: {said}.\n"
+    assert answer == ["ready", "", f"{printed}{line}", "torch.float32", 3]
+
+
 def test_discovery_of_1000_entry_points_imports_nothing(run, distribution):
     for maker in range(50):
         distribution(f"acme-{maker}", {f"device{maker}x{model}": "acme_absent" for model in range(20)}, {})

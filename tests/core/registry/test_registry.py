@@ -15,7 +15,9 @@ from polycast import CastPolicy
 from polycast.engine import installation
 from polycast.registry.registry import registry
 
-BUILT_INS = sorted(importlib.metadata.distribution("polycast").entry_points.select(group="polycast.backends").names)
+BUILT_INS = sorted(
+    importlib.metadata.distribution("polycast").entry_points.select(group="polycast.backends").names - {"generic"}
+)
 BY_NAME = ("get_backend", "autocast", "install", "uninstall", "unregister_backend", "is_autocast_available")
 
 

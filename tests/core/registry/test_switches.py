@@ -4,7 +4,9 @@ import importlib.metadata
 
 import pytest
 
-BUILT_INS = sorted(importlib.metadata.distribution("polycast").entry_points.select(group="polycast.backends").names)
+BUILT_INS = sorted(
+    importlib.metadata.distribution("polycast").entry_points.select(group="polycast.backends").names - {"generic"}
+)
 
 BLOCKED = "The backend for {!r} is blocked by POLYCAST_BLOCK. Take it out of that variable to use it."
 BAD_VALUES = [

@@ -1,0 +1,35 @@
+"""Read the metadata of installed distributions again, and keep what they did not change."""
+
+from .backend_loader import BackendLoader
+from .extensions import DeviceExtensions
+from .registry import Discovery
+
+
+def changed_devices(old: Discovery, new: Discovery) -> list[str]:
+    """Move what still holds from an old discovery to a new one, and return the devices in use for which it does not.
+
+    A device in use keeps its backend while the same distributions offer one, also if their versions differ: the code
+    that is imported is the old version's. Other devices are looked up again, also if their plugins were broken.
+    """
+    changed = set()
+    for name, before in list(old.loaders.items()):  # another thread may look up a device
+        if before.current is None:
+            continue
+        now = new.loaders.get(name)
+        if _offers(now or (new.generic if before.is_generic else None)) == _offers(before):
+            new.loaders[name] = before
+        else:
+            changed.add(name)
+            if before.by_hand is not None:
+                new.loaders.setdefault(name, BackendLoader(name)).by_hand = before.by_hand
+        extensions = old.extensions.get(name)
+        if _offers(new.extensions.get(name)) != _offers(extensions):
+            changed.add(name)
+        elif extensions is not None:
+            new.extensions[name] = extensions
+    return sorted(changed)
+
+
+def _offers(offered: BackendLoader | DeviceExtensions | None) -> list[tuple[str, str]]:
+    """Return the distributions and modules that offer something, in their order."""
+    return [] if offered is None else [(each.distribution, each.entry_point.value) for each in offered.candidates]
