@@ -9,7 +9,6 @@ from .engine.registration import refresh as refresh
 from .engine.registration import register_backend as register_backend
 from .engine.registration import unregister_backend as unregister_backend
 from .policy.cast_policy import CastPolicy as CastPolicy
-from .policy.cast_policy import policy_table as policy_table
 from .policy.manifests import Plugin as Plugin
 from .policy.manifests import manifests as manifests
 from .policy.names import dtype_name as dtype_name
@@ -20,6 +19,7 @@ from .policy.recipe import read_recipe as read_recipe
 from .policy.result import Result as Result
 from .policy.schemas import find_op as find_op
 from .policy.standard import STANDARD_POLICIES as STANDARD_POLICIES
+from .policy.table import policy_table as policy_table
 from .region.autocast import LibraryRegion as LibraryRegion
 from .region.explain_op import decide as decide
 from .region.explain_op import explain_op as explain_op

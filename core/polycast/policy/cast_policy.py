@@ -1,15 +1,15 @@
-"""`CastPolicy`, tables of them by op, and those registered for single ops, which take precedence over tables."""
+"""`CastPolicy`, and the policies registered for single ops, which take precedence over tables."""
 
 import enum
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
-from types import MappingProxyType
 
 
 class CastPolicy(enum.Enum):
     """The treatment of an op's eligible inputs. The first five are those of torch's ATen/autocast_mode.h.
 
-    An input is eligible if it is a floating-point tensor on the region's device and not float64.
+    An input is eligible if it is a floating-point tensor on the region's device and not float64. A tensor that an op
+    writes to is never cast.
     """
 
     LOWER_PRECISION_FP = "lower_precision_fp"
@@ -22,6 +22,9 @@ class CastPolicy(enum.Enum):
     """Cast nothing. If the first input is eligible, call the overload that takes a ``dtype``, with float32."""
     PROMOTE = "promote"
     """Cast the eligible inputs to float32 if their dtypes differ."""
+    LOWER_FIRST = "lower_first"
+    """Cast the first argument that has an eligible input, such as that of a norm, to the region's fast dtype, and leave
+    the others, such as its weights, as they are. Of a list, all items are cast."""
     MATCH = "match"
     """If torch would refuse the inputs' dtypes, cast them to the dtype of the input that the op writes to or, if it
     writes to none, to float32. Cast nothing if one is not eligible. The ops that the op calls are autocast."""
@@ -29,38 +32,6 @@ class CastPolicy(enum.Enum):
     """Raise RuntimeError, because the op is not safe in reduced precision."""
     PASSTHROUGH = "passthrough"
     """Run the op on its inputs without casting them."""
-
-
-def policy_table(ops: Mapping[CastPolicy, Iterable[str]]) -> Mapping[str, CastPolicy]:
-    """Turn lists of ops, one for each policy, into the table that a backend supplies.
-
-    Args:
-        ops: for each policy, the dispatcher names of its ops, such as ``"aten::mm"`` or ``"aten::norm.Scalar"``.
-
-    Returns:
-        A read-only mapping from op name to policy.
-
-    Raises:
-        ValueError: an op is named twice.
-        TypeError: a list of names is a str.
-
-    Example:
-        >>> import polycast
-        >>> dict(polycast.plugin.policy_table({polycast.CastPolicy.FP32: ["aten::exp", "aten::log"]}))
-        {'aten::exp': <CastPolicy.FP32: 'fp32'>, 'aten::log': <CastPolicy.FP32: 'fp32'>}
-    """
-    table: dict[str, CastPolicy] = {}
-    for policy, names in ops.items():
-        if isinstance(names, str):
-            raise TypeError(f"names of ops must be in a list or a tuple, got {names!r}: write ({names!r},)")
-        for name in names:
-            if name in table:
-                raise ValueError(
-                    f"{name!r} is named twice, as {table[name].name} and as {policy.name}: an op has one policy. "
-                    "Remove one of the two."
-                )
-            table[name] = policy
-    return MappingProxyType(table)
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,6 +12,7 @@ import torch
 from torch.torch_version import TorchVersion
 
 from ..torch_internals.dispatcher import OpOverload
+from .schemas import is_written
 
 IsEligible: TypeAlias = Callable[[object], bool]
 Targets: TypeAlias = "torch.dtype | list[torch.dtype | None] | None"
@@ -202,7 +203,7 @@ class Matching:
         by_name = {each.name: position for position, each in enumerate(arguments)}
         self.positions = tuple(by_name[name] for name in names)
         self.scalars = tuple(by_name[name] for name in operands.scalars)
-        self.writes = tuple(at for at in self.positions if _is_written(arguments[at]))
+        self.writes = tuple(at for at in self.positions if is_written(arguments[at]))
         self.mixtures = operands.mixtures
         self.fills_masks = operands.fills_masks
         self.takes_empty = operands.takes_empty
@@ -285,7 +286,3 @@ def _fills_mask(_: object, indices: Sequence[torch.Tensor | None], values: torch
     """Return whether ``index_put`` calls ``masked_fill``, by the rule of ATen's ``canDispatchToMaskedFill``."""
     masks = [each.dtype in (torch.bool, torch.uint8) for each in indices if each is not None]
     return masks == [True] and values.numel() == 1 and values.is_cpu
-
-
-def _is_written(argument: Any) -> bool:
-    return argument.alias_info is not None and argument.alias_info.is_write

@@ -135,10 +135,13 @@ def entry_problem(name: object, policy: object) -> str | None:
     op = find_op(name)
     if op is None or policy in (CastPolicy.BANNED, CastPolicy.PASSTHROUGH):
         return None
-    if policy is CastPolicy.MATCH:
-        return f"{name!r} is an out= variant, whose inputs are never cast" if _has_out(op) else None
-    if op._schema.is_mutable:
-        return f"{name!r} writes to its inputs: in-place and out= variants are never cast, so {policy.name} cannot hold"
+    if _has_out(op):
+        return f"{name!r} is an out= variant, whose inputs are never cast"
+    if policy is not CastPolicy.MATCH and op._schema.is_mutable:
+        if policy in (CastPolicy.FP32_SET_OPT_DTYPE, CastPolicy.FP32_APPEND_DTYPE):
+            return f"{name!r} writes to a tensor, whose dtype its result has: {policy.name} cannot change that"
+        if all(is_written(each) for each in op._schema.arguments if "Tensor" in str(each.real_type)):
+            return f"{name!r} has no tensors but those that it writes, which are never cast"
     if policy is CastPolicy.FP32_SET_OPT_DTYPE and optional_dtype(op) is None:
         return f"{name!r} has no optional dtype argument, which {policy.name} sets"
     if policy is CastPolicy.FP32_APPEND_DTYPE and overload_with_dtype(op) is None:
@@ -147,7 +150,18 @@ def entry_problem(name: object, policy: object) -> str | None:
 
 
 def _has_out(op: OpOverload) -> bool:
-    return any(each.kwarg_only and each.alias_info is not None for each in op._schema.arguments)
+    return any(each.kwarg_only and is_written(each) for each in op._schema.arguments)
+
+
+def is_written(argument: Any) -> bool:
+    """Return whether an op writes an argument, as far as its schema declares that."""
+    return argument.alias_info is not None and bool(argument.alias_info.is_write)
+
+
+@functools.cache
+def written_arguments(op: OpOverload) -> frozenset[int]:
+    """Return the positions of the arguments that an op writes, as far as its schema declares that."""
+    return frozenset(at for at, each in enumerate(op._schema.arguments) if is_written(each))
 
 
 def is_op_name(name: str) -> bool:

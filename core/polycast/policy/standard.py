@@ -3,7 +3,8 @@
 import torch
 from torch.torch_version import TorchVersion
 
-from .cast_policy import CastPolicy, policy_table
+from .cast_policy import CastPolicy
+from .table import policy_table
 
 # Ops whose policy torch added in the version named. On an older torch the table equals that torch's.
 _SINCE_2_12 = ("aten::rms_norm",) if TorchVersion(torch.__version__) >= "2.12" else ()

@@ -230,10 +230,16 @@ def _with_arguments(found: Explanation, bound: dict[str, Any], backend: Backend)
     matched = dict(zip((each.name for each in overload._schema.arguments), call.targets, strict=False))
     targets = (target for name, value in bound.items() for _, target in tensors_of(value, matched.get(name)))
     dtypes = (value for name, value in call.kwargs.items() if bound.get(name) is None)
+    positions = {each.name: at for at, each in enumerate(overload._schema.arguments)}
+
+    def seen(name: str, tensor: torch.Tensor) -> torch.dtype:
+        is_cast = call.dtype is not None and may_cast(tensor) and call.casts(positions[name.partition("[")[0]])
+        return call.dtype if call.dtype is not None and is_cast else tensor.dtype
+
     return replace(
         found,
         arguments=tuple(
-            Argument(name, tensor.dtype, target or (call.dtype if call.dtype and may_cast(tensor) else tensor.dtype))
+            Argument(name, tensor.dtype, target or seen(name, tensor))
             for (name, tensor), target in zip(tensors, targets, strict=True)
         ),
         reached=reached,

@@ -20,6 +20,7 @@ _MEANING = {
     CastPolicy.FP32_SET_OPT_DTYPE: "its dtype defaults to float32",
     CastPolicy.FP32_APPEND_DTYPE: "the overload that takes a dtype is called, with float32",
     CastPolicy.PROMOTE: "its inputs are cast to float32 if their dtypes differ",
+    CastPolicy.LOWER_FIRST: "its first input is cast to {fast}",
     CastPolicy.MATCH: "its inputs are cast where torch would refuse their dtypes",
     CastPolicy.BANNED: "it raises RuntimeError",
     CastPolicy.PASSTHROUGH: "it runs on unchanged inputs",

@@ -188,6 +188,8 @@ class Backend(Extension):
         missing_kernels: optional; the dtypes narrower than float32 that the device has no kernels for, by op or by
             layout. An op with LOWER_PRECISION_FP runs in float32 if the fast dtype is missing for it, or for the layout
             of one of its inputs. An op without a policy gets MATCH, which casts inputs of a missing dtype.
+        caches_casts: whether casts of weights are cached. If not, each use casts a weight again; a `WeightCache` caches
+            what recipes prepack, and no casts.
 
     It may have kernels for recipes, and ops in C++, as an :class:`Extension` has: see there.
     """
@@ -200,6 +202,7 @@ class Backend(Extension):
     optional_ops: Mapping[str, str] = MappingProxyType({})
     is_verified: bool = False
     missing_kernels: Mapping[str | torch.layout, Collection[torch.dtype]] = MappingProxyType({})
+    caches_casts: bool = True
 
     @property
     def matched_ops(self) -> frozenset[str]:

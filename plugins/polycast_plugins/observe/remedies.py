@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from polycast import Policy
 
 FAST = "lower_precision_fp"
+_RETURN_FAST = (FAST, "lower_first")
 _RETURN_FLOAT32 = ("fp32", "fp32_set_opt_dtype", "fp32_append_dtype")
 _BY_FIRST_INPUT = ("layer_norm", "native_layer_norm", "group_norm", "native_group_norm", "batch_norm", "instance_norm")
 """Ops that return the dtype of their first input, whatever the dtype of their weights."""
@@ -148,11 +149,11 @@ class RemedyTrial:
         """Return the dtype that an op would return, if it differs from the one that it returned."""
         flows = self._given[node]
         policies = {remedy.policy_of(flow) for flow in flows}
-        if policies == {FAST}:
-            return "fast" if any(flow.policy != FAST for flow in flows) else None
+        if policies <= {*_RETURN_FAST}:
+            return "fast" if any(flow.policy not in _RETURN_FAST for flow in flows) else None
         if policies <= {*_RETURN_FLOAT32}:
             return "float32" if any(flow.policy not in _RETURN_FLOAT32 for flow in flows) else None
-        if policies & {FAST, *_RETURN_FLOAT32}:
+        if policies & {*_RETURN_FAST, *_RETURN_FLOAT32}:
             return None
         deciding = [flow for flow in flows if flow.is_first] if name_of(node[0]) in _BY_FIRST_INPUT else flows
         dtypes = {remedy.dtype(flow) for flow in deciding}

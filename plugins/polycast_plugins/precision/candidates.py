@@ -202,7 +202,8 @@ def ops_seen(model: torch.nn.Module, call: ModelCall, region: autocast) -> list[
     those that reach the dispatcher below autocast.
     """
     backend = get_backend(region.device)
-    lower = [name for name, policy in backend.policies.items() if policy is CastPolicy.LOWER_PRECISION_FP]
+    casts_down = CastPolicy.LOWER_PRECISION_FP, CastPolicy.LOWER_FIRST
+    lower = [name for name, policy in backend.policies.items() if policy in casts_down]
     banned = dict.fromkeys(name.partition(".")[0] for name in lower)
     found: list[str] = []
     while banned:

@@ -20,14 +20,20 @@ class FeatureChecks(Subject):
     """
 
     def test_weight_is_cast_once_in_a_region(self, device: Device) -> None:
-        """A weight is cast once in a region, whether it requires grad or not."""
+        """A weight is cast once in a region, whether it requires grad or not; at each use if casts are not cached."""
         for frozen in (False, True):
             weight = _weight(device)
             weight.requires_grad_(not frozen)
             with device.region():
                 first, second = _cast_used(device, weight), _cast_used(device, weight)
             kind = "frozen" if frozen else "trained"
-            require(first.data_ptr() == second.data_ptr(), _NOT_SHARED.format(f"a region on {device.type} ({kind})"))
+            shares = first.data_ptr() == second.data_ptr()
+            if device.backend.caches_casts:
+                require(shares, _NOT_SHARED.format(f"a region on {device.type} ({kind})"))
+            else:
+                require(
+                    not shares, f"two uses of one weight on {device.type} share a cast, though caches_casts is False"
+                )
 
     def test_weight_updated_in_a_region(self, device: Device) -> None:
         """The next use of a weight in a region sees an in-place update."""
@@ -54,10 +60,11 @@ class FeatureChecks(Subject):
             with torch.no_grad(), device.region(cache=cache):
                 results.append(device.values(torch.mm(ones, weight)))
         stats = cache.stats()
+        expected = (1, 1, 1) if device.backend.caches_casts else (0, 0, 0)
         require(
-            (stats.misses, stats.hits, stats.entries) == (1, 1, 1) and torch.equal(*results),
+            (stats.misses, stats.hits, stats.entries) == expected and torch.equal(*results),
             f"two regions on {device.type} that share a WeightCache must make one cast of a weight and use it twice; "
-            f"its stats are {stats}",
+            f"none if caches_casts is False. Its stats are {stats}",
         )
 
     def test_custom_function_has_the_state_of_its_region(self, device: Device) -> None:

@@ -70,7 +70,7 @@ class _Call:
         self.how = f"{name} on {device.type}, {how}"
 
     def in_region(self, fast_dtype: torch.dtype) -> Any:
-        args, kwargs = self.arguments
+        args, kwargs = _copied(self.op, self.arguments)
         with self.device.region(fast_dtype):
             return self.op(*args, **kwargs)
 
@@ -176,6 +176,30 @@ def _cast(tree: Any, device_type: str, dtype: torch.dtype) -> Any:
     return tree_map(lambda value: value.to(dtype) if _eligible(value, device_type) else value, tree)
 
 
+def _copied(op: torch._ops.OpOverload, arguments: Any) -> Any:
+    """Return arguments that an op may write to."""
+    if not op._schema.is_mutable:
+        return arguments
+    return tree_map(lambda value: value.clone() if isinstance(value, torch.Tensor) else value, arguments)
+
+
+def _cast_inputs(
+    op: torch._ops.OpOverload, arguments: Any, device_type: str, dtype: torch.dtype, *, only_first: bool = False
+) -> Any:
+    """Return arguments with each eligible tensor cast, or those of the first argument with one; no written ones."""
+    args, kwargs = arguments
+    given = {**dict(zip((each.name for each in op._schema.arguments), args, strict=False)), **kwargs}
+    written = {each.name for each in op._schema.arguments if each.alias_info is not None and each.alias_info.is_write}
+    names = [
+        name
+        for name, value in given.items()
+        if name not in written and any(_eligible(leaf, device_type) for leaf in tree_leaves(value))
+    ]
+    cast = {name: _cast(given[name], device_type, dtype) for name in (names[:1] if only_first else names)}
+    positional = list({**given, **cast}.values())[: len(args)]
+    return positional, {name: cast.get(name, value) for name, value in kwargs.items()}
+
+
 def call_as(
     policy: CastPolicy,
     op: torch._ops.OpOverload,
@@ -187,16 +211,17 @@ def call_as(
 
     This is the oracle of the op table, written without the engines.
     """
-    args, kwargs = arguments
+    args, kwargs = arguments = _copied(op, arguments)
     schema = op._schema.arguments
     first = args[0] if args else kwargs.get(schema[0].name)
-    if policy is CastPolicy.LOWER_PRECISION_FP:
-        args, kwargs = _cast(arguments, device_type, fast_dtype)
+    if policy in (CastPolicy.LOWER_PRECISION_FP, CastPolicy.LOWER_FIRST):
+        only_first = policy is CastPolicy.LOWER_FIRST
+        args, kwargs = _cast_inputs(op, arguments, device_type, fast_dtype, only_first=only_first)
     elif policy is CastPolicy.FP32:
-        args, kwargs = _cast(arguments, device_type, torch.float32)
+        args, kwargs = _cast_inputs(op, arguments, device_type, torch.float32)
     elif policy is CastPolicy.PROMOTE:
         dtypes = {leaf.dtype for leaf in tree_leaves(arguments) if _eligible(leaf, device_type)}
-        args, kwargs = _cast(arguments, device_type, torch.float32) if len(dtypes) > 1 else arguments
+        args, kwargs = _cast_inputs(op, arguments, device_type, torch.float32) if len(dtypes) > 1 else arguments
     elif policy is CastPolicy.FP32_SET_OPT_DTYPE and _eligible(first, device_type):
         position = next(at for at, each in enumerate(schema) if str(each.real_type) == "Optional[ScalarType]")
         if len(args) <= position and kwargs.get(schema[position].name) is None:

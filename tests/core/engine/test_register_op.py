@@ -214,8 +214,7 @@ PROBLEMS = [
     (
         torch.ops.aten.mm.out,
         LOWER,
-        "'aten::mm.out' writes to its inputs: in-place and out= variants are never cast, so LOWER_PRECISION_FP "
-        "cannot hold",
+        "'aten::mm.out' is an out= variant, whose inputs are never cast",
     ),
     (
         torch.ops.aten.mm.default,

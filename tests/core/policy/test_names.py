@@ -106,8 +106,8 @@ UNKNOWN = [
     ("acme::qqqqqqqq", f"{TORCH} has no op 'acme::qqqqqqqq': load the library that defines it first"),
     ("softmax.Dimnam", f"{TORCH} has no overload 'Dimnam' of the op 'softmax', which has 'int', "),
     ("softmax.default", f"{TORCH} has no overload 'default' of the op 'softmax', which has "),
-    ("mm.out", "'aten::mm.out' writes to its inputs: in-place and out= variants are never cast, so FP32 cannot hold"),
-    ("relu_", "'aten::relu_' writes to its inputs: in-place and out= variants are never cast, so FP32 cannot hold"),
+    ("mm.out", "'aten::mm.out' is an out= variant, whose inputs are never cast"),
+    ("relu_", "'aten::relu_' has no tensors but those that it writes, which are never cast"),
 ]
 
 

@@ -87,11 +87,57 @@ def test_a_policy_that_is_not_a_cast_policy_is_a_problem(policy):
 
 
 @pytest.mark.parametrize("policy", CASTING)
-def test_an_op_that_writes_to_its_inputs_is_not_cast(policy, subtests):
-    for name in ["aten::add_.Tensor", "aten::mm.out", "aten::sum.IntList_out"]:
+def test_an_op_cannot_have_a_policy_that_casts_nothing_but_what_it_writes(policy, subtests):
+    for name, problem in [
+        ("aten::mm.out", "is an out= variant, whose inputs are never cast"),
+        ("aten::sum.IntList_out", "is an out= variant, whose inputs are never cast"),
+        ("aten::add_.Scalar", "has no tensors but those that it writes, which are never cast"),
+        ("aten::add_.Tensor", None),
+        ("aten::_foreach_lerp_.List", None),
+        ("aten::cumsum_", "has no tensors but those that it writes, which are never cast"),
+    ]:
+        if policy.name.endswith("_DTYPE") and not name.endswith("out"):
+            problem = f"writes to a tensor, whose dtype its result has: {policy.name} cannot change that"
         with subtests.test(name=name):
-            problem = "writes to its inputs: in-place and out= variants are never cast, so"
-            assert table_problems({name: policy}) == [f"{name!r} {problem} {policy.name} cannot hold"]
+            assert table_problems({name: policy}) == ([] if problem is None else [f"{name!r} {problem}"])
+
+
+SHORT = [
+    ("softmax", CastPolicy.FP32_SET_OPT_DTYPE, {"aten::softmax.int"}),
+    ("add", CastPolicy.PROMOTE, {"aten::add.Tensor", "aten::add.Scalar"}),
+    ("add_", CastPolicy.PROMOTE, {"aten::add_.Tensor"}),
+    ("pow.Scalar", CastPolicy.FP32, {"aten::pow.Scalar"}),
+    ("mm.default", CastPolicy.FP32, {"aten::mm"}),
+    ("linear", CastPolicy.LOWER_PRECISION_FP, {"aten::linear"}),
+    ("of_another_version", CastPolicy.FP32, {"aten::of_another_version"}),
+    ("mm.of_another_version", CastPolicy.FP32, {"aten::mm.of_another_version"}),
+]
+
+
+@pytest.mark.parametrize(("name", "policy", "ops"), SHORT, ids=[name for name, *_ in SHORT])
+def test_a_short_name_means_the_overloads_that_a_users_policy_of_that_name_has(name, policy, ops):
+    table = policy_table({policy: [name]})
+    assert dict(table) == dict.fromkeys(ops, policy)
+    assert table_problems(table) == []
+
+
+def test_the_name_of_an_overload_takes_precedence_over_a_short_name():
+    full, overload = {CastPolicy.FP32: ["aten::add.Scalar"]}, {CastPolicy.FP32: ["add.Scalar"]}
+    for lists in (full, overload):
+        table = policy_table({CastPolicy.PROMOTE: ["add"], **lists})
+        assert dict(table) == {"aten::add.Tensor": CastPolicy.PROMOTE, "aten::add.Scalar": CastPolicy.FP32}
+
+
+def test_an_op_that_two_short_names_give_different_policies_is_refused():
+    with pytest.raises(ValueError, match=r"^'aten::exp' is named twice, as FP32 and as PROMOTE: an op has one policy"):
+        policy_table({CastPolicy.FP32: ["exp"], CastPolicy.PROMOTE: ["torch.exp"]})
+
+
+def test_a_short_name_that_cannot_have_its_policy_is_refused():
+    with pytest.raises(ValueError, match=r"^'aten::relu_' has no tensors but those that it writes, which are never"):
+        policy_table({CastPolicy.FP32: ["relu_"]})
+    with pytest.raises(ValueError, match="^'m m' is not the name of an op"):
+        policy_table({CastPolicy.FP32: ["m m"]})
 
 
 def test_an_op_that_writes_to_its_inputs_may_be_matched_unless_it_is_an_out_variant():

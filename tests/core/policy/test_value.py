@@ -218,7 +218,7 @@ INVALID = [
     ({"ops": {7: "fp32"}}, "expected a name such as 'mm' or 'acme::scale', an OpOverload such as torch.ops.aten.mm"),
     ({"ops": {"mm": {"policie": "fp32"}}}, "'policie' is not a key of the policy of 'mm': did you mean 'poli"),
     ({"ops": {"mm": {"policy": "fp32", "optional": 1}}}, "optional of 'mm' must be true or false, got 1"),
-    ({"ops": {"mm.out": {"policy": "fp32", "optional": True}}}, "'aten::mm.out' writes to its inputs: in-place and"),
+    ({"ops": {"mm.out": {"policy": "fp32", "optional": True}}}, "'aten::mm.out' is an out= variant"),
     ({"modules": []}, "modules must map names of modules to rules, got list"),
     ({"modules": {"a": "float15"}}, "modules['a']: " + NO_RULE.format("'float15', the nearest is 'float16'")),
     ({"modules": {"a": None}}, "modules['a']: " + NO_RULE.format("None")),

@@ -142,7 +142,10 @@ def test_a_bad_policy_is_refused(subtests):
         ({"m m": polycast.CastPolicy.FP32}, "'m m' is not the name of an op"),
         ({"aten::no_such_op": polycast.CastPolicy.FP32}, r"has no op 'no_such_op'"),
         ({"aten::mm": "fp23"}, "the policy of 'aten::mm' must be a CastPolicy or the name of one, got 'fp23'"),
-        ({"aten::add_.Tensor": polycast.CastPolicy.FP32}, "in-place and out= variants are never cast"),
+        (
+            {"aten::add_.Scalar": polycast.CastPolicy.FP32},
+            "has no tensors but those that it writes, which are never cast",
+        ),
         ({"aten::mm": polycast.CastPolicy.FP32_SET_OPT_DTYPE}, "has no optional dtype argument"),
         ([], "must map op names to CastPolicy, got list"),
     ]:

@@ -6,6 +6,7 @@ has one memory for all of them.
 
 import torch
 
+from ...registry.registry import registry
 from ...torch_internals import changes
 from ...torch_internals.private_names import behind_functional_tensor, replayed_view, tracing_context
 from .. import state
@@ -25,7 +26,7 @@ def can_leave_casts() -> bool:
 def cast_of_traced(tensor: torch.Tensor, dtype: torch.dtype, device_type: str) -> torch.Tensor | None:
     """Return the cast of a traced weight as the operator; None: the cast is not left to it."""
     _, cache = state.machine.innermost(device_type)
-    if cache is None or tracing_context() is None:
+    if cache is None or tracing_context() is None or not registry.find(device_type).caches_casts:
         return None
     changes.CACHE_KEYS.make()  # Dynamo calls the kernels before AOTAutograd does, and before the key is made
     changes.CACHED_CASTS.make()

@@ -188,7 +188,7 @@ C10_NOINLINE Tensor cast_of_view(const Tensor& view, const Tensor& viewed, const
 }
 
 Tensor find_or_cast(const Tensor& tensor, const CastSpec& spec, SeenCast& seen) {
-  if (spec.region.innermost == nullptr) {  // a region of torch's, with torch's cache
+  if (spec.region.innermost == nullptr && !spec.is_capturing.always()) {  // a region of torch's, with torch's cache
     seen.in_torchs_region = true;
     return at::autocast::cached_cast(spec.dtype, tensor, spec.device);
   }

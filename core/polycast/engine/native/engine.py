@@ -198,7 +198,9 @@ class _NativeKernels(Kernels):
         self._extension = extension
         self._registrations = extension.KernelRegistrations(backend.device_type, autocast_key(backend.device_type))
         # Asking costs the GIL at each cast of a weight, so those that never capture are not asked.
-        self._is_capturing = backend.is_capturing if overrides_is_capturing(backend) else None
+        # True: as if it always captured.
+        is_capturing: Any = backend.is_capturing if overrides_is_capturing(backend) else None
+        self._is_capturing = is_capturing if backend.caches_casts else True
         self._missing = {key: letters_of(dtypes) for key, dtypes in backend.missing_kernels.items()}
         layouts = (pair for pair in self._missing.items() if isinstance(pair[0], torch.layout))
         self._missing_layouts = tuple(layouts)

@@ -18,10 +18,10 @@ namespace {
 // The policies of polycast.CastPolicy, and two more. bind() checks their numbers. kNone: the kernel has no cast policy of its own, so
 // the call passes through unless the region's override has one. kRecipe: LOWER_PRECISION_FP, of which the region's recipe may run calls.
 enum class Policy : int8_t {
-  kNone = -1, kLowerPrecisionFp, kFp32, kFp32SetOptDtype, kFp32AppendDtype, kPromote, kMatch, kBanned, kPassthrough, kRecipe };
+  kNone = -1, kLowerPrecisionFp, kFp32, kFp32SetOptDtype, kFp32AppendDtype, kPromote, kLowerFirst, kMatch, kBanned, kPassthrough, kRecipe };
 
-constexpr std::array<const char*, 10> kPolicyNames = {
-    "NONE", "LOWER_PRECISION_FP", "FP32", "FP32_SET_OPT_DTYPE", "FP32_APPEND_DTYPE", "PROMOTE", "MATCH", "BANNED", "PASSTHROUGH",
+constexpr std::array<const char*, 11> kPolicyNames = {
+    "NONE", "LOWER_PRECISION_FP", "FP32", "FP32_SET_OPT_DTYPE", "FP32_APPEND_DTYPE", "PROMOTE", "LOWER_FIRST", "MATCH", "BANNED", "PASSTHROUGH",
     "RECIPE"};
 
 // The policies by which a region overrides the table, by the op's number in this process.

@@ -53,6 +53,9 @@ class Kernel final : public c10::OperatorKernel {
     for (size_t i = 0; i < arguments.size(); ++i) {
       const std::string type = arguments[i].real_type()->str();
       if (type.find("Tensor") != std::string::npos) {
+        const bool is_written = matching_.arguments[tensors_.size()].is_written;
+        writes_ |= is_written;
+        is_first_.push_back(!is_written && std::find(op_.written.begin(), op_.written.end(), i) == op_.written.end());
         tensors_.push_back(i);
       } else if (type == "ScalarType?") {
         optional_dtype_ = i;
@@ -90,6 +93,20 @@ class Kernel final : public c10::OperatorKernel {
       TORCH_INTERNAL_ASSERT(!results.empty());
     }
     return results;
+  }
+
+  // Cast the inputs of a call whose tensors `each_tensor` gives to a function, with the numbers of their arguments.
+  template <class EachTensor, class MakeCasts>
+  void cast_inputs(Policy policy, const CastSpec& spec, const EachTensor& each_tensor, const MakeCasts& make_casts) const {
+    if (C10_LIKELY(!writes_ && policy != Policy::kLowerFirst)) {
+      return make_casts(spec);
+    }
+    const CastSpec of_others{ScalarType::Undefined, device_, spec.has_only_autograd, spec.region, is_capturing_};
+    size_t only = policy == Policy::kLowerFirst ? tensors_.size() : SelectedCasts::kAll;
+    if (policy == Policy::kLowerFirst) {
+      each_tensor([&](size_t i, const Tensor& tensor) { only = is_first_[i] && is_eligible(tensor, device_) ? std::min(only, i) : only; });
+    }
+    make_casts(SelectedCasts{spec, of_others, matching_, only});
   }
 
   // torch's redispatch function for an op with an unboxed entry point, of the op's signature.
@@ -136,10 +153,13 @@ class Kernel final : public c10::OperatorKernel {
     const CastSpec spec{target, device_, has_only_autograd(keys), region, is_capturing_};
     Written written;
     if (spec.dtype != ScalarType::Undefined) {
-      if (C10_UNLIKELY(!op_.written.empty())) {
+      if (C10_UNLIKELY(!op_.written.empty() && policy != Policy::kLowerFirst)) {
         written = cast_written(spec, stack);
       }
-      boxed_arguments(stack).cast_all(spec);
+      const BoxedArguments arguments = boxed_arguments(stack);
+      cast_inputs(policy, spec,
+          [&](const auto& add) { arguments.each_tensor([&](size_t i, size_t, bool, const Tensor& tensor) { add(i, tensor); }); },
+          [&](const auto& all) { arguments.cast_all(all); });
     } else if (policy == Policy::kFp32SetOptDtype && first_is_eligible(stack)) {
       c10::IValue& dtype = argument(stack, *optional_dtype_);
       if (dtype.isNone()) {
@@ -184,6 +204,7 @@ class Kernel final : public c10::OperatorKernel {
     switch (policy) {
       case Policy::kLowerPrecisionFp:
       case Policy::kRecipe:
+      case Policy::kLowerFirst:
         return fast_dtype(keys, add_inputs);
       case Policy::kFp32:
         return at::kFloat;
@@ -321,6 +342,8 @@ class Kernel final : public c10::OperatorKernel {
   void (*const redispatch_)();
   size_t arity_ = 0;
   std::vector<size_t> tensors_;
+  std::vector<bool> is_first_;  // whether each of these may be the one that LOWER_FIRST casts
+  bool writes_ = false;         // to some of them, as the schema declares
   std::optional<size_t> optional_dtype_;
 };
 

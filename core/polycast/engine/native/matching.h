@@ -93,6 +93,20 @@ Tensor cast(const Tensor& tensor, const MatchSpec& spec) {
   return tensor.to(spec.dtype);
 }
 
+// The specification for an op that writes to a tensor, which is not cast, and for LOWER_FIRST.
+struct SelectedCasts {
+  static constexpr size_t kAll = SIZE_MAX;
+
+  const CastSpec& of_cast;
+  const CastSpec& of_others;
+  const Matching& matching;
+  size_t only;  // the argument that is cast, or kAll
+
+  const CastSpec& of(size_t argument, size_t) const {
+    return (only == kAll || only == argument) && !matching.arguments[argument].is_written ? of_cast : of_others;
+  }
+};
+
 // The operands of one call, and the dtypes that they are cast to.
 class Match {
  public:

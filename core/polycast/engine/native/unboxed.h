@@ -34,7 +34,10 @@ class PreparedCall {
         }),
         kernel.device_, kernel.has_only_autograd(keys), region, kernel.is_capturing_};
     if (spec.dtype != ScalarType::Undefined) {
-      casts_.make(arguments, spec);
+      kernel.cast_inputs(
+          policy, spec,
+          [&](const auto& add) { each_tensor(arguments, [&](size_t i, size_t, bool, const Tensor& tensor) { add(i, tensor); }); },
+          [&](const auto& all) { casts_.make(arguments, all); });
     } else if (
         policy == Policy::kFp32SetOptDtype && arguments.begin_with_tensor && is_eligible(arguments.at<Tensor>(0), kernel.device_)) {
       set_dtype(arguments);
@@ -76,22 +79,28 @@ class PreparedCall {
     return mixture.may_be_refused(kernel.matching_);
   }
 
-  // Cast the operands whose dtypes torch would refuse.
-  C10_NOINLINE void match(const Kernel& kernel, const Arguments& arguments) {
-    Match match(kernel.matching_, kernel.device_);
+  // As BoxedArguments::each_tensor().
+  template <class Function>
+  static void each_tensor(const Arguments& arguments, const Function& function) {
     for (size_t i = 0; i < arguments.count; ++i) {
       const bool is_list = arguments.kinds[i] == ArgumentKind::kTensors || arguments.kinds[i] == ArgumentKind::kTensorRefs;
       size_t item = 0;
       Arguments{arguments.kinds + i, arguments.addresses + i, 1, false}.any_tensor([&](const Tensor& tensor) {
-        match.add(i, item++, is_list, tensor);
+        function(i, item++, is_list, tensor);
         return false;
       });
       if (arguments.kinds[i] == ArgumentKind::kOptionals) {
         for (const std::optional<Tensor> tensor : arguments.at<c10::List<std::optional<Tensor>>>(i)) {
-          match.add(i, item++, true, tensor.value_or(Tensor()));
+          function(i, item++, true, tensor.value_or(Tensor()));
         }
       }
     }
+  }
+
+  // Cast the operands whose dtypes torch would refuse.
+  C10_NOINLINE void match(const Kernel& kernel, const Arguments& arguments) {
+    Match match(kernel.matching_, kernel.device_);
+    each_tensor(arguments, [&](const auto&... tensor) { match.add(tensor...); });
     if (match.decide() && matches_here(kernel.op_.number, kernel.device_)) {
       const NoAutocast no_autocast(kernel.device_, kernel.keys_);
       casts_.make(arguments, match);

@@ -163,25 +163,28 @@ class _Kernel:
         op, args, kwargs, dtype, *_ = call._replace(args=tuple(with_tensors_for_numbers(call.op, call.args)))
         if dtype is None:
             return op(*args, **kwargs)
-        written = self._written(call)
-        caches = dtype is not torch.float32 and torch.is_autocast_cache_enabled()
+        written = {tensor: tensor.to(dtype) for tensor in self._written(call)}
+        caches = self._backend.caches_casts and dtype is not torch.float32 and torch.is_autocast_cache_enabled()
         caches = caches and (caching_is_safe() or only_modes_see_casts()) and not self._backend.is_capturing()
         cast = _caster(self._device_type, dtype, self._machine.weight_caster(self._device_type) if caches else None)
-        if not written:
-            return op(*map(cast, args), **{name: cast(value) for name, value in kwargs.items()})
-        casts = {tensor: tensor.to(dtype) for tensor in written}
-        of_id = {id(tensor): each for tensor, each in casts.items()}
+        positions = {argument.name: at for at, argument in enumerate(op._schema.arguments)}
+
+        def cast_at(at: int, value: Any) -> Any:
+            if isinstance(value, torch.Tensor) and value in written:
+                return written[value]
+            return cast(value) if call.casts(at) else value
+
         result = op(
-            *(of_id.get(id(value), cast(value)) for value in args),
-            **{name: of_id.get(id(value), cast(value)) for name, value in kwargs.items()},
+            *(cast_at(at, value) for at, value in enumerate(args)),
+            **{name: cast_at(positions[name], value) for name, value in kwargs.items()},
         )
-        _write_back(casts)
+        _write_back(written)
         return result
 
     def _written(self, call: OpCall) -> list[torch.Tensor]:
         """Return the tensors that a call writes though its op's schema does not say so, and that are to be cast."""
         positions, flag = hidden_writes(call.op)
-        if not positions:
+        if not positions or call.only is not None:
             return []
         given = flatten_arguments(call.op, call.args, call.kwargs)
         if flag >= 0 and not given[flag]:
@@ -221,7 +224,8 @@ class _CachedCast:
         self._machine = machine
 
     def __call__(self, weight: torch.Tensor, dtype: torch.dtype, cache: int = 0) -> torch.Tensor:
-        caches = is_weight(weight) and torch.is_autocast_cache_enabled() and caching_is_safe()
+        caches = self._backend.caches_casts and torch.is_autocast_cache_enabled()
+        caches = caches and is_weight(weight) and caching_is_safe()
         with torch.no_grad():
             if not caches or self._backend.is_capturing():
                 return weight.to(dtype)

@@ -11,12 +11,21 @@ import torch
 
 from ...policy.cast_policy import CastPolicy
 from ...policy.matching import IsEligible, Matching, Targets
-from ...policy.schemas import flatten_arguments, optional_dtype, overload_with_dtype
+from ...policy.schemas import (
+    flatten_arguments,
+    hidden_writes,
+    optional_dtype,
+    overload_with_dtype,
+    written_arguments,
+)
 from ...torch_internals.dispatcher import OpOverload
 
 
 class OpCall(NamedTuple):
-    """A call of an op; its eligible tensors are cast to `dtype`, if it has one, or those that `targets` names."""
+    """A call of an op; its eligible tensors are cast to `dtype`, if it has one, or those that `targets` names.
+
+    Those that it writes are not cast to `dtype`.
+    """
 
     op: OpOverload
     args: tuple[Any, ...]
@@ -26,6 +35,12 @@ class OpCall(NamedTuple):
     """The dtypes that arguments are cast to, in the order of the op's schema; empty: `dtype` holds for all."""
     missing: Collection[torch.dtype] = ()
     """The dtypes that the device has no kernel for."""
+    only: int | None = None
+    """The position of the only argument that is cast to `dtype`, in the order of the op's schema; None: all are."""
+
+    def casts(self, position: int) -> bool:
+        """Return whether the eligible tensors of an argument are cast to `dtype`."""
+        return self.only in (None, position) and position not in written_arguments(self.op)
 
 
 def is_eligible(value: object, device_type: str) -> bool:
@@ -77,6 +92,14 @@ def _lower(call: OpCall, fast: torch.dtype, is_eligible: IsEligible) -> OpCall:
     return call._replace(dtype=torch.float32 if fast in call.missing else fast)
 
 
+def _lower_first(call: OpCall, fast: torch.dtype, is_eligible: IsEligible) -> OpCall:
+    given = flatten_arguments(call.op, call.args, call.kwargs)
+    written = written_arguments(call.op).union(hidden_writes(call.op)[0])
+    with_eligible = (at for at, value in enumerate(given) if any(map(is_eligible, tensors_in([value]))))
+    first = next((at for at in with_eligible if at not in written), None)
+    return call if first is None else _lower(call, fast, is_eligible)._replace(only=first)
+
+
 def _fp32_set_opt_dtype(call: OpCall, fast: torch.dtype, is_eligible: IsEligible) -> OpCall:
     if not is_eligible(_first(call)):
         return call
@@ -123,6 +146,7 @@ _RULES: dict[CastPolicy, Callable[[OpCall, torch.dtype, IsEligible], OpCall]] = 
     CastPolicy.FP32_SET_OPT_DTYPE: _fp32_set_opt_dtype,
     CastPolicy.FP32_APPEND_DTYPE: _fp32_append_dtype,
     CastPolicy.PROMOTE: _promote,
+    CastPolicy.LOWER_FIRST: _lower_first,
     CastPolicy.MATCH: _match,
     CastPolicy.PASSTHROUGH: lambda call, *_: call,
 }

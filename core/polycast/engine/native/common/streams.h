@@ -8,7 +8,8 @@
 
 namespace {
 
-// A backend's is_capturing(), or nothing if it never captures. Kernels own one, and are destroyed without the GIL.
+// A backend's is_capturing(), nothing if it never captures, or True if its casts are never cached. Kernels own one, and are destroyed
+// without the GIL.
 class IsCapturing {
  public:
   explicit IsCapturing(Object function) : function_(std::move(function)) {}
@@ -23,6 +24,8 @@ class IsCapturing {
   }
 
   const Object& function() const { return function_; }
+
+  bool always() const { return function_.get() == Py_True; }
 
  private:
   Object function_;
@@ -41,6 +44,9 @@ std::optional<c10::Stream> current_stream(const Tensor& tensor) {
 // stream's, from torch 2.12 on.
 template <class Stream = c10::Stream>
 bool captures(const Tensor& tensor, const Object& is_capturing) {
+  if (is_capturing.get() == Py_True) {
+    return true;
+  }
   if (is_capturing) {
     const Gil gil;
     return is_true(call(is_capturing.get()));
