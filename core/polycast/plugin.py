@@ -3,7 +3,7 @@
 - Backends: :class:`Backend`, :class:`Availability`, the hook marker :data:`hookimpl`; :func:`get_backend`,
   :func:`register_backend`, :func:`unregister_backend`, :func:`refresh`.
 - Extensions, which add kernels or cast policies to a device that another package serves: :class:`Extension`.
-- Op tables: :class:`CastPolicy` (in ``polycast`` too), :func:`policy_table`, :data:`STANDARD_POLICIES`.
+- The version of this contract: :data:`API_VERSION`. Op tables: :func:`policy_table`, :data:`STANDARD_POLICIES`.
 - Recipes and their kernels: :class:`Recipe`, :class:`Plan`, :class:`LowBitKernel`, :func:`recipe_kernels`,
   :func:`float32_products`.
 - C++: :func:`load_ops` compiles the ops of a package; a :class:`NativeLibrary` uses the native engine;

@@ -1,6 +1,7 @@
 from .common.atfork import hold_during_fork as hold_during_fork
 from .common.events import events as events
 from .common.lazy_names import lazy_names as lazy_names
+from .common.versions import API_VERSION as API_VERSION
 from .engine.choice import choose_engine as choose_engine
 from .engine.drift import drift_of as drift_of
 from .engine.native_library import NativeLibrary as NativeLibrary
@@ -8,7 +9,6 @@ from .engine.recipes.plan import Plan as Plan
 from .engine.registration import refresh as refresh
 from .engine.registration import register_backend as register_backend
 from .engine.registration import unregister_backend as unregister_backend
-from .policy.cast_policy import CastPolicy as CastPolicy
 from .policy.manifests import Plugin as Plugin
 from .policy.manifests import manifests as manifests
 from .policy.names import dtype_name as dtype_name

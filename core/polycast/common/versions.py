@@ -1,10 +1,15 @@
 """The versions in reports and saved files."""
 
+import difflib
 import functools
 import importlib.metadata
 import platform
+from collections.abc import Collection, Iterable
 
 import torch
+
+API_VERSION = 1
+"""The version of the contract between polycast and plugins, `polycast.plugin`."""
 
 
 def _own_version() -> str:
@@ -32,3 +37,18 @@ def name_and_version(entry_point: importlib.metadata.EntryPoint) -> tuple[str, s
     except Exception:  # a half-removed distribution has no metadata; the exception depends on the Python
         name = version = ""
     return name or "(nameless)", version or "(no version)"
+
+
+def api_problem(api: object) -> str:
+    """Return why a plugin for a version of the contract cannot be used, and what to do; an empty text if it can."""
+    if type(api) is int and api == API_VERSION:
+        return ""
+    do = "upgrade polycast" if isinstance(api, int) and api > API_VERSION else "upgrade the plugin"
+    return f"its api is {api!r}, and polycast {__version__} supports version {API_VERSION} of polycast.plugin: {do}"
+
+
+def misspelled(names: Iterable[str], contract: Collection[str]) -> list[str]:
+    """Return a problem for each public name that a contract does not know and that is near one that it knows."""
+    unknown = sorted(name for name in set(names) - set(contract) if not name.startswith("_"))
+    near = {name: difflib.get_close_matches(name, contract, n=1, cutoff=0.85) for name in unknown}
+    return [f"{name} is unknown: did you mean {found[0]!r}?" for name, found in near.items() if found]

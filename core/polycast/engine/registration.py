@@ -56,10 +56,8 @@ def backends(*, refresh: bool = False) -> Mapping[str, BackendStatus]:
     a table of all.
 
     Args:
-        refresh: True to read the metadata of installed packages again: what was installed or removed since they were
-            first read is found or forgotten, also plugins. A device in use that is served by the same packages as
-            before keeps its backend and its kernels, and a package that is imported is not imported again, so an
-            upgrade needs a new process.
+        refresh: True to find packages that were installed or removed since the first look. A device in use that the
+            same packages serve keeps its backend. An upgrade of a package that is imported needs a new process.
 
     Raises:
         ValueError: a ``POLYCAST_`` variable has an invalid value.
@@ -72,17 +70,13 @@ def backends(*, refresh: bool = False) -> Mapping[str, BackendStatus]:
         'ready'
     """
     if refresh:
-        _rediscover()
+        importlib.invalidate_caches()
+        registry.discovery()
+        new = discover()  # not with the engine's lock held
+        with lock:
+            run_uninstalled(changed_devices(registry.discovery(), new), lambda: registry.adopt(new))
+        manifests.forget()
     return statuses()
-
-
-def _rediscover() -> None:
-    importlib.invalidate_caches()
-    registry.discovery()
-    new = discover()  # not with the engine's lock held
-    with lock:
-        run_uninstalled(changed_devices(registry.discovery(), new), lambda: registry.adopt(new))
-    manifests.forget()
 
 
 def refresh(device_type: str) -> None:

@@ -14,11 +14,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
+from typing_extensions import Self
+
 from ..common import env
 from ..common.announce import announce_if_slow
 from ..common.importing import importing
 from ..common.lazy_names import places
-from ..common.versions import name_and_version
+from ..common.versions import API_VERSION, api_problem, misspelled, name_and_version
 from ..errors import PLUGIN_ERRORS, raise_if_callers, raise_if_callers_at_import, warn_user
 from ..torch_internals.callers_state import call_outside
 from ..torch_internals.dispatcher import disable_autocast
@@ -55,9 +57,11 @@ class Plugin:
         libraries: its C++, which ``polycast build`` compiles: each a :class:`NativeLibrary` or what `of_ops` returns.
         needs: the plugins that it imports, by the names of their entry points; the modules of commands, which only
             the command line imports, may import ``polycast_plugins.cli`` anyway.
+        api: the version of ``polycast.plugin`` that it is written for, such as 1; by default the running one,
+            :data:`polycast.plugin.API_VERSION`.
 
     Raises:
-        TypeError: an attribute is of another type.
+        TypeError: an attribute is unknown or of another type, or the version is not supported.
     """
 
     names: Mapping[str, str] = field(default_factory=dict)
@@ -70,6 +74,14 @@ class Plugin:
     slow_reasons: Sequence[str] = ()
     libraries: Sequence[str] = ()
     needs: Sequence[str] = ()
+    api: int = field(default=API_VERSION, kw_only=True)
+
+    def __new__(cls, *_: object, **given: object) -> Self:
+        """Return an object to initialize; refuse names that a newer version, or nobody, knows."""
+        problem = api_problem(given.get("api", API_VERSION)) or "; ".join(misspelled(given, cls.__dataclass_fields__))
+        if problem:
+            raise TypeError(problem)
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         for attribute in ("names", "methods", "recipes", "commands", "doctor", "devices"):

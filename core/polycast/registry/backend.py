@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import torch
 
+from ..common.versions import API_VERSION
 from ..policy.cast_policy import CastPolicy
 from ..policy.matching import MATCHED, MATCHED_ON_ALL_DEVICES
 from ..torch_internals.dispatcher import OpOverload
@@ -126,8 +127,11 @@ class Extension:
             backend's own table keep their policy there. Two packages that give an op different policies are a conflict.
         ops_in_cpp: optional; the packages that are passed to :func:`polycast.plugin.load_ops`, which
             ``polycast build`` compiles ahead of their first use.
+        api: the version of this contract that the class is written for, such as 1; by default the running one,
+            :data:`polycast.plugin.API_VERSION`. One that is not supported is refused.
     """
 
+    api: int = API_VERSION
     device_type: str
     policies: Mapping[str, CastPolicy] = _NONE
     ops_in_cpp: Sequence[str] = ()
@@ -191,7 +195,7 @@ class Backend(Extension):
         caches_casts: whether casts of weights are cached. If not, each use casts a weight again; a `WeightCache` caches
             what recipes prepack, and no casts.
 
-    It may have kernels for recipes, and ops in C++, as an :class:`Extension` has: see there.
+    It may have kernels for recipes, ops in C++, and an `api`, as an :class:`Extension` has: see there.
     """
 
     default_dtype: torch.dtype

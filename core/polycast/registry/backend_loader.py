@@ -23,7 +23,7 @@ from ..errors import (
 from ..torch_internals.callers_state import call_outside
 from ..torch_internals.dispatcher import disable_autocast
 from .backend import Backend
-from .hookspecs import ENTRY_POINT_GROUP, GENERIC, Candidate
+from .hookspecs import Candidate
 from .validation import validate
 
 
@@ -61,17 +61,15 @@ class BackendLoader:
         if not acquire(self._lock):
             raise self._requested_at_import(self.choose())
         try:
-            backend = self.loaded
-            if backend is None:
+            if self.loaded is None:
                 chosen = self.choose()
-                backend = self.loaded = self._load(chosen)
-            if backend is None:
+                self.loaded = self._load(chosen)
+            if self.loaded is None:
                 raise BackendNotFoundError(
                     f"No polycast backend is installed for {self.device_type!r}, and {chosen}, which serves devices "
-                    f"without one, cannot use torch.{self.device_type}. Install a distribution that supplies one in "
-                    f"the entry-point group {ENTRY_POINT_GROUP!r}."
+                    f"without one, cannot use torch.{self.device_type}. Install a distribution that supplies one."
                 )
-            return backend
+            return self.loaded
         finally:
             self._lock.release()
 
@@ -80,11 +78,6 @@ class BackendLoader:
         """The name and version of the distribution that supplies the backend."""
         chosen = self.choose()
         return chosen.distribution, chosen.version
-
-    @property
-    def is_generic(self) -> bool:
-        """Whether the candidates are those for devices that no entry point names."""
-        return bool(self.candidates) and self.candidates[0].device_type == GENERIC
 
     def reset(self) -> None:
         """Forget the threads of the parent; called in the child of a fork."""
@@ -127,9 +120,10 @@ class BackendLoader:
             finally:
                 self._loading = False
         reason = str(failure).rstrip(".")
+        end = "\n" if "\n" in reason else ". "
         raise BackendBrokenError(
             f"The backend for {self.device_type!r} is broken: {candidate} could not be loaded: "
-            f"{type(failure).__name__}: {reason}. Repair or uninstall {candidate.distribution}, or set "
+            f"{type(failure).__name__}: {reason}{end}Repair or uninstall {candidate.distribution}, or set "
             f"POLYCAST_BLOCK={self.device_type}."
         ) from failure
 

@@ -25,16 +25,12 @@ hookimpl = pluggy.HookimplMarker(PROJECT)
 
 @hookspec
 def polycast_backend(device_type: str) -> Backend | None:
-    """Return the backend; from a generic plugin, None for a device that it does not serve.
-
-    Called once for each device type in a process, when the device is first used or observed. An implementation may
-    leave out the parameter.
-    """
+    """Return the backend; None: a generic plugin has none. Called once for each device type, when it is first used."""
 
 
 @hookspec
 def polycast_extension(device_type: str) -> Extension:  # type: ignore[empty-body]
-    """Return what the package adds to a device. Called once for each device type, as `polycast_backend` is."""
+    """Return what the package adds to a device. Called once for each device type, when it is first used."""
 
 
 @dataclass(frozen=True)

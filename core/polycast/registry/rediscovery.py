@@ -2,21 +2,19 @@
 
 from .backend_loader import BackendLoader
 from .extensions import DeviceExtensions
+from .hookspecs import GENERIC
 from .registry import Discovery
 
 
 def changed_devices(old: Discovery, new: Discovery) -> list[str]:
-    """Move what still holds from an old discovery to a new one, and return the devices in use for which it does not.
-
-    A device in use keeps its backend while the same distributions offer one, also if their versions differ: the code
-    that is imported is the old version's. Other devices are looked up again, also if their plugins were broken.
-    """
+    """Move what still holds from an old discovery to a new one, and return the devices in use for which it does not."""
     changed = set()
     for name, before in list(old.loaders.items()):  # another thread may look up a device
         if before.current is None:
             continue
-        now = new.loaders.get(name)
-        if _offers(now or (new.generic if before.is_generic else None)) == _offers(before):
+        is_generic = any(each.device_type == GENERIC for each in before.candidates)
+        now = new.loaders.get(name) or (new.generic if is_generic else None)
+        if _offers(now) == _offers(before):
             new.loaders[name] = before
         else:
             changed.add(name)

@@ -26,14 +26,7 @@ _ANY_ACCELERATOR = ("gpu", "accelerator")
 
 @dataclass
 class Discovery:
-    """What the installed distributions offer, from their metadata.
-
-    Attributes:
-        loaders: a loader for each device type that an entry point names, that a backend is registered for by hand, or
-            that a generic backend serves.
-        extensions: what is added to each device type.
-        generic: the loader of generic backends; None if there are none.
-    """
+    """What installed distributions offer for each device type, and for others; `loaders` grows as devices are used."""
 
     loaders: dict[str, BackendLoader]
     extensions: dict[str, DeviceExtensions]
@@ -84,9 +77,7 @@ def _candidates(entry_points: Iterable[importlib.metadata.EntryPoint], third_par
 
 def _warn_of_unknown(variable: str, named: Iterable[str], offered: Iterable[str]) -> None:
     """Warn of device types that a variable names in vain: no backend is offered for them."""
-    for device_type in sorted(set(named) - set(offered) - {GENERIC}):
-        if _may_be_generic(device_type):
-            continue
+    for device_type in sorted(name for name in {*named} - {*offered, GENERIC} if not _may_be_generic(name)):
         from ..policy.names import hint  # most programs are not warned
 
         warn_user(
@@ -199,10 +190,9 @@ class Registry:
     def reset(self) -> None:
         """Forget the threads of the parent; called in the child of a fork."""
         if self._discovered is not None:
-            for loader in self._discovered.loaders.values():
-                loader.reset()
-            for extensions in self._discovered.extensions.values():
-                extensions.reset()
+            found = self._discovered
+            for each in list[BackendLoader | DeviceExtensions]([*found.loaders.values(), *found.extensions.values()]):
+                each.reset()
 
     def extensions_of(self, device_type: str) -> DeviceExtensions:
         """Return what loads the extensions of a device."""

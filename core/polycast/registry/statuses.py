@@ -16,7 +16,7 @@ from ..torch_internals.dispatcher import autocast_supported_devices
 from .backend import Availability
 from .backend_loader import BackendLoader
 from .checks import check_availability
-from .hookspecs import ENTRY_POINT_GROUP
+from .hookspecs import ENTRY_POINT_GROUP, GENERIC
 from .registry import discovery_hint, registry, torch_device_type
 
 State: TypeAlias = Literal["ready", "generic", "unavailable", "broken", "blocked", "conflict", "missing"]
@@ -140,8 +140,8 @@ def _status(loader: BackendLoader) -> BackendStatus:
             answer = check_availability(backend)
     except Warning as error:  # a filter turned it into an error: those who list devices get all of them
         answer = Availability(False, str(error) or type(error).__name__)
-    ready: State = "generic" if loader.is_generic and loader.by_hand is None else "ready"
-    state = ready if answer else "unavailable"
+    is_generic = loader.by_hand is None and loader.choose().device_type == GENERIC
+    state: State = "unavailable" if not answer else "generic" if is_generic else "ready"
     status = _of_candidate(BackendStatus(loader.device_type, state, answer.reason, backend.default_dtype), loader)
     extensions = registry.extensions_of(loader.device_type)
     with suppress(Warning):  # that an extension is broken, which its name here says

@@ -4,6 +4,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
+from ..common.versions import api_problem, misspelled
 from ..errors import InvalidBackendError
 from ..policy.cast_policy import CastPolicy
 from ..policy.matching import MATCHED
@@ -18,8 +19,9 @@ def validate_extension(extension: object, device_type: str | None = None) -> Ext
     """Return `extension` if it satisfies the contract; see :func:`validate`."""
     if not isinstance(extension, Extension) or isinstance(extension, Backend):
         raise InvalidBackendError(f"expected an instance of polycast.plugin.Extension, got {_what(extension)}")
+    problems = _contract_problems(extension, Extension)
     has_device = hasattr(extension, "device_type")
-    problems = _device_problems(extension.device_type, device_type) if has_device else ["device_type is missing"]
+    problems += _device_problems(extension.device_type, device_type) if has_device else ["device_type is missing"]
     problems += [f"policies: {problem}" for problem in table_problems(extension.policies)]
     problems += _package_problems(extension.ops_in_cpp)
     _raise_if_any(problems, extension, "Extension")
@@ -38,15 +40,16 @@ def validate(backend: object, device_type: str | None = None) -> Backend:
     """
     if not isinstance(backend, Backend):
         raise InvalidBackendError(f"expected an instance of polycast.plugin.Backend, got {_what(backend)}")
+    problems = _contract_problems(backend, Backend)
     # `Extension` has policies for those without any, which do not count here.
     missing = [name for name in _REQUIRED if getattr(backend, name, Extension.policies) is Extension.policies]
-    problems = [f"{name} is missing" for name in missing]
-    if not problems:
-        dtype = backend.default_dtype
+    problems += [f"{name} is missing" for name in missing]
+    if "device_type" not in missing:
         problems += _device_problems(backend.device_type, device_type)
-        if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            problems.append(f"default_dtype must be a floating-point torch.dtype, got {dtype!r}")
-        problems += [f"policies: {problem}" for problem in table_problems(backend.policies)]
+    dtype = getattr(backend, "default_dtype", torch.float32)
+    if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        problems.append(f"default_dtype must be a floating-point torch.dtype, got {dtype!r}")
+    problems += [f"policies: {problem}" for problem in table_problems(backend.policies)]
     problems += _kernel_problems(backend.kernels)
     problems += [
         f"{name} must map op names to sentences"
@@ -65,6 +68,15 @@ def validate(backend: object, device_type: str | None = None) -> Backend:
         problems = _matched_problems(backend.matched_ops)
     _raise_if_any(problems, backend, "Backend")
     return backend
+
+
+def _contract_problems(given: Extension, contract: type[Extension]) -> list[str]:
+    """Return the names that are nearly those of the contract; raise if it is made for another version of it."""
+    problem = api_problem(given.api)
+    if problem:
+        raise InvalidBackendError(f"{type(given).__qualname__}: {problem}")
+    own = {name for cls in type(given).__mro__ if cls not in contract.__mro__ for name in vars(cls)}
+    return misspelled(own.union(vars(given)), {*dir(contract), *_REQUIRED})
 
 
 def _what(given: object) -> str:

@@ -25,10 +25,7 @@ _STATE: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
 
 @contextmanager
 def foreign_import(package: str) -> Iterator[None]:
-    """Protect the program from the import in the block; a line on stderr names the package if it changed torch.
-
-    Enter it outside of modes and transforms, as `call_outside` calls functions.
-    """
+    """Protect the program from the import in the block, outside of modes; stderr says what the package changed."""
     before = {name: read() for name, (read, _) in _STATE.items()}
     random, seed, is_alone = torch.get_rng_state(), torch.initial_seed(), threading.active_count() == 1
     callers_device = vars(_default_device).pop("device_context", None)

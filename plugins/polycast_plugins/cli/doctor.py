@@ -203,7 +203,11 @@ def _checks() -> Iterator[dict[str, str | None]]:
 
 def _plugins() -> Iterator[dict[str, object]]:
     for each in manifests():
-        adds = {field.name: list(getattr(each.plugin, field.name)) for field in dataclasses.fields(each.plugin)}
+        adds = {
+            field.name: list(getattr(each.plugin, field.name))
+            for field in dataclasses.fields(each.plugin)
+            if field.name != "api"
+        }
         yield {
             "name": each.name,
             "distribution": each.distribution,

@@ -85,6 +85,12 @@ def _distribution(name: str) -> str:
     return _package(name).strip("_").replace("_", "-")
 
 
+def _required(version: str) -> str:
+    """Return the versions of polycast in which nothing is removed that one version has and does not deprecate."""
+    major, minor = map(int, version.split(".")[:2])
+    return f">={version},<{major}.{minor + 3}"
+
+
 def _in_tree(name: str) -> bool:
     try:
         torch.device(name)
@@ -111,7 +117,7 @@ def _render(name: str) -> dict[Path, str]:
         "device": name,
         "package": _package(name),
         "distribution": _distribution(name),
-        "polycast": importlib.metadata.version("polycast"),
+        "polycast": _required(importlib.metadata.version("polycast")),
         "stem": stem,
         "cls": f"{stem}Backend",
         "failures": "".join(f"{op}  has no policy in policies.py yet: torch's own kernel runs\n" for op in failures),

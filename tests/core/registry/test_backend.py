@@ -231,7 +231,7 @@ def test_a_plugin_is_rejected_with_every_problem_at_once(run, plugin):
     assert run("answer = error_of(polycast.plugin.get_backend, 'hpu')") == [
         "BackendBrokenError",
         "The backend for 'hpu' is broken: acme-hpu 1.0 (acme_hpu) could not be loaded: InvalidBackendError: "
-        f"{text}. Repair or uninstall acme-hpu, or set POLYCAST_BLOCK=hpu.",
+        f"{text}\nRepair or uninstall acme-hpu, or set POLYCAST_BLOCK=hpu.",
         "InvalidBackendError",
         text,
     ]
@@ -240,7 +240,7 @@ def test_a_plugin_is_rejected_with_every_problem_at_once(run, plugin):
 def test_a_plugin_of_a_device_that_its_entry_point_does_not_name_is_rejected(run, plugin):
     plugin("acme-hpu", "hpu", "AcmeBackend.device_type = 'cuda'")
     problem = "device_type is 'cuda', but the entry point is named 'hpu': they must be equal"
-    assert f"  - {problem}. Repair" in run("answer = polycast.backends()['hpu'].reason")
+    assert f"  - {problem}\nRepair" in run("answer = polycast.backends()['hpu'].reason")
 
 
 @pytest.mark.parametrize(
@@ -254,7 +254,7 @@ def test_a_plugin_of_a_device_that_its_entry_point_does_not_name_is_rejected(run
 def test_a_device_without_an_autocast_key_is_rejected(run, plugin, device, problem):
     plugin("acme", device)
     listed = run(f"answer = polycast.backends()[{device!r}].reason")
-    assert f"acme.AcmeBackend violates the contract of polycast.plugin.Backend:\n  - {problem}. Repair" in listed
+    assert f"acme.AcmeBackend violates the contract of polycast.plugin.Backend:\n  - {problem}\nRepair" in listed
 
 
 def test_ops_that_torch_lacks_are_accepted(run, plugin):

@@ -48,6 +48,17 @@ def test_it_writes_only_the_package(here):
 
 
 @pytest.mark.parametrize(
+    ("version", "required"),
+    [("0.1.0", ">=0.1.0,<0.4"), ("1.12.3", ">=1.12.3,<1.15"), ("0.2.0.dev1", ">=0.2.0.dev1,<0.5")],
+)
+def test_it_requires_the_versions_that_keep_what_it_uses(here, monkeypatch, version, required):
+    monkeypatch.setattr("importlib.metadata.version", lambda name: version)
+    new("acme")
+    assert f'"polycast{required}"' in (here / "polycast-acme/pyproject.toml").read_text()
+    assert "    api = 1" in (here / "polycast-acme/polycast_acme/__init__.py").read_text()
+
+
+@pytest.mark.parametrize(
     ("directory", "then"),
     [
         (".", "pip install '.[test]' && pytest ."),

@@ -15,6 +15,7 @@ from .policies import POLICIES
 class NpyBackend(Backend):
     """NumPy as a device. float16 is its only fast dtype, because NumPy has no bfloat16."""
 
+    api = 1
     device_type = "npy"
     default_dtype = torch.float16
     policies = POLICIES
