@@ -38,7 +38,8 @@ class autocast(RegionBase, TorchAutocast):
     the steps of a generator or a coroutine.
 
     Args:
-        device_type: the device whose ops to autocast, as torch spells it: ``"cpu"``, ``"cuda"``, ``"xpu"``, ...
+        device_type: the device whose ops to autocast, as torch spells it: ``"cpu"``, ``"cuda"``, ``"xpu"``, ...; or
+            ``"auto"``: the accelerator that torch finds when the region is made, else ``"cpu"``. `device` says which.
         dtype: the fast dtype. None: this thread's current one, which at first is the backend's default.
         enabled: False for a region in which autocast is off.
         cache_enabled: whether to cache casts of weights until the thread leaves its outermost region. None: as set on

@@ -17,7 +17,7 @@ from ..engine.state import Settings
 from ..errors import AutocastDisabledWarning, RecipeDisabledWarning, warn_user
 from ..registry.backend import Availability, Backend
 from ..registry.checks import check_availability, check_dtype
-from ..registry.registry import registry
+from ..registry.registry import AUTO, registry
 from ..torch_internals import changes
 from ..torch_internals.private_names import disable_dynamo
 from .slow_dtype import warn_if_slow
@@ -54,7 +54,7 @@ def resolve(
     except (KeyError, TypeError):
         backend = _find_backend(device_type)
     name, default = backend.device_type, backend.default_dtype
-    is_lasting = policy is None and isinstance(enabled, bool)
+    is_lasting = policy is None and isinstance(enabled, bool) and device_type != AUTO
     if dtype is None:
         dtype = default
         if state.machine.dtype(name) is not dtype:

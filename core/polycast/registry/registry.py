@@ -20,6 +20,8 @@ from .checks import check_availability
 from .extensions import AddedPolicy, DeviceExtensions
 from .hookspecs import ENTRY_POINT_GROUP, EXTENSIONS_GROUP, GENERIC, Candidate
 
+AUTO = "auto"
+"""The name of the accelerator that torch finds or, without one, of the host."""
 _ANY_ACCELERATOR = ("gpu", "accelerator")
 """Names of no device in particular."""
 
@@ -128,7 +130,7 @@ class Registry:
         return found.loaders.get(device_type)
 
     def parse_device_type(self, device_type: object) -> str:
-        """Return the device type of a device string such as ``"cuda"`` or ``"cuda:1"``.
+        """Return the device type of a device string such as ``"cuda"`` or ``"cuda:1"``, or of ``"auto"``.
 
         Raises:
             ValueError: `device_type` is not a str.
@@ -136,6 +138,9 @@ class Registry:
         """
         if not isinstance(device_type, str):
             raise ValueError(f"Expected `device_type` of type `str`, got: `{type(device_type)}`")
+        if device_type == AUTO:
+            accelerator = torch.accelerator.current_accelerator(check_available=True)
+            return torch.default_generator.device.type if accelerator is None else accelerator.type
         name = torch_device_type(device_type)
         if name is None:
             # torch may learn the name of an out-of-tree device from the import of its plugin.
@@ -268,7 +273,7 @@ def get_backend(device_type: str) -> Backend:
     """Return the backend of a device type, even if the device cannot be used now.
 
     Args:
-        device_type: a device string that torch knows, such as ``"cuda"``.
+        device_type: a device string that torch knows, such as ``"cuda"``, or ``"auto"``, as for a region.
 
     Raises:
         ValueError: `device_type` is not a str, or a ``POLYCAST_`` variable has an invalid value.
@@ -287,7 +292,7 @@ def is_autocast_available(device_type: str) -> bool:
     the device, and the backend says that it can be used. ``polycast.backends()[device_type].reason`` says why not.
 
     Args:
-        device_type: a device string that torch knows, such as ``"xpu"``.
+        device_type: a device string that torch knows, such as ``"xpu"``, or ``"auto"``, as for a region.
 
     Raises:
         ValueError: `device_type` is not a str, or a ``POLYCAST_`` variable has an invalid value.

@@ -46,7 +46,8 @@ def run(
     wrap: Annotated[
         str | None,
         typer.Option(
-            metavar="DEVICE[:DTYPE]", help="Run each outermost call of a module in a region, such as cpu:bfloat16."
+            metavar="DEVICE[:DTYPE]",
+            help="Run each outermost call of a module in a region, such as cpu:bfloat16 or auto.",
         ),
     ] = None,
     policy: Annotated[Path | None, typer.Option(metavar="FILE", help="Run regions with this policy file.")] = None,
