@@ -168,8 +168,9 @@ class Registry:
 
     def find(self, device_type: object) -> Backend:
         """Return the backend of a device; see :func:`get_backend`."""
-        if isinstance(device_type, str) and device_type in self.ready:
-            return self.ready[device_type]
+        ready = self.ready.get(device_type) if isinstance(device_type, str) else None
+        if ready is not None:
+            return ready
         name = self.parse_device_type(device_type)
         found, loader = self.discovery(), self.loader_of(name)
         if loader is None:
