@@ -6,6 +6,7 @@ exit status, as subprocess has it, and what it wrote to stdout and stderr. Varia
 loaded, such as OMP_NUM_THREADS, are those of this process.
 """
 
+import gc
 import json
 import os
 import signal
@@ -15,6 +16,8 @@ import tempfile
 requests, replies = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)
 exec(sys.argv[1])
+gc.collect()
+gc.freeze()  # a fork that ends would search, and so copy, all that the imports made: twice the time of a short run
 while True:
     line = requests.readline()
     if not line:
