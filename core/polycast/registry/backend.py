@@ -181,8 +181,8 @@ class Backend(Extension):
             arguments that it does not support.
         remedies: optional; for a BANNED op, a sentence that says what to use instead; those that torch bans on
             accelerators have one.
-        excluded_ops: optional; ops that torch's own autocast casts on the device and that `policies` omits on purpose,
-            each with the reason.
+        excluded_ops: optional; ops that torch's own autocast casts on the device and that `policies` omits, or has with
+            another policy, on purpose, each with the reason.
         added_ops: optional; ops of `policies` that torch's own autocast does not cast on the device, each with the
             reason.
         optional_ops: optional; ops of `policies` that a torch which the backend supports may lack, each with the

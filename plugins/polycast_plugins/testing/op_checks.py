@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from polycast import CastPolicy, Policy
+from polycast import CastPolicy, Policy, uninstall
 from polycast.plugin import drift_of, dtype_name, find_op
 
 from .samples import SAMPLES, split
@@ -57,6 +58,81 @@ class OpChecks(Subject):
             f"does not name, and runs them: {', '.join(missing)}. Give each a policy, a reason in excluded_ops or, "
             "until then, a line in the file of expected failures.",
         )
+
+    def test_policies_are_torchs(self, device: Device) -> None:
+        """Each op is cast as by the kernel at the device's Autocast key, if torch has one; see `excluded_ops`."""
+        backend, samples = device.backend, {**SAMPLES, **self.samples}
+        uninstall(device.type)
+        drift = drift_of(backend)
+        left = {*drift.only_in_table, *drift.skipped, *backend.added_ops, *read_expected(self.expected_failures)}
+        problems = []
+        for name in sorted(backend.policies.keys() & samples.keys() - left):
+            difference = _difference_from_torch(name, split(samples[name](device)), device)
+            if difference and name in backend.excluded_ops:
+                print(f"{name}: {backend.policies[name].name} on purpose: {backend.excluded_ops[name]}")
+            elif difference:
+                problems.append(f"{name}, {backend.policies[name].name}: {difference}")
+        require(
+            not problems,
+            f"{len(problems)} ops of the table are cast otherwise than by the kernels of torch {torch.__version__} at "
+            f"the Autocast key of {self.backend}. Correct their policies, or name them in excluded_ops with the "
+            "reason:\n" + "\n".join(problems),
+        )
+
+
+class _Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records the ops below autocast, each with the dtypes of its tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        leaves = tree_leaves((args, kwargs or {}))
+        dtypes = [dtype_name(each.dtype) for each in leaves if isinstance(each, torch.Tensor)]
+        if not func.name().startswith("prim::"):  # asks for metadata
+            self.calls.append(f"{func.name()}({', '.join(dtypes)})")
+        return func(*args, **kwargs or {})
+
+
+def _traced(function: Callable[[], Any]) -> tuple[list[str], str]:
+    """Return the ops that a function calls, and a description of what it returns; or the name of what it raises."""
+    torch.default_generator.manual_seed(0)
+    try:
+        with warnings.catch_warnings(), _Trace() as trace:
+            warnings.simplefilter("ignore")  # torch warns of ops that it has deprecated
+            described = _described(function())
+        return sorted(trace.calls), described
+    except Exception as error:
+        return [], type(error).__name__
+
+
+def _difference_from_torch(name: str, sample: Any, device: Device) -> str:
+    """Return how an op is cast otherwise by torch's kernel than by its policy; an empty text if it is not."""
+    op, policy, fast = find_op(name), device.backend.policies[name], device.backend.default_dtype
+    assert op is not None  # it has a kernel
+    for how, arguments in _variants(sample, device.type, fast):
+
+        def in_torch(op: Any = op, arguments: Any = arguments) -> Any:
+            args, kwargs = _copied(op, arguments)
+            return op(*args, **kwargs)
+
+        before = torch.get_autocast_dtype(device.type)
+        torch.set_autocast_dtype(device.type, fast)
+        torch.set_autocast_enabled(device.type, True)
+        try:
+            theirs = _traced(in_torch)
+        finally:
+            torch.set_autocast_enabled(device.type, False)
+            torch.set_autocast_dtype(device.type, before)
+        if policy is CastPolicy.BANNED:
+            ours: tuple[list[str], str] = [], RuntimeError.__name__
+        else:
+            ours = _traced(lambda arguments=arguments: call_as(policy, op, arguments, device.type, fast))  # type: ignore[misc]
+        if ours[1] == NotImplementedError.__name__ or ours == theirs:
+            continue
+        return f"with {how} inputs torch's kernel gives {theirs[1]} by {theirs[0]}, the policy {ours[1]} by {ours[0]}"
+    return ""
 
 
 class _Call:

@@ -50,6 +50,24 @@ def test_an_op_that_does_not_do_what_its_policy_says(policies, op, message, engi
             suite.test_op(device, op)
 
 
+@pytest.mark.parametrize(
+    ("op", "policy"),
+    [
+        ("aten::stack", CastPolicy.LOWER_PRECISION_FP),
+        ("aten::mm", CastPolicy.FP32),
+        ("aten::mse_loss", CastPolicy.PROMOTE),
+        ("aten::mm", CastPolicy.BANNED),
+    ],
+)
+def test_a_policy_that_is_not_torchs_is_reported_unless_it_is_declared(op, policy, check, capsys):
+    table = {**CpuBackend.policies, op: policy}
+    with pytest.raises(AssertionError, match=rf"^1 ops of the table are cast .*\n{op}, {policy.name}: with \w+ inputs"):
+        check("test_policies_are_torchs", having(policies=table))
+    polycast.plugin.unregister_backend("cpu")
+    check("test_policies_are_torchs", having(policies=table, excluded_ops={op: "it is faster here"}))
+    assert capsys.readouterr().out == f"{op}: {policy.name} on purpose: it is faster here\n"
+
+
 def test_an_op_without_a_kernel_for_its_operands(engine, check):
     message = "aten::complex with bfloat16, bfloat16: expected complex64[2, 3], got RuntimeError: Expected both inputs"
     wrong = having(missing_kernels={}, matched_ops=CpuBackend().matched_ops)
