@@ -31,6 +31,9 @@ DEVICES = torch._C._autocast_supported_devices()
 
 # Programs that tests start say nothing of the processor either; see filterwarnings in pyproject.toml.
 os.environ.setdefault("PYTHONWARNINGS", "ignore:bfloat16 is slow on,ignore:float16 is slow on")
+# Inductor starts no processes that compile, and does not try out the processor's instructions in each process.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -61,13 +61,7 @@ def cache():
 def run_with_inductor(start_launcher):
     """Return a function that runs a script in a process, with inductor's caches on disk."""
     environment = {**os.environ, "TORCHINDUCTOR_AUTOGRAD_CACHE": "1", "TORCHINDUCTOR_FX_GRAPH_CACHE": "1"}
-    # The last line finds the processor's instructions, by programs that inductor runs in each process.
-    prepare = """
-import torch._dynamo.repro.after_dynamo
-import torch._inductor.compile_fx
-torch._inductor.cpu_vec_isa.pick_vec_isa()
-"""
-    launched = start_launcher(prepare, environment)
+    launched = start_launcher("import torch._dynamo.repro.after_dynamo, torch._inductor.compile_fx", environment)
 
     def run(script, *arguments, **more):
         done = launched(script, *arguments, environment={**environment, **more})
