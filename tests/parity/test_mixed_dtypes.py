@@ -105,7 +105,10 @@ def calls_of(op, chance, most):
         if not 0 < len(positions) <= MOST_TENSORS:
             continue
         for lower, higher, fast in PAIRS:
-            for pattern in {tuple(chance.choice((lower, higher)) for _ in positions), (lower,) * len(positions)}:
+            patterns = {tuple(chance.choice((lower, higher)) for _ in positions)}
+            if higher is torch.float32:  # else there are equal dtypes with both already
+                patterns.add((lower,) * len(positions))
+            for pattern in patterns:
                 dtypes = dict(zip(positions, pattern, strict=True))
                 for function in {op.op, op.inplace_variant} - {None}:
                     is_in_place = function is op.inplace_variant
