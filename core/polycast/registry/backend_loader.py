@@ -128,9 +128,15 @@ class BackendLoader:
         ) from failure
 
     def _requested_at_import(self, candidate: Candidate) -> BackendBrokenError:
+        others = [each.entry_point.value for each in self.candidates if each is not candidate]
+        remedy = "".join(
+            f" To build on the backend of {value}, import its class from there, or write a polycast.plugin.Extension, "
+            "which adds policies and kernels to it."
+            for value in others[:1]
+        )
         return BackendBrokenError(
             f"The backend for {self.device_type!r} was requested while its plugin {candidate} is being imported. A "
-            "plugin must not use its own device at import."
+            f"plugin must not use its own device at import.{remedy}"
         )
 
     def announced_if_slow(self, doing: str, rest: str = "") -> AbstractContextManager[None]:

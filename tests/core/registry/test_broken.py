@@ -99,6 +99,15 @@ def test_an_entry_point_that_points_nowhere_is_broken(run, distribution, value, 
     assert run("answer = error_of(polycast.plugin.get_backend, 'hpu')") == expected
 
 
+def test_the_error_of_a_plugin_that_asks_for_the_backend_it_replaces_says_what_to_write(run, plugin):
+    plugin("acme-cpu", "cpu", "class Own(type(polycast.plugin.get_backend('cpu'))): pass")
+    *_, cause = run("answer = error_of(polycast.plugin.get_backend, 'cpu')")
+    assert cause.endswith(
+        "A plugin must not use its own device at import. To build on the backend of polycast_backends.cpu, import its "
+        "class from there, or write a polycast.plugin.Extension, which adds policies and kernels to it."
+    )
+
+
 @pytest.mark.parametrize("case", ["SystemExit", "no hook", "two hooks", "uses its own device"])
 def test_a_broken_plugin_affects_no_other_device(run, plugin, case):
     source, *_ = CASES[case]
