@@ -174,11 +174,6 @@ MATCHED = frozenset(_TABLE)
 MATCHED_ON_ALL_DEVICES = frozenset(_ON_ALL_DEVICES)
 
 
-def letters_of(dtypes: Iterable[torch.dtype]) -> str:
-    """Return dtypes as mixtures spell them."""
-    return "".join(_LETTERS[dtype] for dtype in dtypes)
-
-
 def operands_of(op: OpOverload) -> MatchedOperands:
     """Return the operands of an op, with the dtypes that torch's kernels accept."""
     return _TABLE.get(op._schema.name + f".{op._schema.overload_name}".rstrip("."), _ANY)

@@ -45,7 +45,7 @@ Memory memory_of(const Tensor& weight) {
 // Return whether a weight may be written at any time without notice: by other processes, by a collective, or by FSDP, which
 // gathers weights into memory that it holds. May run Python.
 bool is_written_elsewhere(const Tensor& weight, const VersionStamp& stamp) {
-  if (memory_of(weight) == Memory::kShared || PendingCollectives::instance().may_write(storage_of(weight))) {
+  if (memory_of(weight) == Memory::kShared || only<PendingCollectives>().may_write(storage_of(weight))) {
     return true;
   }
   if (stamp.holders() == Holders::kNone) {

@@ -46,7 +46,7 @@ struct DataHook {
   static int set(PyObject* self, PyObject* value, void* closure) {
     const int status = torchs_set(self, value, closure);
     if (const Tensor& tensor = tensor_in(self); status == 0 && counter_of(tensor).use_count() > 1) {
-      UnreliableCounters::instance().add(tensor);
+      only<UnreliableCounters>().add(tensor);
     }
     return status;
   }
@@ -80,7 +80,7 @@ struct MethodHook {
 
   static PyObject* finish(PyObject* self, PyObject* result) {
     if (makes_unreliable && result != nullptr) {
-      UnreliableCounters::instance().add(tensor_in(self));
+      only<UnreliableCounters>().add(tensor_in(self));
     }
     return invalidated(self, result);
   }

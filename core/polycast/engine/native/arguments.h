@@ -5,6 +5,8 @@
 #include <ATen/core/IListRef.h>
 #include <ATen/core/List.h>
 
+#include <forward_list>
+
 #include "casting.h"
 
 namespace {
@@ -48,7 +50,6 @@ struct Arguments {
   const ArgumentKind* kinds;
   const void** addresses;
   size_t count;
-  bool begin_with_tensor;
 
   template <class Value>
   const Value& at(size_t i) const {
@@ -139,27 +140,24 @@ class Casts {
     std::vector<Tensor> tensors;
     at::TensorList list;
     at::ITensorListRef refs;
-    std::unique_ptr<List> next;
   };
 
   std::optional<Tensor>& add(Tensor cast) { return *std::construct_at(&casts_[count_++].tensor, std::move(cast)); }
 
   template <class Tensors, class Spec>
   const List& add(const Tensors& tensors, const Spec& all, size_t argument) {
-    auto list = std::make_unique<List>();
+    List& list = lists_.emplace_front();
     for (const Tensor& tensor : tensors) {
-      const auto& spec = all.of(argument, list->tensors.size());
-      list->tensors.push_back(spec.applies_to(tensor) ? cast(tensor, spec) : tensor);
+      const auto& spec = all.of(argument, list.tensors.size());
+      list.tensors.push_back(spec.applies_to(tensor) ? cast(tensor, spec) : tensor);
     }
-    list->list = list->tensors;
-    list->refs = list->list;
-    list->next = std::move(lists_);
-    lists_ = std::move(list);
-    return *lists_;
+    list.list = list.tensors;
+    list.refs = list.list;
+    return list;
   }
 
   size_t count_ = 0;
-  std::unique_ptr<List> lists_;
+  std::forward_list<List> lists_;
   std::array<Slot, kMax> casts_;  // the first `count_` are alive
 };
 

@@ -24,16 +24,16 @@ AliasHooks* alias_hooks = nullptr;  // never destroyed at exit: torch may be gon
 
 void acquire_locks() {
   const auto acquire = &AtForkLock::acquire;
-  acquire(AllStores::list().mutex);
-  for (UserStore* const store : AllStores::list().stores) {
+  acquire(only<AllStores>().mutex);
+  for (UserStore* const store : only<AllStores>().stores) {
     acquire(store->mutex());
   }
-  acquire(SharedCasts::index().mutex());
-  acquire(PendingCollectives::instance().mutex());
-  acquire(UnreliableCounters::instance().mutex());
+  acquire(only<SharedCasts>().mutex());
+  acquire(only<PendingCollectives>().mutex());
+  acquire(only<UnreliableCounters>().mutex());
   acquire(CapturedWrites::mutex());
-  acquire(InvalidationLog::instance().mutex());
-  acquire(DeferredDestruction::queue().mutex());
+  acquire(only<InvalidationLog>().mutex());
+  acquire(only<DeferredDestruction>().mutex());
 }
 
 // Override({op number: policy number})
@@ -97,18 +97,23 @@ MatchedOperands operands_of(PyObject* row) {
   return {convert_items(names, &string_of), convert_items(scalars, &string_of), convert_items(mixtures, &string_of), fills_masks != 0, takes_empty != 0};
 }
 
-// ("bh", ((layout, "bh"), ...))
+Dtypes dtypes_of(PyObject* given) {
+  Dtypes dtypes;
+  for (const ScalarType dtype : convert_items(given, &dtype_of)) {
+    dtypes.add(dtype);
+  }
+  return dtypes;
+}
+
+// (dtypes, ((layout, dtypes), ...))
 MissingKernels missing_kernels_of(PyObject* given) {
-  const char* of_op;
-  PyObject* of_layouts;
-  parse(given, "sO", &of_op, &of_layouts);
-  const auto layout_and_letters = [](PyObject* item) {
-    PyObject* layout;
-    const char* letters;
-    parse(item, "Os", &layout, &letters);
-    return std::pair<c10::Layout, std::string>(reinterpret_cast<THPLayout*>(layout)->layout, letters);
-  };
-  return {of_op, convert_items(of_layouts, layout_and_letters)};
+  PyObject *of_op, *of_layouts;
+  parse(given, "OO", &of_op, &of_layouts);
+  return {dtypes_of(of_op), convert_items(of_layouts, [](PyObject* item) {
+    PyObject *layout, *dtypes;
+    parse(item, "OO", &layout, &dtypes);
+    return std::pair(reinterpret_cast<THPLayout*>(layout)->layout, dtypes_of(dtypes));
+  })};
 }
 
 // impl(name, number, policy, refusal, with_dtype, written, writing_flag, is_composed, operands, missing, is_capturing)
@@ -139,9 +144,9 @@ PyObject* observing(PyObject*, PyObject*) {
       [] { return &observed_op; },
       [](DeviceType device) { return static_cast<const void*>(region_of(device).override); },
       &hold_override,
-      [](std::shared_ptr<void> object) { DeferredDestruction::queue().add(std::move(object)); },
-      [] { DeferredDestruction::queue().run(); },
-      [] { return InvalidationLog::instance().length(); },
+      [](std::shared_ptr<void> object) { only<DeferredDestruction>().add(std::move(object)); },
+      [] { only<DeferredDestruction>().run(); },
+      [] { return only<InvalidationLog>().length(); },
       [](const Observer& given) { observer.store(&given); }};
   return PyCapsule_New(&engine, kObserving, nullptr);
 }
@@ -167,7 +172,7 @@ PyObject* note_writes(PyObject*, PyObject* tensors) {
   Storages written;
   if (tensors == Py_None) {
     const WithoutGil others_may_run;
-    InvalidationLog::instance().add_all();
+    only<InvalidationLog>().add_all();
     for (const auto& store : all_stores()) {
       store->clear();
     }

@@ -42,18 +42,13 @@ class BoxedArguments {
         if (const auto& spec = all.of(i, 0); spec.applies_to(tensor)) {
           value = cast(tensor, spec);
         }
-      } else if (value.isTensorList()) {
-        c10::List<Tensor> casts;
-        for (const Tensor& tensor : value.toTensorVector()) {
-          const auto& spec = all.of(i, casts.size());
-          casts.push_back(spec.applies_to(tensor) ? cast(tensor, spec) : tensor);
-        }
-        value = std::move(casts);
-      } else if (value.isOptionalTensorList()) {
-        c10::List<std::optional<Tensor>> casts;
-        for (const std::optional<Tensor>& tensor : value.toOptionalTensorVector()) {
-          const auto& spec = all.of(i, casts.size());
-          casts.push_back(tensor && spec.applies_to(*tensor) ? cast(*tensor, spec) : tensor);
+      } else if (value.isList()) {
+        auto casts = value.toList().copy();
+        for (size_t j = 0; j < casts.size(); ++j) {
+          const c10::IValue item = casts.get(j);
+          if (const auto& spec = all.of(i, j); item.isTensor() && spec.applies_to(item.toTensor())) {
+            casts.set(j, cast(item.toTensor(), spec));
+          }
         }
         value = std::move(casts);
       }

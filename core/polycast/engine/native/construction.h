@@ -121,11 +121,6 @@ class ResolvedArguments {
 // The settings of the last calls in this generation. With the GIL held.
 class ResolvedCalls {
  public:
-  static ResolvedCalls& instance() {
-    static auto* const calls = new ResolvedCalls();
-    return *calls;
-  }
-
   // Return the number of the generation, which is borrowed.
   static PyObject* generation() {
     static PyObject* const name = PyUnicode_InternFromString("number");
@@ -197,7 +192,7 @@ PyObject* init_region(PyObject* self, PyObject* const* values, Py_ssize_t count,
   if (!given) {
     return call_init_in_python(self, values, count, names).release();
   }
-  if (Object found = ResolvedCalls::instance().find(*given)) {
+  if (Object found = only<ResolvedCalls>().find(*given)) {
     if (given->cache != Py_None) {
       found = ResolvedArguments::with_cache(found.get(), given->cache);
     }
@@ -214,7 +209,7 @@ PyObject* init_region(PyObject* self, PyObject* const* values, Py_ssize_t count,
   parse(resolved.get(), "Op", &settings, &is_lasting);
   set_settings(self, settings);
   if (is_lasting != 0) {
-    ResolvedCalls::instance().keep(generation, ResolvedArguments(*given, threads, settings));
+    only<ResolvedCalls>().keep(generation, ResolvedArguments(*given, threads, settings));
   }
   return Py_NewRef(Py_None);
 }

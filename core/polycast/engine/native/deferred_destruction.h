@@ -8,11 +8,6 @@ namespace {
 
 class DeferredDestruction {
  public:
-  static DeferredDestruction& queue() {
-    static auto* const only = new DeferredDestruction();
-    return *only;
-  }
-
   void add(std::shared_ptr<void> object) {
     std::lock_guard<std::mutex> lock(mutex_);
     objects_.push_back(std::move(object));

@@ -14,7 +14,7 @@ from ...common.atfork import hold_during_fork
 from ...common.events import events
 from ...errors import StaleWeightError
 from ...policy.cast_policy import CastPolicy
-from ...policy.matching import letters_of, operands_of
+from ...policy.matching import operands_of
 from ...policy.schemas import COMPOSED_OPS, hidden_writes, overload_with_dtype
 from ...registry.backend import Backend, overrides_is_capturing
 from ...torch_internals.dispatcher import OpOverload
@@ -201,9 +201,8 @@ class _NativeKernels(Kernels):
         # True: as if it always captured.
         is_capturing: Any = backend.is_capturing if overrides_is_capturing(backend) else None
         self._is_capturing = is_capturing if backend.caches_casts else True
-        self._missing = {key: letters_of(dtypes) for key, dtypes in backend.missing_kernels.items()}
-        layouts = (pair for pair in self._missing.items() if isinstance(pair[0], torch.layout))
-        self._missing_layouts = tuple(layouts)
+        missing = backend.missing_kernels.items()
+        self._missing_layouts = tuple(pair for pair in missing if isinstance(pair[0], torch.layout))
         super().__init__(backend, policies)
 
     @override
@@ -218,7 +217,7 @@ class _NativeKernels(Kernels):
             *hidden_writes(op),
             name in COMPOSED_OPS,
             operands_of(op),
-            (self._missing.get(name, ""), self._missing_layouts),
+            (self.backend.missing_dtypes(name), self._missing_layouts),
             self._is_capturing,
         )
 

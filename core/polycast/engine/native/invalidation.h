@@ -14,11 +14,6 @@ using Storages = ska::flat_hash_set<const StorageImpl*>;
 // The storages that were written, by address.
 class InvalidationLog {
  public:
-  static InvalidationLog& instance() {
-    static auto* const only = new InvalidationLog();
-    return *only;
-  }
-
   uint64_t length() const { return length_.load(std::memory_order_acquire); }
 
   void add(const Storages& written) {
@@ -64,11 +59,6 @@ class InvalidationLog {
 class PendingCollectives {
  public:
   using Work = c10::weak_intrusive_ptr<torch::CustomClassHolder>;
-
-  static PendingCollectives& instance() {
-    static auto* const only = new PendingCollectives();
-    return *only;
-  }
 
   void add(Work work, Storages written) {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -183,7 +173,7 @@ void invalidate_user_stores(const Storages& written);
 // Drop what is cached of weights in storages that were written.
 void invalidate(const Storages& written) {
   if (!written.empty()) {
-    InvalidationLog::instance().add(written);
+    only<InvalidationLog>().add(written);
     invalidate_user_stores(written);
   }
 }
@@ -215,16 +205,24 @@ class ReadGuard {
 // Return whether something may be cached of a storage: a VersionStamp has a weak reference to it.
 bool may_be_cached(const StorageImpl* storage) { return count_weak_references(storage) > 1; }
 
-// Drop what is cached of a tensor's memory, which was just exposed to code that may write it.
+// Note for captured graphs that tensors were written, and drop what is cached of their memory.
+void note_written(at::ArrayRef<Tensor> tensors) {
+  Storages written;
+  for (const Tensor& tensor : tensors) {
+    if (C10_UNLIKELY(CapturedWrites::are_noted())) {
+      CapturedWrites::note({storage_of(tensor)});
+    }
+    if (may_be_cached(storage_of(tensor))) {
+      written.insert(storage_of(tensor));
+    }
+  }
+  invalidate(written);
+}
+
+// The same for a tensor that was just exposed to code which may write it.
 void invalidate_alias(const Tensor& tensor) {
-  if (!tensor.defined() || !tensor.has_storage() || ReadGuard::covers(storage_of(tensor))) {
-    return;
-  }
-  if (C10_UNLIKELY(CapturedWrites::are_noted())) {
-    CapturedWrites::note({storage_of(tensor)});
-  }
-  if (may_be_cached(storage_of(tensor))) {
-    invalidate({storage_of(tensor)});
+  if (tensor.defined() && tensor.has_storage() && !ReadGuard::covers(storage_of(tensor))) {
+    note_written(tensor);
   }
 }
 

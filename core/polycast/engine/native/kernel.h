@@ -45,7 +45,7 @@ class Kernel final : public c10::OperatorKernel {
         skips_autograd_(can_skip_autograd(op_, handle)),
         multiplies_batches_(handle.operator_name() == c10::OperatorName("aten::linear", "") ||
                             handle.operator_name() == c10::OperatorName("aten::matmul", "")),
-        matching_(op_.operands, op_.missing, handle.schema()),
+        matching_(op_.operands, op_.missing.of_op, handle.schema()),
         is_capturing_(std::move(is_capturing)),
         redispatch_(redispatch) {
     const auto& arguments = handle.schema().arguments();
@@ -64,8 +64,8 @@ class Kernel final : public c10::OperatorKernel {
   }
 
   // Return whether the region's recipe is for the op.
-  C10_ALWAYS_INLINE bool has_recipe() const {
-    const Override* const override = region_of(device_).override;
+  C10_ALWAYS_INLINE bool has_recipe(const DeviceRegion& region) const {
+    const Override* const override = region.override;
     return C10_UNLIKELY(override != nullptr) && override->over(policy_for_recipes_, op_.number) == Policy::kRecipe;
   }
 
@@ -109,12 +109,10 @@ class Kernel final : public c10::OperatorKernel {
     make_casts(SelectedCasts{spec, of_others, matching_, only});
   }
 
-  // torch's redispatch function for an op with an unboxed entry point, of the op's signature.
-  auto redispatch() const { return redispatch_; }
-
   // The boxed entry point.
   void operator()(const c10::OperatorHandle& handle, c10::DispatchKeySet keys, torch::jit::Stack* stack) const {
-    if (C10_UNLIKELY(has_recipe())) {
+    const DeviceRegion& region = region_of(device_);
+    if (C10_UNLIKELY(has_recipe(region))) {
       if (c10::IValue& first = argument(stack, 0);
           multiplies_batches_ && should_make_contiguous(keys, first.toTensor(), argument(stack, 1).toTensor())) {
         first = contiguous(first.toTensor());
@@ -125,8 +123,7 @@ class Kernel final : public c10::OperatorKernel {
         return;
       }
     }
-    const DeviceRegion& region = region_of(device_);
-    Policy policy = this->policy(region);
+    Policy policy = this->policy(region);  // Python may have left the region
     if (policy == Policy::kNone && is_composed_ && argument(stack, 0).toTensor().is_nested()) {
       policy = Policy::kLowerPrecisionFp;  // for nested tensors it calls ops without the dispatcher, so autocast would miss their inputs
     }
@@ -141,10 +138,14 @@ class Kernel final : public c10::OperatorKernel {
       return;
     }
     if (policy == Policy::kMatch) {
-      const Written written = may_be_refused(boxed_arguments(stack)) ? match(stack) : Written();
+      Dtypes dtypes;
+      boxed_arguments(stack).each_tensor([&](size_t, size_t, bool, const Tensor& tensor) { dtypes.add(tensor); });
+      if (!matching_.may_refuse(dtypes)) {
+        return handle.redispatchBoxed(keys & below_, stack);
+      }
+      const Written written = match(stack);
       handle.redispatchBoxed(keys & below_, stack);
-      write_back(written);
-      return;
+      return write_back(written);
     }
     NoAutocast no_autocast(device_, keys_);
     const ScalarType target = dtype_for(policy, keys, [&](const auto& add) {
@@ -177,6 +178,8 @@ class Kernel final : public c10::OperatorKernel {
 
  private:
   friend class PreparedCall;
+  template <class, class>
+  friend struct c10::impl::wrap_kernel_functor_unboxed_;
 
   // The tensors that a call writes though its op's schema does not say so, and their casts.
   using Written = std::vector<std::pair<Tensor, Tensor>>;
@@ -224,7 +227,7 @@ class Kernel final : public c10::OperatorKernel {
   template <class AddInputs>
   C10_ALWAYS_INLINE ScalarType fast_dtype(c10::DispatchKeySet keys, const AddInputs& add_inputs) const {
     const ScalarType dtype = at::autocast::get_autocast_dtype(device_);
-    bool is_missing = op_.missing.has(dtype);
+    bool is_missing = op_.missing.of_op.has(dtype);
     if (!has_only_autograd(keys)) {  // else all tensors are strided
       add_inputs([&](const Tensor& tensor) { is_missing |= tensor.defined() && op_.missing.has(tensor.layout(), dtype); });
     }
@@ -264,12 +267,6 @@ class Kernel final : public c10::OperatorKernel {
   bool first_is_eligible(torch::jit::Stack* stack) const {
     const c10::IValue& first = argument(stack, 0);
     return first.isTensor() && is_eligible(first.toTensor(), device_);
-  }
-
-  bool may_be_refused(const BoxedArguments& arguments) const {
-    Mixture mixture;
-    arguments.each_tensor([&](size_t, size_t, bool, const Tensor& tensor) { mixture.add(tensor); });
-    return mixture.may_be_refused(matching_);
   }
 
   // Cast the operands whose dtypes torch would refuse.

@@ -14,19 +14,48 @@ char letter_of(ScalarType dtype) { return dtype == at::kFloat ? 'f' : dtype == a
 // The dtypes that torch's kernels of an op accept: a row of the table in matching.py.
 struct MatchedOperands {
   std::vector<std::string> names, scalars, mixtures;
-  bool fills_masks = false, takes_empty = false;
+  bool fills_masks = false;  // with one mask, one value of any dtype
+  bool takes_empty = false;  // tensors without elements, in any dtype
 };
 
-// The dtypes that the device has no kernels for, by their letters: those of the op, and those for tensors in a layout.
+// A set of dtypes.
+struct Dtypes {
+  static_assert(c10::NumScalarTypes <= 64);
+  uint64_t bits = 0;
+
+  C10_ALWAYS_INLINE bool has(ScalarType dtype) const { return (bits >> static_cast<int>(dtype) & 1) != 0; }
+  C10_ALWAYS_INLINE bool has_several() const { return (bits & (bits - 1)) != 0; }
+
+  // Add a dtype, or those of an argument's tensors. That of an undefined tensor is Undefined.
+  C10_ALWAYS_INLINE void add(ScalarType dtype) { bits |= uint64_t{1} << static_cast<int>(dtype); }
+  C10_ALWAYS_INLINE void add(const Tensor& tensor) { add(tensor.scalar_type()); }
+  C10_ALWAYS_INLINE void add(const std::optional<Tensor>& tensor) { tensor ? add(*tensor) : void(); }
+  template <class Argument>
+  C10_ALWAYS_INLINE void add(const Argument& argument) {
+    if constexpr (std::is_same_v<Argument, at::TensorList> || std::is_same_v<Argument, at::ITensorListRef>) {
+      std::for_each(argument.begin(), argument.end(), [this](const Tensor& tensor) { add(tensor); });
+    }
+  }
+};
+
+const Dtypes kFloatingPoint = [] {
+  Dtypes found;
+  for (int i = 0; i < c10::NumScalarTypes; ++i) {
+    if (const auto dtype = static_cast<ScalarType>(i); c10::isFloatingType(dtype)) {
+      found.add(dtype);
+    }
+  }
+  return found;
+}();
+
+// The dtypes that the device has no kernels for: those of the op, and those for tensors in a layout.
 struct MissingKernels {
-  std::string of_op;
-  std::vector<std::pair<c10::Layout, std::string>> of_layouts;
+  Dtypes of_op;
+  std::vector<std::pair<c10::Layout, Dtypes>> of_layouts;
 
-  C10_ALWAYS_INLINE bool has(ScalarType dtype) const { return C10_UNLIKELY(!of_op.empty()) && of_op.find(letter_of(dtype)) != std::string::npos; }
-
-  C10_ALWAYS_INLINE bool has(c10::Layout layout, ScalarType dtype) const {
+  bool has(c10::Layout layout, ScalarType dtype) const {
     return C10_UNLIKELY(layout != c10::kStrided) && std::any_of(of_layouts.begin(), of_layouts.end(), [&](const auto& each) {
-      return each.first == layout && each.second.find(letter_of(dtype)) != std::string::npos;
+      return each.first == layout && each.second.has(dtype);
     });
   }
 };
@@ -34,8 +63,8 @@ struct MissingKernels {
 // The operands of an op. Arguments are numbered among those that have tensors.
 class Matching {
  public:
-  Matching(const MatchedOperands& operands, const MissingKernels& missing, const c10::FunctionSchema& schema)
-      : mixtures(operands.mixtures), missing(missing), fills_masks(operands.fills_masks), takes_empty(operands.takes_empty), by_item(schema.name().starts_with("aten::_foreach_")) {
+  Matching(const MatchedOperands& operands, Dtypes missing, const c10::FunctionSchema& schema)
+      : operands(operands), missing(missing), by_item(schema.name().starts_with("aten::_foreach_")) {
     const auto has = [](const auto& names, const std::string& name) { return std::find(names.begin(), names.end(), name) != names.end(); };
     for (const c10::Argument& argument : schema.arguments()) {
       if (argument.real_type()->str().find("Tensor") != std::string::npos) {
@@ -53,30 +82,16 @@ class Matching {
     bool is_written;            // so the others are cast to its dtype
   };
 
+  // Return whether torch may refuse tensors of some dtypes: of several floating-point ones, or of one that it has no kernel for.
+  C10_ALWAYS_INLINE bool may_refuse(Dtypes dtypes) const {
+    const Dtypes floats{dtypes.bits & kFloatingPoint.bits};
+    return floats.has_several() || (floats.bits & missing.bits) != 0;
+  }
+
+  const MatchedOperands& operands;
   std::vector<Argument> arguments;
-  std::vector<std::string> mixtures;  // that torch accepts
-  const MissingKernels& missing;
-  bool fills_masks;  // with one mask, one value of any dtype
-  bool takes_empty;  // tensors without elements, in any dtype
-  bool by_item;  // whether the items of lists must agree one by one
-};
-
-// Whether the floating-point tensors of a call differ in dtype. If not, torch accepts them if it has a kernel for the dtype.
-struct Mixture {
-  ScalarType dtype = ScalarType::Undefined;  // of one
-  bool is_mixed = false;
-
-  C10_ALWAYS_INLINE void add(const Tensor& tensor) {
-    const ScalarType added = tensor.defined() ? tensor.scalar_type() : dtype;
-    if (added != dtype && c10::isFloatingType(added)) {
-      is_mixed |= dtype != ScalarType::Undefined;
-      dtype = added;
-    }
-  }
-
-  C10_ALWAYS_INLINE bool may_be_refused(const Matching& matching) const {
-    return is_mixed || matching.missing.has(dtype);
-  }
+  Dtypes missing;  // that torch has no kernels for
+  bool by_item;    // whether the items of lists must agree one by one
 };
 
 // The dtype that a tensor is cast to; Undefined: it is not cast.
@@ -115,7 +130,7 @@ class Match {
   // Add a tensor of the call, an item of an argument.
   void add(size_t argument, size_t item, bool is_in_list, const Tensor& tensor) {
     const Matching::Argument& role = matching_.arguments[argument];
-    if (matching_.fills_masks && tensor.defined()) {
+    if (matching_.operands.fills_masks && tensor.defined()) {
       indices_ += role.is_operand ? 0 : 1;
       masks_ += tensor.scalar_type() == at::kBool || tensor.scalar_type() == at::kByte ? 1 : 0;
       is_one_value_ |= argument + 1 == matching_.arguments.size() && tensor.is_cpu() && tensor.sym_numel() == 1;
@@ -125,7 +140,7 @@ class Match {
       return;
     }
     const ScalarType dtype = tensor.scalar_type();
-    is_empty_ |= matching_.takes_empty && has_no_elements(tensor);
+    is_empty_ |= matching_.operands.takes_empty && has_no_elements(tensor);
     tensors_.push_back({item, argument, dtype, is_fast_or_float32(dtype) && is_eligible(tensor, device_), role.is_written});
   }
 
@@ -170,7 +185,7 @@ class Match {
 
   // Return the dtype to cast operands to; Undefined if torch accepts theirs, or a cast would not help.
   ScalarType target_of(const Added* begin, const Added* end) const {
-    Mixture floats;
+    Dtypes floats;
     ScalarType written = ScalarType::Undefined;
     for (const Added* each = begin; each != end; ++each) {
       const bool is_float = c10::isFloatingType(each->dtype);
@@ -180,11 +195,10 @@ class Match {
       }
       written = each->is_written ? each->dtype : written;
       if (is_float) {
-        floats.is_mixed |= floats.dtype != ScalarType::Undefined && floats.dtype != each->dtype;
-        floats.dtype = each->dtype;
+        floats.add(each->dtype);
       }
     }
-    if (floats.dtype == ScalarType::Undefined || !floats.may_be_refused(matching_) || (is_empty_ && !floats.is_mixed) || torch_takes(begin, end)) {
+    if (!matching_.may_refuse(floats) || (is_empty_ && !floats.has_several()) || torch_takes(begin, end)) {
       return ScalarType::Undefined;
     }
     return written == ScalarType::Undefined ? at::kFloat : written;
@@ -192,7 +206,7 @@ class Match {
 
   // Return whether torch accepts the mixture; see _LETTERS in matching.py.
   bool torch_takes(const Added* begin, const Added* end) const {
-    if (matching_.mixtures.empty()) {
+    if (matching_.operands.mixtures.empty()) {
       return false;
     }
     std::string exact;
@@ -206,7 +220,7 @@ class Match {
     if ((exact.find('b') == std::string::npos) != (exact.find('h') == std::string::npos)) {
       std::replace_if(short_form.begin(), short_form.end(), [](char letter) { return letter == 'b' || letter == 'h'; }, 'x');
     }
-    return std::any_of(matching_.mixtures.begin(), matching_.mixtures.end(), [&](const std::string& taken) {
+    return std::any_of(matching_.operands.mixtures.begin(), matching_.operands.mixtures.end(), [&](const std::string& taken) {
       return taken == exact || taken == short_form;
     });
   }

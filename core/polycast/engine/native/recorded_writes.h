@@ -24,15 +24,18 @@ std::unique_ptr<at::ObserverContext> begin_recorded(const at::RecordFunction& ev
   if (!schema || !schema->is_mutable()) {
     return nullptr;
   }
-  auto writes = std::make_unique<OpWrites>();
+  Touched written;
   for (size_t i = 0; i < std::min(schema->arguments().size(), event.inputs().size()); ++i) {
     if (const auto* const alias = schema->arguments()[i].alias_info(); alias != nullptr && alias->isWrite()) {
-      collect_storages(event.inputs()[i], writes->storages);
+      collect_tensors(event.inputs()[i], written);
     }
   }
-  CapturedWrites::note(writes->storages);
-  for (auto it = writes->storages.begin(); it != writes->storages.end();) {
-    it = !is_versioned && may_be_cached(*it) ? std::next(it) : writes->storages.erase(it);
+  auto writes = std::make_unique<OpWrites>();
+  for (const Tensor& tensor : written) {
+    CapturedWrites::note({storage_of(tensor)});
+    if (!is_versioned && may_be_cached(storage_of(tensor))) {
+      writes->storages.insert(storage_of(tensor));
+    }
   }
   return writes->storages.empty() ? nullptr : std::move(writes);
 }

@@ -41,7 +41,7 @@ class RegionStore {
   // Return the cached cast of a weight, or null if cast() has to be called. Runs no Python and makes no tensor, so that the
   // caller need not keep the store alive.
   const Tensor* find(const Tensor& weight, ScalarType dtype, const Use& use) {
-    if (InvalidationLog::instance().length() != position_) {
+    if (only<InvalidationLog>().length() != position_) {
       return nullptr;
     }
     const Key key{weight.unsafeGetTensorImpl(), dtype};
@@ -106,7 +106,7 @@ class RegionStore {
       return result;
     }
     result = with_history(cast, weight);
-    if (entry != nullptr && user_store_allows(weight, entry->stamp) && position == InvalidationLog::instance().length()) {
+    if (entry != nullptr && user_store_allows(weight, entry->stamp) && position == only<InvalidationLog>().length()) {
       entry->with_history = result;
       insert(key, std::move(entry));
     }
@@ -139,7 +139,7 @@ class RegionStore {
     ~Dying() {
       casts.clear();
       if (!shared.empty()) {
-        SharedCasts::index().drop_dead(shared);
+        only<SharedCasts>().drop_dead(shared);
       }
     }
   };
@@ -186,10 +186,10 @@ class RegionStore {
   }
 
   void drop_written() {
-    if (InvalidationLog::instance().length() == position_) {
+    if (only<InvalidationLog>().length() == position_) {
       return;
     }
-    auto [written, length] = InvalidationLog::instance().since(position_);
+    auto [written, length] = only<InvalidationLog>().since(position_);
     position_ = length;
     if (!written) {
       clear();
@@ -200,7 +200,7 @@ class RegionStore {
 
   Tensor make(const Key& key, const Tensor& weight, ScalarType dtype, const Use& use, bool& is_new) {
     const bool caches = uses_.note_miss(key) || use.held_by_graph;
-    PendingCollectives::instance().drop_finished();  // a finished one holds the memory of its weights until then
+    only<PendingCollectives>().drop_finished();  // a finished one holds the memory of its weights until then
     const uint64_t position = position_;
     auto entry = std::make_unique<CachedCast>(weight, use.is_view);
     bool is_admitted = entry->admission.allows(weight, use.is_view) && !is_written_elsewhere(weight, entry->stamp);
@@ -210,7 +210,7 @@ class RegionStore {
     Tensor cast, reusable;
     erase(key);
     if (shares) {
-      cast = SharedCasts::index().find(key, weight);
+      cast = only<SharedCasts>().find(key, weight);
     }
     if (!cast.defined()) {
       if (!caches && is_admitted) {
@@ -235,7 +235,7 @@ class RegionStore {
       entry->with_history = std::move(recorded);
       if (shares) {
         shares_ = true;
-        SharedCasts::index().add(key, *entry, position);
+        only<SharedCasts>().add(key, *entry, position);
       }
       if (caches) {
         insert(key, std::move(entry));
@@ -275,7 +275,7 @@ class RegionStore {
   Cached cached_;
   ProbationQueue probation_;
   UseHistory uses_;
-  uint64_t position_ = InvalidationLog::instance().length();  // up to which the log was read
+  uint64_t position_ = only<InvalidationLog>().length();  // up to which the log was read
   size_t sweep_at_ = kSweepAt;
   bool shares_ = false;  // some of the cached casts
 };

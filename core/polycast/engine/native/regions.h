@@ -62,7 +62,7 @@ struct ThisThread {
   // Runs as the thread ends, without the GIL.
   ~ThisThread() {
     if (regions != nullptr) {
-      DeferredDestruction::queue().add(regions->end());
+      only<DeferredDestruction>().add(regions->end());
     }
   }
 };
@@ -93,7 +93,7 @@ ThreadRegions& regions_of_thread() {
     if (this_thread.regions == nullptr) {
       this_thread.regions = std::make_shared<ThreadRegions>(&device_regions);
     }
-    DeferredDestruction::queue().run();  // of ended threads; may run Python, which may enter regions
+    only<DeferredDestruction>().run();  // of ended threads; may run Python, which may enter regions
     if (!this_thread.ends_in_time) {
       leave_at_thread_end();
     }
@@ -214,7 +214,7 @@ std::optional<bool> leave_region(PyObject* owner) {
     TorchsCache::clear();
   }
   if (regions.frames.newest() == nullptr) {
-    PendingCollectives::instance().drop_finished();
+    only<PendingCollectives>().drop_finished();
     regions.casts.end_region();
   }
   return at::impl::torch_function_mode_enabled();
@@ -288,7 +288,7 @@ PyObject* clear_own_casts(PyObject*, PyObject* all_threads) {
   {
     const WithoutGil others_may_run;
     if (all_threads == Py_True) {
-      InvalidationLog::instance().add_all();
+      only<InvalidationLog>().add_all();
     }
     if (this_thread.regions != nullptr) {
       this_thread.regions->casts.clear();

@@ -21,11 +21,13 @@ class KernelRegistrations {
     if (with_dtype != nullptr) {
       op.with_dtype = find_op(with_dtype);
     }
-    const UnboxedEntry* const entry = with_dtype == nullptr && op.written.empty() ? find_unboxed_entry(handle) : nullptr;
+    const UnboxedEntry* entry = with_dtype == nullptr ? find_unboxed_entry(handle) : nullptr;
+    if (entry != nullptr && !op.written.empty() && !entry->takes_statistics) {
+      entry = nullptr;  // it would write to casts
+    }
     auto kernel = std::make_unique<Kernel>(
         std::move(op), handle, device_, key_, std::move(is_capturing), entry == nullptr ? nullptr : entry->redispatch);
     NoWarnings no_warnings;
-    const c10::WarningUtils::WarningHandlerGuard guard(&no_warnings);
     register_kernel(handle.operator_name(), key_,
         entry == nullptr ? c10::KernelFunction::makeFromBoxedFunctor(std::move(kernel)) : entry->function(std::move(kernel)));
   }

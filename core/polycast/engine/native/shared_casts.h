@@ -27,17 +27,12 @@ struct CachedCast {
 
 class SharedCasts {
  public:
-  static SharedCasts& index() {
-    static auto* const only = new SharedCasts();
-    return *only;
-  }
-
   Tensor find(const Key& key, const Tensor& weight) {
     Tensor cast;  // destroyed after the lock is released: this may become the last reference
     std::lock_guard<std::mutex> lock(mutex_);
     const auto found = casts_.find(key);
     if (found != casts_.end() && found->second->stamp.matches(weight) && found->second->stream == current_stream(weight) &&
-        found->second->position == InvalidationLog::instance().length()) {
+        found->second->position == only<InvalidationLog>().length()) {
       if (Tensor alive(found->second->cast.lock()); alive.defined() && is_unwritten(alive)) {
         cast = std::move(alive);
       }

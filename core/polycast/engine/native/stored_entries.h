@@ -66,7 +66,7 @@ PyObject* store_adopt(PyObject* self, PyObject* arguments) {
     return Py_NewRef(Py_False);
   }
   const Tensor weight = *found_weight;
-  const Source source = found_weight == &tensor ? Source(weight) : Source(tensor, weight);
+  const Source source(tensor, weight);
   const Key key = source.key(prepack_id != 0 ? ScalarType::Undefined : dtype_of(kind), prepack_id);
   Tensors tensors;
   for (const Tensor& part : convert_items(parts, &tensor_of)) {

@@ -18,10 +18,10 @@ class PreparedCall {
   C10_NOINLINE PreparedCall(const Kernel& kernel, c10::DispatchKeySet keys, const Arguments& arguments) : keys_(keys & kernel.below_) {
     const DeviceRegion& region = region_of(kernel.device_);
     const Policy policy = kernel.policy(region);
-    if (policy == Policy::kNone || policy == Policy::kMatch) {
-      if (policy == Policy::kMatch && may_be_refused(kernel, arguments)) {
-        match(kernel, arguments);
-      }
+    if (policy == Policy::kMatch) {
+      match(kernel, arguments);
+    }
+    if (policy == Policy::kMatch || policy == Policy::kNone) {
       return;
     }
     no_autocast_.emplace(kernel.device_, kernel.keys_);
@@ -39,7 +39,7 @@ class PreparedCall {
           [&](const auto& add) { each_tensor(arguments, [&](size_t i, size_t, bool, const Tensor& tensor) { add(i, tensor); }); },
           [&](const auto& all) { casts_.make(arguments, all); });
     } else if (
-        policy == Policy::kFp32SetOptDtype && arguments.begin_with_tensor && is_eligible(arguments.at<Tensor>(0), kernel.device_)) {
+        policy == Policy::kFp32SetOptDtype && arguments.kinds[0] == ArgumentKind::kTensor && is_eligible(arguments.at<Tensor>(0), kernel.device_)) {
       set_dtype(arguments);
     }
     if (C10_UNLIKELY((keys_ | kernel.keys_) != keys)) {
@@ -55,13 +55,6 @@ class PreparedCall {
   // The keys to redispatch with.
   c10::DispatchKeySet keys() const { return keys_; }
 
-  static c10::DispatchKeySet keys_below(const Kernel& kernel, c10::DispatchKeySet keys) { return keys & kernel.below_; }
-
-  // Return whether the table has MATCH for the op, the region says nothing else, and the arguments have one dtype.
-  C10_ALWAYS_INLINE static bool is_needless(const Kernel& kernel, const Arguments& arguments) {
-    return kernel.op_.policy == Policy::kMatch && region_of(kernel.device_).override == nullptr && !may_be_refused(kernel, arguments);
-  }
-
  private:
   static bool has_nothing_to_record(const Arguments& arguments) {
     const Differentiation differentiation;
@@ -70,22 +63,13 @@ class PreparedCall {
         !arguments.any_tensor([&](const Tensor& tensor) { return differentiation.has(tensor); });
   }
 
-  C10_NOINLINE static bool may_be_refused(const Kernel& kernel, const Arguments& arguments) {
-    Mixture mixture;
-    arguments.any_tensor([&](const Tensor& tensor) {
-      mixture.add(tensor);
-      return false;
-    });
-    return mixture.may_be_refused(kernel.matching_);
-  }
-
   // As BoxedArguments::each_tensor().
   template <class Function>
   static void each_tensor(const Arguments& arguments, const Function& function) {
     for (size_t i = 0; i < arguments.count; ++i) {
       const bool is_list = arguments.kinds[i] == ArgumentKind::kTensors || arguments.kinds[i] == ArgumentKind::kTensorRefs;
       size_t item = 0;
-      Arguments{arguments.kinds + i, arguments.addresses + i, 1, false}.any_tensor([&](const Tensor& tensor) {
+      Arguments{arguments.kinds + i, arguments.addresses + i, 1}.any_tensor([&](const Tensor& tensor) {
         function(i, item++, is_list, tensor);
         return false;
       });
@@ -140,7 +124,6 @@ struct ArgumentLayout {
 
   std::array<ArgumentKind, sizeof...(Args)> kinds{kind_of<Args>...};  // the first `count` are those of the addresses
   std::array<uint8_t, sizeof...(Args)> of_argument{};
-  bool begin_with_tensor = kinds[0] == ArgumentKind::kTensor;
 
   constexpr ArgumentLayout() {
     const auto of_all = kinds;
@@ -162,6 +145,15 @@ constexpr bool begins_with_tensors = false;
 template <class... Args>
 constexpr bool begins_with_tensors<const Tensor&, const Tensor&, Args...> = true;
 
+// Whether an op of a signature may write tensors that its schema does not declare as written: running statistics. Such a call is boxed to cast them.
+template <class Signature>
+constexpr bool takes_statistics = false;
+
+template <class Result, class... Args>
+constexpr bool takes_statistics<Result(
+    const Tensor&, const std::optional<Tensor>&, const std::optional<Tensor>&, const std::optional<Tensor>&, const std::optional<Tensor>&, bool, Args...)> =
+    true;
+
 // Return an argument or its cast.
 template <class Arg>
 C10_ALWAYS_INLINE decltype(auto) used(std::remove_reference_t<Arg>& arg, const void* address) {
@@ -178,7 +170,11 @@ C10_ALWAYS_INLINE decltype(auto) used(std::remove_reference_t<Arg>& arg, const v
 template <class Result, class... Args>
 struct c10::impl::wrap_kernel_functor_unboxed_<Unboxed<Result(Args...)>, Result(c10::DispatchKeySet, Args...)> final {
   static Result call(c10::OperatorKernel* functor, c10::DispatchKeySet keys, Args... args) {
-    return run(static_cast<const Kernel&>(*functor), keys, std::index_sequence_for<Args...>(), args...);
+    const auto& kernel = static_cast<const Kernel&>(*functor);
+    if (passes_on(kernel, args...)) {
+      return redispatch(kernel)(keys & kernel.below_, std::forward<Args>(args)...);
+    }
+    return run(kernel, keys, std::index_sequence_for<Args...>(), std::forward<Args>(args)...);
   }
 
  private:
@@ -189,19 +185,36 @@ struct c10::impl::wrap_kernel_functor_unboxed_<Unboxed<Result(Args...)>, Result(
     return results.empty() ? std::nullopt : std::optional(from_results<Result>(std::move(results)));
   }
 
+  // Return whether a call is to be passed on as it is: no recipe computes it, and its policy casts none of the arguments.
+  C10_ALWAYS_INLINE static bool passes_on(const Kernel& kernel, const std::remove_reference_t<Args>&... args) {
+    const DeviceRegion& region = region_of(kernel.device_);
+    const Policy policy = kernel.policy(region);
+    if ((policy != Policy::kMatch && policy != Policy::kNone) || kernel.has_recipe(region)) {
+      return false;
+    }
+    Dtypes dtypes;
+    (dtypes.add(args), ...);
+    return policy == Policy::kNone || !kernel.matching_.may_refuse(dtypes);
+  }
+
+  static auto redispatch(const Kernel& kernel) { return reinterpret_cast<Result (*)(c10::DispatchKeySet, Args...)>(kernel.redispatch_); }
+
+  // Out of line, so that a call that is passed on needs no stack.
   template <size_t... I>
-  C10_ALWAYS_INLINE static Result run(
-      const Kernel& kernel, c10::DispatchKeySet keys, std::index_sequence<I...>, std::remove_reference_t<Args>&... args) {
+  C10_NOINLINE static Result run(const Kernel& kernel, c10::DispatchKeySet keys, std::index_sequence<I...>, Args... args) {
+    if constexpr (takes_statistics<Result(Args...)>) {
+      if (!kernel.op_.written.empty()) {
+        torch::jit::Stack stack = boxed(args...);
+        kernel(kernel.handle_, keys, &stack);
+        return from_results<Result>(std::move(stack));
+      }
+    }
     static constexpr ArgumentLayout<Args...> kLayout;
     std::array<const void*, kLayout.count + 1> addresses;
     ((kind_of<Args> != ArgumentKind::kOther ? void(addresses[kLayout.of_argument[I]] = std::addressof(args)) : void()), ...);
-    const Arguments arguments{kLayout.kinds.data(), addresses.data(), kLayout.count, kLayout.begin_with_tensor};
-    const auto redispatch = reinterpret_cast<Result (*)(c10::DispatchKeySet, Args...)>(kernel.redispatch());
-    if (PreparedCall::is_needless(kernel, arguments)) {
-      return redispatch(PreparedCall::keys_below(kernel, keys), std::forward<Args>(args)...);
-    }
+    const Arguments arguments{kLayout.kinds.data(), addresses.data(), kLayout.count};
     if constexpr (takes_recipe<Result(Args...)>) {
-      if (C10_UNLIKELY(kernel.has_recipe())) {
+      if (C10_UNLIKELY(kernel.has_recipe(region_of(kernel.device_)))) {
         if constexpr (begins_with_tensors<Args...>) {
           const auto given_tensors = std::tie(args...);
           if (const Tensor& first = std::get<0>(given_tensors); kernel.should_make_contiguous(keys, first, std::get<1>(given_tensors))) {
@@ -217,7 +230,7 @@ struct c10::impl::wrap_kernel_functor_unboxed_<Unboxed<Result(Args...)>, Result(
       }
     }
     const PreparedCall prepared(kernel, keys, arguments);
-    return redispatch(prepared.keys(), used<Args>(args, addresses[kLayout.of_argument[I]])...);
+    return redispatch(kernel)(prepared.keys(), used<Args>(args, addresses[kLayout.of_argument[I]])...);
   }
 };
 
@@ -236,6 +249,7 @@ struct UnboxedEntry {
   const char *name, *overload_name;
   c10::KernelFunction (*function)(std::unique_ptr<c10::OperatorKernel>);
   void (*redispatch)();  // of its signature
+  bool takes_statistics;
 };
 
 template <class Signature>
@@ -249,6 +263,7 @@ struct Known {
   static constexpr const char *name = "", *overload_name = "";
   static constexpr c10::KernelFunction (*function)(std::unique_ptr<c10::OperatorKernel>) = nullptr;
   static constexpr void (*redispatch)() = nullptr;
+  using schema = void();
 };
 
 template <class Op>
@@ -264,7 +279,8 @@ template <class... Ops>
 struct UnboxedEntries<OpList<Ops...>> {
   // Initialized statically: a function that does it would be the largest of all.
   static inline const UnboxedEntry all[] = {
-      {Known<Ops>::name, Known<Ops>::overload_name, Known<Ops>::function, reinterpret_cast<void (*)()>(Known<Ops>::redispatch)}...};
+      {Known<Ops>::name, Known<Ops>::overload_name, Known<Ops>::function, reinterpret_cast<void (*)()>(Known<Ops>::redispatch),
+       takes_statistics<typename Known<Ops>::schema>}...};
 };
 
 // Return the unboxed entry point of an op, or null.

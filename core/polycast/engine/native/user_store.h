@@ -32,11 +32,6 @@ struct Statistics {
 class UserStore;
 
 struct AllStores {
-  static AllStores& list() {
-    static auto* const only = new AllStores();
-    return *only;
-  }
-
   std::mutex mutex;
   std::unordered_set<UserStore*> stores;  // to be read with the mutex held
 };
@@ -44,14 +39,14 @@ struct AllStores {
 class UserStore : public std::enable_shared_from_this<UserStore> {
  public:
   UserStore(std::optional<size_t> max_bytes, bool verify) : table_(max_bytes), verify_(verify) {
-    std::lock_guard<std::mutex> lock(AllStores::list().mutex);
-    AllStores::list().stores.insert(this);
+    std::lock_guard<std::mutex> lock(only<AllStores>().mutex);
+    only<AllStores>().stores.insert(this);
   }
 
   ~UserStore() {
     {
-      std::lock_guard<std::mutex> lock(AllStores::list().mutex);
-      AllStores::list().stores.erase(this);
+      std::lock_guard<std::mutex> lock(only<AllStores>().mutex);
+      only<AllStores>().stores.erase(this);
     }
     defer_destruction(table_.weights());  // a store may be destroyed where the GIL must not be waited for
   }
@@ -62,8 +57,8 @@ class UserStore : public std::enable_shared_from_this<UserStore> {
     if (std::optional<Tensor> found = find<Tensor>(source.tensor, key)) {
       return *std::move(found);
     }
-    PendingCollectives::instance().drop_finished();  // a finished one holds the memory of its weights until then
-    const uint64_t position = InvalidationLog::instance().length();
+    only<PendingCollectives>().drop_finished();  // a finished one holds the memory of its weights until then
+    const uint64_t position = only<InvalidationLog>().length();
     VersionStamp stamp(source.tensor);
     const Tensor cast = make_cast(source.tensor, dtype, /*reusable=*/{}, /*lasts=*/true);
     is_new = true;
@@ -88,8 +83,8 @@ class UserStore : public std::enable_shared_from_this<UserStore> {
 
   // Add a cast or a prepacked weight that was made earlier, of the same values; return whether it was admitted.
   bool adopt(const Source& source, const Key& key, Tensors tensors) {
-    PendingCollectives::instance().drop_finished();  // a finished one holds the memory of its weights until then
-    const uint64_t position = InvalidationLog::instance().length();
+    only<PendingCollectives>().drop_finished();  // a finished one holds the memory of its weights until then
+    const uint64_t position = only<InvalidationLog>().length();
     auto entry = std::make_shared<Entry>(VersionStamp(source.tensor), std::move(tensors));
     return insert(source, key, std::move(entry), position, /*is_new=*/false);
   }
@@ -135,16 +130,16 @@ class UserStore : public std::enable_shared_from_this<UserStore> {
 
   // Drop all entries and the weakrefs to the weights. The GIL must not be held.
   void clear() {
-    InvalidationLog::instance().add_all();  // casts that other threads are making now are not to be cached
+    only<InvalidationLog>().add_all();  // casts that other threads are making now are not to be cached
     {
       EntryTable::Contents dying;
       std::lock_guard<std::mutex> lock(mutex_);
       dying = table_.release();
       defer_destruction(dying.weights);
     }
-    InvalidationLog::instance().add_all();  // nor are casts with history that threads have made of the entries to be used
+    only<InvalidationLog>().add_all();  // nor are casts with history that threads have made of the entries to be used
     const Gil gil;
-    DeferredDestruction::queue().run();
+    only<DeferredDestruction>().run();
   }
 
   Statistics statistics() {
@@ -271,7 +266,7 @@ class UserStore : public std::enable_shared_from_this<UserStore> {
         table_.budget.note_refused_size(key, elements, bytes);
       }
       // An invalidation since may be of this weight.
-      if (!is_admitted || !has_room || position != InvalidationLog::instance().length()) {
+      if (!is_admitted || !has_room || position != only<InvalidationLog>().length()) {
         return false;
       }
       while (const auto evicted = table_.budget.next_to_evict(bytes)) {
@@ -292,7 +287,7 @@ class UserStore : public std::enable_shared_from_this<UserStore> {
   // Drop the entries of a weight when it is garbage-collected. Allocating here may run the garbage collector, and so anything.
   void watch(const Tensor& weight) {
     const Gil gil;
-    DeferredDestruction::queue().run();
+    only<DeferredDestruction>().run();
     const Object object = python_tensor(weight);
     TensorImpl* const impl = weight.unsafeGetTensorImpl();
     Object reference = Object::steal(PyWeakref_NewRef(object.get(), Callback::make({weak_from_this(), impl}).get()));
@@ -305,7 +300,7 @@ class UserStore : public std::enable_shared_from_this<UserStore> {
   static void defer_destruction(const EntryTable::Weights& weights) {
     for (const auto& [impl, weight] : weights) {
       if (weight.reference != nullptr) {
-        DeferredDestruction::queue().add({static_cast<void*>(weight.reference), [](void* reference) {
+        only<DeferredDestruction>().add({static_cast<void*>(weight.reference), [](void* reference) {
                                             Py_DECREF(static_cast<PyObject*>(reference));
                                           }});
       }
@@ -321,8 +316,8 @@ class UserStore : public std::enable_shared_from_this<UserStore> {
 // Return the stores that are alive, holding them.
 std::vector<std::shared_ptr<UserStore>> all_stores() {
   std::vector<std::shared_ptr<UserStore>> found;
-  std::lock_guard<std::mutex> lock(AllStores::list().mutex);
-  for (UserStore* const store : AllStores::list().stores) {
+  std::lock_guard<std::mutex> lock(only<AllStores>().mutex);
+  for (UserStore* const store : only<AllStores>().stores) {
     if (auto alive = store->weak_from_this().lock()) {
       found.push_back(std::move(alive));
     }
@@ -332,8 +327,8 @@ std::vector<std::shared_ptr<UserStore>> all_stores() {
 
 void invalidate_user_stores(const Storages& written) {
   Dying dying;
-  std::lock_guard<std::mutex> lock(AllStores::list().mutex);
-  for (UserStore* const store : AllStores::list().stores) {
+  std::lock_guard<std::mutex> lock(only<AllStores>().mutex);
+  for (UserStore* const store : only<AllStores>().stores) {
     store->invalidate(written, dying);
   }
 }

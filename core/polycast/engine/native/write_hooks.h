@@ -3,6 +3,8 @@
 
 #pragma once
 
+#include <ATen/ops/_batch_norm_with_update_ops.h>
+#include <ATen/ops/_native_batch_norm_legit_ops.h>
 #include <ATen/ops/alias.h>
 #include <ATen/ops/native_batch_norm_ops.h>
 #include <c10/util/ScopeExit.h>
@@ -14,11 +16,15 @@ namespace {
 
 using Touched = c10::SmallVector<Tensor, 4>;
 
+void collect_tensors(const Tensor& tensor, Touched& found) {
+  if (tensor.defined() && tensor.has_storage()) {
+    found.push_back(tensor);
+  }
+}
+
 void collect_tensors(const c10::IValue& value, Touched& found) {
   if (value.isTensor()) {
-    if (const Tensor& tensor = value.toTensor(); tensor.defined() && tensor.has_storage()) {
-      found.push_back(tensor);
-    }
+    collect_tensors(value.toTensor(), found);
   } else if (value.isList()) {
     for (const c10::IValue& item : value.toListRef()) {
       collect_tensors(item, found);
@@ -26,13 +32,7 @@ void collect_tensors(const c10::IValue& value, Touched& found) {
   }
 }
 
-void collect_storages(const c10::IValue& value, Storages& found) {
-  Touched tensors;
-  collect_tensors(value, tensors);
-  for (const Tensor& tensor : tensors) {
-    found.insert(storage_of(tensor));
-  }
-}
+constexpr c10::DispatchKeySet kBelowVersions(c10::DispatchKeySet::FULL_AFTER, DispatchKey::ADInplaceOrView);
 
 // The effects of an op on its arguments that their versions do not tell. A collective may write any of them after it has returned.
 enum class Access : uint8_t { kWrites, kMayWrite, kExposes };
@@ -54,7 +54,7 @@ class WriteHook final : public c10::OperatorKernel {
 
   void operator()(const c10::OperatorHandle& handle, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
     Touched tensors;
-    PendingCollectives::instance().drop_finished();
+    only<PendingCollectives>().drop_finished();
     for (const size_t position : positions_) {
       c10::IValue& argument = (*stack)[stack->size() - size_ + position];
       if (access_ == Access::kExposes && is_composite_ && argument.isTensor()) {
@@ -62,23 +62,18 @@ class WriteHook final : public c10::OperatorKernel {
       }
       collect_tensors(argument, tensors);
     }
-    if (C10_UNLIKELY(CapturedWrites::are_noted())) {
-      for (const Tensor& tensor : tensors) {
-        CapturedWrites::note({storage_of(tensor)});
-      }
-    }
     try {
       if (original_) {
         original_->callBoxed(handle, keys, stack);
       } else {
-        handle.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, DispatchKey::ADInplaceOrView), stack);
+        handle.redispatchBoxed(keys & kBelowVersions, stack);
       }
     } catch (...) {  // it may have written some of them
       note(tensors);
       throw;
     }
     if (access_ == Access::kMayWrite) {
-      note_pending(handle, *stack, storages_of(tensors));
+      note_pending(handle, *stack, tensors);
     }
     note(tensors);
   }
@@ -87,27 +82,19 @@ class WriteHook final : public c10::OperatorKernel {
   void note(const Touched& tensors) {
     if (access_ == Access::kExposes) {
       for (const Tensor& tensor : tensors) {
-        UnreliableCounters::instance().add(tensor);
+        only<UnreliableCounters>().add(tensor);
       }
     }
-    invalidate(storages_of(tensors));
+    note_written(tensors);
   }
 
-  // Return the storages of tensors: of those that may have casts, except of a collective, which is not over.
-  Storages storages_of(const Touched& tensors) const {
-    Storages found;
-    for (const Tensor& tensor : tensors) {
-      if (access_ == Access::kMayWrite || may_be_cached(storage_of(tensor))) {
-        found.insert(storage_of(tensor));
-      }
-    }
-    return found;
-  }
-
-  static void note_pending(const c10::OperatorHandle& handle, const torch::jit::Stack& stack, const Storages& written) {
+  // Note the storages that a collective may write until it is over.
+  static void note_pending(const c10::OperatorHandle& handle, const torch::jit::Stack& stack, const Touched& tensors) {
+    Storages written;
+    std::for_each(tensors.begin(), tensors.end(), [&](const Tensor& tensor) { written.insert(storage_of(tensor)); });
     for (auto result = stack.end() - handle.schema().returns().size(); result != stack.end(); ++result) {
       if (result->isObject()) {
-        PendingCollectives::instance().add(PendingCollectives::Work(result->toObject()->getSlot(0).toCapsule()), written);
+        only<PendingCollectives>().add(PendingCollectives::Work(result->toObject()->getSlot(0).toCapsule()), written);
       }
     }
   }
@@ -120,35 +107,37 @@ class WriteHook final : public c10::OperatorKernel {
 };
 
 // The same for the statistics that a batch norm writes in training, without boxes: models call it often.
-std::tuple<Tensor, Tensor, Tensor> hook_batch_norm(
-    c10::DispatchKeySet keys, const Tensor& input, const std::optional<Tensor>& weight, const std::optional<Tensor>& bias,
-    const std::optional<Tensor>& mean, const std::optional<Tensor>& variance, bool training, double momentum, double eps) {
-  const auto compute = [&] {
-    const auto below = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, DispatchKey::ADInplaceOrView);
-    return at::_ops::native_batch_norm::redispatch(below, input, weight, bias, mean, variance, training, momentum, eps);
-  };
-  if (!training) {
-    return compute();
-  }
-  Touched tensors;
-  for (const std::optional<Tensor>& each : {mean, variance}) {
-    if (each && each->defined() && each->has_storage()) {
-      tensors.push_back(*each);
-    }
-  }
-  if (C10_UNLIKELY(CapturedWrites::are_noted())) {
-    for (const Tensor& tensor : tensors) {
-      CapturedWrites::note({storage_of(tensor)});
-    }
-  }
-  const auto note = c10::make_scope_exit([&] {  // it may raise after it has written
-    for (const Tensor& tensor : tensors) {
-      if (may_be_cached(storage_of(tensor))) {
-        invalidate({storage_of(tensor)});
+template <class Op, class Signature = typename Op::schema>
+struct StatisticsHook;
+
+template <class Op, class Result, class Statistics, class... Others>
+struct StatisticsHook<Op, Result(const Tensor&, const std::optional<Tensor>&, const std::optional<Tensor>&, Statistics, Statistics, Others...)> {
+  static Result call(
+      c10::DispatchKeySet keys, const Tensor& input, const std::optional<Tensor>& weight, const std::optional<Tensor>& bias, Statistics mean,
+      Statistics variance, Others... others) {
+    const auto note = c10::make_scope_exit([&] {  // it may raise after it has written
+      if (trains(others...)) {
+        note_one(mean);
+        note_one(variance);
       }
-    }
-  });
-  return compute();
+    });
+    return Op::redispatch(keys & kBelowVersions, input, weight, bias, mean, variance, others...);
+  }
+
+ private:
+  static bool trains(bool training, double, double) { return training; }
+  static bool trains(double, double) { return true; }
+
+  static void note_one(const std::optional<Tensor>& tensor) { tensor ? note_one(*tensor) : void(); }
+  static void note_one(const Tensor& tensor) { tensor.defined() && tensor.has_storage() ? note_written(tensor) : void(); }
+};
+
+// Return the hook if an op is one of some that write statistics.
+template <class... Ops>
+std::optional<c10::KernelFunction> statistics_hook(const std::string& name) {
+  std::optional<c10::KernelFunction> hook;
+  ((name == Ops::name ? void(hook = c10::KernelFunction::makeFromUnboxedFunction(TORCH_FN(StatisticsHook<Ops>::call))) : void()), ...);
+  return hook;
 }
 
 // The registrations of the hooks.
@@ -164,7 +153,6 @@ class WriteHooks {
  private:
   void add(const std::vector<std::string>& names, Access access) {
     NoWarnings no_warnings;
-    const c10::WarningUtils::WarningHandlerGuard guard(&no_warnings);
     for (const std::string& name : names) {
       const auto handle = c10::Dispatcher::singleton().findSchema(operator_name_of(name));
       if (!handle) {
@@ -181,10 +169,9 @@ class WriteHooks {
       }
       registered_.push_back(c10::Dispatcher::singleton().registerImpl(
           handle->operator_name(), key,
-          name == "aten::native_batch_norm"
-              ? c10::KernelFunction::makeFromUnboxedFunction(TORCH_FN(hook_batch_norm))
-              : c10::KernelFunction::makeFromBoxedFunctor(
-                    std::make_unique<WriteHook>(handle->schema(), access, is_composite, std::move(original))),
+          statistics_hook<at::_ops::native_batch_norm, at::_ops::_native_batch_norm_legit, at::_ops::_batch_norm_with_update>(name)
+              .value_or(c10::KernelFunction::makeFromBoxedFunctor(
+                  std::make_unique<WriteHook>(handle->schema(), access, is_composite, std::move(original)))),
           std::nullopt, nullptr, "polycast"));
     }
   }

@@ -46,15 +46,23 @@ c10::OperatorName operator_name_of(const std::string& name) {
   return {name.substr(0, dot), dot == std::string::npos ? "" : name.substr(dot + 1)};
 }
 
+// Return the process's only object of a type, which is never destroyed: torch may be gone before, or other threads still run.
+template <class Value>
+Value& only() {
+  static auto* const object = new Value();
+  return *object;
+}
+
 // Return a hash with one more number mixed in.
 uint64_t mixed(uint64_t hash, int64_t number) {
   hash = (hash ^ static_cast<uint64_t>(number)) * 0x9E3779B97F4A7C15ull;
   return hash ^ (hash >> 29);
 }
 
-// torch warns once per process that a kernel is overridden, which is intended where one of these handles warnings.
+// Ignores warnings while it lives: torch warns once per process that a kernel is overridden, which is intended here.
 struct NoWarnings : c10::WarningHandler {
   void process(const c10::Warning&) override {}
+  const c10::WarningUtils::WarningHandlerGuard guard{this};
 };
 
 const StorageImpl* storage_of(const Tensor& tensor) {

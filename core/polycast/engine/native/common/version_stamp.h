@@ -88,11 +88,6 @@ size_t count_holders(const Tensor& weight) {
 // Version counters that miss writes: shared by tensors on different memory, or of memory exposed to code that counts none.
 class UnreliableCounters {
  public:
-  static UnreliableCounters& instance() {
-    static auto* const only = new UnreliableCounters();
-    return *only;
-  }
-
   void add(const Tensor& tensor) {
     const auto& counter = counter_of(tensor);
     if (!counter) {
@@ -159,7 +154,7 @@ class VersionStamp {
     const auto strides = weight.strides();
     sizes_and_strides_.append(strides.begin(), strides.end());
     if (const size_t count = finds_holders ? count_holders(weight) : 1; count > 1) {
-      const bool is_versioned = count == counter_of(weight).use_count() && !UnreliableCounters::instance().contains(weight);
+      const bool is_versioned = count == counter_of(weight).use_count() && !only<UnreliableCounters>().contains(weight);
       holders_ = is_versioned ? Holders::kVersioned : Holders::kUnversioned;
     }
   }

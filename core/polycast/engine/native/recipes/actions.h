@@ -141,7 +141,7 @@ std::optional<Tensors> find_parts(const Action& action, const RecipeCall& call, 
   if (weight == nullptr) {
     return std::nullopt;
   }
-  return store->find_prepacked(weight == &tensor ? Source(tensor) : Source(tensor, *weight), action.prepack_id);
+  return store->find_prepacked(Source(tensor, *weight), action.prepack_id);
 }
 
 // Compute a call that the recipe does not decline, and that autograd records or not, as Python has decided. Return nothing if Python has to be

@@ -40,8 +40,8 @@ PyObject* python_prepacked(const Tensors& parts) {
 
 // Prepack a weight and insert the result into the store. Returns as prepacked().
 PyObject* make_prepacked(UserStore& store, const Source& source, int prepack_id, PyObject* prepack, PyObject* weight) {
-  PendingCollectives::instance().drop_finished();  // a finished one holds the memory of its weights until then
-  const uint64_t position = InvalidationLog::instance().length();
+  only<PendingCollectives>().drop_finished();  // a finished one holds the memory of its weights until then
+  const uint64_t position = only<InvalidationLog>().length();
   VersionStamp stamp(source.tensor);
   if (!user_store_allows(source.weight, stamp)) {
     return python_reason(NotPrepacked::kWrittenUnseen);
@@ -87,7 +87,7 @@ PyObject* prepacked(PyObject*, PyObject* arguments) {
     return python_reason(reason);
   }
   const Tensor weight = *found_weight;
-  const Source source = found_weight == &tensor ? Source(weight) : Source(tensor, weight);
+  const Source source(tensor, weight);
   std::optional<Tensors> cached;
   {
     const WithoutGil others_may_run;
