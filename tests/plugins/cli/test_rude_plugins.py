@@ -2,9 +2,6 @@
 
 import json
 import os
-import signal
-import subprocess
-import sys
 
 import pytest
 
@@ -19,24 +16,49 @@ raise OSError("no driver")
 """
 
 
-@pytest.fixture
-def start(distribution, folder):
-    """Return a function that starts a command with a plugin for ``hpu`` of this source."""
+COMMAND = """
+import os, polycast_plugins.cli, signal, sys
+end = sys.argv.pop(1)
+reads, writes = os.pipe()
+child = os.fork()
+if child:
+    os.close(writes)
+    for line in os.fdopen(reads, "rb"):  # until the process that says where the command ended has ended too
+        os.write(2, line)
+        if end and line.startswith(b"polycast: still "):
+            os.kill(child, signal.Signals[end])
+    os._exit(os.waitpid(child, 0)[0] != child)
+signal.alarm(300)
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts background jobs without
+os.dup2(writes, 2)
+os.close(reads), os.close(writes)
+sys.stderr = open(2, "w", 1, errors="backslashreplace", closefd=False)  # it was a file, where one can seek
+sys.argv[0] = "polycast"
+polycast_plugins.cli.main()
+"""
 
-    def start(source, *arguments, **variables):
+
+@pytest.fixture
+def call(distribution, folder, launch):
+    """Return a function that runs a command with a plugin for ``hpu`` of this source; it returns stdout and stderr.
+
+    `end` is the signal that ends it once it says that it still waits.
+    """
+
+    def call(source, *arguments, end="", **variables):
         distribution("acme-hpu", {"hpu": "acme_hpu"}, {"acme_hpu.py": source}, "1.5")
         others = {name: value for name, value in os.environ.items() if not name.startswith("POLYCAST_")}
         path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
         environment = {**others, "POLYCAST_ENGINE": "reference", "PYTHONPATH": path, **variables}
-        command = [sys.executable, "-m", "polycast", *arguments]
-        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+        done = launch(COMMAND, end, *arguments, imports="polycast_plugins.cli.command_line", environment=environment)
+        return done.stdout, done.stderr
 
-    return start
+    return call
 
 
 @pytest.mark.parametrize("command", ["devices", "doctor"])
-def test_json_is_all_of_stdout_whatever_a_plugin_prints(start, command):
-    out, err = start(PRINTS, command, "--json").communicate()
+def test_json_is_all_of_stdout_whatever_a_plugin_prints(call, command):
+    out, err = call(PRINTS, command, "--json")
     found = json.loads(out)
     devices = found if command == "devices" else found["backends"]
     assert {each["device_type"]: each["state"] for each in devices}["hpu"] == "broken"
@@ -46,8 +68,8 @@ def test_json_is_all_of_stdout_whatever_a_plugin_prints(start, command):
 
 @pytest.mark.parametrize("command", ["devices", "doctor"])
 @pytest.mark.parametrize("end", ["os._exit(3)", "os.kill(os.getpid(), signal.SIGKILL)"])
-def test_a_plugin_that_ends_the_process_is_named_below_the_rows_before_it(start, command, end):
-    out, err = start(f"import os, signal\n{end}", command).communicate()
+def test_a_plugin_that_ends_the_process_is_named_below_the_rows_before_it(call, command, end):
+    out, err = call(f"import os, signal\n{end}", command)
     assert err == "polycast: the process ended in the plugin of 'hpu': acme-hpu 1.5 (acme_hpu)\n"
     assert [line.split()[0].strip(":") for line in out.splitlines()[-2:]] == ["cpu", "cuda"]
 
@@ -80,23 +102,19 @@ def polycast_backend():
     ids=["import", "availability"],
 )
 @pytest.mark.parametrize("command", ["devices", "doctor"])
-def test_a_plugin_that_hangs_is_named_below_the_rows_before_it(start, command, source, said, end):
-    process = start(source, command)
-    try:
-        assert process.stderr.readline() == f"polycast: still {said}. POLYCAST_BLOCK=hpu leaves it out.\n"
-    finally:
-        process.send_signal(signal.Signals[end])
-    out, err = process.communicate()
+def test_a_plugin_that_hangs_is_named_below_the_rows_before_it(call, command, source, said, end):
+    out, err = call(source, command, end=end)
+    assert err.startswith(f"polycast: still {said}. POLYCAST_BLOCK=hpu leaves it out.\n")
     assert [line.split()[0].strip(":") for line in out.splitlines()[-2:]] == ["cpu", "cuda"]
     assert "polycast: the process ended in the plugin of 'hpu': acme-hpu 1.5 (acme_hpu)\n" in err
-    assert end == "SIGINT" or len(err.splitlines()) == 1  # no word of typer's
+    assert end == "SIGINT" or len(err.splitlines()) == 2  # no word of typer's
 
 
 @pytest.mark.parametrize(
     "command", [("devices",), ("doctor", "--json"), ("run", "--wrap", "cpu", "/dev/null")], ids=str
 )
-def test_a_warning_is_shown_without_the_code_of_the_command_line(start, command):
-    said = start("raise OSError('no driver')", *command, POLYCAST_BLOCK="hpuu").communicate()[1].splitlines()
+def test_a_warning_is_shown_without_the_code_of_the_command_line(call, command):
+    said = call("raise OSError('no driver')", *command, POLYCAST_BLOCK="hpuu")[1].splitlines()
     text = "polycast: POLYCAST_BLOCK names 'hpuu', which no installed distribution offers a backend for: did you mean "
     assert said[0].startswith(text)
     assert len(said) == (2 if command[0] == "run" else 1)  # a summary
