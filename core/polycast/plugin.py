@@ -3,9 +3,9 @@
 - Backends: :class:`Backend`, :class:`Availability`, the hook marker :data:`hookimpl`; :func:`get_backend`,
   :func:`register_backend`, :func:`unregister_backend`, :func:`refresh`.
 - Extensions, which add kernels or cast policies to a device that another package serves: :class:`Extension`.
-- The version of this contract: :data:`API_VERSION`. Op tables: :func:`policy_table`, :data:`STANDARD_POLICIES`.
-- Recipes and their kernels: :class:`Recipe`, :class:`Plan`, :class:`LowBitKernel`, :func:`recipe_kernels`,
-  :func:`float32_products`.
+- The version of this contract: :data:`API_VERSION`.
+- Op tables: :class:`CastPolicy` (in ``polycast`` too), :func:`policy_table`, :data:`STANDARD_POLICIES`.
+- Recipes and their kernels: :class:`Recipe`, :class:`Plan`, :class:`LowBitKernel`, :func:`recipe_kernels`.
 - C++: :func:`load_ops` compiles the ops of a package; a :class:`NativeLibrary` uses the native engine;
   :func:`choose_engine` returns the engine in use.
 - Manifests: :class:`Plugin` is one, :func:`manifests` returns those installed, and :func:`lazy_names` imports the names

@@ -9,6 +9,7 @@ from .engine.recipes.plan import Plan as Plan
 from .engine.registration import refresh as refresh
 from .engine.registration import register_backend as register_backend
 from .engine.registration import unregister_backend as unregister_backend
+from .policy.cast_policy import CastPolicy as CastPolicy
 from .policy.manifests import Plugin as Plugin
 from .policy.manifests import manifests as manifests
 from .policy.names import dtype_name as dtype_name
@@ -30,7 +31,6 @@ from .registry.backend import Backend as Backend
 from .registry.backend import Extension as Extension
 from .registry.backend import LowBitKernel as LowBitKernel
 from .registry.hookspecs import hookimpl as hookimpl
-from .registry.matmul_kernels import float32_products as float32_products
 from .registry.recipe_kernels import check as check
 from .registry.recipe_kernels import recipe_kernels as recipe_kernels
 from .registry.registry import get_backend as get_backend

@@ -116,7 +116,7 @@ def test_an_accelerator_leaves_to_torch_what_its_kernels_do_not_take(kernels):
 
 def test_a_product_in_float32_leaves_to_torch_what_it_does_not_take():
     half, single = torch.ones(2, 2).half(), torch.ones(2, 2)
-    table = {op: kernel for (op, _, _), kernel in polycast.plugin.float32_products(lambda op: True).items()}
+    table = {op: kernel for (op, _, _), kernel in polycast.plugin.Backend.float32_products(lambda op: True).items()}
     mm, bmm, addmm, baddbmm = (table[op] for op in FLOAT32)
     refused = [mm(half, single), mm(half, half[0]), mm(half, half[:1]), bmm(half[None], half)]
     refused += [bmm(half[None], half[None].expand(2, 2, 2)), bmm(half[None], half[None, :1])]

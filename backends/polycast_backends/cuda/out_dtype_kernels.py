@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.nn.functional import pad
 
-from polycast.plugin import float32_products
+from polycast.plugin import Backend
 
 _OPS = torch.ops.aten
 _int_mm: Any = getattr(torch, "_int_mm", None)
@@ -46,7 +46,7 @@ def kernel_table(has_kernel: Callable[[Any], bool]) -> dict[Any, Callable[..., A
     has_int_mm = _int_mm is not None and has_kernel(_OPS._int_mm.default)
     int8 = {(_OPS.mm.default, torch.int8, torch.int32): mm_int8} if has_int_mm else {}
     # A build for ROCm registers the products in float32 too, but they raise.
-    return {**int8, **({} if torch.version.hip else float32_products(has_kernel))}
+    return {**int8, **({} if torch.version.hip else Backend.float32_products(has_kernel))}
 
 
 KERNELS = kernel_table(lambda op: bool(op.has_kernel_for_dispatch_key("CUDA")))

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from polycast.plugin import float32_products
+from polycast.plugin import Backend
 
 _OPS = torch.ops.aten
 _int_mm: Any = getattr(torch, "_int_mm", None)
@@ -30,7 +30,7 @@ def kernel_table(has_kernel: Callable[[Any], bool]) -> dict[Any, Callable[..., A
     """Return the kernels that call ops of torch for which `has_kernel` is true."""
     has_int_mm = _int_mm is not None and has_kernel(_OPS._int_mm.default)
     int8 = {(_OPS.mm.default, torch.int8, torch.int32): mm_int8} if has_int_mm else {}
-    return {**int8, **float32_products(has_kernel)}
+    return {**int8, **Backend.float32_products(has_kernel)}
 
 
 KERNELS = kernel_table(lambda op: bool(op.has_kernel_for_dispatch_key("XPU")))

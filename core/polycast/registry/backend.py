@@ -219,6 +219,23 @@ class Backend(Extension):
         keys: set[str | torch.layout] = {op, *(value.layout for value in values if isinstance(value, torch.Tensor))}
         return frozenset(dtype for key in keys & self.missing_kernels.keys() for dtype in self.missing_kernels[key])
 
+    @staticmethod
+    def float32_products(has_kernel: Callable[[Any], bool]) -> Mapping[KernelKey, Callable[..., Any]]:
+        """Return items of `kernels`: ``mm``, ``addmm``, ``bmm`` and ``baddbmm`` of reduced dtypes in float32.
+
+        Args:
+            has_kernel: returns whether the device has a kernel for an op; called with ``aten::mm.dtype`` and
+                ``aten::bmm.dtype``, which these kernels need.
+
+        Example:
+            >>> import polycast
+            >>> len(polycast.plugin.Backend.float32_products(lambda op: True))
+            8
+        """
+        from .matmul_kernels import float32_products  # few devices have these
+
+        return float32_products(has_kernel)
+
     def supported_dtypes(self) -> Sequence[torch.dtype]:
         """Return the fast dtypes that the device supports; if it is absent, those that such devices support."""
         raise NotImplementedError

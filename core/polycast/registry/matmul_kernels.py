@@ -4,13 +4,12 @@ They use the overloads ``mm.dtype`` and ``bmm.dtype``, which compute in another 
 have kernels only on some devices and in some builds of torch.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from ..torch_internals.dispatcher import OpOverload
-from .backend import KernelKey
 
 _OPS = torch.ops.aten
 
@@ -36,19 +35,9 @@ def _sum(product: Callable[..., Any]) -> Callable[..., Any]:
     return kernel
 
 
-def float32_products(has_kernel: Callable[[OpOverload], bool]) -> Mapping[KernelKey, Callable[..., Any]]:
-    """Return kernels for a backend's table: ``mm``, ``addmm``, ``bmm`` and ``baddbmm`` of reduced dtypes in float32.
-
-    Args:
-        has_kernel: returns whether the device has a kernel for an op; called with ``aten::mm.dtype`` and
-            ``aten::bmm.dtype``, which these kernels need.
-
-    Example:
-        >>> import polycast
-        >>> len(polycast.plugin.float32_products(lambda op: True))
-        8
-    """
-    found: dict[KernelKey, Callable[..., Any]] = {}
+def float32_products(has_kernel: Callable[[OpOverload], bool]) -> dict[Any, Callable[..., Any]]:
+    """Return the kernels of :meth:`Backend.float32_products`."""
+    found: dict[Any, Callable[..., Any]] = {}
     for needed, dimensions, multiplies, adds in (
         (_OPS.mm.dtype, 2, _OPS.mm.default, _OPS.addmm.default),
         (_OPS.bmm.dtype, 3, _OPS.bmm.default, _OPS.baddbmm.default),
