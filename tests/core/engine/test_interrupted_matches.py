@@ -1,0 +1,234 @@
+"""Other threads, the garbage collector and forks in the middle of an op that casts what it reads and writes."""
+
+import gc
+import itertools
+import os
+import threading
+
+import pytest
+import torch
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import polycast
+from polycast import autocast
+from polycast.plugin import events
+
+BFLOAT16 = torch.bfloat16
+X = torch.linspace(-1, 2, 12).reshape(4, 3)
+POLICIES = {"match": {}, "fp32": {"batch_norm": "fp32"}}
+"""Policies of a region, both of which cast the running statistics of a batch norm."""
+
+
+def stats():
+    return torch.zeros(3, dtype=BFLOAT16), torch.ones(3, dtype=BFLOAT16)
+
+
+def normalize(x, mean, var, training=True):
+    return F.batch_norm(x, mean, var, torch.ones(3, requires_grad=True), training=training, momentum=0.5)
+
+
+def orbits(steps):
+    """Return the means and variances after each number of steps, rounded after each."""
+    mean, var = stats()
+    found = [(mean.tolist(), var.tolist())]
+    for _ in range(steps):
+        casts = mean.float(), var.float()
+        normalize(X, *casts)
+        mean, var = (each.bfloat16() for each in casts)
+        found.append((mean.tolist(), var.tolist()))
+    return tuple(map(list, zip(*found, strict=True)))
+
+
+def meanwhile(function):
+    """Return a context manager that calls a function once, when autograd saves the first tensor of an op."""
+    calls = iter([function])
+
+    def pack(tensor):
+        if (call := next(calls, None)) is not None:
+            call()
+        return tensor
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("training", [False, True], ids=["reads", "trains"])
+def test_the_last_thread_that_writes_statistics_decides_their_values(engine, in_thread, policy, training):
+    mean, var = stats()
+    means, variances = orbits(1)
+
+    def other():
+        with autocast("cpu", policy=POLICIES[policy]):
+            y = normalize(X + 4, mean, var, training)
+            casts = [each.float() for each in stats()]
+            assert torch.equal(y, normalize(X + 4, *casts, training))
+
+    with autocast("cpu", policy=POLICIES[policy]), meanwhile(lambda: in_thread(other)):
+        y = normalize(X, mean, var)
+    assert (mean.tolist(), var.tolist()) == (means[1], variances[1])
+    assert (mean._version, var._version) == (0, 0)
+    y.sum().backward()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_threads_that_share_statistics_see_values_of_a_step(engine, policy):
+    steps, trainers = 40, 3
+    mean, var = stats()
+    means, variances = orbits(steps * trainers)
+    start, problems = threading.Barrier(trainers + 2), []
+
+    def run(training):
+        start.wait()
+        for _ in range(steps):
+            with autocast("cpu", policy=POLICIES[policy]):
+                y = normalize(X, mean, var, training)
+            if not (y.isfinite().all() and mean.tolist() in means and var.tolist() in variances):
+                problems.append((y, mean.clone(), var.clone()))
+
+    threads = [threading.Thread(target=run, args=(n < trainers,)) for n in range(trainers + 2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert problems == []
+    assert means.index(mean.tolist()) > 0
+
+
+def leave_when_collected():
+    """Enter a region in a generator that is suspended, and that only the garbage collector finds."""
+
+    def generator():
+        with autocast("cpu", torch.float16):
+            yield
+
+    cycle = [generator()]
+    next(cycle[0])
+    cycle.append(cycle)
+
+
+CALLS = {
+    "a functional op": (lambda: X.lerp(X.bfloat16(), 0.5), lambda: X.lerp(X.bfloat16().float(), 0.5)),
+    "an op that writes": (
+        lambda: X.bfloat16().index_add_(0, torch.tensor([2]), X[:1]),
+        lambda: X.bfloat16().index_add_(0, torch.tensor([2]), X[:1].bfloat16()),
+    ),
+    "an op that writes statistics": (
+        lambda: (mean := stats()[0], normalize(X, mean, stats()[1]))[0],
+        lambda: (mean := stats()[0].float(), normalize(X, mean, stats()[1].float()))[0].bfloat16(),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_region_may_be_collected_anywhere_in_a_matched_op(engine, name):
+    call, by_hand = CALLS[name]
+    expected = by_hand()
+    gc.collect()
+    thresholds = gc.get_threshold()
+    try:
+        for allocations in itertools.count(1):
+            gc.set_threshold(0)
+            with autocast("cpu"):
+                leave_when_collected()
+                gc.set_threshold(allocations)
+                found = call()
+                gc.set_threshold(0)
+                was_collected = polycast.autocast_nesting("cpu") == 1
+                gc.collect(0)
+                assert (polycast.autocast_nesting("cpu"), torch.get_autocast_dtype("cpu")) == (1, BFLOAT16)
+            assert polycast.autocast_nesting("cpu") == 0
+            assert found.dtype is expected.dtype
+            assert torch.equal(found, expected)
+            if not was_collected:
+                break
+    finally:
+        gc.set_threshold(*thresholds)
+
+
+class AtCasts(TorchDispatchMode):
+    """Calls a function at the first cast."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.calls = iter([function])
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        if op is torch.ops.aten._to_copy.default and (call := next(self.calls, None)) is not None:
+            call()
+        return op(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("when", ["before the casts", "between the casts", "in the op"])
+def test_a_region_may_be_left_in_a_matched_op(engine, when):
+    x, y = X.clone().requires_grad_(), X.bfloat16()
+    region = autocast("cpu").__enter__()
+
+    def leave(*_):
+        events.matched_call.remove(leave)
+        region.__exit__(None, None, None)
+
+    if when == "before the casts":
+        events.matched_call.add(leave)
+    modes = {"before the casts": AtCasts(int), "between the casts": AtCasts(leave), "in the op": meanwhile(leave)}
+    with modes[when]:
+        found = torch.dot(x[0], y[0])
+    assert (polycast.autocast_nesting("cpu"), torch.is_autocast_enabled("cpu")) == (0, False)
+    assert torch.equal(found, torch.dot(X[0], y[0].float()))
+    found.backward()
+    assert torch.equal(x.grad[0], y[0].float())
+
+
+FORKED = """
+import os, threading
+import torch
+from torch.nn import functional as F
+import polycast
+
+torch.set_num_threads(1)  # a child cannot use the threads of torch's team
+x, policy = torch.linspace(-1, 2, 12).reshape(4, 3), {"batch_norm": "fp32"} if POLICY else {}
+mean, var = torch.zeros(3).bfloat16(), torch.ones(3).bfloat16()
+begun, go_on = threading.Event(), threading.Event()
+
+
+def pack(tensor):
+    begun.set()
+    go_on.wait()
+    return tensor
+
+
+def train():
+    with polycast.autocast("cpu", policy=policy):
+        F.batch_norm(x, mean, var, torch.ones(3, requires_grad=True), training=True, momentum=0.5)
+
+
+def train_slowly():
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        train()
+
+
+train()
+first = mean.clone()
+thread = threading.Thread(target=train_slowly)
+thread.start()
+begun.wait()
+child = os.fork()
+if not child:
+    is_unchanged = torch.equal(mean, first)
+    train()
+    os._exit(0 if is_unchanged and not torch.equal(mean, first) else 1)
+status = os.waitpid(child, 0)[1]
+print(status, torch.equal(mean, first))
+go_on.set()
+thread.join()
+print(torch.equal(mean, first))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform has no fork")
+@pytest.mark.parametrize("engine", ["native", "reference"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_fork_in_the_middle_of_a_matched_op_leaves_the_child_usable(run_program, engine, policy):
+    program = FORKED.replace("POLICY", str(bool(POLICIES[policy])))
+    assert run_program(program, engine, timeout=60) == (0, "0 True\nFalse\n", "")
