@@ -247,6 +247,7 @@ TAKEN = {
     "a layer norm with float32 weights": ("b4x8 f8 f8", lambda c, x, w, b: F.layer_norm(x, (8,), w, b)),
     "an interpolation by one weight": ("b4x8 b4x8 f1", lambda c, x, y, w: torch.lerp(x, y, w[0])),
     "the determinant of an empty matrix": ("b0x0", lambda c, x: torch.linalg.det(x)),
+    "the distances of points without coordinates": ("b5x0!", lambda c, x: F.pdist(x)),
     "a maximum over a sparse matrix": (
         "b8x4",
         lambda c, x: torch.sparse.mm(torch.eye(8).bfloat16().to_sparse_csr(), x, "amax"),

@@ -147,7 +147,8 @@ _ON_VERIFIED_DEVICES: dict[str, MatchedOperands] = {
     "aten::_scaled_dot_product_flash_attention_for_cpu": MatchedOperands(
         ("query", "key", "value", "attn_mask"), mixtures=("xxxf",)
     ),
-    # A bias of another dtype is accepted only where oneDNN does not compute the product, so by some processors.
+    # A bias of another dtype is accepted only where oneDNN does not compute the product, which depends on the
+    # processor, on torch.backends.mkldnn and on the call.
     "aten::convolution": MatchedOperands(_NORM, mixtures=("hhf", "hhb", "bbf", "bbh")),
     **dict.fromkeys(
         (
@@ -159,6 +160,7 @@ _ON_VERIFIED_DEVICES: dict[str, MatchedOperands] = {
             "aten::linalg_ldl_factor_ex",
             "aten::linalg_lu",
             "aten::linalg_lu_factor_ex",
+            "aten::pdist",
         ),
         MatchedOperands(takes_empty=True),
     ),
@@ -257,7 +259,7 @@ class Matching:
         """Return the dtype to cast the operands to; None if torch accepts theirs, or a cast would not help."""
         floats = [each for tensors in operands.values() for each in tensors if each.is_floating_point()]
         dtypes = {each.dtype for each in floats}
-        if not floats or not all(each.dtype in _LETTERS and is_eligible(each) for each in floats):
+        if not floats or not all(each.dtype in _LETTERS and (is_eligible(each) or _is_number(each)) for each in floats):
             return None
         is_empty = self.takes_empty and any(0 in each.shape for each in floats)
         if len(dtypes) == 1 and (is_empty or dtypes.isdisjoint(missing)):
@@ -281,3 +283,8 @@ def _fills_mask(_: object, indices: Sequence[torch.Tensor | None], values: torch
     """Return whether ``index_put`` calls ``masked_fill``, by the rule of ATen's ``canDispatchToMaskedFill``."""
     masks = [each.dtype in (torch.bool, torch.uint8) for each in indices if each is not None]
     return masks == [True] and values.numel() == 1 and values.is_cpu
+
+
+def _is_number(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor may be an operand beside tensors of any device."""
+    return tensor.is_cpu and tensor.dim() == 0

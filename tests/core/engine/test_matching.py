@@ -320,6 +320,19 @@ def test_fake_tensors_get_the_dtypes_of_real_ones(engine):
         assert y.clone().lerp_(x, 0.5).dtype is BFLOAT16
 
 
+@pytest.mark.usefixtures("fake")
+def test_a_number_on_the_cpu_is_cast_for_an_op_of_another_device(engine, hand_made):
+    hand_made("mps")
+    x, number = torch.zeros(4, 3, dtype=BFLOAT16, device="mps"), torch.tensor(1.5)
+    with pytest.raises(RuntimeError, match="dtype"):
+        x.lerp(number, 0.5)
+    with polycast.autocast("mps", BFLOAT16):
+        assert x.lerp(number, 0.5).dtype is FLOAT32
+        assert x.lerp_(number, 0.5).dtype is BFLOAT16
+        with pytest.raises(RuntimeError, match="dtype"):
+            x.lerp(number[None], 0.5)
+
+
 def test_a_leaf_stays_a_leaf_and_a_view_a_view(engine):
     leaf, base = X.clone().requires_grad_(), torch.zeros(5, 3)
     with region():

@@ -141,7 +141,8 @@ class Match {
     }
     const ScalarType dtype = tensor.scalar_type();
     is_empty_ |= matching_.operands.takes_empty && has_no_elements(tensor);
-    tensors_.push_back({item, argument, dtype, is_fast_or_float32(dtype) && is_eligible(tensor, device_), role.is_written});
+    const bool is_number = tensor.is_cpu() && tensor.dim() == 0;  // it may be an operand beside tensors of any device
+    tensors_.push_back({item, argument, dtype, is_fast_or_float32(dtype) && (is_number || is_eligible(tensor, device_)), role.is_written});
   }
 
   // Find the casts; return whether there are any.
