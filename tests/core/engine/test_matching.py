@@ -302,35 +302,11 @@ def test_compiled_code_matches_too(engine, backend, place):
     torch.testing.assert_close(result, expected)
 
 
-@pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16])
-@pytest.mark.parametrize("order", [1, -1])
-@pytest.mark.parametrize("op", [torch.special.zeta, torch.special.chebyshev_polynomial_t])
-def test_a_number_has_no_dtype_to_match(engine, op, order, dtype):
-    x = (X + 2).to(dtype)
-    with region():
-        result = op(*(x, 2.0)[::order])
-    assert result.dtype is FLOAT32
-    assert torch.equal(result, op(*(x.float(), 2.0)[::order]))
-
-
 def test_fake_tensors_get_the_dtypes_of_real_ones(engine):
     with FakeTensorMode(), region():
         x, y = torch.empty(4, 3), torch.empty(4, 3, dtype=BFLOAT16)
         assert x.lerp(y, 0.5).dtype is FLOAT32
         assert y.clone().lerp_(x, 0.5).dtype is BFLOAT16
-
-
-@pytest.mark.usefixtures("fake")
-def test_a_number_on_the_cpu_is_cast_for_an_op_of_another_device(engine, hand_made):
-    hand_made("mps")
-    x, number = torch.zeros(4, 3, dtype=BFLOAT16, device="mps"), torch.tensor(1.5)
-    with pytest.raises(RuntimeError, match="dtype"):
-        x.lerp(number, 0.5)
-    with polycast.autocast("mps", BFLOAT16):
-        assert x.lerp(number, 0.5).dtype is FLOAT32
-        assert x.lerp_(number, 0.5).dtype is BFLOAT16
-        with pytest.raises(RuntimeError, match="dtype"):
-            x.lerp(number[None], 0.5)
 
 
 def test_a_leaf_stays_a_leaf_and_a_view_a_view(engine):
