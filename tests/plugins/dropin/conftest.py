@@ -44,7 +44,11 @@ def patched():
 
 @pytest.fixture(scope="session")
 def _launched(start_launcher):
-    return start_launcher("import polycast_plugins.cli.command_line, polycast_plugins.dropin.run_command", ENVIRONMENT)
+    prepare = """
+import jinja2, polycast_backends.cpu, polycast_plugins.cli.command_line, polycast_plugins.dropin.run_command
+import polycast_plugins.observe.report.run_page, polycast_plugins.quantize.cpu
+"""
+    return start_launcher(prepare, ENVIRONMENT)
 
 
 @pytest.fixture
