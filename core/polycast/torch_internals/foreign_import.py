@@ -2,7 +2,7 @@
 
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -27,7 +27,8 @@ _STATE: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
 def foreign_import(package: str) -> Iterator[None]:
     """Protect the program from the import in the block, outside of modes; stderr says what the package changed."""
     before = {name: read() for name, (read, _) in _STATE.items()}
-    random, seed, is_alone = torch.get_rng_state(), torch.initial_seed(), threading.active_count() == 1
+    random, seed = torch.get_rng_state(), torch.initial_seed()
+    is_alone = sum(not isinstance(each, threading.Timer) for each in threading.enumerate()) == 1  # timers draw nothing
     callers_device = vars(_default_device).pop("device_context", None)
     try:
         with _Stdout(sys.stdout) if sys.stdout is not None else nullcontext():
@@ -51,20 +52,26 @@ def foreign_import(package: str) -> Iterator[None]:
 
 
 class _Stdout:
-    """A stdout of all threads that is stderr on one thread, in a block; what keeps it prints to stdout afterwards."""
+    """A stdout of all threads whose text goes to stderr on one thread, in a block; what keeps it prints to stdout."""
 
     def __init__(self, stdout: Any) -> None:
         self.stdout = stdout
         self.thread: int | None = threading.get_ident()
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(sys.stderr if threading.get_ident() == self.thread and sys.stderr else self.stdout, name)
+    def __getattr__(self, name: str) -> Any:  # a package may make a stdout of the file, or close it
+        return getattr(self.stdout, name)
+
+    def write(self, text: str) -> Any:
+        return (sys.stderr if threading.get_ident() == self.thread and sys.stderr else self.stdout).write(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        self.write("".join(lines))
 
     def __enter__(self) -> None:
         setattr(sys, "stdout", self)
 
     def __exit__(self, *exc_info: object) -> None:
         self.thread = None
-        if sys.stdout is self:  # else another thread imports, too, or the package has replaced it
+        if getattr(sys, "stdout", None) is self:  # else another thread imports, too, or the package has replaced it
             while isinstance(sys.stdout, _Stdout) and sys.stdout.thread is None:
                 sys.stdout = sys.stdout.stdout

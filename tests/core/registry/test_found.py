@@ -171,6 +171,17 @@ def polycast_backend():
     assert answer == ["ready", "", f"{printed}{line}", "torch.float32", 3]
 
 
+def test_random_numbers_that_a_plugin_draws_at_import_are_drawn_again(run, plugin):
+    plugin("acme-hpu", "hpu", "torch.rand(5)")
+    answer = run("""
+        torch.manual_seed(0)
+        expected = torch.rand(3)
+        torch.manual_seed(0)
+        answer = [polycast.backends()["hpu"].state, torch.equal(torch.rand(3), expected)]
+    """)
+    assert answer == ["ready", True]
+
+
 def test_discovery_of_1000_entry_points_imports_nothing(run, distribution):
     for maker in range(50):
         distribution(f"acme-{maker}", {f"device{maker}x{model}": "acme_absent" for model in range(20)}, {})

@@ -1,5 +1,6 @@
 """What code of another package prints and changes at its import."""
 
+import io
 import sys
 import threading
 
@@ -122,6 +123,20 @@ def test_a_stdout_that_the_package_replaces_stays(monkeypatch, capsys):
         print("imported")
     print("after")
     assert capsys.readouterr() == ("AFTER\n", "IMPORTED\n")
+
+
+def test_what_a_package_makes_of_stdout_writes_to_stdout_afterwards(monkeypatch, capfd):
+    monkeypatch.setattr(sys, "stdout", open(1, "w", closefd=False))  # noqa: SIM115
+    with foreign_import("acme"):
+        write = sys.stdout.write
+        write("imported\n")
+        wrapper = io.TextIOWrapper(sys.stdout.detach(), encoding="ascii")
+        sys.stdout = wrapper
+    print("after", flush=True)
+    assert not sys.stderr.closed
+    assert capfd.readouterr() == ("after\n", "imported\n")
+    with pytest.raises(ValueError, match="detached"):
+        write("later")
 
 
 @pytest.mark.parametrize("closed", ["stdout", "stderr"])
