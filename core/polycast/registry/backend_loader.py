@@ -48,6 +48,11 @@ class BackendLoader:
         """The backend registered by hand, or else the one that is loaded; None if there is neither."""
         return self.by_hand or self.loaded
 
+    @property
+    def is_used(self) -> bool:
+        """Whether there is a backend, or it is being loaded."""
+        return self._loading or self.current is not None
+
     def get(self) -> Backend:
         """Return the backend, loading it at its first use."""
         backend = self.current
@@ -94,6 +99,8 @@ class BackendLoader:
                 )
         else:
             matching = [each for each in self.candidates if not each.built_in] or self.candidates
+        if not matching:
+            raise BackendNotFoundError(f"No backend is installed for {self.device_type!r}.")
         if len(matching) > 1:
             raise BackendConflictError(
                 f"{len(matching)} distributions supply the backend for {self.device_type!r}: "

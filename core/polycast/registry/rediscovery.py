@@ -10,11 +10,11 @@ def changed_devices(old: Discovery, new: Discovery) -> list[str]:
     """Move what still holds from an old discovery to a new one, and return the devices in use for which it does not."""
     changed = set()
     for name, before in list(old.loaders.items()):  # another thread may look up a device
-        if before.current is None:
+        if not before.is_used:
             continue
         is_generic = any(each.device_type == GENERIC for each in before.candidates)
-        now = new.loaders.get(name) or (new.generic if is_generic else None)
-        if _offers(now) == _offers(before):
+        now = new.loader_of(name) if is_generic else new.loaders.get(name)
+        if _choice(now) == _choice(before):
             new.loaders[name] = before
         else:
             changed.add(name)
@@ -26,6 +26,11 @@ def changed_devices(old: Discovery, new: Discovery) -> list[str]:
         elif extensions is not None:
             new.extensions[name] = extensions
     return sorted(changed)
+
+
+def _choice(loader: BackendLoader | None) -> tuple[bool, str | None, list[tuple[str, str]]]:
+    """Return all that decides which backend is loaded."""
+    return (False, None, []) if loader is None else (loader.blocked, loader.provider, _offers(loader))
 
 
 def _offers(offered: BackendLoader | DeviceExtensions | None) -> list[tuple[str, str]]:

@@ -34,6 +34,15 @@ class Discovery:
     extensions: dict[str, DeviceExtensions]
     generic: BackendLoader | None
 
+    def loader_of(self, device_type: str) -> BackendLoader | None:
+        """Return the loader of a device type that torch knows; None if no backend is offered for it."""
+        if self.generic is not None and device_type not in self.loaders and _may_be_generic(device_type):
+            blocked = self.generic.blocked or device_type in env.blocked()
+            provider = env.providers().get(device_type, self.generic.provider)
+            loader = BackendLoader(device_type, blocked, provider, self.generic.candidates)
+            return self.loaders.setdefault(device_type, loader)
+        return self.loaders.get(device_type)
+
 
 def discover() -> Discovery:
     """Read the metadata of installed distributions.
@@ -50,7 +59,7 @@ def discover() -> Discovery:
         loader = loaders.setdefault(name, BackendLoader(name, name in blocked, providers.get(name)))
         loader.candidates.append(candidate)
     generic = loaders.pop(GENERIC, None)
-    offered = {entry_point.name for entry_point in entry_points} - {GENERIC}
+    offered = {entry_point.name.partition(".")[0] for entry_point in entry_points} - {GENERIC}
     _warn_of_unknown("POLYCAST_BLOCK", blocked, offered)
     _warn_of_unknown("POLYCAST_PROVIDER", providers, offered)
     return Discovery(loaders, _discover_extensions(), generic if has_generic else None)
@@ -121,13 +130,7 @@ class Registry:
 
     def loader_of(self, device_type: str) -> BackendLoader | None:
         """Return the loader of a device type that torch knows; None if no backend is offered for it."""
-        found = self.discovery()
-        if found.generic is not None and device_type not in found.loaders and _may_be_generic(device_type):
-            blocked = found.generic.blocked or device_type in env.blocked()
-            provider = env.providers().get(device_type, found.generic.provider)
-            loader = BackendLoader(device_type, blocked, provider, found.generic.candidates)
-            return found.loaders.setdefault(device_type, loader)
-        return found.loaders.get(device_type)
+        return self.discovery().loader_of(device_type)
 
     def parse_device_type(self, device_type: object) -> str:
         """Return the device type of a device string such as ``"cuda"`` or ``"cuda:1"``, or of ``"auto"``.

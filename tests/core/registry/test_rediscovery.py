@@ -1,5 +1,6 @@
 """`polycast.backends(refresh=True)`: packages that were installed, upgraded or removed since the first look."""
 
+import importlib.metadata
 import shutil
 
 import pytest
@@ -128,6 +129,74 @@ polycast.backends(refresh=True)
 answer += [state("hpu"), state("ipu")]
 """)
     assert answer == ["ready acme-hpu 1.0", "broken acme-ipu 1.0", "ready acme-hpu 1.0", "ready acme-ipu 1.0"]
+
+
+def test_variables_that_changed_hold_for_devices_in_use(script, plugin):
+    plugin("acme-gnu", "generic")
+    plugin("acme-hpu", "hpu")
+    plugin("acme-2-hpu", "hpu")
+    answer = script(
+        """
+import types
+torch.utils.rename_privateuse1_backend("gnu")
+module = types.SimpleNamespace(is_available=lambda: True, get_amp_supported_dtype=lambda: [torch.float16])
+torch._register_device_module("gnu", module)
+def states(**variables):
+    os.environ.update(variables)
+    polycast.backends(refresh=True)
+    return [state(device) for device in ("cpu", "hpu", "gnu")]
+names = "hpu=acme-hpu,gnu=polycast", "hpu=acme-2-hpu,gnu=polycast"
+answer = [mark(), states(POLYCAST_PROVIDER=names[0]), states(POLYCAST_PROVIDER=names[1])]
+answer += [states(POLYCAST_BLOCK="cpu,gnu"), error_of(mark)[0], states(POLYCAST_BLOCK=""), mark()]
+"""
+    )
+    own = f"polycast {importlib.metadata.version('polycast')}"
+    first = [f"ready {own}", "ready acme-hpu 1.0", f"generic {own}"]
+    second = [f"ready {own}", "ready acme-2-hpu 1.0", f"generic {own}"]
+    blocked = ["blocked  ", "ready acme-2-hpu 1.0", "blocked  "]
+    assert answer == ["torch.bfloat16", first, second, blocked, "BackendNotFoundError", second, "torch.bfloat16"]
+
+
+def test_a_plugin_that_is_being_imported_is_loaded_once(script, plugin):
+    plugin(
+        "acme-hpu",
+        "hpu",
+        """
+sys = __import__("sys")
+sys.made = []
+AcmeBackend.__init__ = lambda self: sys.made.append(self)
+polycast.backends(refresh=True)
+sys.during()
+""",
+    )
+    answer = script("""
+import threading
+started, refreshed = threading.Event(), threading.Event()
+sys.during = lambda: (started.set(), refreshed.wait())
+threads = [threading.Thread(target=polycast.plugin.get_backend, args=("hpu",)) for _ in range(2)]
+threads[0].start()
+started.wait()
+polycast.backends(refresh=True)
+threads[1].start()
+refreshed.set()
+for thread in threads:
+    thread.join()
+answer = [polycast.plugin.get_backend("hpu") is sys.made[0], len(sys.made)]
+""")
+    assert answer == [True, 1]
+
+
+def test_a_status_that_is_read_after_its_backend_is_gone(script):
+    answer = script("""
+from polycast_backends.cpu import CpuBackend
+backend = CpuBackend()
+backend.device_type = "hpu"
+polycast.plugin.register_backend(backend)
+states = polycast.backends()
+polycast.plugin.unregister_backend("hpu")
+answer = [states["hpu"].state, states["hpu"].reason]
+""")
+    assert answer == ["missing", "No backend is installed for 'hpu'."]
 
 
 def test_a_backend_registered_by_hand_stays(script, plugin, later):

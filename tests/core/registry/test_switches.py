@@ -39,6 +39,16 @@ def test_a_blocked_device_has_no_backend_and_its_plugin_is_not_imported(run, plu
     assert answer == [*refusals, [False, False], "cuda", False, ["blocked", BLOCKED.format("hpu")]]
 
 
+def test_a_device_whose_entry_point_has_a_dot_is_known(run, distribution):
+    distribution("acme", {"hpu.acme": "acme_absent"}, {})
+    script = """
+        import warnings
+        warnings.simplefilter("error")
+        answer = polycast.backends()["hpu"].state
+        """
+    assert run(script, POLYCAST_BLOCK="hpu") == "blocked"
+
+
 def test_a_blocked_out_of_tree_device_is_not_reported_as_unknown(run, plugin):
     plugin("acme-npu", "npu")
     answer = run("answer = [error_of(polycast.autocast, name) for name in ('npu', 'nqu')]", POLYCAST_BLOCK="npu")
