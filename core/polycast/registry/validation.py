@@ -76,7 +76,8 @@ def _contract_problems(given: Extension, contract: type[Extension]) -> list[str]
     if problem:
         raise InvalidBackendError(f"{type(given).__qualname__}: {problem}")
     own = {name for cls in type(given).__mro__ if cls not in contract.__mro__ for name in vars(cls)}
-    return misspelled(own.union(vars(given)), {*dir(contract), *_REQUIRED})
+    problems = misspelled(own.union(vars(given)), {*dir(contract), *_REQUIRED})
+    return [f"{problem} (begin a name of your own with an underscore)" for problem in problems]
 
 
 def _what(given: object) -> str:

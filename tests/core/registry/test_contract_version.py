@@ -12,6 +12,7 @@ from polycast.errors import InvalidBackendError
 from polycast.plugin import API_VERSION, Availability, Backend, Extension, Plugin, get_backend
 from polycast.registry.validation import validate, validate_extension
 
+OWN = " (begin a name of your own with an underscore)"
 OTHER = "its api is {!r}, and polycast {} supports version 1 of polycast.plugin: upgrade {}"
 
 
@@ -90,7 +91,7 @@ MISSPELLED = {
 
 @pytest.mark.parametrize("name", MISSPELLED)
 def test_a_misspelled_member_is_rejected_with_the_right_name(name):
-    expected = f"  - {name} is unknown: did you mean {MISSPELLED[name]!r}?"
+    expected = f"  - {name} is unknown: did you mean {MISSPELLED[name]!r}?{OWN}"
     on_class, on_instance = type("HpuBackend", (HpuBackend,), {name: None})(), HpuBackend()
     setattr(on_instance, name, None)
     for backend in (on_class, on_instance):
@@ -101,7 +102,7 @@ def test_all_faults_are_listed_at_once():
     backend = type("HpuBackend", (Backend,), {"device_type": "hpuu", "polcies": {}, "kernels": 3})()
     listed = [line.removeprefix("  - ") for line in text_of(validate, backend).splitlines()[1:]]
     assert listed == [
-        "polcies is unknown: did you mean 'policies'?",
+        f"polcies is unknown: did you mean 'policies'?{OWN}",
         "default_dtype is missing",
         "policies is missing",
         "device_type 'hpuu' is not a device that torch knows; an out-of-tree device is named first",
@@ -113,10 +114,16 @@ def test_all_faults_are_listed_at_once():
 
 def test_a_misspelled_member_of_an_extension_is_rejected():
     extension = type("More", (HpuExtension,), {"polices": {}})()
-    assert text_of(validate_extension, extension).endswith("  - polices is unknown: did you mean 'policies'?")
+    assert text_of(validate_extension, extension).endswith(f"  - polices is unknown: did you mean 'policies'?{OWN}")
 
 
-@pytest.mark.parametrize("name", ["driver", "board_name", "mode", "streams", "table", "_optional_op", "_is_capturng"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("driver", "board_name", "mode", "streams", "table", "_optional_op", "_is_capturng"),
+        *("unsupported_dtypes", "all_supported_dtypes", "device_type_id", "default_dtype_cpu", "is_capturing_graph"),
+    ],
+)
 def test_other_members_of_an_author_are_allowed(name):
     assert validate(type("HpuBackend", (HpuBackend,), {name: None})())
 
@@ -152,7 +159,7 @@ def test_the_remedy_stands_on_a_line_of_its_own(run, plugin, extension):
     plugin("acme-hpu", "hpu", "AcmeBackend.polices = AcmeBackend.kernel = None")
     reason = run("answer = polycast.backends()['hpu'].reason")
     assert reason.splitlines()[1:] == [
-        "  - kernel is unknown: did you mean 'kernels'?",
-        "  - polices is unknown: did you mean 'policies'?",
+        f"  - kernel is unknown: did you mean 'kernels'?{OWN}",
+        f"  - polices is unknown: did you mean 'policies'?{OWN}",
         "Repair or uninstall acme-hpu, or set POLYCAST_BLOCK=hpu.",
     ]
