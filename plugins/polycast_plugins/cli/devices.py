@@ -120,7 +120,7 @@ def _offers(device_type: str) -> str:
     """Return the distributions that have a backend for a device, each with its version and its module."""
     points = importlib.metadata.entry_points(group="polycast.backends")
     offers = points.select(name=device_type) or points.select(name="generic")
-    return ", ".join(f"{each.dist.name} {each.dist.version} ({each.value})" for each in offers if each.dist is not None)
+    return ", ".join(f"{' '.join(_source(each))} ({each.value})" for each in offers)
 
 
 def _ask(status: BackendStatus) -> ListedDevice:
@@ -170,9 +170,10 @@ def _source(entry_point: importlib.metadata.EntryPoint) -> tuple[str, str]:
     """Return the name and the version of the distribution that has an entry point."""
     try:
         assert entry_point.dist is not None
-        return entry_point.dist.name, entry_point.dist.version
-    except Exception:  # a half-removed distribution has no metadata; the exception depends on the Python
-        return "(nameless)", "(no version)"
+        name, version = entry_point.dist.name, entry_point.dist.version
+    except Exception:  # a half-removed distribution has no metadata: this raises, or is None, as the Python has it
+        name = version = ""
+    return name or "(nameless)", version or "(no version)"
 
 
 def _print_installed(as_json: bool) -> None:

@@ -289,3 +289,15 @@ def test_without_import_the_metadata_are_listed(polycast_command, plugin):
         "entry_point": "acme_broken",
     } in as_json
     assert len(as_json) == len(rows - {()}) - 2
+
+
+def test_without_import_distributions_without_metadata_are_listed(polycast_command, plugin, tmp_path):
+    plugin("acme_broken", "raise ValueError('imported')")
+    plugin("acme_removed", "raise ValueError('imported')")
+    (metadata,) = tmp_path.rglob("acme_removed-*/METADATA")
+    metadata.unlink()
+    lines = polycast_command("devices", "--no-import").stdout.splitlines()
+    assert [line.split()[2:-1] for line in lines if line.startswith("ipu")] == [
+        ["(nameless)", "(no", "version)"],
+        ["acme_broken", "1.5"],
+    ]
