@@ -87,7 +87,7 @@ preloading = XDG_CACHE_HOME="$(abspath $(VENV))/$(1)" \
 	LD_PRELOAD="$$($(CXX) -print-file-name=lib$(1).so) $$($(CXX) -print-file-name=libstdc++.so)"
 asan: $(VENV)/polycast.stamp
 	CXX="$(CXX) -fsanitize=address -fno-omit-frame-pointer" ASAN_OPTIONS=detect_leaks=0 $(call preloading,asan) \
-		$(VENV)/bin/pytest --installed -k "native and not fork and not memory_does_not_grow and not grow_memory and not no_op_of_torchs" $(SANITIZED)
+		$(VENV)/bin/pytest --installed -k "native and not fork and not memory_does_not_grow and not grow_memory and not no_op_of_torchs and not inductor" $(SANITIZED)
 	CXX="$(CXX) -fsanitize=address -fno-omit-frame-pointer" ASAN_OPTIONS=detect_leaks=0 $(call preloading,asan) \
 		$(VENV)/bin/pytest --installed -m "not slow" $(SANITIZED_OPS)
 	CXX="$(CXX) -fsanitize=address -fno-omit-frame-pointer" ASAN_OPTIONS=detect_leaks=0 $(call preloading,asan) \

@@ -142,6 +142,8 @@ def entry_problem(name: object, policy: object) -> str | None:
             return f"{name!r} writes to a tensor, whose dtype its result has: {policy.name} cannot change that"
         if all(is_written(each) for each in op._schema.arguments if "Tensor" in str(each.real_type)):
             return f"{name!r} has no tensors but those that it writes, which are never cast"
+    if torch.Tag.inplace_view in op.tags:
+        return f"{name!r} gives a tensor another's memory or shape, which are not those of a cast"
     if policy is CastPolicy.FP32_SET_OPT_DTYPE and optional_dtype(op) is None:
         return f"{name!r} has no optional dtype argument, which {policy.name} sets"
     if policy is CastPolicy.FP32_APPEND_DTYPE and overload_with_dtype(op) is None:

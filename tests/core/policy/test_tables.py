@@ -95,6 +95,7 @@ def test_an_op_cannot_have_a_policy_that_casts_nothing_but_what_it_writes(policy
         ("aten::add_.Tensor", None),
         ("aten::_foreach_lerp_.List", None),
         ("aten::cumsum_", "has no tensors but those that it writes, which are never cast"),
+        ("aten::set_.source_Tensor", "gives a tensor another's memory or shape, which are not those of a cast"),
     ]:
         if policy.name.endswith("_DTYPE") and not name.endswith("out"):
             problem = f"writes to a tensor, whose dtype its result has: {policy.name} cannot change that"
