@@ -177,7 +177,7 @@ def kernels_of(device_type: str, also: Iterable[str] = ()) -> Kernels:
             if registrations or added:
                 changes.CACHE_KEYS.make()
             with lock:
-                is_unchanged = registry.find(device_type) is backend and chosen() is engine
+                is_unchanged = registry.loaded(device_type) is backend and chosen() is engine
                 if device_type not in installed and is_unchanged:
                     engine.watch_writes()
                     matched = dict.fromkeys(_matched(backend), CastPolicy.MATCH)

@@ -57,7 +57,9 @@ def backends(*, refresh: bool = False) -> Mapping[str, BackendStatus]:
 
     Args:
         refresh: True to find packages that were installed or removed since the first look. A device in use that the
-            same packages serve keeps its backend. An upgrade of a package that is imported needs a new process.
+            same packages serve keeps its backend. An upgrade of a package that is imported needs a new process, and so
+            do functions that are compiled for a device that other packages serve now: they keep the casts that they
+            were compiled with. It reads the ``POLYCAST_`` variables again, except ``POLYCAST_ENGINE``.
 
     Raises:
         ValueError: a ``POLYCAST_`` variable has an invalid value.

@@ -186,6 +186,34 @@ answer = [polycast.plugin.get_backend("hpu") is sys.made[0], len(sys.made)]
     assert answer == [True, 1]
 
 
+def test_a_plugin_is_imported_without_a_lock_of_the_engine(script, plugin, later):
+    plugin(
+        "acme-cpu",
+        "cpu",
+        """
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from polycast.engine.installation import lock
+with ThreadPoolExecutor(1) as thread:
+    sys.is_free = thread.submit(lock.acquire, False).result() and not thread.submit(lock.release).result()
+""",
+    )
+    later("acme")
+    answer = script("""
+from polycast.engine import installation
+choose = installation.choose_engine
+def refreshed():
+    installation.choose_engine = choose
+    install("acme")
+    polycast.backends(refresh=True)
+    return choose()
+installation.choose_engine = refreshed
+polycast.install("cpu")
+answer = [sys.is_free, state("cpu")]
+""")
+    assert answer == [True, "ready acme-cpu 1.0"]
+
+
 def test_a_status_that_is_read_after_its_backend_is_gone(script):
     answer = script("""
 from polycast_backends.cpu import CpuBackend
