@@ -61,11 +61,17 @@ class _Stdout:
     def __getattr__(self, name: str) -> Any:  # a package may make a stdout of the file, or close it
         return getattr(self.stdout, name)
 
+    def _for_text(self) -> Any:
+        return sys.stderr if threading.get_ident() == self.thread and sys.stderr else self.stdout
+
     def write(self, text: str) -> Any:
-        return (sys.stderr if threading.get_ident() == self.thread and sys.stderr else self.stdout).write(text)
+        return self._for_text().write(text)
 
     def writelines(self, lines: Iterable[str]) -> None:
-        self.write("".join(lines))
+        self._for_text().writelines(lines)
+
+    def flush(self) -> None:
+        self._for_text().flush()
 
     def __enter__(self) -> None:
         setattr(sys, "stdout", self)

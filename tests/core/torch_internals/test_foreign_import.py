@@ -129,7 +129,8 @@ def test_what_a_package_makes_of_stdout_writes_to_stdout_afterwards(monkeypatch,
     monkeypatch.setattr(sys, "stdout", open(1, "w", closefd=False))  # noqa: SIM115
     with foreign_import("acme"):
         write = sys.stdout.write
-        write("imported\n")
+        write("imp")
+        sys.stdout.writelines(["orted", "\n"])
         wrapper = io.TextIOWrapper(sys.stdout.detach(), encoding="ascii")
         sys.stdout = wrapper
     print("after", flush=True)
