@@ -48,12 +48,10 @@ def api_problem(api: object) -> str:
 
 
 def misspelled(names: Iterable[str], contract: Collection[str]) -> list[str]:
-    """Return a problem for each public name that a contract does not know and that is near one that it knows.
-
-    One that is made of such a name and more, as `all_supported_dtypes`, is an author's own.
-    """
+    """Return a problem for each public name that a contract does not know and that is near one that it knows."""
     unknown = sorted(name for name in set(names) - set(contract) if not name.startswith("_"))
     near = {name: difflib.get_close_matches(name, contract, n=1, cutoff=0.85) for name in unknown}
     pairs = [(name, found[0]) for name, found in near.items() if found]
+    # One that is made of a known name and more, as all_supported_dtypes, is an author's own.
     typos = [(name, known) for name, known in pairs if known not in name or len(name) < len(known) + 2]
     return [f"{name} is unknown: did you mean {known!r}?" for name, known in typos]

@@ -14,7 +14,7 @@ def changed_devices(old: Discovery, new: Discovery) -> list[str]:
             continue
         is_generic = any(each.device_type == GENERIC for each in before.candidates)
         now = new.loader_of(name) if is_generic else new.loaders.get(name)
-        if _choice(now) == _choice(before):
+        if _offers(now) == _offers(before):
             new.loaders[name] = before
         else:
             changed.add(name)
@@ -28,11 +28,7 @@ def changed_devices(old: Discovery, new: Discovery) -> list[str]:
     return sorted(changed)
 
 
-def _choice(loader: BackendLoader | None) -> tuple[bool, str | None, list[tuple[str, str]]]:
-    """Return all that decides which backend is loaded."""
-    return (False, None, []) if loader is None else (loader.blocked, loader.provider, _offers(loader))
-
-
-def _offers(offered: BackendLoader | DeviceExtensions | None) -> list[tuple[str, str]]:
-    """Return the distributions and modules that offer something, in their order."""
-    return [] if offered is None else [(each.distribution, each.entry_point.value) for each in offered.candidates]
+def _offers(offered: BackendLoader | DeviceExtensions | None) -> tuple[object, ...]:
+    """Return what decides which backend or extensions are loaded: variables, distributions and modules, in order."""
+    named = [] if offered is None else [(each.distribution, each.entry_point.value) for each in offered.candidates]
+    return (offered.blocked, offered.provider, named) if isinstance(offered, BackendLoader) else (False, None, named)
