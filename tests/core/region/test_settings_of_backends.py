@@ -181,6 +181,8 @@ def test_a_backend_with_a_warning_does_not_displace_the_settings_of_others(hand_
     with autocast("cpu"):  # which chooses the engine
         pass
     settings = made("cpu", recipe="rounded")._settings
+    with pytest.warns(UserWarning, match="experimental"):
+        autocast("xpu")
     for _ in range(20):
         autocast("xpu")
     assert (made("cpu", recipe="rounded")._settings is settings) is (engine == "native")
