@@ -13,5 +13,6 @@ plugin = Plugin(
         "build": f"{_HERE}.build:run",
         "doctor": f"{_HERE}.doctor:run",
         "new-backend": f"{_HERE}.new_backend:run",
+        "new-plugin": f"{_HERE}.new_plugin:run",
     }
 )

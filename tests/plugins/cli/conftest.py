@@ -12,6 +12,15 @@ from polycast_plugins.cli import app
 
 
 @pytest.fixture
+def here(monkeypatch, tmp_path):
+    """An empty working directory."""
+    path = tmp_path / "here"
+    path.mkdir()
+    monkeypatch.chdir(path)
+    return path
+
+
+@pytest.fixture
 def polycast_command(monkeypatch):
     """Return a function that runs the command line in this process and returns its result."""
     monkeypatch.setenv("COLUMNS", "100")

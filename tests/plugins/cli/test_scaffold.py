@@ -1,16 +1,12 @@
-"""``polycast new-backend``: the package that it writes installs and passes its tests; a refusal leaves no files."""
+"""``polycast new-backend`` and ``new-plugin``: the files that they write; a refusal leaves none."""
 
-import json
 import os
-import subprocess
-import sys
-import venv
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
-from polycast_plugins.cli import app, new_backend
+from polycast_plugins.cli import app, scaffold
 
 FILES = {
     "README.md",
@@ -21,19 +17,31 @@ FILES = {
     "tests/expected_failures.txt",
     "tests/test_conformance.py",
 }
+OF_AN_EXTENSION = {
+    "README.md",
+    "pyproject.toml",
+    "acme_odd/__init__.py",
+    "acme_odd/extension.py",
+    "acme_odd/ops.py",
+    "acme_odd/py.typed",
+    "acme_odd/recipe.py",
+    "tests/test_conformance.py",
+    "tests/test_extension.py",
+}
+OF_A_PLUGIN = {
+    "README.md",
+    "pyproject.toml",
+    "acme_odd/__init__.py",
+    "acme_odd/command.py",
+    "acme_odd/count.py",
+    "acme_odd/py.typed",
+    "tests/test_plugin.py",
+}
+EXTEND, PLUGIN = ("new-backend", "--extend", "cpu"), ("new-plugin",)
 
 
-@pytest.fixture
-def here(monkeypatch, tmp_path):
-    """An empty working directory."""
-    path = tmp_path / "here"
-    path.mkdir()
-    monkeypatch.chdir(path)
-    return path
-
-
-def new(*arguments):
-    return CliRunner().invoke(app, ["new-backend", *map(str, arguments)])
+def new(*arguments, command=("new-backend",)):
+    return CliRunner().invoke(app, [*command, *map(str, arguments)])
 
 
 def written(folder):
@@ -132,6 +140,46 @@ def test_an_invalid_device_name_is_refused(here, subtests):
             assert list(here.iterdir()) == []
 
 
+TAKEN = "{!r} names something of polycast or of a plugin already. Choose another name."
+MODULES = "{!r} is a Python module already, which the package would hide. Choose another name."
+WORDS = "{!r} cannot name a package. Use words in lower case, such as acme-attention."
+
+
+@pytest.mark.parametrize("command", [EXTEND, PLUGIN], ids=" ".join)
+def test_a_package_that_cannot_have_its_name_is_refused(here, subtests, command):
+    for message, names in {
+        WORDS: ["", "Acme", "9acme", "acme--odd", "../acme", "class", "nπu"],
+        TAKEN: ["autocast", "observe", "int8", "quantize", "doctor", "new-plugin", "registry"],
+        MODULES: ["torch", "json", "sys", "polycast_plugins", "tests"],
+    }.items():
+        for name in names:
+            with subtests.test(name=name):
+                result = new(name, command=command)
+                assert (result.exit_code, result.stderr) == (2, f"polycast: {message.format(name)}\n")
+    assert list(here.iterdir()) == []
+
+
+def test_an_extension_of_a_device_without_a_backend_is_refused(here):
+    result = new("acme-odd", command=("new-backend", "--extend", "cpuu"))
+    assert result.exit_code == 2
+    assert result.stderr.startswith("polycast: Invalid device string: 'cpuu'. Did you mean 'cpu'?")
+    assert list(here.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("command", "what", "files"),
+    [(EXTEND, "an extension of cpu", OF_AN_EXTENSION), (PLUGIN, "a plugin of polycast", OF_A_PLUGIN)],
+)
+def test_a_package_has_the_files_of_its_kind_and_is_not_overwritten(here, command, what, files):
+    result = new("acme-odd", command=command)
+    then = "pip install './acme-odd[test]' && pytest ./acme-odd"
+    assert (result.exit_code, result.stdout) == (0, f"acme-odd: {what}. Edit it, then: {then}\n")
+    assert written(here / "acme-odd") == files
+    again = new("acme_odd", command=command)
+    message = "acme-odd exists and is not an empty directory. Choose another one with --directory."
+    assert (again.exit_code, again.stderr) == (2, f"polycast: {message}\n")
+
+
 @pytest.mark.parametrize("kind", ["file", "folder"])
 def test_existing_files_are_not_overwritten(here, kind):
     target = here / "polycast-acme"
@@ -171,65 +219,7 @@ def test_a_failure_removes_the_files_written_so_far(here, monkeypatch, existing)
     assert [path.name for path in here.rglob("*")] == (["target"] if existing else [])
 
 
-@pytest.fixture(scope="module")
-def environment(tmp_path_factory):
-    """Make a virtual environment that has what this one has; return its folder of commands, with pip and pytest."""
-    folder = tmp_path_factory.mktemp("environment")
-    venv.create(folder, with_pip=False)
-    commands = folder / "bin"
-    site = Path(must_run(commands / "python", "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip())
-    here = [path for path in sys.path if path.endswith("site-packages")]
-    (site / "here.pth").write_text("".join(f"import site; site.addsitedir({path!r})\n" for path in here))
-    for module in ("pip", "polycast", "pytest"):
-        command = commands / module
-        command.write_text(f'#!/bin/sh\nexec "{commands / "python"}" -m {module} "$@"\n')
-        command.chmod(0o755)
-    return commands
-
-
-def must_run(*command, **options):
-    done = subprocess.run([*map(str, command)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **options)
-    assert done.returncode == 0, done.stdout
-    return done.stdout
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("device", ["hpu", "acme"])
-def test_the_printed_commands_install_the_package_run_its_tests_and_list_it(here, environment, device):
-    pytest.importorskip("pip", reason="pip is not installed here")
-    then = new(device).stdout.partition("then: ")[2]
-    variables = {name: value for name, value in os.environ.items() if not name.startswith(("POLYCAST_", "PYTEST_"))}
-    variables |= {
-        "PATH": f"{environment}{os.pathsep}{os.environ['PATH']}",
-        "POLYCAST_ENGINE": "reference",
-        "PYTEST_ADDOPTS": "-p no:cacheprovider -q",
-        # Nothing comes from the package index: what is needed is here.
-        **{
-            "PIP_NO_INDEX": "1",
-            "PIP_NO_DEPS": "1",
-            "PIP_NO_BUILD_ISOLATION": "0",
-            "PIP_DISABLE_PIP_VERSION_CHECK": "1",
-        },
-    }
-    said = must_run("sh", "-c", then, env=variables, cwd=here)
-    passed = int(said.rpartition(" passed")[0].rpartition("\n")[2])
-    assert passed > 120
-    assert "failed" not in said
-    listed = json.loads(must_run("polycast", "devices", "--json", env=variables, cwd=here))
-    (status,) = (status for status in listed if status["device_type"] == device)
-    assert (status["state"], status["distribution"]) == ("unavailable", f"polycast-{device}")
-
-
 def test_every_template_is_used():
-    files = {path.name.removesuffix(".template") for path in new_backend._TEMPLATES.rglob("*") if path.is_file()}
-    assert files == {Path(name).name for name in FILES} | {"naming"}
-
-
-def test_the_package_is_formatted_and_lints_without_errors(here):
-    ruff = Path(sys.executable).with_name("ruff")
-    if not ruff.exists():
-        pytest.skip("ruff is not installed here")
-    for device in ("acme", "hpu"):
-        new(device)
-    must_run(ruff, "format", "--isolated", "--line-length=120", "--check", ".", cwd=here)
-    must_run(ruff, "check", "--isolated", "--line-length=120", "--select=E,F,W,I,UP,B,RUF", ".", cwd=here)
+    files = {path.name.removesuffix(".template") for path in scaffold.TEMPLATES.rglob("*") if path.is_file()}
+    parts = {"entry_points", "naming", "pytest"}
+    assert files == {Path(name).name for name in FILES | OF_AN_EXTENSION | OF_A_PLUGIN} | parts
