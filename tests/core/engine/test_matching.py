@@ -176,6 +176,14 @@ def test_statistics_that_a_schema_does_not_declare_are_written_back(engine, trai
     assert [each._version for each in found] == [0, 0]
 
 
+def test_statistics_are_written_back_under_a_transform(engine):
+    found, expected = ((torch.zeros(4, dtype=each), torch.ones(4, dtype=each)) for each in (BFLOAT16, FLOAT32))
+    with polycast.autocast("cpu", BFLOAT16):
+        torch.func.vjp(lambda x: torch.native_batch_norm(x, None, None, *found, True, 0.5, 1e-5)[0], torch.eye(4))
+    torch.native_batch_norm(torch.eye(4), None, None, *expected, True, 0.5, 1e-5)
+    assert all(torch.equal(each, other.bfloat16()) for each, other in zip(found, expected, strict=True))
+
+
 def test_a_region_of_torchs_raises_as_without_kernels(engine):
     polycast.install("cpu")
     with torch.autocast("cpu"), pytest.raises(RuntimeError, match="same dtype"):

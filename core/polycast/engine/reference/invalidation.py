@@ -123,7 +123,7 @@ def note_writes(tensors: Iterable[torch.Tensor] | None, *, is_pending: bool = Fa
     if tensors is None:
         _last_write_of_all = _next()
         return
-    storages = [TensorBase.untyped_storage(tensor) for tensor in tensors if tensor.layout is torch.strided]
+    storages = [TensorBase.untyped_storage(tensor) for tensor in tensors if has_storage(tensor)]
     for storage in storages:
         if storage._cdata in _last_writes:
             _last_writes[storage._cdata] = _next()
