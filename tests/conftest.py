@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import gc
+import logging
 import os
 import shutil
 from collections import Counter
@@ -18,6 +19,7 @@ from torch._subclasses import FakeTensorMode
 import polycast
 from polycast.engine import installation
 from polycast.engine.recipes import plan
+from polycast.region import resolve
 from polycast.registry.registry import registry
 from polycast.toolchain import load
 
@@ -114,6 +116,34 @@ def no_grad():
     """Run a test under torch.no_grad."""
     with torch.no_grad():
         yield
+
+
+class Logged(logging.Handler):
+    """Keeps the records of the logger, by a handler of the test: pytest's is switched off."""
+
+    def __init__(self):
+        super().__init__()
+        self.records = []
+
+    def emit(self, record):
+        record.getMessage()  # raises if the arguments do not fit
+        self.records.append(record)
+
+    def take(self):
+        """Return the level and the text of each record since the last call."""
+        taken, self.records = self.records, []
+        return [(each.levelname, each.getMessage()) for each in taken]
+
+
+@pytest.fixture
+def logged(monkeypatch):
+    """Return a handler of all records of polycast's logger."""
+    handler, logger = Logged(), logging.getLogger("polycast")
+    monkeypatch.setattr(resolve, "_warned", set())
+    monkeypatch.setattr(logger, "handlers", [handler])
+    logger.setLevel(logging.DEBUG)
+    yield handler
+    logger.setLevel(logging.NOTSET)
 
 
 @pytest.fixture

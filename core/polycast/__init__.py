@@ -4,6 +4,7 @@ Start with :class:`autocast`. :func:`observe` shows what ran in which dtype, :fu
 """
 
 import importlib
+import logging
 from typing import Any
 
 try:
@@ -22,6 +23,7 @@ from .common.lazy_names import lazy_names
 # An exported program may call this operator, so torch has to know it from the start.
 importlib.import_module(".engine.casts.cached_cast", __name__)
 
+logging.getLogger(__name__).addHandler(logging.NullHandler())
 _get_own, _, _own = lazy_names(__name__)
 
 

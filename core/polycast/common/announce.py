@@ -1,9 +1,12 @@
-"""Announce slow work on stderr."""
+"""Announce slow work on stderr, and log what polycast finds and chooses."""
 
 import contextlib
+import logging
 import sys
 import threading
 from collections.abc import Iterator
+
+log = logging.getLogger("polycast")
 
 
 def announce(text: str) -> None:

@@ -8,6 +8,7 @@ from typing import Any, Protocol, cast
 import torch
 
 from ..common import env
+from ..common.announce import log
 from ..common.atfork import hold_during_fork
 from ..errors import raise_if_callers, warn_user
 from ..policy.cast_policy import CastPolicy
@@ -94,11 +95,15 @@ def choose_engine() -> Engine:
 
         failure = try_build(ENGINE)
     with _lock:
+        is_new = _engine is None
         if _engine is None:
             _engine = _choose(wanted, failure)
             state.set_state_machine(_engine)
             warn_of_missing()
-        return _engine
+        engine = _engine
+    if is_new:
+        log.info("the engine is %s: %s", engine.name, engine.origin or engine.build_failure or "by POLYCAST_ENGINE")
+    return engine
 
 
 def chosen() -> Engine | None:

@@ -183,6 +183,7 @@ def kernels_of(device_type: str, also: Iterable[str] = ()) -> Kernels:
                     matched = dict.fromkeys(_matched(backend), CastPolicy.MATCH)
                     policies = {**matched, **added, **backend.policies, **policies_for(device_type)}
                     installed[device_type] = engine.kernels(backend, policies)
+                    registry.used.add(device_type)
         else:
             for name in also:
                 if name not in kernels.ops:

@@ -1,18 +1,18 @@
 """Backends and policies of ops that are registered by hand, and backends whose answers change."""
 
 import importlib
-from collections.abc import Mapping
 
 from typing_extensions import Self
 
 from ..common import generation
+from ..common.announce import log
 from ..policy import manifests
 from ..policy.cast_policy import CastPolicy, Registration, policies_for, refuse_conflict, registrations
 from ..policy.names import ops_with, read_op, read_policy
 from ..registry.backend import Backend
 from ..registry.rediscovery import changed_devices
 from ..registry.registry import discover, registry
-from ..registry.statuses import BackendStatus, statuses
+from ..registry.statuses import BackendStatuses, statuses
 from ..registry.validation import validate
 from ..torch_internals import changes
 from ..torch_internals.dispatcher import CustomOpDef, OpOverload, OpOverloadPacket, has_autocast_key
@@ -35,6 +35,7 @@ def register_backend(backend: Backend) -> None:
     validate(backend)
     registry.loaders()  # not with the engine's lock held
     run_uninstalled([backend.device_type], lambda: registry.register(backend))
+    log.info("%s: backend: %s.%s, by hand", backend.device_type, type(backend).__module__, type(backend).__name__)
 
 
 def unregister_backend(device_type: str) -> None:
@@ -49,7 +50,7 @@ def unregister_backend(device_type: str) -> None:
     run_uninstalled([name], lambda: registry.unregister(name))
 
 
-def backends(*, refresh: bool = False) -> Mapping[str, BackendStatus]:
+def backends(*, refresh: bool = False) -> BackendStatuses:
     """Return the status of every device type that has a backend or a torch Autocast key, in a read-only mapping.
 
     A status is found when it is first read, which imports the plugin of that device only. ``print`` and notebooks show
@@ -78,6 +79,7 @@ def backends(*, refresh: bool = False) -> Mapping[str, BackendStatus]:
         with lock:
             run_uninstalled(changed_devices(registry.discovery(), new), lambda: registry.adopt(new))
         manifests.forget()
+        new.log()
     return statuses()
 
 

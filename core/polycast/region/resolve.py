@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..common.announce import log
 from ..compilers.export import record_entry, record_exit
 from ..engine import state
 from ..engine.installation import install_for
@@ -66,6 +67,7 @@ def resolve(
     if is_on:
         refusal = _why_disabled(backend, dtype)
         if refusal is not None:
+            _log_once(name, f"regions are disabled: {refusal}")
             warn_user(refusal, AutocastDisabledWarning)
             is_on = is_lasting = False
     if cache_enabled is not None and not isinstance(cache_enabled, bool):
@@ -172,6 +174,7 @@ def usable_recipe(given: "RecipeLike", backend: Backend, enabled: bool) -> "Reci
             answer = Availability(False, str(error))
     if not answer.available:
         reason = answer.reason.rstrip(".")
+        _log_once(backend.device_type, f"regions run without the recipe {recipe.kind}: {reason}")
         warn_user(
             f"{recipe!r} cannot be used on {backend.device_type}: {reason}. The region runs in the fast dtype.",
             RecipeDisabledWarning,
@@ -180,6 +183,12 @@ def usable_recipe(given: "RecipeLike", backend: Backend, enabled: bool) -> "Reci
     if answer.reason:
         _warn_once(backend.device_type, answer.reason, f"{recipe!r} on {backend.device_type}: {answer.reason}")
     return recipe
+
+
+def _log_once(device_type: str, text: str) -> None:
+    if (device_type, text) not in _warned:
+        _warned.add((device_type, text))
+        log.info("%s: %s", device_type, text)
 
 
 def _warn_once(device_type: str, reason: str, text: str) -> None:

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..common.announce import announce_if_slow
+from ..common.announce import announce_if_slow, log
 from ..common.env import canonical_name
 from ..common.importing import acquire, importing
 from ..errors import (
@@ -65,18 +65,23 @@ class BackendLoader:
             )
         if not acquire(self._lock):
             raise self._requested_at_import(self.choose())
+        chosen = None
         try:
             if self.loaded is None:
                 chosen = self.choose()
                 self.loaded = self._load(chosen)
-            if self.loaded is None:
+            backend = self.loaded
+            if backend is None:
                 raise BackendNotFoundError(
                     f"No polycast backend is installed for {self.device_type!r}, and {chosen}, which serves devices "
                     f"without one, cannot use torch.{self.device_type}. Install a distribution that supplies one."
                 )
-            return self.loaded
         finally:
             self._lock.release()
+        if chosen is not None:
+            for each in self.candidates:
+                log.info("%s: %s: %s", self.device_type, "backend" if each is chosen else "passed over", each)
+        return backend
 
     @property
     def distribution(self) -> tuple[str, str]:

@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
-from ..common.announce import announce_if_slow
+from ..common.announce import announce_if_slow, log
 from ..common.importing import acquire, importing
 from ..errors import PLUGIN_ERRORS, BackendBrokenError, BackendConflictError, raise_if_callers_at_import, warn_user
 from ..policy.cast_policy import CastPolicy
@@ -107,6 +107,7 @@ class DeviceExtensions:
     def _load(self) -> Sequence[_Answer]:
         """Return the answers of all candidates; none while they are asked whether they can be used."""
         if self._answers is None and self.candidates:
+            new: Sequence[_Answer] = ()
             is_acquired = acquire(self._lock)
             try:
                 if not is_acquired or self._doing == "importing":
@@ -117,13 +118,15 @@ class DeviceExtensions:
                 if self._doing == "asking":
                     return ()
                 if self._answers is None:
-                    self._load_all()
+                    new = self._load_all()
             finally:
                 if is_acquired:
                     self._lock.release()
+            for each in new:
+                log.info("%s: extension: %s", self.device_type, each)
         return self._answers or ()
 
-    def _load_all(self) -> None:
+    def _load_all(self) -> Sequence[_Answer]:
         try:
             with importing():  # also when they are asked: they may import what they need then
                 self._doing = "importing"
@@ -140,6 +143,7 @@ class DeviceExtensions:
                     f"An extension of {self.device_type!r} is left out: {each}{end}Repair or uninstall "
                     f"{each.candidate.distribution}."
                 )
+        return answers
 
     def _import(self, answer: _Answer) -> _Answer:
         candidate = answer.candidate

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from ..common import env
+from ..common.announce import log
 from ..common.atfork import hold_during_fork
 from ..common.versions import name_and_version
 from ..errors import BackendBrokenError, BackendConflictError, BackendNotFoundError, warn_user
@@ -42,6 +43,14 @@ class Discovery:
             loader = BackendLoader(device_type, blocked, provider, self.generic.candidates)
             return self.loaders.setdefault(device_type, loader)
         return self.loaders.get(device_type)
+
+    def log(self) -> None:
+        """Log what is offered; without a lock, as handlers are code of the program."""
+        for offered in list[BackendLoader | DeviceExtensions]([*self.loaders.values(), *self.extensions.values()]):
+            for each in offered.candidates:
+                log.debug("%s: offered in %s by %s", offered.device_type, each.entry_point.group, each)
+        for name in sorted(env.blocked()):
+            log.info("%s: POLYCAST_BLOCK switches its backend off", name)
 
 
 def discover() -> Discovery:
@@ -105,17 +114,21 @@ class Registry:
         self._discovered: Discovery | None = None
         self.ready: dict[str, Backend] = {}
         """The loaded backends by device type: a fast path of `find`."""
+        self.used = set[str]()  # the device types for which kernels were installed
 
     def discovery(self) -> Discovery:
         """Return what installed distributions offer. The metadata are read once."""
         found = self._discovered
         if found is None:
+            new = None
             with self._lock:
                 if self._discovered is None:
-                    found = discover()
+                    new = discover()
                     if self._discovered is None:  # else a finalizer or a signal handler has looked up a device
-                        self._discovered = found
+                        self._discovered = new
                 found = self._discovered
+            if new is not None and found is new:
+                new.log()
         return found
 
     def adopt(self, discovery: Discovery) -> None:

@@ -90,6 +90,15 @@ class BackendStatuses(Mapping[str, BackendStatus], Result):
     def __len__(self) -> int:
         return len(self._find)
 
+    def in_use(self) -> dict[str, list[str]]:
+        """Return the packages, with versions, of the backend and extensions of each device that computed in regions."""
+        found = {}
+        for name in sorted(registry.used):
+            if (backend := registry.loaded(name)) is not None and registry.extensions_of(name).are_known:
+                packages = map(registry.source, [backend, *registry.extensions(name)])
+                found[name] = [*dict.fromkeys(f"{of} {version}" if of else "by hand" for of, version in packages)]
+        return found
+
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), ({name: partial(replace, status) for name, status in self.items()},)
 
@@ -114,7 +123,7 @@ class BackendStatuses(Mapping[str, BackendStatus], Result):
         return str(self)
 
 
-def statuses() -> Mapping[str, BackendStatus]:
+def statuses() -> BackendStatuses:
     """Return the statuses of all device types; see :func:`polycast.backends`."""
     find = {name: partial(_status, loader) for name, loader in registry.loaders().copy().items()}
     will_be_named = any(torch_device_type(name) is None for name in find)  # by a plugin, when it is imported

@@ -12,6 +12,7 @@ import re
 import shutil
 import signal
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,7 +20,7 @@ from pathlib import Path
 import torch
 from typing_extensions import Self
 
-from ..common.announce import announce
+from ..common.announce import announce, log
 from ..errors import raise_if_callers
 from .cache_folder import check_folders, make_folders, others_can_write
 from .compiler import FLAGS, PLATFORM, PYTHON_ABI, Compiler, checksum, compile_library, first_error
@@ -186,9 +187,12 @@ def _remove_leftovers(folder: Path) -> None:
 def _build(build: _CachedBuild) -> Path:
     assert build.compiler is not None
     announce(f"building {build.library.description}, once for this torch ...")
+    log.info("the build of %s begins: %s", build.library.description, build.path)
+    began = time.perf_counter()
     with tempfile.TemporaryDirectory(dir=build.folder) as folder:
         compiled = Path(folder) / build.path.name
         status, output = compile_library(build.compiler, build.library, build.sources, compiled)
+        log.info("the build ended with status %d after %.1f s: %s", status, time.perf_counter() - began, build.path)
         _check_not_stopped(status, output)
         if status != 0 or not compiled.is_file():
             _write_log(build.log, output)

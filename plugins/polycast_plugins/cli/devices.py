@@ -9,13 +9,14 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
-from polycast import BackendStatus, backends
+from polycast import BackendStatus, __version__, backends
 from polycast.errors import BackendBrokenError
 from polycast.plugin import all_recipes, check, dtype_name, get_backend, manifests
 
 from .build import origins
 from .terminal import (
     blame_at_end,
+    chosen_engine,
     console,
     engine_lines,
     library_errors,
@@ -86,8 +87,8 @@ class ListedDevice:
             return f"{path} raised {type(error).__name__}: {error}"
         return remark
 
-    def as_json(self) -> dict[str, object]:
-        """Return the device for JSON; what is unknown is None."""
+    def as_json(self, **computed_by: str) -> dict[str, object]:
+        """Return the device for JSON, with what is given besides; what is unknown is None."""
         status = self.status
         return {
             "device_type": status.device_type,
@@ -99,6 +100,7 @@ class ListedDevice:
             "version": status.version,
             "replaces": list(status.replaces),
             "extensions": list(status.extensions),
+            **computed_by,
             **self.remarks(),
         }
 
@@ -153,8 +155,8 @@ def show(
         return
     with library_errors():
         if as_json:
-            devices = list(known_devices())
-            print_json([device.as_json() for device in devices])
+            engine, devices = chosen_engine().name, list(known_devices())
+            print_json([device.as_json(polycast=__version__, engine=engine) for device in devices])
         else:
             devices = _print(verbose)
     broken = [device for device in devices if device.failure is not None]

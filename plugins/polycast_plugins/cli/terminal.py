@@ -155,14 +155,19 @@ def blame_at_end() -> Iterator[Callable[[str], None]]:
                 where("")
 
 
+def chosen_engine() -> Any:
+    """Return the engine, chosen without a warning that it is the reference engine; raise as `choose_engine` does."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "polycast runs on its reference engine")
+        return choose_engine()
+
+
 def engine_lines() -> list[str]:
     """Return what there is to say about the engine: where it comes from or, if it is not the native one, why not.
 
     Raises as :func:`polycast.plugin.choose_engine` does.
     """
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "polycast runs on its reference engine")  # said by the lines
-        engine = choose_engine()
+    engine = chosen_engine()
     if engine.name == "native":
         return [f"Engine: native, {engine.origin}"]
     failure = engine.build_failure

@@ -5,6 +5,7 @@ device without a backend keeps torch's behavior, and so do the regions that comp
 """
 
 import functools
+import logging
 import sys
 import threading
 from collections.abc import Callable
@@ -89,10 +90,18 @@ def _follow(instance: Any, region: autocast) -> None:
     region._set(instance.device, instance.fast_dtype)
 
 
+_log = logging.getLogger("polycast.dropin")
+_without_backend: set[str] = set()
+"""The devices for which this was logged."""
+
+
 def _has_backend(device_type: str) -> bool:
     try:
         get_backend(device_type)
-    except BackendNotFoundError:
+    except BackendNotFoundError as error:
+        if device_type not in _without_backend:
+            _without_backend.add(device_type)
+            _log.info("%s: regions stay torch's: %s", device_type, error)
         return False
     return True
 

@@ -1,7 +1,9 @@
 """`profile` and `find`: the profile of a device, measured once for each machine."""
 
+import logging
 import os
 import threading
+import time
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -30,6 +32,7 @@ class Lookup:
         return None if self.refusal is None else f"the profile on disk is ignored: {self.refusal}"
 
 
+_log = logging.getLogger("polycast.fastest")
 _found: dict[tuple[str, int], Lookup] = {}
 """By device type and number of threads."""
 _lock = threading.RLock()
@@ -127,7 +130,15 @@ def forget(key: tuple[str, int] | None = None, replacement: Lookup | None = None
 
 def _look_up(backend: Backend) -> Lookup:
     named = _named_by_user(backend.device_type)
-    return _kept(backend, Conditions.now(backend)) if named is None else Lookup(backend, named)
+    if named is not None:
+        _log.info("%s: the profile is that of POLYCAST_PROFILE, measured %s", backend.device_type, named.date)
+        return Lookup(backend, named)
+    kept = _kept(backend, Conditions.now(backend))
+    if kept.profile is not None:
+        _log.info("%s: the profile on disk is used, measured %s", backend.device_type, kept.profile.date)
+    else:
+        _log.info("%s: no profile on disk is used: %s", backend.device_type, kept.refusal or "there is none")
+    return kept
 
 
 def _kept(backend: Backend, conditions: Conditions) -> Lookup:
@@ -173,7 +184,9 @@ def _measured(backend: Backend, refresh: bool) -> DeviceProfile:
             announce(kept.warning)
         threads = f"{conditions.threads} thread{'s' * (conditions.threads != 1)}"
         announce(f"measuring what is fast on {backend.device_type} with {threads}, once for this torch ...")
+        began = time.perf_counter()
         measured = _better(measure(backend), kept.profile)
+        _log.info("%s: the profile was measured in %.1f s", backend.device_type, time.perf_counter() - began)
         if measured is not kept.profile:
             try:
                 profile_file.write(conditions, measured)

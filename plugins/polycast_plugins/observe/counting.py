@@ -59,9 +59,10 @@ class _Counting:
         ops = combine(op for ops in by_module.values() for op in ops)
         regions = self._regions()
         devices = self._fast_dtypes(regions)
+        packages = {device: run.packages[device] for device in devices if device in run.packages}
         self._profiles = {device: _profile_of(device) for device in devices}
         return Facts(
-            run=replace(run, devices=devices, emulated=slow_reasons(devices)),
+            run=replace(run, devices=devices, emulated=slow_reasons(devices), packages=packages),
             ops=_sorted(ops),
             modules=tuple(self._module_records(by_module)),
             casts=tuple(sorted(combine(casts), key=lambda cast: (-cast.bytes, cast.op, cast.module or ""))),

@@ -183,6 +183,8 @@ class Run:
         versions: the versions of ``polycast``, ``torch`` and ``python``.
         model: the class of the model; None: no model.
         devices: the fast dtypes of regions, by device, the most used first.
+        packages: the distributions, with versions, that computed on these devices: the backend's, or ``"by hand"`` if
+            the program has registered it, then those of extensions.
         emulated: why a fast dtype is slow on a device, by device and dtype, as in ``"cpu bfloat16"``.
         threads: ``"this"`` or ``"all"``.
         timing: whether times were measured.
@@ -199,6 +201,7 @@ class Run:
     versions: dict[str, str] = field(default_factory=dict)
     model: str | None = None
     devices: dict[str, list[str]] = field(default_factory=dict)
+    packages: dict[str, list[str]] = field(default_factory=dict)
     emulated: dict[str, str] = field(default_factory=dict)
     threads: str = "this"
     timing: bool = False
@@ -267,22 +270,26 @@ def total_of(counts: Iterable[Counts]) -> Counts:
 
 def combined(left: Facts, right: Facts, sign: int) -> Facts:
     """Return the sum of two runs, or their difference (sign -1)."""
-    devices = {
-        device: list(dict.fromkeys([*left.run.devices.get(device, []), *right.run.devices.get(device, [])]))
-        for device in dict.fromkeys([*left.run.devices, *right.run.devices])
-    }
     run = replace(
         left.run,
         seconds=left.run.seconds + sign * right.run.seconds,
         runs=left.run.runs + sign * right.run.runs,
         steps=left.run.steps + sign * right.run.steps,
         observed_steps=left.run.observed_steps + sign * right.run.observed_steps,
-        devices=devices,
+        devices=_united(left.run.devices, right.run.devices),
+        packages=_united(left.run.packages, right.run.packages),
         emulated=_combined_reasons(left.run.emulated, right.run.emulated, sign),
     )
     lists: dict[str, Any] = {name: combine(getattr(left, name), getattr(right, name), sign) for name in LISTS}
     nonfinite = (left.nonfinite or right.nonfinite) if sign > 0 or right.nonfinite is None else None
     return Facts(run=run, nonfinite=nonfinite, **lists)
+
+
+def _united(left: dict[str, list[str]], right: dict[str, list[str]]) -> dict[str, list[str]]:
+    return {
+        device: list(dict.fromkeys([*left.get(device, []), *right.get(device, [])]))
+        for device in dict.fromkeys([*left, *right])
+    }
 
 
 def _combined_reasons(left: dict[str, str], right: dict[str, str], sign: int) -> dict[str, str]:

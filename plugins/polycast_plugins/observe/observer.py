@@ -1,7 +1,6 @@
 """`observe`: record which ops run, in which dtype, why, and at what cost."""
 
 import functools
-import platform
 import threading
 import time
 import weakref
@@ -10,10 +9,8 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Literal, TypeVar
 
-import torch
 from torch import nn
 
-from polycast import __version__
 from polycast.plugin import events
 
 from . import module_calls
@@ -24,6 +21,7 @@ from .grad_scaler import listeners as scaler_listeners
 from .module_calls import KnownModules, compiling
 from .observation import Observation
 from .observer_library import load_backend_of_accelerator, load_observer
+from .packages import packages_in_use, versions
 from .recorder import NONFINITE, Reading, read
 from .records import Origin
 from .steps import Schedule, SkippedStep, Steps
@@ -276,7 +274,8 @@ class _Observing:
             steps=self.steps.ended,
             observed_steps=self.steps.observed,
             engine="native",
-            versions={"polycast": __version__, "torch": str(torch.__version__), "python": platform.python_version()},
+            versions=versions(),
+            packages=packages_in_use(),
         )
 
     def raise_nonfinite(self) -> None:

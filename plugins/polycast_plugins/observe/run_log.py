@@ -5,8 +5,9 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,6 +20,7 @@ from .conversions import Writer, check_writer, scalars_of_step, write_scalars
 from .grad_scaler import listeners, recording
 from .observation import Observation
 from .observer import check_bools, check_option, observe, observe_step
+from .packages import computed_by
 from .run_history import RunHistory
 from .step_log import StepLog
 from .steps import Schedule, StepRecord, line_of, read_schedule, records_of, without_lost_steps
@@ -159,6 +161,8 @@ class RunLog:
         [(256.0, False), (256.0, False), (256.0, False)]
     """
 
+    _computed_by: Mapping[str, Any] | None = None
+
     def __init__(
         self,
         path: str | os.PathLike[str] | None = None,
@@ -280,7 +284,7 @@ class RunLog:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state without the model, which is held weakly, and the observation."""
-        return {**vars(self), "_model": None, "observation": None, "_is_in_step": False}
+        return {**vars(self), "_model": None, "observation": None, "_is_in_step": False, "_computed_by": None}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number of steps, for a checkpoint."""
@@ -313,6 +317,11 @@ class RunLog:
             warn_user(f"the step that was interrupted was not recorded: {type(error).__name__}: {error}")
 
     def _add(self, record: StepRecord) -> None:
+        is_known = self._computed_by is not None and self._computed_by["packages"]
+        if not is_known or record.fast_time_share is not None:  # other steps are to cost little
+            now = computed_by()
+            if now != self._computed_by:
+                self._computed_by, record = now, replace(record, computed_by=now)
         self._next = record.step + 1
         self._follows_skipped = bool(record.skipped)
         if self._file is None:

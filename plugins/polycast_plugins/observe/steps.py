@@ -4,7 +4,7 @@ import functools
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, TypeAlias
 
 from polycast.errors import warn_user
@@ -214,6 +214,8 @@ class StepRecord:
         underflow_share: the share of the values that were computed or cast which became zero or subnormal.
         gradient_underflow_share: the same of the backward pass.
         skip: of a skipped step, the parameters with non-finite gradients, and the first op that produced inf or nan.
+        computed_by: in the first step that a process records, and in others when it has changed: ``engine``,
+            ``versions`` and ``packages``, as in a ``Run``.
     """
 
     step: int
@@ -225,6 +227,7 @@ class StepRecord:
     underflow_share: float | None = None
     gradient_underflow_share: float | None = None
     skip: SkippedStep | None = None
+    computed_by: Mapping[str, Any] | None = field(default=None, hash=False)
 
     @property
     def diverged(self) -> bool:
@@ -235,6 +238,7 @@ class StepRecord:
         """Return JSON-safe values of what was recorded; inf and nan, which JSON lacks, are text: ``"nan"``."""
         values = {name: getattr(self, name) for name in ("step", *NUMBERS, "skipped")}
         values["skip"] = None if self.skip is None else skip_to_dict(self.skip)
+        values["computed_by"] = self.computed_by
         return {name: jsonable(value) for name, value in values.items() if value is not None}
 
     @classmethod
@@ -250,9 +254,12 @@ class StepRecord:
                 raise ValueError(f"step must be an int of at least 0, got {step!r}")
             if skipped is not None and not isinstance(skipped, bool):
                 raise ValueError(f"skipped must be true or false, got {skipped!r}")
+            by = values.get("computed_by")
+            if by is not None and not isinstance(by, Mapping):
+                raise ValueError(f"computed_by must be a mapping, got {by!r:.100}")
             numbers = {name: float(values[name]) for name in NUMBERS if values.get(name) is not None}
             read = None if skip is None else skip_from_dict(skip)
-            return cls(step=step, skipped=skipped, skip=read, **numbers)
+            return cls(step=step, skipped=skipped, skip=read, computed_by=by, **numbers)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ValueError(f"it is not a step: {type(error).__name__}: {error}") from error
 
@@ -293,4 +300,5 @@ def _is_beginning_of_step(line: str) -> bool:
     """Return whether a line is an incomplete one of :func:`line_of`."""
     first = '{"step": '
     begun = line.rstrip("\0")  # a power failure leaves zeros
-    return not line.endswith(("\n", "}")) and (begun.startswith(first) or first.startswith(begun))
+    is_whole = line.endswith("}") and line.count("{") == line.count("}")
+    return not line.endswith("\n") and not is_whole and (begun.startswith(first) or first.startswith(begun))

@@ -7,9 +7,21 @@ from torch._inductor.utils import run_and_get_code
 
 import polycast
 from polycast import CastPolicy
+from polycast.engine import installation
 
 pytestmark = pytest.mark.usefixtures("engine")
 BACKENDS = ["eager", "aot_eager"]
+
+
+def test_what_a_region_logs_breaks_no_graph(logged):
+    @torch.compile(backend="eager", fullgraph=True)
+    def function(x):
+        with polycast.autocast("cpu"):
+            return x @ x
+
+    installation.forget_choice()
+    assert function(torch.ones(2, 2)).dtype is torch.bfloat16
+    assert any("the engine is" in text for _, text in logged.take())
 
 
 def inside(region):

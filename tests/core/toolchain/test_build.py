@@ -4,6 +4,7 @@ The compiler of these tests is a script that counts its calls and copies a libra
 """
 
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -30,6 +31,15 @@ def test_the_engine_is_built_once_with_a_message(compiler, home, capfd):
     assert capfd.readouterr().err == ""
     assert compiler.calls == 1
     assert not list(first.parent.glob("tmp*"))
+
+
+def test_a_build_is_logged_with_its_path_and_time(compiler, home, logged):
+    path = get_or_build(home, ENGINE)
+    (_, begin), (_, end) = logged.take()
+    assert begin == f"the build of the native engine begins: {path}"
+    assert re.fullmatch(rf"the build ended with status 0 after [0-9.]+ s: {re.escape(str(path))}", end)
+    get_or_build(home, ENGINE)
+    assert logged.take() == []
 
 
 def test_other_sources_or_another_torch_need_another_build(compiler, home, monkeypatch):

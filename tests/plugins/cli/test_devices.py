@@ -25,6 +25,8 @@ KEYS = [
     "version",
     "replaces",
     "extensions",
+    "polycast",
+    "engine",
     "profile",
 ]
 
@@ -170,6 +172,8 @@ def test_devices_json_of_a_ready_device(polycast_command, monkeypatch, tmp_path)
         "version": importlib.metadata.version("polycast"),
         "replaces": [],
         "extensions": [f"polycast {importlib.metadata.version('polycast')} (polycast_plugins.quantize.cpu)"],
+        "polycast": polycast.__version__,
+        "engine": polycast.plugin.choose_engine().name,
         "profile": None,
     }
 
@@ -189,6 +193,8 @@ def test_devices_lists_a_broken_plugin_among_the_others(polycast_command, plugin
         "version": "1.5",
         "replaces": [],
         "extensions": [],
+        "polycast": polycast.__version__,
+        "engine": polycast.plugin.choose_engine().name,
         "profile": None,
     }
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -68,6 +69,24 @@ def test_measuring_is_said_on_stderr(measured, capsys, threads):
     assert capsys.readouterr().err == "polycast: measuring what is fast on cpu with 1 thread, once for this torch ...\n"
     polycast.profile("cpu")
     assert capsys.readouterr().err == ""
+
+
+def test_which_profile_is_used_is_logged(measured, logged, monkeypatch, tmp_path):
+    found = polycast.profile("cpu")
+    *none, done = (text for _, text in logged.take() if "profile" in text)
+    assert set(none) == {"cpu: no profile on disk is used: there is none"}
+    assert re.fullmatch(r"cpu: the profile was measured in [0-9.]+ s", done)
+    for _ in range(2):
+        find("cpu")
+    assert logged.take() == []
+    forget()
+    find("cpu")
+    assert logged.take() == [("INFO", f"cpu: the profile on disk is used, measured {found.date}")]
+    found.save(tmp_path / "named.json")
+    monkeypatch.setenv("POLYCAST_PROFILE", str(tmp_path / "named.json"))
+    forget()
+    find("cpu")
+    assert logged.take() == [("INFO", f"cpu: the profile is that of POLYCAST_PROFILE, measured {found.date}")]
 
 
 def test_each_number_of_threads_has_a_profile(measured, kept, threads):

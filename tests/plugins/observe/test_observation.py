@@ -47,6 +47,7 @@ def test_to_dict_is_json_with_a_schema(run):
     assert said["nonfinite"] is None
     assert said["run"]["engine"] == "native"
     assert said["run"]["devices"] == {"cpu": ["bfloat16"]}
+    assert said["run"]["packages"] == {"cpu": [f"polycast {polycast.__version__}"]}
 
 
 def test_sample_has_the_current_fields(run):
@@ -96,9 +97,11 @@ def test_what_a_later_version_wrote_is_ignored_and_what_an_older_one_did_not_is_
     said["ops"][0]["news"] = 1
     assert Observation.from_dict(said) == Observation.load(SAMPLE)
     said["chains"].append({"kind": "later", "ops": ["a"], "module": None, "dtype": "", "count": 1})
+    del said["run"]["packages"]
     older = ("low_bit", "matmuls", "flows", "numerics", "recipe_share")
     seen = Observation.from_dict({name: value for name, value in said.items() if name not in older})
     assert (seen.low_bit, seen.matmuls, seen.facts.flows, seen.numerics, seen.recipe_share) == ((), (), (), (), None)
+    assert seen.run.packages == {}
     assert "later" not in {finding.kind for finding in seen.findings}
 
 

@@ -69,6 +69,7 @@ def changed(seen, **fields):
 def test_run_is_summarized_in_five_lines(sample):
     text = page(sample).text
     assert "Device cpu Fast dtype bfloat16 cpu bfloat16 is emulated Engine native Versions polycast 0.1.0, " in text
+    assert "; cpu by polycast 0.1.0, acme-cpu 1.0" in text
     assert re.search(r"In the fast dtype 67% of the ops \(28 of 42 calls\), \d+% of their time", text)
 
 

@@ -1,11 +1,14 @@
 """RunLog: the steps of a training run, written as they end."""
 
 import json
+import pickle
+import platform
 
 import pytest
 import torch
 
 import polycast
+from polycast.registry.registry import registry
 from polycast_plugins.observe import StepRecord
 from polycast_plugins.observe.conversions import share_of
 
@@ -166,6 +169,36 @@ def test_without_a_scaler_the_loss_is_recorded():
         step.log(loss=2)
     (record,) = log.history.steps
     assert (record.loss, record.scale, record.skipped) == (2.0, None, None)
+
+
+def test_the_first_step_of_each_process_has_the_packages_that_computed(path, engine):
+    training = Training()
+    by = {
+        "engine": engine,
+        "versions": {"polycast": polycast.__version__, "torch": torch.__version__, "python": platform.python_version()},
+        "packages": {"cpu": [f"polycast {polycast.__version__}"]},
+    }
+    log = polycast.RunLog(path)
+    for _ in range(2):
+        training.step(log)
+    for again in (polycast.RunLog(path, resume=True), pickle.loads(pickle.dumps(log))):
+        training.step(again)
+        assert [record.computed_by for record in again.history.steps] == [by, None, by]
+
+
+def test_a_step_without_regions_chooses_no_engine(monkeypatch):
+    monkeypatch.setattr(registry, "used", set())
+    monkeypatch.setattr("polycast_plugins.observe.packages.choose_engine", None)
+    log = polycast.RunLog()
+    with log.step():
+        pass
+    (record,) = log.history.steps
+    assert (record.computed_by["engine"], record.computed_by["packages"]) == ("", {})
+
+
+def test_what_computed_a_step_is_a_mapping_in_files():
+    with pytest.raises(ValueError, match=r"computed_by must be a mapping, got 'native'"):
+        StepRecord.from_dict({"step": 0, "computed_by": "native"})
 
 
 def test_a_scaler_of_another_thread_is_not_recorded(in_thread):
