@@ -68,7 +68,7 @@ nitpick_ignore_regex = [
         "py:.*",
         r"(polycast\.)?([a-z_0-9]+\.)*_\w+|polycast\.(common\.atfork|policy\.manifests|region\.suspend|"
         r"engine\.(casts\.cast_cache|choice|drift|override|recipes\.(actions|plan\.Plan)|state)|"
-        r"region\.slow_dtype|registry\.recipe_kernels|toolchain\.load)\.\w+",
+        r"region\.slow_dtype|registry\.(recipe_kernels|statuses)|toolchain\.load)\.\w+",
     ),
 ]
 
