@@ -222,3 +222,20 @@ def test_torch_export_exports_the_casts_of_a_region(strict):
 
     exported = torch.export.export(Net(), (X,), strict=strict)
     assert exported.module()(X).dtype is torch.bfloat16
+
+
+GENERIC = """
+import types, warnings, torch, polycast
+torch.utils.rename_privateuse1_backend("gnu")
+members = {"get_amp_supported_dtype": lambda: [torch.bfloat16], "is_available": lambda: True}
+torch._register_device_module("gnu", types.SimpleNamespace(**members))
+warnings.filterwarnings("ignore", "gnu: no package has a backend for it")
+with polycast.patch_torch():
+    with torch.autocast("gnu") as region:
+        print(isinstance(region, polycast.autocast), polycast.autocast_nesting("gnu"), torch.get_autocast_dtype("gnu"))
+print(torch.is_autocast_enabled("gnu"))
+"""
+
+
+def test_a_region_of_a_device_without_a_plugin_is_polycasts(run_program, engine):
+    assert run_program(GENERIC, engine) == (0, "True 1 torch.bfloat16\nFalse\n", "")
