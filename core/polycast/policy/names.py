@@ -114,16 +114,6 @@ def ops_with(name: OpName, policy: CastPolicy) -> list[str]:
     return found
 
 
-def overloads_of_short_name(name: str, policy: CastPolicy) -> tuple[bool, list[str]]:
-    """Return whether a name in a table is of one overload, and the dispatcher names of the overloads that it means.
-
-    A name that this torch lacks stands for itself, since another torch may have it.
-    """
-    op = read_op(name)
-    found = ops_with(op, policy) if op.overloads else [op.key.removesuffix(".default")]
-    return op.overload is not None, found
-
-
 def read_policy(policy: object, what: str) -> CastPolicy:
     """Return a policy, given as one or by its name in upper or lower case; float32 means "fp32".
 

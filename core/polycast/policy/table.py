@@ -35,11 +35,13 @@ def policy_table(ops: Mapping[CastPolicy, Iterable[str]]) -> Mapping[str, CastPo
             if "::" in name:
                 _add(table, name, policy)
                 continue
-            from .names import overloads_of_short_name  # the tables of torch have none
+            from .names import ops_with, read_op  # the tables of torch have no short names
 
-            is_one, overloads = overloads_of_short_name(name, policy)
+            op = read_op(name)
+            # A name that this torch lacks stands for itself, since another torch may have it.
+            overloads = ops_with(op, policy) if op.overloads else [op.key.removesuffix(".default")]
             for overload in overloads:
-                _add(table if is_one else of_short_names, overload, policy)
+                _add(of_short_names if op.overload is None else table, overload, policy)
     return MappingProxyType({**of_short_names, **table})
 
 
