@@ -53,6 +53,11 @@ class BackendStatus:
     extensions: tuple[str, ...] = ()
     ops_in_cpp: tuple[str, ...] = ()
 
+    @property
+    def is_usable(self) -> bool:
+        """Whether regions for the device are enabled now: its state is ``ready`` or ``generic``."""
+        return self.state in ("ready", "generic")
+
 
 _UNNAMED = "privateuseone"
 """torch's name of an out-of-tree device that no plugin has named."""

@@ -61,7 +61,7 @@ class ListedDevice:
 
     def recipes(self) -> list[str]:
         """Return whether the device supports each kind of recipe. This may compile C++."""
-        if self.status.state not in ("ready", "generic"):
+        if not self.status.is_usable:
             return []
         backend = get_backend(self.status.device_type)
         try:
@@ -79,7 +79,7 @@ class ListedDevice:
         }
 
     def _remark(self, resolve: Callable[[str], Any], path: str) -> str | None:
-        if self.status.state not in ("ready", "generic"):
+        if not self.status.is_usable:
             return None
         try:
             remark: str | None = resolve(path)(self.status.device_type)

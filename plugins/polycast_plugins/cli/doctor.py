@@ -181,7 +181,7 @@ _MAX_ERROR = 0.1
 
 
 def _ready() -> list[str]:
-    return [name for name, status in backends().items() if status.state in ("ready", "generic")]
+    return [name for name, status in backends().items() if status.is_usable]
 
 
 def _checks() -> Iterator[dict[str, str | None]]:

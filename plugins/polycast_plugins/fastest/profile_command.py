@@ -37,7 +37,7 @@ def summary(device_type: str) -> str | None:
 
 def describe() -> Iterator[str]:
     """Yield the lines of each ready device's profile, or why there is none, for ``polycast doctor``."""
-    for device_type in [name for name, status in backends().items() if status.state in ("ready", "generic")]:
+    for device_type in [name for name, status in backends().items() if status.is_usable]:
         found = look_up(device_type)
         if found.profile is None:
             yield f"{device_type}: {found.warning or f'none; polycast profile {device_type} makes one'}"
