@@ -11,7 +11,7 @@ import pytest
 pytestmark = pytest.mark.slow
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PASSED = {"hpu": 105, "npu": 90, "xla": 55}
-"""How many checks pass at least: one for each op that fake tensors can run, and more."""
+"""Require at least this many checks to pass: one for each op that fake tensors can run, and more."""
 
 
 @pytest.fixture

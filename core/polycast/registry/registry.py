@@ -29,7 +29,10 @@ _ANY_ACCELERATOR = ("gpu", "accelerator")
 
 @dataclass
 class Discovery:
-    """What installed distributions offer for each device type, and for others; `loaders` grows as devices are used."""
+    """Holds the loaders and extensions that installed distributions offer, by device type, and the generic loader.
+
+    A device that the generic loader serves is added to `loaders` when it is used.
+    """
 
     loaders: dict[str, BackendLoader]
     extensions: dict[str, DeviceExtensions]

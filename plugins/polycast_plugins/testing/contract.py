@@ -56,7 +56,7 @@ names = [name for name in before if name in after and before[name] != after[name
 print("\\n" + json.dumps([[name, before[name], after[name]] for name in names]))
 """
 _PUT_BACK = " changed torch, which is put back: "
-"""What polycast says of changes that it undoes itself."""
+"""Marks the line on stderr in which polycast lists the changes that it has undone."""
 
 
 class ContractChecks(Subject):

@@ -1,4 +1,4 @@
-"""What code of another package prints and changes at its import."""
+"""Import code of another package: what it prints goes to stderr, and what it changes in torch is put back."""
 
 import io
 import sys

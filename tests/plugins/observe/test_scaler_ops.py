@@ -1,7 +1,6 @@
 """The two ops of a gradient scaler in Python, for devices without kernels of them: the same as torch's."""
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -67,14 +66,8 @@ print(has_kernel, scales, skipped, layer.weight.isfinite().all().item())
 
 
 @pytest.mark.slow
-def test_it_scales_on_a_device_without_the_ops_and_without_a_plugin():
+def test_it_scales_on_a_device_without_the_ops_and_without_a_plugin(launch):
     pytest.importorskip("numpy", reason="the device computes with NumPy")
     path = os.pathsep.join([str(Path(__file__).parents[3] / "examples/polycast-npy/src"), *sys.path])
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", SCRIPT],
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = launch(SCRIPT, environment={**os.environ, "PYTHONPATH": path})
     assert done.stdout == "False [2.0, 1.0, 2.0] [1] True\n", done.stderr
