@@ -55,7 +55,7 @@ class BackendStatus:
 
     @property
     def is_usable(self) -> bool:
-        """Whether regions for the device are enabled now: its state is ``ready`` or ``generic``."""
+        """Whether regions for the device are enabled now, since its state is ``ready`` or ``generic``."""
         return self.state in ("ready", "generic")
 
 
