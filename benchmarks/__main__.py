@@ -21,17 +21,15 @@ from polycast.engine.choice import choose_engine
 
 from . import catalog
 from .catalog import BENCHMARKS
+from .processor import processor
 from .scores import Scores
 from .timing import Result
 
 
 def environment() -> dict[str, str | int]:
     """Return the machine and the versions."""
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return {
-        "cpu": models[0] if models else platform.processor() or platform.machine(),
+        "cpu": processor(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         "cpu capability": torch.backends.cpu.get_cpu_capability(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",

@@ -49,6 +49,25 @@ def test_benchmarks_that_depend_on_threads_run_on_1_2_4_and_all(catalog, monkeyp
         assert catalog.one_and_all() == tuple(sorted({1, processors}))
 
 
+@pytest.mark.parametrize(
+    ("cpuinfo", "name"),
+    [
+        (
+            "vendor_id\t: AuthenticAMD\ncpu family\t: 25\nmodel\t\t: 17\nmodel name\t: AMD EPYC\n",
+            "AMD EPYC, Zen 4 (Genoa)",
+        ),
+        ("vendor_id : GenuineIntel\ncpu family : 6\nmodel : 143\nmodel name : Xeon", "Xeon, Sapphire Rapids"),
+        ("vendor_id : HygonGenuine\ncpu family : 24\nmodel : 1\nmodel name : C86", "C86, family 24, model 1"),
+        ("BogoMIPS : 50\nCPU implementer : 0x41\nCPU part : 0xd40\n\nCPU part : 0xd0c", "Arm Neoverse V1"),
+        ("CPU implementer : 0x99\nCPU part : 0x001", "Arm, implementer 0x99, part 0x001"),
+        ("isa : rv64", ""),
+    ],
+    ids=["amd", "intel", "unknown", "arm", "unknown-arm", "none"],
+)
+def test_a_processor_is_named_with_its_generation(catalog, cpuinfo, name):
+    assert pytest.importorskip("benchmarks.processor").named(cpuinfo) == name
+
+
 def test_a_plan_ends_after_its_rounds_or_its_seconds_but_not_before_three(timing):
     assert list(timing.Plan([], rounds=5).turns(quick=False)) == [0, 1, 2, 3, 4]
     assert list(timing.Plan([], rounds=20).turns(quick=True)) == [0, 1, 2, 3]
