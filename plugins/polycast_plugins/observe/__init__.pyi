@@ -32,6 +32,5 @@ from .steps import SkippedStep as SkippedStep
 from .steps import StepRecord as StepRecord
 from .text import matmul_lines as matmul_lines
 from .text import recipe_lines as recipe_lines
-from .trace import TorchProfile as TorchProfile
 
 plugin: Plugin

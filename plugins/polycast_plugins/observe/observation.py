@@ -9,11 +9,10 @@ from typing import Any, TypeAlias
 from rich.console import Group
 
 from . import text as text_table
-from .conversions import TABLES, Writer, check_writer, frame_of, from_json, scalars_of, to_json, write_scalars
+from .conversions import Writer, check_writer, from_json, scalars_of, to_json, write_scalars
 from .facts import LISTS, Facts, Matmul, Run, combined
 from .findings import findings_of
 from .records import Cast, Compiled, Counts, Finding, LowBit, Module, NonFinite, NumericsRecord, Op, Region
-from .trace import ProfileLike, Trace, write_trace
 
 SCHEMA = 1
 """The schema that is written, and the newest that can be read."""
@@ -40,8 +39,6 @@ class Observation:
     def __init__(self, facts: "Facts | Callable[[], Facts]", step: Callable[[], None] | None = None) -> None:
         self._facts = facts
         """The facts or, inside the block, a function that returns them."""
-        self._trace: Trace | None = None
-        """The times of ops and casts, after a block with ``trace=True``."""
         self._step = step
 
     def step(self) -> None:
@@ -218,29 +215,6 @@ class Observation:
         # Names of files and modules may contain surrogates, which UTF-8 cannot encode.
         Path(path).write_text(text, encoding="utf-8", errors="backslashreplace")
 
-    def to_trace(self, path: _Path, *, profile: ProfileLike | None = None) -> None:
-        """Write the times of ops and casts as a Chrome trace, for https://ui.perfetto.dev or chrome://tracing.
-
-        Needs ``observe(trace=True)``, after the block. The times are not part of ``to_dict``, copies and sums.
-
-        Args:
-            path: the file; if it ends in ``.gz``, it is compressed.
-            profile: a ``torch.profiler.profile`` of the same block, or the file that its ``export_chrome_trace`` wrote:
-                its events are written too, on the same time base, and the casts on tracks next to their threads. The
-                ops are then those of the profiler. torch can export a profile only once, and this call does.
-
-        Raises:
-            OSError: a file cannot be read or written.
-            TypeError: `profile` is neither a profile nor a path.
-            ValueError: the observation has no times, or `profile` is of another time, is not a trace, or was exported.
-        """
-        if self._trace is None:
-            raise ValueError(
-                "this observation has no times of single ops: pass trace=True to polycast.observe, and call to_trace "
-                "after the block. Copies, sums and loaded observations have no times."
-            )
-        write_trace(self._trace, path, profile)
-
     def log_to(self, writer: Writer, step: int) -> None:
         """Write shares, counts, underflow and overflow as scalars of a step, with tags such as ``"polycast/casts"``.
 
@@ -258,22 +232,6 @@ class Observation:
         if isinstance(step, bool) or not isinstance(step, int):
             raise TypeError(f"step must be an int, got {step!r}")
         write_scalars(writer, scalars_of(self.facts), step)
-
-    def to_pandas(self, table: str = "ops") -> Any:
-        """Return one of the lists of :meth:`to_dict` as a DataFrame with a row for each record.
-
-        Counts by dtype have columns such as ``compute_dtypes.bfloat16``.
-
-        Args:
-            table: ``"ops"``, ``"modules"``, ``"casts"``, ``"numerics"``, ``"matmuls"``, ``"findings"`` or another one.
-
-        Raises:
-            ImportError: pandas is not installed.
-            ValueError: there is no such list.
-        """
-        if table not in TABLES:
-            raise ValueError(f"table must be one of {', '.join(map(repr, TABLES))}, got {table!r}")
-        return frame_of(self.findings if table == "findings" else getattr(self.facts, table))
 
     @classmethod
     def load(cls, path: _Path) -> "Observation":

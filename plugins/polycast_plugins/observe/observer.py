@@ -25,7 +25,6 @@ from .packages import packages_in_use, versions
 from .recorder import NONFINITE, Reading, read
 from .records import Origin
 from .steps import Schedule, SkippedStep, Steps
-from .trace import MAX_EVENTS, trace_of
 
 _THREADS = ("this", "all")
 _L = TypeVar("_L")
@@ -44,8 +43,6 @@ class observe:
             FloatingPointError when the module in which it ran returns, or at the end of the block. Both read every
             output of every op, and so synchronize with the device.
         stacks: keep the Python stack of the first call of each op in each module.
-        trace: keep the time of each op and cast, the first million of them, for
-            :meth:`~polycast_plugins.observe.Observation.to_trace`. Implies `timing`.
         threads: ``"this"``: this thread, and the backward passes that it starts; ``"all"``: all threads.
         numerics: count the magnitudes of what ops compute and cast in regions and backward passes, and how much of it
             underflows and overflows: ``Observation.numerics``.
@@ -76,14 +73,13 @@ class observe:
         timing: bool = False,
         nonfinite: Literal["ignore", "record", "raise"] = "ignore",
         stacks: bool = False,
-        trace: bool = False,
         threads: Literal["this", "all"] = "this",
         numerics: bool = False,
         schedule: Schedule | int | None = None,
     ) -> None:
         if model is not None and not isinstance(model, nn.Module):
             raise TypeError(f"model must be a torch.nn.Module or None, got {type(model).__name__}")
-        check_bools(timing=timing, stacks=stacks, trace=trace, numerics=numerics)
+        check_bools(timing=timing, stacks=stacks, numerics=numerics)
         check_option("nonfinite", nonfinite, NONFINITE)
         check_option("threads", threads, _THREADS)
         Steps(schedule)  # raises if it is not one
@@ -93,19 +89,18 @@ class observe:
         self._options = Run(
             model=None if model is None else type(model).__name__,
             threads=threads,
-            timing=timing or trace,
+            timing=timing,
             nonfinite=nonfinite,
             stacks=stacks,
             numerics=numerics,
         )
-        self._trace = trace
         self._running: list[_Observing] = []
 
     def __enter__(self) -> Observation:
         model, self._model = self._model, None
         if model is None and self._weak_model is not None:
             model = self._weak_model()
-        running = _Observing(self._options, model, self._finds_modules, self._trace, Steps(self._schedule))
+        running = _Observing(self._options, model, self._finds_modules, Steps(self._schedule))
         running.start()
         self._running.append(running)
         return running.observation
@@ -155,7 +150,7 @@ class observe_step(observe):
 class _Observing:
     """The observation of one block."""
 
-    def __init__(self, options: Run, model: nn.Module | None, finds_modules: bool, trace: bool, steps: Steps) -> None:
+    def __init__(self, options: Run, model: nn.Module | None, finds_modules: bool, steps: Steps) -> None:
         self.steps = steps
         self._run = options
         self._observer = load_observer()
@@ -166,9 +161,6 @@ class _Observing:
             options.stacks,
             options.numerics,
         )
-        self._trace = trace
-        if trace:
-            self._recorder.keep_events(MAX_EVENTS)
         self._thread = None if options.threads == "all" else threading.get_ident()
         self._finds_modules = finds_modules
         self._raises = options.nonfinite == "raise"
@@ -251,8 +243,6 @@ class _Observing:
 
     def stop(self, *, lazy: bool = False) -> Reading:
         self._pause()
-        if self._trace:
-            self.observation._trace = trace_of(self._recorder, self._modules.named)
         reading = self.read()
         find = functools.cache(functools.partial(facts_of, reading, self._run_so_far(), self._recipe_counts.records()))
         self.observation._end(find if lazy else find())

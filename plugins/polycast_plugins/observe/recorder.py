@@ -157,28 +157,10 @@ class NonFiniteRow:
     count: int
 
 
-@dataclass(frozen=True)
-class EventRow:
-    """The time of an op, or of a cast for it, in nanoseconds; began counts from 1970."""
-
-    is_cast: bool
-    op: str
-    began: int
-    duration: int
-    thread: int
-    module: int
-    backward: bool
-    source: torch.dtype | None
-    dtype: torch.dtype | None
-    of_weight: bool
-    is_hit: bool
-    bytes: int
-
-
 ROWS = {
     each.__name__: each
     for each in (
-        *(CastRow, ChainRow, CountRow, EventRow, MatmulRow),
+        *(CastRow, ChainRow, CountRow, MatmulRow),
         *(NonFiniteRow, NumericsRow, RegionRow, SourceRow),
     )
 }
@@ -265,12 +247,6 @@ class Recorder(Protocol):
 
     def nonfinite_count(self) -> int:
         """Return how many ops have turned finite inputs into inf or nan so far."""
-
-    def keep_events(self, most: int, /) -> None:
-        """Keep the times of ops and casts, up to a number; before the recorder starts."""
-
-    def events(self) -> tuple[list[EventRow], int]:
-        """Return these, and how many others there were."""
 
     def add_module(self, address: int, number: int, /) -> None:
         """Count ops of a module, known by its ``id``, under a number."""

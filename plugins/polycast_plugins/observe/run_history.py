@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from .conversions import Writer, check_writer, frame_of_steps, scalars_of_step, write_scalars
+from .conversions import Writer, check_writer, scalars_of_step, write_scalars
 from .run_findings import RunFinding, findings_of_run, skipped_rows
 from .steps import SkippedStep, StepRecord, line_of, records_of, without_lost_steps
 
@@ -89,17 +89,6 @@ class RunHistory:
         runs = (self.steps,) if before is None else (before.steps, self.steps)
         text = report.render_run(report.run_page_of(runs))
         Path(path).write_text(text, encoding="utf-8", errors="backslashreplace")
-
-    def to_pandas(self) -> Any:
-        """Return a DataFrame with a row for each step, indexed by `step`.
-
-        The columns are the fields of :class:`~polycast_plugins.observe.StepRecord`; instead of `skip`,
-        ``parameters`` and ``origin`` as text.
-
-        Raises:
-            ImportError: pandas is not installed.
-        """
-        return frame_of_steps(self.steps)
 
     def log_to(self, writer: Writer) -> None:
         """Write the steps as scalars, for TensorBoard; see :meth:`~polycast_plugins.observe.Observation.log_to`.

@@ -1,10 +1,8 @@
 """RunHistory and Observation in the formats of other tools; findings about runs."""
 
 import json
-import sys
 
 import pytest
-import torch
 
 import polycast
 from polycast_plugins.observe import Observation, Origin, SkippedStep, StepRecord
@@ -89,49 +87,6 @@ def test_what_is_no_writer_is_refused(writer, seen):
 def test_a_step_that_is_no_int_is_refused(seen):
     with pytest.raises(TypeError, match="^step must be an int, got 1.5$"):
         seen.log_to(Writer(), 1.5)
-
-
-@pytest.fixture
-def pandas():
-    return pytest.importorskip("pandas", reason="pandas is in the extra 'test'")
-
-
-def test_steps_are_rows_of_a_data_frame(pandas):
-    frame = polycast.RunHistory([StepRecord(2, loss=1.0), skipped(3)]).to_pandas()
-    assert list(frame.index) == [2, 3]
-    assert frame.loc[2, "loss"] == 1.0
-    assert frame["skipped"].isna().tolist() == [True, False]
-    assert frame.loc[3, "parameters"] == "down.bias, up.weight"
-    assert frame.loc[3, "origin"] == "aten::linear in 'up' (forward, float16): inf"
-    assert polycast.RunHistory().to_pandas().empty
-
-
-@pytest.mark.usefixtures("engine")
-def test_records_are_rows_of_a_data_frame(pandas):
-    model = torch.nn.Sequential(torch.nn.Linear(4, 4))
-    with polycast.observe(model) as seen, polycast.autocast("cpu"):
-        model(torch.ones(1, 4))
-    ops = seen.to_pandas().set_index("op")
-    assert ops.loc["aten::linear", "compute_dtypes.bfloat16"] == 1
-    modules = seen.to_pandas("modules").set_index("module")
-    assert modules.loc["0", "total.casts"] == 3
-    assert list(seen.to_pandas("casts").columns[:3]) == ["op", "phase", "module"]
-    assert seen.to_pandas("numerics").empty
-
-
-def test_without_pandas_the_error_says_what_to_do(monkeypatch, seen):
-    monkeypatch.setitem(sys.modules, "pandas", None)
-    with pytest.raises(
-        ImportError, match=r"^Observation.to_pandas needs pandas, .* pip install pandas, or use to_dict"
-    ):
-        seen.to_pandas()
-    with pytest.raises(ImportError, match=r"^RunHistory.to_pandas needs pandas"):
-        polycast.RunHistory().to_pandas()
-
-
-def test_a_table_that_does_not_exist_is_refused(seen):
-    with pytest.raises(ValueError, match="^table must be one of 'ops', 'modules', .*, 'findings', got 'op'$"):
-        seen.to_pandas("op")
 
 
 def finding(steps):

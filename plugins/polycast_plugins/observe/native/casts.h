@@ -54,13 +54,6 @@ void note_cast(ObservedCall& call, const Tensor& tensor, const Tensor& cast, con
   for (ObservedOp* outer = op.outer; outer != nullptr && counts.target == at::kFloat; outer = outer->outer) {
     outer->cast_inside = true;
   }
-  if (op.state->keeps_events && op.is_timed) {
-    const auto end = Clock::now();
-    const auto begin = end - std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seen.seconds));
-    add_event(
-        *op.state, {.op = op.op, .begin = begin, .end = end, .backward = op.backward, .is_cast = true, .source = counts.source,
-                    .dtype = counts.target, .of_weight = seen.of_weight, .is_hit = counts.hits > 0, .bytes = bytes_of(cast)});
-  }
   if (op.numerics != nullptr) {
     count_cast(op, tensor, cast, seen.of_weight, counts.count != 0);
   }

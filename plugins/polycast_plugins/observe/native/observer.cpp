@@ -1,7 +1,7 @@
 // The observer's Python module. It counts what the native engine and torch run.
 //
 // Compiled as one unit with the files that it includes. From the bottom: numerics_counts.h, counts.h, values.h, flops.h, op_infos.h,
-// events.h, thread_record.h, recorder.h and thread_state.h hold the counts; nodes.h, entered_regions.h, lost_products.h, calls_to_python.h,
+// thread_record.h, recorder.h and thread_state.h hold the counts; nodes.h, entered_regions.h, lost_products.h, calls_to_python.h,
 // nonfinite.h, numerics.h, op_begins.h, op_ends.h, callbacks.h and casts.h make them; reading.h returns them.
 
 #include <set>
@@ -22,7 +22,6 @@ void acquire_locks() {
   for (const auto& recorder : Recorders::running().recorders) {
     acquire(recorder->mutex);
     acquire(recorder->of_ended_threads.mutex);
-    acquire(recorder->events.mutex);
     for (const auto& [number, record] : recorder->records) {
       acquire(record->mutex);
     }
@@ -51,14 +50,6 @@ PyObject* recorder_read(PyObject* self, PyObject*) { return read(*Holder<Recorde
 PyObject* recorder_nonfinite_count(PyObject* self, PyObject*) {
   return PyLong_FromUnsignedLongLong(Holder<Recorder>::unwrap(self)->nonfinite_seen());
 }
-
-// keep_events(most): keep the times of ops and casts; before the recorder starts
-PyObject* recorder_keep_events(PyObject* self, PyObject* most) {
-  Holder<Recorder>::unwrap(self)->events.keep(PyLong_AsSize_t(most));
-  return Py_NewRef(Py_None);
-}
-
-PyObject* recorder_events(PyObject* self, PyObject*) { return read_events(*Holder<Recorder>::unwrap(self)); }
 
 // add_module(address, number)
 PyObject* recorder_add_module(PyObject* self, PyObject* arguments) {
@@ -161,8 +152,6 @@ PyMethodDef recorder_methods[] = {
     {"stop", raising<&recorder_stop>, METH_NOARGS, "Stop counting."},
     {"read", raising<&recorder_read>, METH_NOARGS, "Return the counts."},
     {"nonfinite_count", raising<&recorder_nonfinite_count>, METH_NOARGS, "Count the ops that made inf or nan."},
-    {"keep_events", raising<&recorder_keep_events>, METH_O, "Keep the times of ops and casts."},
-    {"events", raising<&recorder_events>, METH_NOARGS, "Return these times."},
     {"add_module", raising<&recorder_add_module>, METH_VARARGS, "Add a module."},
     {"forget_module", raising<&recorder_forget_module>, METH_O, "Forget a module."},
     {"add_parameter", raising<&recorder_add_parameter>, METH_VARARGS, "Add a parameter."},

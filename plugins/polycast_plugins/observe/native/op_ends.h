@@ -254,8 +254,7 @@ void end_op(ObservedOp& op, const at::RecordFunction& event) {
     check_outputs(op, outputs);
     return;
   }
-  const auto ended = op.is_timed ? Clock::now() : op.began;
-  const double seconds = std::chrono::duration<double>(ended - op.began).count();
+  const double seconds = op.is_timed ? std::chrono::duration<double>(std::chrono::steady_clock::now() - op.began).count() : 0;
   state.set_op(op.outer);
   if (op.is_matmul) {
     state.in_matmul = false;
@@ -286,9 +285,6 @@ void end_op(ObservedOp& op, const at::RecordFunction& event) {
   }
   if (state.looks_for_nonfinite && op.checks) {
     check_outputs(op, outputs);
-  }
-  if (state.keeps_events && op.is_timed) {
-    add_event(state, {.op = op.op, .begin = op.began, .end = ended, .backward = op.backward, .dtype = computes});
   }
   if (op.numerics != nullptr) {
     count_outputs(op, outputs);

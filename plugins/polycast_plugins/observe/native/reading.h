@@ -133,20 +133,6 @@ PyObject* row_of_nonfinite(const FirstNonFinite& first, uint64_t count) {
                        {"dtype", first.dtype}, {"stack", first.stack}, {"count", count}});
 }
 
-PyObject* row_of_event(const Events& events, const Event& event) {
-  const int64_t began = events.since_1970(event.begin);
-  return make_row(
-      "EventRow", {{"is_cast", event.is_cast}, {"op", event.op}, {"began", began}, {"duration", events.since_1970(event.end) - began},
-                   {"thread", event.thread}, {"module", event.module}, {"backward", event.backward}, {"source", event.source},
-                   {"dtype", event.dtype}, {"of_weight", event.of_weight}, {"is_hit", event.is_hit}, {"bytes", event.bytes}});
-}
-
-// Return the events and how many were dropped. Called with the GIL held.
-PyObject* read_events(Recorder& recorder) {
-  const auto [events, dropped] = recorder.events.copy();
-  return Py_BuildValue("(NK)", list_of(events, [&](const Event& event) { return row_of_event(recorder.events, event); }), dropped);
-}
-
 // Return what torch's ops counted: underflowed, overflowed, zeroed, nonfinite and amax. Waits for the device.
 NumericsCounts read_device(const CountsOnDevice& sum) {
   const Unobserved unobserved;

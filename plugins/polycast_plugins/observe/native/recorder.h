@@ -10,7 +10,6 @@
 #include <deque>
 #include <tuple>
 
-#include "events.h"
 #include "observing.h"
 #include "python.h"
 #include "thread_record.h"
@@ -74,8 +73,6 @@ class Recorder {
       parameters;
   std::optional<FirstNonFinite> first;
   uint64_t nonfinite_count = 0;
-
-  Events events;  // with a mutex of its own
 
   // Return the record of this thread.
   std::shared_ptr<ThreadRecord> record() {

@@ -1,6 +1,6 @@
 // The state of an observed thread: its observers, the op that it runs, and the last outputs of ops.
 //
-// Owns the state of each thread. Locks: Recorders::mutex, when the list of recorders has changed; that of Events.
+// Owns the state of each thread. Locks: Recorders::mutex, when the list of recorders has changed.
 
 #pragma once
 
@@ -137,7 +137,7 @@ struct ThreadState {
   ska::flat_hash_map<const char*, const OpInfo*> ops;
   uint64_t ops_generation = 0;
   // Whether a recorder asks for these.
-  bool timing = false, looks_for_nonfinite = false, keeps_events = false, numerics = false;
+  bool timing = false, looks_for_nonfinite = false, numerics = false;
   bool node_has_grad_mode = false;  // of the autograd node that runs
   bool checks_inner_op = false;
   bool in_matmul = false;
@@ -147,12 +147,11 @@ struct ThreadState {
   // Called when the recorders have changed.
   void find_records() {
     Records found;
-    timing = looks_for_nonfinite = keeps_events = numerics = false;
+    timing = looks_for_nonfinite = numerics = false;
     for (const auto* const list : {&recorders, &inherited}) {
       for (const auto& recorder : *list) {
         found.push_back(recorder->record());
         timing |= recorder->timing;
-        keeps_events |= recorder->events.are_kept();
         looks_for_nonfinite |= recorder->nonfinite != NonFinitePolicy::kIgnore;
         numerics |= recorder->numerics;
       }
@@ -287,16 +286,5 @@ ThreadState* refreshed_state(bool create) {
 
 // Return this thread's state, creating one only if a recorder sees all threads.
 ThreadState* state_of_observed_thread() { return refreshed_state(Recorders::of_all_threads.load(std::memory_order_relaxed) != 0); }
-
-// Add the times of an op or a cast to the recorders that keep them.
-C10_NOINLINE void add_event(const ThreadState& state, Event event) {
-  event.thread = system_thread();
-  for (const auto& record : state.records) {
-    if (Events& events = record->recorder->events; events.are_kept()) {
-      event.module = record->module();
-      events.add(event);
-    }
-  }
-}
 
 }  // namespace
