@@ -29,6 +29,7 @@ from .timing import Result
 def environment() -> dict[str, str | int]:
     """Return the machine and the versions."""
     return {
+        "date": time.strftime("%Y-%m-%d"),
         "cpu": processor(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         "cpu capability": torch.backends.cpu.get_cpu_capability(),

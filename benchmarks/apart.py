@@ -14,7 +14,7 @@ import pkgutil
 import subprocess
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
 from types import TracebackType
@@ -44,7 +44,7 @@ class Apart:
         """Return the results of all races."""
         processes = 1 if quick else self.processes
         plans: list[Plan] = []
-        taken: list[list[Mapping[str, float]]] = []
+        taken: list[list[list[Mapping[str, float]]]] = []
         for _ in range(processes):
             with ExitStack() as stack:
                 workers = [stack.enter_context(_Worker(self.name, library, self.keeps_memory)) for library in LIBRARIES]
@@ -54,13 +54,29 @@ class Apart:
                     if race == len(plans):
                         plans.append(replace(plan, most_seconds=plan.most_seconds / self.processes))
                         taken.append([])
+                    taken[race].append([])
                     for _ in plans[race].turns(quick):
                         workers.reverse()
                         answers = [worker.ask("time") for worker in workers]
-                        taken[race].append(answers[0] | answers[1])
+                        taken[race][-1].append(answers[0] | answers[1])
                     race += 1
         both = zip(plans, taken, strict=True)
-        return [result for plan, times in both for result in plan.results(times, least=self.least)]
+        return [result for plan, pairs in both for result in results_of(plan, pairs, least=self.least)]
+
+
+def results_of(plan: Plan, pairs: Sequence[Sequence[Mapping[str, float]]], *, least: bool = False) -> list[Result]:
+    """Return the results of a plan from the rounds of several pairs of processes.
+
+    Times of sides with a base are scaled as if the base had taken its least time in all processes.
+    """
+    rounds, first, once = list[Mapping[str, float]](), next(iter(plan.bases.values()), ""), plan.once
+    common = min((times[first] for taken in pairs for times in taken), default=0.0) if first else 0.0
+    for taken in pairs:
+        factors = {name: common / min(times[base] for times in taken) for name, base in plan.bases.items()}
+        rounds += [{name: each * factors.get(name, 1.0) for name, each in times.items()} for times in taken]
+        if taken is pairs[0]:
+            once = {name: each * factors.get(name, 1.0) for name, each in once.items()}
+    return replace(plan, once=once).results(rounds, least=least)
 
 
 _KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "-1"}

@@ -47,8 +47,9 @@ _TRAINED = "GPT-2 of 6 layers, training step of 4 x 128 tokens"
 def ways() -> dict[str, Way]:
     """Return all ways. The first one of each process is always timed. Ways with a cache share one, to save memory.
 
-    torch.autocast runs in a process without polycast's kernels, with float32 beside it, to show how much two processes
-    differ. All other ways run in one process: polycast's kernels do not change ops outside of regions.
+    torch.autocast runs in a process without polycast's kernels, with float32 beside it: ratios compare each way with
+    float32 of its own process, and the two show how much processes differ. All other ways run in one process:
+    polycast's kernels do not change ops outside of regions.
 
     The copy is made before casts are cached: copying a weight drops its cast, since it reads the weight's ``data``.
 
@@ -181,9 +182,10 @@ def _race(case: Case, **options: Any) -> Race:
             if ours in sides
         ),
         *BOUNDS.get(case.what, ()),
-        *(Ratio(f"{case.what}, {name}", FLOAT32, name, FLOAT32, None) for name in sides if name != FLOAT32),
+        *(Ratio(f"{case.what}, {name}", FLOAT32, name, FLOAT32, None) for name in sides),
     ]
-    return Race(ratios, sides=sides, **options)
+    bases = {name: FLOAT32_AGAIN if name == TORCH else FLOAT32 for name in sides if name != FLOAT32_AGAIN}
+    return Race(ratios, sides=sides, bases=bases, **options)
 
 
 def _all() -> Iterator[Race]:

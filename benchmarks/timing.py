@@ -35,6 +35,8 @@ class Result:
         threads: the number of torch's threads.
         sides: for a ratio, the names of both sides; of several other sides, that of the fastest.
         note: for a ratio, where its bound holds, if it does not hold everywhere.
+        spread: for a ratio, the range of its turns, without the slowest tenth (and without the fastest tenth, if it is
+            a median): each divided by the other side's least time, or by the other side's time in the same turn.
     """
 
     what: str
@@ -47,6 +49,7 @@ class Result:
     threads: int = 0
     sides: tuple[str, str] = ("", "")
     note: str = ""
+    spread: tuple[float, float] | None = None
 
     @property
     def ok(self) -> bool:
@@ -185,6 +188,7 @@ class Plan:
         mean_at_most: the bound of the mean.
         once: the seconds of sides that are timed only once, because they are slow.
         left_out: sides that are left out, and the reason.
+        bases: by side, the side that does the same work in each process, and so tells how fast the process is.
     """
 
     ratios: Sequence[Ratio]
@@ -194,6 +198,7 @@ class Plan:
     mean_at_most: float | None = None
     once: Mapping[str, float] = field(default_factory=dict)
     left_out: Mapping[str, str] = field(default_factory=dict)
+    bases: Mapping[str, str] = field(default_factory=dict)
 
     def turns(self, quick: bool) -> Iterator[int]:
         """Yield the number of each round, as long as there is time."""
@@ -229,7 +234,10 @@ class Plan:
         ours, theirs = (seconds[name] for name in sides)
         by_round = [times[sides[0]] / times[sides[1]] for times in taken if times.keys() >= {*sides}]
         measured = ours / theirs if least or not by_round else statistics.median(by_round)
-        return replace(unmeasured, measured=measured, times=(ours, theirs))
+        turns = [times[sides[0]] / theirs for times in taken if sides[0] in times] if least else by_round
+        deciles = statistics.quantiles(turns, n=10, method="inclusive") if len(turns) > 1 else [measured]
+        spread = (measured if least else deciles[0], deciles[-1])
+        return replace(unmeasured, measured=measured, times=(ours, theirs), spread=spread)
 
     def _holds(self, ratio: Ratio, seconds: Mapping[str, float]) -> bool:
         """Return whether the bound of a ratio holds here. A side that is left out takes forever."""

@@ -1,47 +1,95 @@
-"""Write the figures below the README's examples from docs/figures/bench."""
+"""Write the sentences of the README and of docs/benchmarks.md that have figures from docs/figures/bench."""
 
 import re
+import statistics
+from typing import Any
 
 from . import tables
 from .pictures import speed
 
+PAGES = (speed.README, tables.DOCS / "benchmarks.md")
 _BETWEEN = re.compile(r"(?<=<!-- figure of )(?P<name>\w+): make docs -->\n.*?(?=<!-- end -->)", re.DOTALL)
-_LLAMA = "LLaMA 1.1 B, 1 token"
-_BERT = "BERT base, 4 x 128 tokens"
+_LLAMA, _BERT = "LLaMA 1.1 B, 1 token", "BERT base, 4 x 128 tokens"
 
 
 def sentences() -> dict[str, str]:
-    """Return the sentence below each example, by its name."""
+    """Return each sentence by its name."""
     run = tables.run_of(speed.BENCHMARK)
-    threads = speed.threads_of(run)
-    measured = {
-        each["what"]: each["measured"]
-        for each in run["results"]
-        if each["threads"] == threads and each["against"] == "float32"
-    }
-
-    def time(model: str, way: str) -> str:
-        value = measured[f"{model}, {way}"]
-        return "no time" if value is None else f"{value:.2f}"
-
+    found = speed.times(run)
+    bert, llama = ({way: speed.number(time) for way, time in found[case].items()} for case in (_BERT, _LLAMA))
+    threads, slower = speed.threads_of(run), len(speed.without_gain(found))
     where = f"{run['environment']['cpu']}, {threads} thread{'s' * (threads > 1)}"
     return {
-        "region": f"BERT base, 4 x 128 tokens, takes **{time(_BERT, 'a plain region')}** of float32's time ({where}).",
-        "cache": f"A LLaMA of 1.1 billion weights decodes a token in **{time(_LLAMA, 'WeightCache')}** of float32's "
-        f"time; under `torch.autocast` it takes {time(_LLAMA, 'torch.autocast')}, and as a bfloat16 copy "
-        f"{time(_LLAMA, 'a bfloat16 copy')}.",
-        "int8": f"The same LLaMA takes **{time(_LLAMA, 'int8')}** of float32's time, and BERT {time(_BERT, 'int8')}.",
+        "region": f"BERT base, 4 x 128 tokens, takes **{bert[speed.PLAIN]}** of float32's time in a plain region and "
+        f"{bert[speed.TORCH]} under `torch.autocast` ({where}). In {slower} of {len(found)} cases a plain region is "
+        "[no faster](docs/benchmarks.md#where-a-region-is-no-faster) than the faster of float32 and `torch.autocast`.",
+        "cache": f"A LLaMA of 1.1 billion weights decodes a token in **{llama['WeightCache']}** of float32's time; "
+        f"in a plain region it takes {llama[speed.PLAIN]}, under `torch.autocast` {llama[speed.TORCH]}, and as a "
+        f"bfloat16 copy {llama['a bfloat16 copy']}.",
+        "int8": f"The same LLaMA takes **{llama['int8']}** of float32's time, and BERT {bert['int8']}.",
+        "noise": _noise(found),
+        "slower": f"In {slower} of {len(found)} cases a plain region takes at least "
+        f"{speed.GAIN:.2f} of the time of the faster of float32 and `torch.autocast`.",
+        "int4": _int4(),
+        "memory": _memory(),
+        "compiled": _compiled(),
     }
 
 
-def updated(readme: str) -> str:
-    """Return the README with the current figures."""
+def _noise(found: dict[str, speed.Times]) -> str:
+    """Say by how much processes, and turns, of the same work differ."""
+    again = [abs(each.least - 1) for of in found.values() if (each := of.get(speed.AGAIN))]
+    turns = [each.most / each.least - 1 for of in found.values() for each in of.values() if each and each.most]
+    sentence = (
+        f"float32 in two processes differs by {statistics.median(again):.0%} in half of the {len(again)} cases, and by "
+        f"up to {max(again):.0%}: differences below that are no differences."
+    )
+    if turns:
+        sentence += f" Half of the lines are longer than {statistics.median(turns):.0%} of their bar."
+    return sentence
+
+
+def _measured(benchmark: str) -> dict[tuple[str, str], Any]:
+    """Return the figures of a benchmark on the number of threads that is shown, by case and baseline."""
+    run = tables.run_of(benchmark)
+    threads = speed.threads_of(run)
+    return {(each["what"], each["against"]): each["measured"] for each in run["results"] if each["threads"] == threads}
+
+
+def _int4() -> str:
+    one, many = (_measured("int4")[f"LLaMA 1.1 B, {tokens}, int4", "int8"] for tokens in ("1 token", "128 tokens"))
+    return f"int4 takes {one:.2f} of int8's time to decode a token with LLaMA, and {many:.2f} for 128 tokens at once."
+
+
+def _memory() -> str:
+    found, ways = _measured("occupied"), ("float32", "a WeightCache", "int8", "int4")
+    own, mapped = (
+        ", ".join(f"{way} {found[f'LLaMA 1.1 B, {way}{kind}', '-']:,.0f} MB" for way in ways)
+        for kind in ("", ", weights mapped")
+    )
+    return f"A process with LLaMA: {own}. With its weights mapped from a file: {mapped}."
+
+
+def _compiled() -> str:
+    what, found = "GPT-2 small, 1 token, WeightCache", _measured("compiled")
+    against = (
+        f"{found[what, f'compiled {other}']:.2f} of a compiled {name}'s time" for other, name in _COMPILED.items()
+    )
+    return f"Compiled, GPT-2 decodes a token with a WeightCache in {', '.join(against)}."
+
+
+_COMPILED = {"torch": "`torch.autocast`", "bfloat16": "bfloat16 copy", "float32": "float32 model"}
+
+
+def updated(page: str) -> str:
+    """Return a page with the current figures."""
     found = sentences()
-    return _BETWEEN.sub(lambda match: f"{match['name']}: make docs -->\n{found[match['name']]}\n", readme)
+    return _BETWEEN.sub(lambda match: f"{match['name']}: make docs -->\n{found[match['name']]}\n", page)
 
 
 def main() -> None:
-    """Write the README if a figure has changed."""
-    readme = speed.README.read_text(encoding="utf-8")
-    if updated(readme) != readme:
-        speed.README.write_text(updated(readme), encoding="utf-8")
+    """Write the pages if a figure has changed."""
+    for path in PAGES:
+        page = path.read_text(encoding="utf-8")
+        if updated(page) != page:
+            path.write_text(updated(page), encoding="utf-8")

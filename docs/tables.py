@@ -1,6 +1,5 @@
-"""Write the tables of docs/benchmarks.md from docs/figures/bench."""
+"""Write the tables of docs/benchmark-tables.md from docs/figures/bench."""
 
-import functools
 import json
 import re
 from collections.abc import Iterator, Sequence
@@ -8,12 +7,10 @@ from pathlib import Path
 from typing import Any
 
 DOCS = Path(__file__).parent
-PAGE = DOCS / "benchmarks.md"
+PAGE = DOCS / "benchmark-tables.md"
 FIGURES = DOCS / "figures" / "bench"
-_BETWEEN = re.compile(
-    r"(?<=<!-- )(?P<kind>figures|bounds|times) of (?P<names>[\w -]+) -->\n.*?(?=<!-- end -->)", re.DOTALL
-)
-_MAX_ROWS = 72
+_BETWEEN = re.compile(r"(?<=<!-- )(?P<kind>figures|times) of (?P<names>[\w -]+) -->\n.*?(?=<!-- end -->)", re.DOTALL)
+_MAX_ROWS = 12
 """Longer tables show only the rows that missed their bounds, and means."""
 
 
@@ -28,13 +25,19 @@ def has_results(name: str) -> bool:
     return (FIGURES / f"{name}.json").exists()
 
 
-def machine(run: dict[str, Any]) -> str:
-    """Return a description of the machine of a run."""
-    about, quick = run["environment"], ", with fewer repeats (`--quick`)" if run["quick"] else ""
-    limits = "".join(f", {name}={value}" for name, value in run.get("variables", {}).items())
-    gpu = "" if about.get("gpu", "none") == "none" else f"{about['gpu']}, "
-    cpu = f"{about['cpu']}, {about['cores']} cores"
-    return f"{gpu}{cpu}, Python {about['python']}, torch {about['torch']}{limits}{quick}"
+def machine(run: dict[str, Any], threads: int = 0) -> str:
+    """Return a description of the machine of a run, and of the number of threads, if it is given."""
+    about = run["environment"]
+    parts = [
+        *([] if about.get("gpu", "none") == "none" else [about["gpu"]]),
+        f"{about['cpu']}, {about['cores']} cores",
+        *([f"{threads} thread{'s' * (threads > 1)}"] if threads else []),
+        f"torch {about['torch']}",
+        about["date"],
+        *(f"{name}={value}" for name, value in run.get("variables", {}).items()),
+        *(["with fewer repeats (`--quick`)"] if run["quick"] else []),
+    ]
+    return ", ".join(parts)
 
 
 def command(names: Sequence[str]) -> str:
@@ -106,19 +109,10 @@ def _results(names: Sequence[str]) -> Iterator[list[dict[str, Any]]]:
             yield run_of(name)["results"]
 
 
-def table(names: Sequence[str], *, only_bounds: bool = False) -> str:
-    """Return a Markdown table of some benchmarks, after what `_intro` returns.
-
-    Args:
-        names: the benchmarks.
-        only_bounds: whether to leave out figures without a bound.
-    """
-    results: list[dict[str, Any]] = []
-    shown: list[dict[str, Any]] = []
-    for run in _results(names):
-        kept = [each for each in run if not only_bounds or each["at_most"] is not None or each.get("note")]
-        results += kept
-        shown += _shown(kept)
+def table(names: Sequence[str]) -> str:
+    """Return a Markdown table of some benchmarks, after what `_intro` returns."""
+    results = [each for run in _results(names) for each in run]
+    shown = [each for run in _results(names) for each in _shown(run)]
     intro = _intro(names)
     if not results:
         return f"{intro}\n"
@@ -128,13 +122,12 @@ def table(names: Sequence[str], *, only_bounds: bool = False) -> str:
 
 
 def times(names: Sequence[str]) -> str:
-    """Return a Markdown table for the fewest and the most threads: the times of all sides relative to float32's."""
+    """Return a Markdown table for the most threads: the times of all sides relative to float32's."""
     parts = [_intro(names)]
     for name, results in zip((each for each in names if has_results(each)), _results(names), strict=True):
-        numbers = {result["threads"] for result in results}
-        for threads in sorted({min(numbers), max(numbers)}):
-            title = f"`{name}`, {threads} thread{'s' if threads > 1 else ''}: time, where float32 takes 1:"
-            parts += [title, _times([each for each in results if each["threads"] == threads])]
+        threads = max(result["threads"] for result in results)
+        title = f"`{name}`, {threads} thread{'s' if threads > 1 else ''}: time, where float32 takes 1:"
+        parts += [title, _times([each for each in results if each["threads"] == threads])]
     return "\n\n".join(parts) + "\n"
 
 
@@ -145,6 +138,8 @@ def _times(results: Sequence[dict[str, Any]]) -> str:
         if result["against"] != "float32":
             continue
         side = result["sides"][0]
+        if side == "float32":
+            continue
         cells = cases.setdefault(result["what"].removesuffix(f", {side}"), {})
         cells[side] = "-" if result["measured"] is None else f"{result['measured']:.2f}"
         if result["measured"] is not None:
@@ -153,12 +148,10 @@ def _times(results: Sequence[dict[str, Any]]) -> str:
     columns = list(dict.fromkeys(["float32", *(side for cells in cases.values() for side in cells)]))
     lines = [["", *columns], ["---", *("--:" for _ in columns)]]
     lines += [[case, *(cells.get(column, "") for column in columns)] for case, cells in cases.items()]
-    reasons = list(dict.fromkeys(each["skipped"] for each in results if each["skipped"]))
-    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    return f"{table}\n\n\\-: {'; '.join(reasons)}." if reasons else table
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-_MAKE = {"figures": table, "bounds": functools.partial(table, only_bounds=True), "times": times}
+_MAKE = {"figures": table, "times": times}
 
 
 def updated(page: str) -> str:

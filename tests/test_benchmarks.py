@@ -19,9 +19,7 @@ EACH = {
     "compiled",
     "fastest",
     "few-rows",
-    "gpt2",
     "int4",
-    "linears",
     "low-bit",
     "numerics",
     "ops",
@@ -41,31 +39,12 @@ def timing(catalog):
     return pytest.importorskip("benchmarks.timing")
 
 
-def test_benchmarks_that_depend_on_threads_run_on_1_2_4_and_all(catalog, monkeypatch):
+def test_benchmarks_that_depend_on_threads_run_on_1_2_4_and_all_but_no_more_than_there_are(catalog, monkeypatch):
     assert {name for name, entry in catalog.BENCHMARKS.items() if entry.threads is catalog.each} == EACH
-    for processors, threads in ((1, (1, 2, 4)), (2, (1, 2, 4)), (4, (1, 2, 4)), (16, (1, 2, 4, 16))):
+    for processors, threads in ((1, (1,)), (2, (1, 2)), (3, (1, 2, 3)), (4, (1, 2, 4)), (16, (1, 2, 4, 16))):
         monkeypatch.setattr(catalog, "all_of_them", lambda processors=processors: (processors,))
         assert catalog.each() == threads
         assert catalog.one_and_all() == tuple(sorted({1, processors}))
-
-
-@pytest.mark.parametrize(
-    ("cpuinfo", "name"),
-    [
-        (
-            "vendor_id\t: AuthenticAMD\ncpu family\t: 25\nmodel\t\t: 17\nmodel name\t: AMD EPYC\n",
-            "AMD EPYC, Zen 4 (Genoa)",
-        ),
-        ("vendor_id : GenuineIntel\ncpu family : 6\nmodel : 143\nmodel name : Xeon", "Xeon, Sapphire Rapids"),
-        ("vendor_id : HygonGenuine\ncpu family : 24\nmodel : 1\nmodel name : C86", "C86, family 24, model 1"),
-        ("BogoMIPS : 50\nCPU implementer : 0x41\nCPU part : 0xd40\n\nCPU part : 0xd0c", "Arm Neoverse V1"),
-        ("CPU implementer : 0x99\nCPU part : 0x001", "Arm, implementer 0x99, part 0x001"),
-        ("isa : rv64", ""),
-    ],
-    ids=["amd", "intel", "unknown", "arm", "unknown-arm", "none"],
-)
-def test_a_processor_is_named_with_its_generation(catalog, cpuinfo, name):
-    assert pytest.importorskip("benchmarks.processor").named(cpuinfo) == name
 
 
 def test_a_plan_ends_after_its_rounds_or_its_seconds_but_not_before_three(timing):
@@ -88,6 +67,27 @@ def test_the_fastest_of_several_sides_counts(timing):
     (median,), (least,) = plan.results(taken), plan.results(taken, least=True)
     assert (median.measured, median.times, median.sides) == (1.5, (3.0, 2.0), ("a", "c"))
     assert (least.measured, least.times, least.sides) == (1.0, (1.0, 1.0), ("a", "b"))
+
+
+def test_sides_with_a_base_are_compared_relative_to_it_in_their_own_process(timing):
+    results_of = pytest.importorskip("benchmarks.apart").results_of
+    ratios = [timing.Ratio("a", "b", "ours", "theirs", None), timing.Ratio("a", "b", "again", "base", None)]
+    bases = {"base": "base", "ours": "base", "theirs": "again"}
+    plan = timing.Plan(ratios, once={"theirs": 6.0}, bases=bases)
+    slow_process = [{"base": 4.0, "ours": 2.0, "again": 3.0}, {"base": 5.0, "ours": 3.0, "again": 3.5}]
+    fast_process = [{"base": 2.0, "ours": 1.2, "again": 3.0}]
+    compared, again = results_of(plan, [slow_process, fast_process], least=True)
+    assert compared.measured == pytest.approx((2.0 / 4.0) / (6.0 / 3.0))
+    assert again.measured == 3.0 / 2.0
+    assert results_of(timing.Plan(ratios[:1]), [[{"ours": 1.0, "theirs": 2.0}]])[0].measured == 0.5
+
+
+def test_the_spread_reaches_to_the_time_of_nine_turns_in_ten(timing):
+    plan = timing.Plan([timing.Ratio("a", "b", "ours", "theirs", None)])
+    taken = [{"ours": 1.0 + number / 10, "theirs": 2.0 + number} for number in range(11)]
+    assert plan.results(taken, least=True)[0].spread == pytest.approx((0.5, 0.95))
+    assert plan.results(taken)[0].spread == pytest.approx((1.9 / 11, 1.1 / 3))
+    assert plan.results([{"ours": 1.0, "theirs": 4.0}], least=True)[0].spread == (0.25, 0.25)
 
 
 def test_a_bound_may_hold_only_where_a_side_is_slow(timing):

@@ -18,7 +18,7 @@ import polycast_plugins.observe
 ROOT = Path(polycast.__file__).parent
 SOURCES = Path(__file__).parent.parent
 PLUGINS = Path(polycast_plugins.observe.__file__).parents[1]
-GENERATED = {"docs/modules.md", "docs/benchmarks.md"}
+GENERATED = {"docs/modules.md", "docs/benchmark-tables.md"}
 LAYERS = [
     {"cli", "testing"},
     {"dropin", "integrations"},

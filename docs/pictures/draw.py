@@ -8,7 +8,9 @@ DOCS = Path(__file__).parent.parent
 PICTURES = {
     "architecture.svg": architecture.draw,
     "devices.svg": devices.draw,
+    "gpu.svg": speed.draw_gpu,
     "report.svg": report.draw,
+    "slower.svg": speed.draw_slower,
     "speed.svg": speed.draw,
 }
 

@@ -1,6 +1,9 @@
-"""Time of models in float32, under torch.autocast, as a bfloat16 copy, and on polycast."""
+"""Times of models in every way to run them: bars of some, and all cases in which a plain region gains nothing."""
 
+import math
 import re
+import textwrap
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -9,13 +12,23 @@ from .svg import Picture
 
 README = Path(__file__).parent.parent.parent / "README.md"
 _IN_README = re.compile(r"!\[[^\]]*\]\(docs/speed\.svg\)")
-BENCHMARK = "fastest"
+BENCHMARK, GPU = "fastest", "gpu"
+FLOAT32, TORCH, PLAIN, AGAIN = "float32", "torch.autocast", "a plain region", "float32, in torch.autocast's process"
 MODELS = {
     "LLaMA 1.1 B, 1 token": "LLaMA of 1.1 billion weights, decoding a token",
     "GPT-2 small, 1 token": "GPT-2 small, decoding a token",
     "GPT-2 small, 128 tokens": "GPT-2 small, 128 tokens at once",
     "BERT base, 4 x 128 tokens": "BERT base, 4 x 128 tokens",
 }
+ON_GPU = {
+    "LLaMA 1.1 B, 2,048 tokens": "LLaMA of 1.1 billion weights, 2,048 tokens at once",
+    "GPT-2 small, 1 token": "GPT-2 small, decoding a token",
+    "BERT base, 32 x 128 tokens": "BERT base, 32 x 128 tokens",
+    "BERT base, training step of 32 x 128 tokens": "BERT base, training step of 32 x 128 tokens",
+}
+GAIN = 0.98
+"""A plain region gains nothing where it takes at least this part of the time of the faster of float32 and
+torch.autocast."""
 
 
 class Bar(NamedTuple):
@@ -26,19 +39,26 @@ class Bar(NamedTuple):
 
 
 BARS = {
-    "float32": Bar("float32", "warm"),
-    "torch.autocast": Bar("torch.autocast", "other"),
-    "a bfloat16 copy": Bar("a bfloat16 copy", "copy"),
+    FLOAT32: Bar("float32", "warm"),
+    TORCH: Bar("torch.autocast", "other"),
+    "a bfloat16 copy": Bar("bfloat16 copy", "copy"),
+    "a float16 copy": Bar("float16 copy", "copy"),
+    PLAIN: Bar("polycast, plain region", "ours"),
     "WeightCache": Bar("polycast, WeightCache", "ours"),
-    "fastest, WeightCache": Bar("polycast, fastest, WeightCache", "ours"),
+    "fastest, WeightCache": Bar("polycast, fastest + cache", "ours"),
     "int8": Bar("polycast, int8", "ours"),
 }
 
 
-def times(results: list[dict[str, Any]], model: str) -> dict[str, float | None]:
-    """Return the time of each way relative to float32; None if it was left out."""
-    measured = {each["what"]: each["measured"] for each in results if each["against"] == "float32"}
-    return {way: 1.0 if way == "float32" else measured[f"{model}, {way}"] for way in BARS}
+class Time(NamedTuple):
+    """A time relative to the base's: the least, and that of nine turns in ten, None in figures without it."""
+
+    least: float
+    most: float | None = None
+
+
+Times = Mapping[str, Time | None]
+"""By way; None if it was left out."""
 
 
 def threads_of(run: dict[str, Any]) -> int:
@@ -47,50 +67,136 @@ def threads_of(run: dict[str, Any]) -> int:
     return 2 if 2 in numbers else int(numbers[-1])
 
 
-def _machine(run: dict[str, Any], threads: int) -> str:
-    """Return the machine, the settings and the command of the measurement."""
-    about, quick = run["environment"], " --quick" if run["quick"] else ""
-    command = f'make bench BENCH="--save --only {BENCHMARK}{quick}"'
-    number = f"{threads} thread{'s' * (threads > 1)}"
-    return f"{about['cpu']}, {about['cores']} cores, {number}, torch {about['torch']}; {command}"
+def times(run: dict[str, Any], base: str = FLOAT32) -> dict[str, Times]:
+    """Return the times of all cases relative to those of one way."""
+    threads, seconds = threads_of(run), dict[str, dict[str, Time | None]]()
+    for each in (each for each in run["results"] if each["threads"] == threads and each["sides"][0]):
+        ours, theirs = each["sides"]
+        of_case = seconds.setdefault(each["what"].removesuffix(f", {ours}"), {})
+        if each["times"] is None:
+            of_case[ours] = None
+            continue
+        spread, (least, of_other) = each.get("spread"), each["times"]
+        of_case[ours] = Time(least, spread[1] * of_other if spread else None)
+        of_case.setdefault(theirs, Time(of_other))
+    return {
+        case: {
+            way: each and Time(each.least / unit.least, each.most and each.most / unit.least)
+            for way, each in of.items()
+        }
+        for case, of in seconds.items()
+        if (unit := of.get(base))
+    }
 
 
-def draw() -> Picture:
-    """Draw bars of the times, relative to float32."""
-    run = tables.run_of(BENCHMARK)
-    threads = threads_of(run)
-    results = [each for each in run["results"] if each["threads"] == threads]
-    groups = {title: times(results, model) for model, title in MODELS.items()}
+def number(time: Time | None) -> str:
+    """Return the time as text."""
+    return "left out" if time is None else f"{time.least:.2f}"
+
+
+def without_gain(by_case: Mapping[str, Times]) -> list[tuple[float, str]]:
+    """Return the cases in which a plain region gains nothing, and its time relative to the faster other way."""
+    found = []
+    for case, of in by_case.items():
+        others = [each.least for each in (of[FLOAT32], of[TORCH]) if each is not None]
+        plain = of[PLAIN]
+        if plain is None or plain.least >= GAIN * min(others):
+            found.append((math.inf if plain is None else plain.least / min(others), case))
+    return sorted(found, reverse=True)
+
+
+def _footer(picture: Picture, y: float, benchmark: str, *lines: str) -> None:
+    """Write the machine, the settings and the command of the measurement, and what the marks mean."""
+    run = tables.run_of(benchmark)
+    where = textwrap.wrap(f"{tables.machine(run, threads_of(run))};", 84)
+    for place, line in enumerate([*lines, *where, tables.command([benchmark]).strip("`")]):
+        picture.text(16, y + 16 * place, line, "quiet", size=11)
+
+
+def _bars(benchmark: str, cases: Mapping[str, str], base: str) -> Picture:
+    """Draw the bars of some cases."""
+    found = times(tables.run_of(benchmark), base)
+    groups = {title: {way: found[case][way] for way in BARS if way in found[case]} for case, title in cases.items()}
     described = "; ".join(
-        f"{title}: {', '.join(f'{BARS[way].name} {_number(time)}' for way, time in by_way.items())}"
+        f"{title}: {', '.join(f'{BARS[way].name} {number(time)}' for way, time in by_way.items())}"
         for title, by_way in groups.items()
     )
-    height, top = 56 + 24 * len(BARS), 62
-    bottom = top + height * len(groups)
-    picture = Picture(
-        760,
-        bottom + 24,
-        "Time in float32, under torch.autocast, of a bfloat16 copy, and on polycast",
-        f"Time, where float32 takes 1. {described}.",
-    )
-    picture.text(24, 34, "Time, float32 = 1", "bold", size=16)
-    picture.text(736, 34, "less is better", "quiet", size=12, anchor="end")
-    left, full = 228, 440 / max(1.0, *(time or 0 for by_way in groups.values() for time in by_way.values()))
-    for number, (title, by_way) in enumerate(groups.items()):
-        y = top + height * number
-        picture.text(24, y + 10, title, "bold", size=13)
-        for place, (way, time) in enumerate(by_way.items()):
-            row = y + 22 + 24 * place
-            length = full * (time or 0)
-            picture.text(left - 12, row + 13, BARS[way].name, "quiet", size=12.5, anchor="end")
-            picture.box(left, row, length, 17, BARS[way].kind, radius=3)
-            picture.text(left + length + 8, row + 13, _number(time), "bold", size=12.5)
-    picture.text(24, bottom + 6, _machine(run, threads), "quiet", size=11)
+    top, rows = 56, sum(map(len, groups.values()))
+    bottom = top + 42 * len(groups) + 20 * rows
+    named = f"Time, where {base} takes 1"
+    picture = Picture(540, bottom + 72, f"{named}, of models in every way to run them", f"{named}. {described}.")
+    picture.text(16, 30, f"Time, {base} = 1", "bold", size=16)
+    picture.text(524, 30, "less is better", "quiet", size=12, anchor="end")
+    ends = (end for by_way in groups.values() for time in by_way.values() if time for end in time if end)
+    left, full, y = 186, 296 / max(1.0, *ends), top
+    for title, by_way in groups.items():
+        picture.text(16, y + 8, title, "bold", size=14)
+        y += 20
+        for way, time in by_way.items():
+            picture.text(left - 10, y + 12, BARS[way].name, "quiet", size=13, anchor="end")
+            end = full * time.least if time else 0
+            picture.box(left, y, end, 15, BARS[way].kind, radius=2)
+            if time and time.most:
+                picture.line(left + end, y + 7.5, left + full * time.most, y + 7.5, "spread")
+                end = full * time.most
+            picture.text(left + end + 7, y + 12, number(time), "bold", size=13)
+            y += 20
+        y += 22
+    _footer(picture, bottom + 8, benchmark, "Bar: the least time. Line: up to the time of nine turns in ten.")
     return picture
 
 
-def _number(time: float | None) -> str:
-    return "left out" if time is None else f"{time:.2f}"
+def draw() -> Picture:
+    """Draw the times of common models."""
+    return _bars(BENCHMARK, MODELS, FLOAT32)
+
+
+def draw_gpu() -> Picture:
+    """Draw the times of models on a GPU."""
+    return _bars(GPU, ON_GPU, TORCH)
+
+
+def draw_slower() -> Picture:
+    """Draw the times of all cases in which a plain region gains nothing, on a logarithmic axis."""
+    found = times(tables.run_of(BENCHMARK))
+    cases = [case for _, case in without_gain(found)]
+    ways = {TORCH: "other", PLAIN: "ours", "the best recipe": "good"}
+    top, bottom = 78, 78 + 38 * len(cases)
+    described = "; ".join(
+        f"{case}: {', '.join(f'{BARS[way].name} {number(found[case][way])}' for way in (TORCH, PLAIN))}"
+        for case in cases
+    )
+    title = "No faster than torch.autocast or float32"
+    picture = Picture(540, bottom + 92, title, f"{title}: time, where float32 takes 1. {described}.")
+    picture.text(16, 30, f"{title}: {len(cases)} of {len(found)} cases", "bold", size=16)
+    for place, (way, kind) in enumerate(ways.items()):
+        picture.dot(22 + 180 * place, 50, kind)
+        picture.text(32 + 180 * place, 54, BARS[way].name if way in BARS else way, "quiet", size=13)
+
+    def x_of(value: float) -> float:
+        return 270 + 72 * math.log2(min(max(value, 0.125), 9.0))
+
+    ticks = (0.125, 0.25, 0.5, 1, 2, 4, 8)
+    for tick in ticks:
+        picture.text(x_of(tick), bottom + 16, f"{tick:g}", "quiet", size=12, anchor="middle")
+    for place, case in enumerate(cases):
+        y = top + 38 * place
+        picture.text(16, y + 8, case, "", size=13)
+        for tick in ticks:
+            picture.line(x_of(tick), y + 13, x_of(tick), y + 27, "spread" if tick == 1 else "line")
+        recipes = [each for way, each in found[case].items() if way.startswith(("fastest", "int8")) and each]
+        marks = {TORCH: found[case][TORCH], PLAIN: found[case][PLAIN], "the best recipe": min(recipes)}
+        for way, time in marks.items():
+            if time is not None:
+                picture.line(x_of(time.least), y + 20, x_of(time.most or time.least), y + 20, "spread")
+                picture.dot(x_of(time.least), y + 20, ways[way])
+    _footer(
+        picture,
+        bottom + 38,
+        BENCHMARK,
+        "Time, float32 = 1: less is better. Dot: the least time. Line: up to that of nine turns in ten.",
+    )
+    return picture
 
 
 def described(readme: str) -> str:

@@ -6,6 +6,7 @@ _STYLE = """
 .ground { fill: #ffffff; stroke: #d0d7de; }
 .panel { fill: #f6f8fa; stroke: #d0d7de; }
 .line { stroke: #d0d7de; fill: none; }
+.spread { stroke: #1f2328; fill: none; stroke-width: 1.5; }
 .arrow { stroke: #57606a; fill: none; stroke-width: 1.5; }
 .head { fill: #57606a; }
 .track { fill: #eaeef2; }
@@ -25,6 +26,7 @@ text { fill: #1f2328; font-family: system-ui, -apple-system, "Segoe UI", "DejaVu
   .ground { fill: #0d1117; stroke: #30363d; }
   .panel { fill: #161b22; stroke: #30363d; }
   .line { stroke: #30363d; }
+  .spread { stroke: #e6edf3; }
   .arrow { stroke: #9198a1; }
   .head { fill: #9198a1; }
   .track { fill: #21262d; }
@@ -68,9 +70,13 @@ class Picture:
             f'<text{about} x="{x:g}" y="{y:g}" font-size="{size:g}" text-anchor="{anchor}">{escape(words)}</text>'
         )
 
-    def line(self, x: float, y: float, to_x: float, to_y: float) -> None:
+    def line(self, x: float, y: float, to_x: float, to_y: float, kind: str = "line") -> None:
         """Draw a thin line."""
-        self._parts.append(f'<path class="line" d="M{x:g} {y:g}L{to_x:g} {to_y:g}"/>')
+        self._parts.append(f'<path class="{kind}" d="M{x:.1f} {y:g}L{to_x:.1f} {to_y:g}"/>')
+
+    def dot(self, x: float, y: float, kind: str) -> None:
+        """Draw a dot; `kind` is a class of the style."""
+        self._parts.append(f'<circle class="{kind}" cx="{x:.1f}" cy="{y:g}" r="5"/>')
 
     def arrow(self, *points: tuple[float, float]) -> None:
         """Draw an arrow along points; its last segment must be horizontal or vertical."""

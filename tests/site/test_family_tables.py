@@ -43,7 +43,7 @@ def test_a_family_has_shares_errors_and_times(families, tmp_path, monkeypatch):
     monkeypatch.setattr(families.tables, "FIGURES", tmp_path)
     run = {
         "quick": True,
-        "environment": {"cpu": "a CPU", "cores": 4, "python": "3.11", "torch": "2.13"},
+        "environment": {"date": "2026-01-31", "cpu": "a CPU", "cores": 4, "torch": "2.13"},
         "results": [*times("A, b, 1 token", 0.5, 0.4, 0.6), *times("A, b, 128 tokens", None, 1.2, None)],
         "accuracy": [
             score("A, b, 128 tokens", "share of FLOPs", int8=0.984, int4=0.0, note="attention 2%"),

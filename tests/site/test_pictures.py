@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent.parent
 DOCS = ROOT / "docs"
-PICTURES = ["architecture.svg", "devices.svg", "report.svg", "speed.svg"]
+PICTURES = ["architecture.svg", "devices.svg", "gpu.svg", "report.svg", "slower.svg", "speed.svg"]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
@@ -50,10 +50,67 @@ def test_pictures_of_readme_have_alternative_text():
     assert len(re.findall(r"!\[", README)) == 3
 
 
-def test_readme_has_the_current_figures(module):
-    assert module("readme_figures").updated(README) == README
+def test_pages_have_the_current_figures(module):
+    for page in module("readme_figures").PAGES:
+        assert module("readme_figures").updated(page.read_text(encoding="utf-8")) == page.read_text(encoding="utf-8")
     for name in ("region", "cache", "int8"):
         assert re.search(rf"<!-- figure of {name}: make docs -->\n.*\*\*\d\.\d\d\*\* of float32's time", README)
+
+
+@pytest.fixture
+def run():
+    """Return the saved run of a benchmark of two cases: in the first all ways gain, in the second the region loses."""
+
+    def result(case, way, seconds, of_float32, spread=None):
+        return {
+            "what": f"{case}, {way}",
+            "against": "float32",
+            "measured": seconds and seconds / of_float32,
+            "times": seconds and [seconds, of_float32],
+            "sides": [way, "float32"],
+            "threads": 2,
+            "spread": spread,
+        }
+
+    again = "float32, in torch.autocast's process"
+    return {
+        "results": [
+            result("a, b", "torch.autocast", 1.2, 2.0),
+            result("a, b", "a plain region", 1.0, 2.0, [0.5, 0.6]),
+            result("a, b", again, 2.2, 2.0),
+            result("c", "torch.autocast", None, 2.0),
+            result("c", "a plain region", 1.98, 2.0),
+            result("c", again, 2.0, 2.0),
+        ]
+    }
+
+
+def test_times_are_relative_to_float32_with_the_end_of_their_spread(module, run):
+    speed = module("pictures.speed")
+    found = speed.times(run)
+    assert found["a, b"]["a plain region"] == pytest.approx((0.5, 0.6))
+    assert (found["a, b"]["torch.autocast"], found["a, b"]["float32"]) == ((0.6, None), (1.0, None))
+    assert found["c"]["torch.autocast"] is None
+
+
+def test_a_region_gains_nothing_where_it_takes_as_long_as_float32_or_torch(module, run):
+    speed = module("pictures.speed")
+    assert speed.without_gain(speed.times(run)) == [(0.99, "c")]
+    run["results"][0]["times"][0] = 1.0
+    assert [case for _, case in speed.without_gain(speed.times(run))] == ["a, b", "c"]
+
+
+def test_the_sentence_about_noise_is_computed_from_float32_in_two_processes(module, run):
+    figures = module("readme_figures")
+    assert "differs by 5% in half of the 2 cases, and by up to 10%" in figures._noise(figures.speed.times(run))
+
+
+@pytest.mark.parametrize("name", ["gpu.svg", "slower.svg", "speed.svg"])
+def test_a_picture_of_times_names_the_machine_threads_date_and_command(name):
+    text = (DOCS / name).read_text(encoding="utf-8")
+    assert re.search(r"\d+ cores, \d+ threads?, torch 2\.\d+", text)
+    assert re.search(r"20\d\d-\d\d-\d\d", text)
+    assert re.search(r"make bench BENCH=&quot;--save --only \w+&quot;", text)
 
 
 def test_readme_has_the_current_test_matrix(module):
