@@ -115,7 +115,7 @@ wheels: $(VENV)/package.stamp
 	set -e; for torch in $(TORCHES); do \
 		rm -rf $(VENV)-engine; \
 		$(PYTHON) -m venv $(VENV)-engine; \
-		$(VENV)-engine/bin/python -m pip install --quiet --no-compile "$$torch" numpy "$$(echo dist/*-none-any.whl)"; \
+		$(VENV)-engine/bin/python -m pip install --quiet --no-compile "$$torch" numpy "$$(echo dist/*-none-any.whl)[cli]"; \
 		$(VENV)-engine/bin/python tools/prebuild.py build/engines polycast_plugins.quantize.cpu.native; \
 		rm -rf $(VENV)-engine; \
 	done
@@ -146,12 +146,12 @@ $(VENV)/wheel.stamp: $(VENV)/torch.stamp $(SOURCES)
 
 $(VENV)/package.stamp: $(VENV)/wheel.stamp
 	$(VENV)/bin/python -m pip uninstall --quiet --yes polycast
-	$(VENV)/bin/python -m pip install --no-compile "$$(echo dist/*-none-any.whl)"
+	$(VENV)/bin/python -m pip install --no-compile "$$(echo dist/*-none-any.whl)[all]"
 	touch $@
 
 # Importing what the demo imports compiles its bytecode, in parallel with the C++.
 $(VENV)/demo.stamp: $(VENV)/package.stamp
-	$(VENV)/bin/python -m pip install --no-compile scikit-learn
+	$(VENV)/bin/python -m pip install --no-compile "$$(echo dist/*-none-any.whl)[demo]"
 	$(VENV)/bin/python -c "import sklearn.datasets, torch._dynamo"
 	touch $@
 

@@ -30,13 +30,15 @@ def tests(session: nox.Session, torch: str) -> None:
 @nox.session(python=MATRIX[0]["python"])
 def floors(session: nox.Session) -> None:
     """Run the tests of what uses the requirements on the lowest version of each, and the lowest torch."""
-    requirements = [each.partition(";")[0].strip() for each in PROJECT["project"]["dependencies"]]
+    of_extras = (PROJECT["project"]["optional-dependencies"][extra] for extra in ("report", "files", "cli"))
+    declared = [*PROJECT["project"]["dependencies"], *(each for extra in of_extras for each in extra)]
+    requirements = [each.partition(";")[0].strip() for each in declared if "[" not in each]
     lowest = [each.replace(">=", "==") for each in requirements if not each.startswith("torch")]
     constraints = Path(session.create_tmp()) / "floors.txt"
     constraints.write_text("\n".join(lowest))
     session.install(MATRIX[0]["torch"], "numpy")
     # The lowest typer uses what later versions of click deprecate.
-    session.install("--constraint", str(constraints), ".", "click==8.2.*", "hypothesis", "pytest", "pytest-xdist")
+    session.install("--constraint", str(constraints), ".[all]", "click==8.2.*", "hypothesis", "pytest", "pytest-xdist")
     tests = session.posargs or [
         "tests/plugins/cli",
         "tests/core/engine/test_weight_cache.py",

@@ -3,7 +3,7 @@
 Trains a small network on handwritten digits in each mode, shows the dtypes of its layers, and times a few large layers.
 The exit status is 1 if a network is not accurate, or if the two autocasts disagree.
 
-    pip install polycast scikit-learn
+    pip install ".[demo]"
     python examples/demo.py
 """
 

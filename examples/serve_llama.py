@@ -4,7 +4,7 @@ The float32 weights are mapped into memory from their folder. What polycast make
 by default int8) is saved once and mapped too, so that all processes share both. The model and its `generate()` are
 those of transformers.
 
-    pip install "polycast[serve]"
+    pip install ".[serve]"
     python examples/serve_llama.py --weights FOLDER --processes 2
     curl -N localhost:8000/generate -H "Content-Type: application/json" -d '{"tokens": [1, 450, 7483]}'
 

@@ -3,7 +3,7 @@
 It has a region, a gradient scaler that is enabled only if the dtype needs it, gradient accumulation over micro-batches,
 clipping, activation checkpointing (``--recompute``), and a file to resume from.
 
-    pip install polycast scikit-learn
+    pip install ".[demo]"
     python examples/train.py --dtype float16 --resume digits.pt
 """
 

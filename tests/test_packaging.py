@@ -1,5 +1,6 @@
 """The distribution: its metadata, what its wheel and sdist hold, and which copy of it the tests run on."""
 
+import ast
 import importlib.metadata
 import importlib.resources
 import os
@@ -78,24 +79,34 @@ def test_the_command_is_installed():
 def test_the_requirements_of_each_extra():
     requirements = {}
     for line in DISTRIBUTION.requires:
-        requirement, _, marker = line.partition("; extra == ")
-        requirements.setdefault(marker.strip("\"'"), []).append(requirement)
-    assert set(requirements) == {"", "bench", "docs", "serve", "test", "dev"}
-    assert set(requirements[""]) == {
-        "torch>=2.11",
-        "filelock>=3.12",
-        "jinja2>=3.1",
-        "pluggy>=1.5",
-        "typing-extensions>=4.10",
-        "rich>=14.3",
-        "safetensors>=0.5",
-        'tomli>=2; python_version < "3.11"',
-        "tomli-w>=1",
-        "typer>=0.16",
-    }
-    assert requirements["bench"] == ["transformers>=4.50"]
-    assert {"polycast[docs]", "polycast[serve]"} <= set(requirements["test"])
+        requirement, _, marker = line.partition("extra == ")
+        requirements.setdefault(marker.strip("\"'"), []).append(requirement.rstrip("; "))
+    assert set(requirements[""]) == {"torch>=2.11", "filelock>=3.12", "pluggy>=1.5", "typing-extensions>=4.10"}
+    assert requirements["all"] == ["polycast[cli]", "polycast[files]"]
+    assert requirements["cli"] == ["polycast[report]", "typer>=0.16"]
+    assert {"polycast[demo]", "polycast[docs]", "polycast[serve]"} <= set(requirements["test"])
     assert "polycast[test]" in requirements["dev"]
+
+
+NAMES = {"lightning": "pytorch-lightning"}
+"""Modules that two distributions have, and the one that an extra requires. torch brings triton where it is used."""
+
+
+def test_the_extras_together_require_each_library_that_is_imported():
+    required = {re.match(r"[\w.-]+", each)[0].lower() for each in DISTRIBUTION.requires if 'extra == "dev"' not in each}
+    imported = {}
+    for package, root in SOURCES.items():
+        for path in (root / package).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+                if isinstance(node, ast.ImportFrom) and not node.level:
+                    names = [node.module]
+                elif isinstance(node, ast.Call) and getattr(node.func, "id", "") == "library":
+                    names = [each.value for each in ast.walk(node) if isinstance(each, ast.Constant)]
+                imported |= {name.partition(".")[0]: path for name in names if isinstance(name, str)}
+    libraries = imported.keys() - sys.stdlib_module_names - SOURCES.keys() - {"tomllib", "triton"}
+    assert {"rich", "safetensors", "tomli_w", "torch", "typer"} <= libraries
+    assert {name for name in libraries if NAMES.get(name, name).replace("_", "-") not in required} == set()
 
 
 def test_each_package_says_that_it_is_typed(subtests):

@@ -4,13 +4,17 @@ And functions for exceptions of other code: `raise_if_callers` tells those that 
 """
 
 import functools
+import importlib
+import re
 import signal
 import sys
 import traceback
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import CodeType, FrameType
+from typing import Any
 
 __all__ = [
     "AutocastDisabledWarning",
@@ -79,6 +83,47 @@ def torch_is_missing() -> BaseException:
     name = Path(sys.argv[0]).stem if sys.argv else ""  # it is "-m" while Python looks for the module to run
     is_command = name == "polycast" or (name == "-m" and "polycast" in sys.orig_argv)
     return SystemExit(f"polycast: {text}") if is_command else ModuleNotFoundError(text, name="torch")
+
+
+def library(name: str) -> Any:
+    """Import a library that an extra of polycast brings.
+
+    Raises:
+        ModuleNotFoundError: it is not installed; the text names the extra, and the line that installs it.
+    """
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(missing_library(error) or str(error), name=error.name) from error
+
+
+def missing_library(error: ImportError, distribution: str = "polycast") -> str:
+    """Return which extra of a distribution has the library that an import lacks, as a sentence; "" if none has it."""
+    import importlib.metadata as installed
+
+    with suppress(installed.PackageNotFoundError):
+        for line in (error.name and installed.requires(distribution)) or ():
+            found = re.match(r"([\w.-]+)([^;]*);.*\bextra *== *['\"]([\w.-]+)", line)
+            if found and re.sub("[-_.]+", "_", found[1]).lower() == str(error.name).lower():
+                what = f"{distribution}[{found[3]}]"
+                install = _place(installed.distribution(distribution), found[3]) or f'"{found[1]}{found[2].strip()}"'
+                return f"This needs {found[1]}, which comes with {what}. Install it: pip install {install}"
+    return ""
+
+
+def _place(distribution: Any, extra: str) -> str:
+    """Return what pip has to install for an extra: where the distribution came from; "" if that no longer exists."""
+    import json
+    import urllib.request
+
+    origin = json.loads(distribution.read_text("direct_url.json") or "{}")  # absent if it came from an index
+    url, repository = origin.get("url", ""), origin.get("vcs_info", {}).get("vcs")
+    if url.startswith("file:") and not repository:
+        path = Path(urllib.request.url2pathname(url.removeprefix("file://")))
+        editable = "-e " * origin.get("dir_info", {}).get("editable", False)
+        return f'{editable}"{path}[{extra}]"' if path.exists() else ""
+    at = f" @ {repository}+{url}" if repository else url and f" @ {url}"
+    return f'"{distribution.name}[{extra}]{at}"'
 
 
 PLUGIN_ERRORS = (Exception, SystemExit)  # some libraries exit if they find no device

@@ -114,7 +114,7 @@ def test_a_button_copies_code(browser, address):
     )
     assert browser.js("document.querySelector('.copy').textContent") == "Copied"
     copied = browser.driver.execute_async_script("navigator.clipboard.readText().then(arguments[0])")
-    assert copied == "pip install .\npolycast doctor"
+    assert copied == 'pip install ".[all]"\npolycast doctor'
 
 
 def test_colours_follow_the_system(browser, address):

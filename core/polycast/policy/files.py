@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from ..common.replaced_file import replaced_file
+from ..errors import library
 from .names import hint
 from .recipe import find_kind
 
@@ -57,13 +58,9 @@ def of_text(text: str) -> dict[str, Any]:
     Raises:
         ValueError: it is not that of a policy file, or of a newer schema.
     """
-    if sys.version_info >= (3, 11):
-        import tomllib
-    else:
-        import tomli as tomllib
-
+    tomllib = library("tomllib" if sys.version_info >= (3, 11) else "tomli")
     try:
-        table = tomllib.loads(text)
+        table: dict[str, Any] = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ValueError(f"it is not TOML: {error}") from error
     except RecursionError:
@@ -169,14 +166,12 @@ def _sections(path: tuple[str, ...], table: Mapping[str, Any]) -> list[str]:
 
 
 def _key(key: str) -> str:
-    import tomli_w
-
-    return tomli_w.dumps({key: 0}).removesuffix(" = 0\n")
+    text: str = library("tomli_w").dumps({key: 0})
+    return text.removesuffix(" = 0\n")
 
 
 def _value(value: Any) -> str:
     if isinstance(value, Mapping):
         return "{ " + ", ".join(f"{_key(key)} = {_value(item)}" for key, item in value.items()) + " }"
-    import tomli_w
-
-    return tomli_w.dumps({"x": value}).removeprefix("x = ").removesuffix("\n")
+    text: str = library("tomli_w").dumps({"x": value})
+    return text.removeprefix("x = ").removesuffix("\n")

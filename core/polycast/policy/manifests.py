@@ -21,7 +21,7 @@ from ..common.announce import announce_if_slow
 from ..common.importing import importing
 from ..common.lazy_names import places
 from ..common.versions import API_VERSION, api_problem, misspelled, name_and_version
-from ..errors import PLUGIN_ERRORS, raise_if_callers, raise_if_callers_at_import, warn_user
+from ..errors import PLUGIN_ERRORS, missing_library, raise_if_callers, raise_if_callers_at_import, warn_user
 from ..torch_internals.callers_state import call_outside
 from ..torch_internals.dispatcher import disable_autocast
 from ..torch_internals.foreign_import import foreign_import
@@ -133,6 +133,8 @@ class InstalledPlugin(NamedTuple):
                 return call_outside(_imported, self.distribution, partial(pkgutil.resolve_name, path))
         except PLUGIN_ERRORS as error:
             raise_if_callers_at_import(error)
+            if isinstance(error, ImportError) and (lack := missing_library(error, self.distribution)):
+                raise RuntimeError(f"{path} cannot be imported. {lack}") from error
             installed = {each.name for each in manifests()}
             missing = [name for name in self.plugin.needs if name not in installed]
             needs = f" It needs {', '.join(map(repr, missing))}, which is not installed." if missing else ""

@@ -3,23 +3,17 @@
 Text is in ASCII, which a stream of any encoding can write; notebooks show HTML.
 """
 
-import io
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
 from .cast_policy import CastPolicy
 from .names import dtype_name
 from .recipe import Recipe
-
-if TYPE_CHECKING:
-    from rich.box import Box
-    from rich.console import RenderableType
-    from rich.table import Table
 
 Rows: TypeAlias = Sequence[Sequence[str]]
 
@@ -29,9 +23,6 @@ class Result:
 
     Subclasses say what these are; without tables and lines, a result shows its ``repr``.
     """
-
-    min_width: ClassVar[int] = 160
-    """The columns that the text may have, whatever those of the terminal are."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as plain data for JSON: dtypes, policies and recipes by name, inf and nan as texts."""
@@ -49,39 +40,24 @@ class Result:
         """Return the lines of text below the tables."""
         return [repr(self)]
 
-    def __rich__(self) -> "RenderableType":
-        from rich.console import Group
-        from rich.text import Text
-
-        heading = [Text(self.heading()), Text()] if self.heading() else []
-        shown = [part for table in self.tables() for part in (_rich_table(*table), Text())]
-        return Group(*heading, *shown, Text("\n".join(self.lines())))
-
     def _repr_html_(self) -> str:
         tables = [html_table(*table, self.heading()) for table in self.tables()]
         return "\n".join([*tables, html_lines(self.lines())])
 
     def __str__(self) -> str:
-        from rich.console import Console
-
-        width = max(self.min_width, Console().width)
-        heading = [in_ascii(self.heading())] if self.heading() else []
-        tables = [as_text(_rich_table(*table), width) for table in self.tables()]
-        lines = [in_ascii("\n".join(self.lines()))] if self.lines() else []
-        return "\n\n".join([*heading, *tables, *lines])
+        parts = (self.heading(), *(_text_table(*table) for table in self.tables()), "\n".join(self.lines()))
+        return in_ascii("\n\n".join(filter(None, parts)))
 
 
-def _rich_table(columns: Sequence[str], rows: Rows) -> "Table":
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=under_the_head(), show_edge=False)
-    for number, column in enumerate(columns):
-        is_text = number == 0 or not all(re.match(r"[+-]?[\d.]|-$|inf|nan", row[number]) for row in rows)
-        table.add_column(column, justify="left" if is_text else "right", overflow="fold", no_wrap=not is_text)
-    for row in rows:
-        table.add_row(*map(Text, row))
-    return table
+def _text_table(columns: Sequence[str], rows: Rows) -> str:
+    aligned = []
+    for number, column in enumerate(zip(columns, *rows, strict=True)):
+        cells = [in_ascii(cell) for cell in column]
+        is_text = number == 0 or not all(re.match(r"[+-]?[\d.]|-$|inf|nan", cell) for cell in cells[1:])
+        width = max(map(len, cells))
+        aligned.append([cell.ljust(width) if is_text else cell.rjust(width) for cell in cells])
+    head, *lines = (f" {'   '.join(line)} " for line in zip(*aligned, strict=True))
+    return "\n".join(line.rstrip() for line in (head, "-" * len(head), *lines))
 
 
 def plain_data(value: Any) -> Any:
@@ -105,32 +81,9 @@ def plain_data(value: Any) -> Any:
     return value
 
 
-def as_text(shown: "RenderableType", width: int) -> str:
-    """Render a rich object as plain ASCII text."""
-    from rich.console import Console
-
-    console = Console(file=_Ascii(), width=width, color_system=None, markup=False, highlight=False, emoji=False)
-    with console.capture() as captured:
-        console.print(shown)
-    return in_ascii("\n".join(line.rstrip() for line in captured.get().rstrip().splitlines()))
-
-
 def in_ascii(text: str) -> str:
     """Escape the characters of a text that are not ASCII, as ``ascii()`` does."""
     return text.encode("ascii", "backslashreplace").decode("ascii")
-
-
-def under_the_head() -> "Box":
-    """Return a box style whose only line is below the table's header."""
-    from rich.box import Box
-
-    return Box("    \n    \n -- \n    \n    \n    \n    \n    \n", ascii=True)
-
-
-class _Ascii(io.StringIO):
-    """A stream whose encoding makes rich draw tables in ASCII."""
-
-    encoding = "ascii"
 
 
 def html_table(columns: Sequence[str], rows: Iterable[Iterable[object]], heading: str = "") -> str:

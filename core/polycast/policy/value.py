@@ -125,6 +125,7 @@ class Policy:
 
         Raises:
             OSError: it cannot be written.
+            ModuleNotFoundError: the extra ``polycast[files]`` is not installed.
             ValueError: a recipe has an equalization that is in no file.
         """
         files.write(path, self.text(path, comments))

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from typing_extensions import override
@@ -70,8 +70,6 @@ class BackendStatuses(Mapping[str, BackendStatus], Result):
     Args:
         find: a function for each device type that returns its status, and may import a plugin.
     """
-
-    min_width: ClassVar[int] = 1000  # tables are as wide as they need
 
     def __init__(self, find: Mapping[str, Callable[[], BackendStatus]]) -> None:
         self._find = dict(sorted(find.items()))

@@ -1,5 +1,8 @@
 """The ``polycast`` command. It has the commands that plugins list in their manifests; those about devices are here."""
 
+import sys
+
+from polycast.errors import missing_library
 from polycast.plugin import Plugin, lazy_names
 
 __getattr__, __dir__, __all__ = lazy_names(__name__)
@@ -16,3 +19,14 @@ plugin = Plugin(
         "new-plugin": f"{_HERE}.new_plugin:run",
     }
 )
+
+
+def main() -> None:
+    """Run the command line, or say what it lacks."""
+    try:
+        from .command_line import main
+    except ModuleNotFoundError as error:
+        if text := missing_library(error):
+            sys.exit(f"polycast: the command line cannot be imported. {text}")
+        raise
+    main()

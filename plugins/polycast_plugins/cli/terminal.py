@@ -21,7 +21,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 
 from polycast.errors import SlowDtypeWarning
-from polycast.plugin import choose_engine
+from polycast.plugin import Result, choose_engine
 
 
 def console() -> Console:
@@ -49,6 +49,18 @@ def print_table(out: Console, rows: Table) -> None:
         for column, width in zip(rows.columns, widths, strict=True):
             column.min_width = width
     out.print(rows)
+
+
+def print_result(out: Console, result: Result) -> None:
+    """Print the tables and lines of a result."""
+    for columns, rows in result.tables():
+        shown = table(*columns)
+        for row in rows:
+            shown.add_row(*row)
+        print_table(out, shown)
+        out.print()
+    for line in result.lines():
+        print_line(out, line)
 
 
 def print_rows(out: Console, widths: Mapping[str, int | None], rows: Iterable[tuple[RenderableType, ...]]) -> None:

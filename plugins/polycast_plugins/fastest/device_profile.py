@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any
 
 from typing_extensions import Self
 
@@ -44,7 +44,6 @@ class DeviceProfile(Result):
         digest: the digest of the contents, 16 hexadecimal digits.
     """
 
-    min_width: ClassVar[int] = 1000  # tables are as wide as they need
     device_type: str
     device: str
     threads: int

@@ -12,7 +12,7 @@ import torch
 import typer
 
 from polycast.plugin import read_dtype, read_recipe
-from polycast_plugins.cli import check_output, console, library_errors, print_json
+from polycast_plugins.cli import check_output, console, library_errors, print_json, print_result
 
 from .evidence import Tuned
 from .explain import explain
@@ -85,7 +85,7 @@ def run_explain(
     if as_json:
         print_json(found.to_dict())
     else:
-        console().print(found)
+        print_result(console(), found)
 
 
 def run_tune(

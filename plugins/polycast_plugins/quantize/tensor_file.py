@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from polycast.errors import library
 from polycast.plugin import memory_of
 
 _DTYPES = {
@@ -98,8 +99,7 @@ class TensorFile:
     """
 
     def __init__(self, path: Path) -> None:
-        import safetensors  # only here, since few programs load a cache
-
+        safetensors = library("safetensors")
         if not path.is_dir() and not stat.S_ISREG(path.stat().st_mode):  # a pipe would have to be written first
             raise ValueError("it is not a regular file: only those can be mapped into memory")
         with path.open("rb"):  # the package's errors are of other classes

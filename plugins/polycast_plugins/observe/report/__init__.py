@@ -10,9 +10,8 @@ from collections.abc import Mapping, Sequence
 from importlib import resources
 from typing import Any
 
-import jinja2
-
 from polycast import __version__
+from polycast.errors import library
 
 from ..records import Counts, Module, Op
 from ..text import duration, in_order, matmul_lines, pattern, percent, ruled, size
@@ -152,8 +151,9 @@ def _dense(text: str) -> str:
 
 
 @functools.cache
-def _environment() -> jinja2.Environment:
+def _environment() -> Any:
     """Return an environment that escapes names of modules, ops and files, which the program chooses."""
+    jinja2 = library("jinja2")
     made = jinja2.Environment(
         loader=jinja2.FunctionLoader(_part),
         autoescape=True,
