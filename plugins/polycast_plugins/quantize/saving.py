@@ -1,10 +1,7 @@
 """Write a cache to a file."""
 
-import gc
-import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -24,10 +21,10 @@ _NOTHING = (
 
 
 @events.own_work.during()
-def save(cache: WeightCache, path: Path, model: nn.Module | None) -> None:
+def save(cache: WeightCache, path: Path, model: nn.Module) -> None:
     """Write a cache to a file; see ``WeightCache.save``."""
     stored = cache.entries()
-    names = _names(model if model is not None else _only_model(stored))
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
     entries = sorted((each for each in stored if id(each.weight) in names), key=_order(names))
     if not entries:
         raise ValueError(_NOTHING)
@@ -63,10 +60,6 @@ def _order(names: Iterable[int]) -> Callable[[Any], tuple[object, ...]]:
     """Return a key that sorts entries as the parameters of the model, so that a file is the same each time."""
     positions = {identity: position for position, identity in enumerate(names)}
     return lambda entry: (positions[id(entry.weight)], str(entry.kind), entry.view or ())
-
-
-def _names(model: nn.Module) -> dict[int, str]:
-    return {id(parameter): name for name, parameter in model.named_parameters()}
 
 
 def _made(entry: Any, weight: str) -> str | PrepackedFormat:
@@ -114,48 +107,3 @@ def _check_unchanged(entries: Iterable[Any], cache: WeightCache, names: Mapping[
 
 def _identity(entry: Any) -> tuple[object, ...]:
     return id(entry.weight), entry.view, entry.kind, tuple(map(id, entry.tensors))
-
-
-def _only_model(stored: Sequence[Any]) -> nn.Module:
-    """Return the outermost module that has weights of the cache, if there is only one."""
-    weights = {id(each.weight) for each in stored}
-    modules = _modules_among(gc.get_objects())
-    known = {id(parameter) for module in modules for parameter in vars(module)["_parameters"].values()}
-    if not weights <= known and gc.get_freeze_count():  # which counts them one by one
-        modules = _modules_among(_reachable_objects())
-    inner = {id(child) for module in modules for child in vars(module)["_modules"].values()}
-    found = [
-        module
-        for module in modules
-        if id(module) not in inner and any(id(parameter) in weights for parameter in module.parameters())
-    ]
-    if not found:
-        raise ValueError(_NOTHING)
-    if len(found) > 1:
-        classes = ", ".join(sorted(type(module).__name__ for module in found))
-        raise ValueError(
-            f"The cache has weights of {len(found)} models ({classes}): pass the one to save, save(path, model)."
-        )
-    return found[0]
-
-
-def _modules_among(objects: Iterable[Any]) -> list[nn.Module]:
-    """Return the modules among objects, without those that are being constructed."""
-    modules = [each for each in objects if issubclass(type(each), nn.Module)]
-    return [each for each in modules if {"_modules", "_parameters"} <= vars(each).keys()]
-
-
-def _reachable_objects() -> list[object]:
-    """Return the objects that others refer to, also those that ``gc.freeze()`` hides from ``gc.get_objects()``."""
-    found: list[object] = [*gc.get_objects(), sys.modules]
-    for frame in sys._current_frames().values():
-        around: FrameType | None = frame
-        while around is not None:  # a running frame does not refer to its locals
-            found += around.f_locals.values()
-            around = around.f_back
-    seen = set(map(id, found))
-    for each in found:  # grows
-        unseen = [other for other in gc.get_referents(each) if id(other) not in seen and gc.is_tracked(other)]
-        seen.update(map(id, unseen))
-        found += unseen
-    return found

@@ -144,11 +144,11 @@ def test_what_saves_a_cache_is_a_plugins(monkeypatch, tmp_path):
     called = []
     plugin = SimpleNamespace(find=lambda table, name: lambda *args: called.append((table, name, args)))
     monkeypatch.setattr(manifests, "manifests", lambda: plugin)
-    cache = polycast.WeightCache()
-    cache.save(tmp_path / "saved")
-    assert called == [("methods", "WeightCache.save", (cache, tmp_path / "saved", None))]
+    cache, model = polycast.WeightCache(), torch.nn.Linear(2, 2)
+    cache.save(tmp_path / "saved", model)
+    assert called == [("methods", "WeightCache.save", (cache, tmp_path / "saved", model))]
     monkeypatch.setattr(manifests, "manifests", manifests.Manifests)
-    for call in (lambda: cache.save("saved"), lambda: polycast.WeightCache.load("saved", torch.nn.Linear(2, 2))):
+    for call in (lambda: cache.save("saved", model), lambda: polycast.WeightCache.load("saved", model)):
         with pytest.raises(NotImplementedError, match="WeightCache.* is of the plugin 'quantize', which is not inst"):
             call()
 

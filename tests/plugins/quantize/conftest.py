@@ -103,5 +103,5 @@ def saved(path, model):
     """Return the path of a saved cache of the model's casts."""
     cache = polycast.WeightCache()
     run(model, torch.ones(2, 8), recipe=None, cache=cache)
-    cache.save(path)
+    cache.save(path, model)
     return path

@@ -25,7 +25,7 @@ def model():
 def saved(tmp_path, model):
     cache, path = WeightCache(), tmp_path / "model.casts"
     run(model, cache)
-    cache.save(path)
+    cache.save(path, model)
     return path
 
 

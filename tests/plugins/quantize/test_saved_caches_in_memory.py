@@ -69,7 +69,7 @@ def folder(tmp_path):
     model, cache = nn.Sequential(nn.Linear(SIZE, SIZE, bias=False)), WeightCache()
     torch.save(model.state_dict(), tmp_path / "weights.pt")
     run(model, cache)
-    cache.save(tmp_path / "model.casts")
+    cache.save(tmp_path / "model.casts", model)
     return tmp_path
 
 

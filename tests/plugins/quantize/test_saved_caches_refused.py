@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("no_grad")
 def saved_int8(path, model, int8_kernels):
     cache = WeightCache()
     run(model, cache, INT8)
-    cache.save(path)
+    cache.save(path, model)
     return path
 
 
@@ -143,7 +143,7 @@ def test_an_equalization_that_this_process_does_not_have(path, model, int8_kerne
     monkeypatch.setattr(recipe_settings, "objects", {})
     recipe, cache = Int8(min_size=1, equalization=Factors("abc")), WeightCache()
     run(model, cache, recipe)
-    cache.save(path)
+    cache.save(path, model)
     recipe_settings.objects.clear()
     assert refused(path, model) == (
         "it has weights for the recipe Int8(min_size=1, equalization=<ObjectDigest abc>), whose equalization this "
@@ -155,7 +155,7 @@ def test_prepacked_weights_of_an_equalization_serve_no_other(path, model, int8_k
     monkeypatch.setattr(recipe_settings, "objects", {})
     recipes, cache = [Int8(min_size=1, equalization=Factors(each)) for each in ("abc", "def")], WeightCache()
     run(model, cache, recipes[0])
-    cache.save(path)
+    cache.save(path, model)
     loaded = WeightCache.load(path, model)
     run(model, loaded, recipes[0])
     assert loaded.stats().misses == 0
@@ -237,11 +237,10 @@ def test_arguments_of_other_types(path, model, subtests):
             run(model, cache)
             with pytest.raises(TypeError, match=r"model must be a torch.nn.Module, got"):
                 WeightCache.load(path, wrong)
-            if wrong is not None:
-                with pytest.raises(TypeError, match=r"model must be a torch.nn.Module, got"):
-                    cache.save(path, wrong)
+            with pytest.raises(TypeError, match=r"model must be a torch.nn.Module, got"):
+                cache.save(path, wrong)
             with pytest.raises(TypeError):
-                cache.save(3.5)
+                cache.save(3.5, model)
             with pytest.raises(TypeError):
                 WeightCache.load(3.5, model)
 

@@ -17,9 +17,8 @@ pytestmark = pytest.mark.usefixtures("engine", "no_grad")
 
 
 def test_nothing_to_save(path, model):
-    for arguments in [(path,), (path, model)]:
-        with pytest.raises(ValueError, match=r"There is nothing to save: .* Run the model in a region with this cache"):
-            WeightCache().save(*arguments)
+    with pytest.raises(ValueError, match=r"There is nothing to save: .* Run the model in a region with this cache"):
+        WeightCache().save(path, model)
     assert os.listdir(path.parent) == []
 
 
@@ -27,7 +26,7 @@ def test_stale_entries_are_not_saved(path, model):
     cache = WeightCache()
     run(model, cache)
     model[0].weight.add_(1)
-    cache.save(path)
+    cache.save(path, model)
     assert WeightCache.load(path, model).stats().entries == 3
 
 
@@ -35,7 +34,7 @@ def test_a_folder_that_is_not_there(tmp_path, model):
     cache = WeightCache()
     run(model, cache)
     with pytest.raises(FileNotFoundError, match="not/there"):
-        cache.save(tmp_path / "not" / "there")
+        cache.save(tmp_path / "not" / "there", model)
 
 
 def test_a_link_stays_and_the_file_that_it_points_to_is_replaced(tmp_path, model):
@@ -43,7 +42,7 @@ def test_a_link_stays_and_the_file_that_it_points_to_is_replaced(tmp_path, model
     file.parent.mkdir()
     link.symlink_to(file)
     run(model, cache)
-    cache.save(link)
+    cache.save(link, model)
     assert link.is_symlink()
     assert os.listdir(file.parent) == [file.name]
     assert WeightCache.load(file, model).stats().entries == 4
@@ -75,7 +74,7 @@ def test_an_interrupted_save_leaves_the_old_file(saved, model, monkeypatch):
 
     monkeypatch.setattr(tensor_file, "memory_of", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        cache.save(saved)
+        cache.save(saved, model)
     assert saved.read_bytes() == content
     assert os.listdir(saved.parent) == [saved.name]
 
@@ -103,7 +102,7 @@ def test_prepacked_weights_that_cannot_be_saved(path, model, int8_kernels, monke
     cache = WeightCache()
     run(model, cache, INT8)
     with pytest.raises(ValueError, match=r"'0\.weight' cannot be saved: .*Int8Linear.* made a tensor of float32, "):
-        cache.save(path)
+        cache.save(path, model)
     assert os.listdir(path.parent) == []
 
 
@@ -112,5 +111,5 @@ def test_a_weight_that_the_plan_of_another_plugin_has_prepacked_cannot_be_saved(
     with polycast.autocast("cpu", cache=cache):
         Plan.prepacked(model[0].weight, cache, Plan.new_id(), lambda weight: (weight.detach().to(torch.int8),))
     with pytest.raises(ValueError, match=r"'0\.weight' cannot be saved: it is prepacked by a recipe whose plan is not"):
-        cache.save(path)
+        cache.save(path, model)
     assert os.listdir(path.parent) == []

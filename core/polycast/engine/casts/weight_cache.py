@@ -80,7 +80,7 @@ class WeightCache(CastCache):
                 room = "" if self.max_bytes is None else f"; or there is no room for it in {self.max_bytes} bytes"
                 raise ValueError(f"cannot be cached: {WRITTEN_UNSEEN}{room}")
 
-    def save(self, path: str | os.PathLike[str], model: nn.Module | None = None) -> None:
+    def save(self, path: str | os.PathLike[str], model: nn.Module) -> None:
         """Write the casts and prepacked weights of a model to a file, for :meth:`load`.
 
         The file is written beside `path` and then replaces it, so an interrupted save leaves the old file, and caches
@@ -88,18 +88,15 @@ class WeightCache(CastCache):
 
         Args:
             path: the file; of a symbolic link, the file that it points to is replaced.
-            model: the model whose parameters were cast; entries of others are left out. None: the only module that has
-                them. Pass the same module to :meth:`load`.
+            model: the model whose parameters were cast; entries of others are left out. Pass the same to :meth:`load`.
 
         Raises:
             OSError: the file cannot be written.
             TypeError: `path` is not a path, or `model` not a module.
-            ValueError: there is nothing to save; several models have weights in the cache; or a backend prepacks
-                weights into tensors that cannot be saved.
+            ValueError: there is nothing to save, or a backend prepacks weights into tensors that cannot be saved.
             RuntimeError: a weight was written, or the cache cleared, while it was saved.
         """
-        if model is not None:
-            _check_model(model)
+        _check_model(model)
         from ...policy.manifests import method  # a region needs none
 
         method("WeightCache.save")(self, Path(path), model)
