@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import safetensors.torch
 import torch
 from torch import nn
 
@@ -36,6 +37,7 @@ class Way:
         region: the arguments of the region; None for no region.
         cached: whether the region has a WeightCache.
         loaded: whether that is loaded from a file.
+        copied: whether the weights are copied to bfloat16, and the float32 ones freed.
     """
 
     what: str
@@ -43,11 +45,12 @@ class Way:
     region: Mapping[str, Any] | None = None
     cached: bool = False
     loaded: bool = False
+    copied: bool = False
 
 
 def _ways() -> dict[str, Way]:
     recipes = {"a WeightCache": {}, "int8": {"recipe": "int8"}, "int4": {"recipe": "int4"}}
-    ways = []
+    ways = [Way("a bfloat16 copy", False, copied=True)]
     for mapped in (False, True):
         where = ", weights mapped" if mapped else ""
         ways += [Way(f"float32{where}", mapped), Way(f"a region{where}", mapped, {})]
@@ -66,13 +69,22 @@ def _gpt2() -> nn.Module:
     return GPT2LMHeadModel(GPT2Config())
 
 
+def _layers() -> nn.Module:
+    return nn.Sequential(*(nn.Linear(4096, 4096, bias=False) for _ in range(8)))
+
+
 def _llama() -> nn.Module:
     from .fastest import llama
 
     return llama()
 
 
-MODELS: Mapping[str, Callable[[], nn.Module]] = {"GPT-2 small": _gpt2, "LLaMA 1.1 B": _llama}
+MODELS: Mapping[str, Callable[[], nn.Module]] = {
+    "GPT-2 small": _gpt2,
+    "8 x Linear(4096, 4096)": _layers,
+    "LLaMA 1.1 B": _llama,
+}
+_FILE = "model.safetensors"
 BOUNDS = {
     ("LLaMA 1.1 B", "int4, weights mapped"): 900.0,
     ("LLaMA 1.1 B", SECOND): 900.0,
@@ -137,19 +149,33 @@ def _running(name: str, folder: str, what: str) -> Iterator[float | None]:
         process.stdin.close()
 
 
-def _model_of(folder: str, mapped: bool) -> nn.Module:
-    from transformers import AutoModelForCausalLM
+def _model_of(folder: str, way: Way) -> nn.Module:
+    file = Path(folder) / _FILE
+    if (Path(folder) / "config.json").exists():
+        from transformers import AutoModelForCausalLM
 
-    model: nn.Module = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval().requires_grad_(False)
-    if not mapped:
-        for parameter in model.parameters():
-            parameter.data = parameter.data.clone()
+        model: nn.Module = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    else:
+        with torch.device("meta"):
+            model = _layers()
+        model.load_state_dict(safetensors.torch.load_file(file), assign=True)
+    model.eval().requires_grad_(False)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+    if way.copied:
+        model.bfloat16()
+    if way.mapped:
+        polycast.map_weights(model, file)
     return model
 
 
 def _decode(model: Any, way: Way, cache: polycast.WeightCache | None) -> None:
     region = contextlib.nullcontext() if way.region is None else polycast.autocast("cpu", **way.region, cache=cache)
     with torch.no_grad(), region:
+        if not hasattr(model, "generate"):
+            for _ in range(_TOKENS):
+                model(torch.ones(1, 4096, dtype=next(model.parameters()).dtype))
+            return
         model.generate(torch.tensor([[464]]), max_new_tokens=_TOKENS, min_new_tokens=_TOKENS, do_sample=False)
 
 
@@ -168,13 +194,17 @@ def _is_available(way: Way) -> bool:
 
 
 def _write(name: str, folder: str) -> None:
-    MODELS[name]().save_pretrained(folder)  # type: ignore[operator]
+    model: Any = MODELS[name]()
+    if hasattr(model, "save_pretrained"):
+        model.save_pretrained(folder)
+    else:
+        polycast.map_weights(model, Path(folder) / _FILE)
 
 
 def _save(name: str, folder: str, what: str) -> None:
     way = WAYS[what]
     if _is_available(way):
-        model, cache = _model_of(folder, True), polycast.WeightCache()
+        model, cache = _model_of(folder, way), polycast.WeightCache()
         _decode(model, way, cache)
         cache.save(_cache_file(folder, way), model)
 
@@ -184,7 +214,7 @@ def _use(name: str, folder: str, what: str) -> None:
     if not _is_available(way):
         print("null", flush=True)
         return
-    model = _model_of(folder, way.mapped)
+    model = _model_of(folder, way)
     cache = None
     if way.loaded:
         cache = polycast.WeightCache.load(_cache_file(folder, way), model)

@@ -17,6 +17,7 @@ from polycast_plugins.quantize.equalization import Equalization as Equalization
 from polycast_plugins.quantize.low_bit_recipes import Float8 as Float8
 from polycast_plugins.quantize.low_bit_recipes import Int4 as Int4
 from polycast_plugins.quantize.low_bit_recipes import Int8 as Int8
+from polycast_plugins.quantize.map_weights import map_weights as map_weights
 
 from . import errors as errors
 from . import plugin as plugin

@@ -5,6 +5,7 @@ cache lines, because kernels read them at each call.
 """
 
 import contextlib
+import errno
 import json
 import os
 import stat
@@ -41,10 +42,13 @@ def can_be_written(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided and tensor.dtype in _DTYPES and not tensor.is_meta
 
 
-def write(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
+def write(
+    path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str], *, replaces: bool = True
+) -> None:
     """Write contiguous tensors atomically, with metadata.
 
     Raises:
+        FileExistsError: there is a file, and `replaces` is False.
         OSError: the file cannot be written.
     """
     order = sorted(tensors, key=lambda name: _order(tensors[name]))
@@ -56,7 +60,7 @@ def write(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str
         header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
     text += b" " * (-(8 + len(text)) % _LINE)
-    with _replaced_file(path) as new, new.open("wb") as file:
+    with _new_file(path, replaces) as new, new.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for name in order:
             tensor = tensors[name].cpu()
@@ -64,8 +68,8 @@ def write(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str
 
 
 @contextlib.contextmanager
-def _replaced_file(target: Path) -> Iterator[Path]:
-    """Yield the path of a new file, which replaces the target when the block ends without an error.
+def _new_file(target: Path, replaces: bool) -> Iterator[Path]:
+    """Yield the path of a new file, which becomes, or replaces, the target when the block ends without an error.
 
     If the target is a symbolic link, the file that it points to is replaced.
 
@@ -77,12 +81,28 @@ def _replaced_file(target: Path) -> Iterator[Path]:
         with tempfile.TemporaryDirectory(dir=file.parent, prefix=f".{file.name}-") as folder:
             complete = Path(folder, file.name)
             yield complete
-            complete.replace(file)
+            if replaces or not _link(complete, file):
+                complete.replace(file)
     except OSError as error:
         if error.errno is None:
             raise
         # The error names the temporary file, or none if that could not be written.
         raise OSError(error.errno, error.strerror, str(target)) from error
+
+
+def _link(source: Path, target: Path) -> bool:
+    """Link a file that does not exist to another; return whether the file system has links.
+
+    Raises:
+        FileExistsError: it exists.
+    """
+    try:
+        os.link(source, target)
+    except OSError as error:
+        if target.exists():
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST)) from error
+        return False
+    return True
 
 
 def _order(tensor: torch.Tensor) -> int:

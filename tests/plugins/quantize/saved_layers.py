@@ -1,4 +1,4 @@
-"""Layers in regions with a cache, for tests of saved caches."""
+"""Layers in regions with a cache, and the values of models, for tests of what is saved."""
 
 import torch
 
@@ -10,3 +10,19 @@ INT8 = Int8(min_size=1)
 def run(model, cache, recipe=None):
     with autocast("cpu", cache=cache, recipe=recipe):
         return model(torch.ones(2, 8))
+
+
+def state_of(model):
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def assert_state(model, expected):
+    found = model.state_dict()
+    assert list(found) == list(expected)
+    for name, value in expected.items():
+        assert found[name].dtype is value.dtype
+        assert torch.equal(bytes_of(found[name]), bytes_of(value)), name
+
+
+def bytes_of(tensor):
+    return tensor.detach().contiguous().flatten().view(torch.uint8)
