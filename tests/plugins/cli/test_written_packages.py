@@ -2,29 +2,42 @@
 
 import json
 import os
+import shlex
 import subprocess
 import sys
-import venv
 from pathlib import Path
 
 import pytest
 from tests.plugins.cli.test_scaffold import EXTEND, PLUGIN, new
 
+PACKAGES = {
+    "acme": (("new-backend",), 120),
+    "hpu": (("new-backend",), 120),
+    "acme-odd": (EXTEND, 12),
+    "acme-absent": (("new-backend", "--extend", "xpu"), 4),
+    "acme-more": (PLUGIN, 2),
+}
+"""The command that writes each package, and the least number of its tests that pass."""
+
 
 @pytest.fixture(scope="module")
-def environment(tmp_path_factory):
-    """Make a virtual environment that has what this one has; return its folder of commands, with pip and pytest."""
-    folder = tmp_path_factory.mktemp("environment")
-    venv.create(folder, with_pip=False)
-    commands = folder / "bin"
-    site = Path(must_run(commands / "python", "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip())
-    here = [path for path in sys.path if path.endswith("site-packages")]
-    (site / "here.pth").write_text("".join(f"import site; site.addsitedir({path!r})\n" for path in here))
-    for module in ("pip", "polycast", "pytest"):
-        command = commands / module
-        command.write_text(f'#!/bin/sh\nexec "{commands / "python"}" -m {module} "$@"\n')
-        command.chmod(0o755)
-    return commands
+def installed(make_once):
+    """Return a folder with the packages, and what the printed commands have installed, in its folder ``site``."""
+    pytest.importorskip("pip", reason="pip is not installed here")
+    return make_once("written_packages", _install)
+
+
+def _install(folder):
+    with pytest.MonkeyPatch.context() as patched:
+        patched.chdir(folder)
+        printed = [new(name, command=command).stdout for name, (command, _) in PACKAGES.items()]
+    commands = [line.strip().partition("then: ")[2].split(" && ") for line in printed]
+    (folder / "tests.json").write_text(json.dumps(dict(zip(PACKAGES, (test for _, test in commands), strict=True))))
+    # All by one command. Nothing comes from the package index: what is needed is here.
+    pip = f"PIP_NO_INDEX=1 PIP_NO_DEPS=1 PIP_NO_BUILD_ISOLATION=0 PIP_TARGET=site {shlex.quote(sys.executable)} -m pip"
+    assert {install.partition(" install ")[0] for install, _ in commands} == {"pip"}
+    places = [install.removeprefix("pip install ") for install, _ in commands]
+    must_run("sh", "-c", f"{pip} install --disable-pip-version-check {' '.join(places)}", cwd=folder)
 
 
 def must_run(*command, **options):
@@ -33,49 +46,38 @@ def must_run(*command, **options):
     return done.stdout
 
 
-def run_printed_commands(result, environment, here):
-    """Run the commands that a result ends with; return what they print, and the environment variables."""
-    pytest.importorskip("pip", reason="pip is not installed here")
+@pytest.fixture
+def run_there(installed, launch):
+    """Return a function that runs a script beside the packages, in a process that has the imports."""
     variables = {name: value for name, value in os.environ.items() if not name.startswith(("POLYCAST_", "PYTEST_"))}
-    variables |= {
-        "PATH": f"{environment}{os.pathsep}{os.environ['PATH']}",
-        "POLYCAST_ENGINE": "reference",
-        "PYTEST_ADDOPTS": "-p no:cacheprovider -q",
-        # Nothing comes from the package index: what is needed is here.
-        **{
-            "PIP_NO_INDEX": "1",
-            "PIP_NO_DEPS": "1",
-            "PIP_NO_BUILD_ISOLATION": "0",
-            "PIP_DISABLE_PIP_VERSION_CHECK": "1",
-        },
-    }
-    return must_run("sh", "-c", result.stdout.partition("then: ")[2], env=variables, cwd=here), variables
+    path = os.pathsep.join([str(installed / "site"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    variables |= {"PYTHONPATH": path, "POLYCAST_ENGINE": "reference"}
+
+    def run(script, *arguments):
+        done = launch(script, *arguments, imports="torch, polycast, pytest", folder=installed, environment=variables)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    return run
 
 
-def passed(said):
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PACKAGES)
+def test_a_package_that_the_printed_command_has_installed_passes_its_tests(installed, run_there, name):
+    command, *where = shlex.split(json.loads((installed / "tests.json").read_text())[name])
+    assert command == "pytest"
+    script = "import pytest, sys; raise SystemExit(pytest.main(sys.argv[1:]))"
+    said = run_there(script, *where, "-p", "no:cacheprovider", "-q")
     assert "failed" not in said
-    return int(said.rpartition(" passed")[0].rpartition("\n")[2])
+    assert int(said.rpartition(" passed")[0].rpartition("\n")[2]) >= PACKAGES[name][1]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("device", ["hpu", "acme"])
-def test_the_printed_commands_install_the_package_run_its_tests_and_list_it(here, environment, device):
-    said, variables = run_printed_commands(new(device), environment, here)
-    assert passed(said) > 120
-    listed = json.loads(must_run("polycast", "devices", "--json", env=variables, cwd=here))
-    (status,) = (status for status in listed if status["device_type"] == device)
-    assert (status["state"], status["distribution"]) == ("unavailable", f"polycast-{device}")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("command", "least"),
-    [(EXTEND, 12), (("new-backend", "--extend", "xpu"), 4), (PLUGIN, 2)],
-    ids=["extension", "extension of an absent device", "plugin"],
-)
-def test_the_printed_commands_install_an_extension_or_a_plugin_and_run_its_tests(here, environment, command, least):
-    said, _ = run_printed_commands(new("acme-odd", command=command), environment, here)
-    assert passed(said) >= least
+def test_installed_backends_are_listed(run_there):
+    script = "import runpy, sys; sys.argv[0] = 'polycast'; runpy.run_module('polycast', run_name='__main__')"
+    listed = {each["device_type"]: each for each in json.loads(run_there(script, "devices", "--json"))}
+    for device in ("acme", "hpu"):
+        assert (listed[device]["state"], listed[device]["distribution"]) == ("unavailable", f"polycast-{device}")
 
 
 def test_the_package_is_formatted_and_lints_without_errors(here):

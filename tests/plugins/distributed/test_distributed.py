@@ -25,21 +25,12 @@ pytestmark = [
 ]
 
 
-def torchrun(*command, engine="reference"):
-    """Run a script in two processes, which meet at a free port."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "POLYCAST_ENGINE": engine}
-    done = subprocess.run([*launcher, *command], env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 @pytest.fixture(scope="module", params=["native", "reference"])
-def results(request, make_once):
+def results(request, make_once, run_in_two_ranks):
     """Return the results of cases.py, run once per engine."""
 
     def make(folder):
-        torchrun(str(HERE / "cases.py"), str(folder / "results.json"), engine=request.param)
+        run_in_two_ranks(HERE / "cases.py", folder / "results.json", engine=request.param)
 
     path = make_once(f"distributed-{request.param}", make) / "results.json"
     return json.loads(path.read_text(encoding="utf-8"))
@@ -218,8 +209,12 @@ def test_the_signature_of_mixed_precision():
 
 def test_the_example_learns_the_digits_in_two_processes():
     pytest.importorskip("sklearn", reason="the digits are scikit-learn's")
-    lines = torchrun(str(EXAMPLE), "--epochs", "8").splitlines()
-    epochs = [line for line in lines if line.startswith("epoch")]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "POLYCAST_ENGINE": "reference"}
+    command = [*torchrun, EXAMPLE, "--epochs", "8"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    epochs = [line for line in done.stdout.splitlines() if line.startswith("epoch")]
     assert len(epochs) == 8
     assert float(epochs[-1].split()[-1].rstrip("%")) > 85
 
