@@ -36,12 +36,16 @@ while ranks:
 
 @pytest.fixture(scope="session")
 def run_in_two_ranks(launch):
-    """Return a function that runs a script on an engine in two ranks, forks of a process that has imported torch."""
+    """Return a function that runs a script on an engine in two ranks, forks of a process that has imported torch.
+
+    It returns what they print.
+    """
 
     def run(script, *arguments, engine):
         environment = {**os.environ, "POLYCAST_ENGINE": engine}
         imports = "torch, torch.distributed.fsdp, torch.distributed.tensor, torch.nn.parallel"
         done = launch(RANKS, script, *arguments, imports=imports, environment=environment)
         assert done.returncode == 0, done.stderr
+        return done.stdout
 
     return run

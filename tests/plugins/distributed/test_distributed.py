@@ -2,9 +2,6 @@
 
 import inspect
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -207,14 +204,10 @@ def test_the_signature_of_mixed_precision():
     )
 
 
-def test_the_example_learns_the_digits_in_two_processes():
+def test_the_example_learns_the_digits_in_two_processes(run_in_two_ranks):
     pytest.importorskip("sklearn", reason="the digits are scikit-learn's")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "POLYCAST_ENGINE": "reference"}
-    command = [*torchrun, EXAMPLE, "--epochs", "8"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    epochs = [line for line in done.stdout.splitlines() if line.startswith("epoch")]
+    lines = run_in_two_ranks(EXAMPLE, "--epochs", "8", engine="reference").splitlines()
+    epochs = [line for line in lines if line.startswith("epoch")]
     assert len(epochs) == 8
     assert float(epochs[-1].split()[-1].rstrip("%")) > 85
 

@@ -2,16 +2,18 @@
 
 import json
 import os
-import subprocess
-import sys
+import signal
 import textwrap
 
 import pytest
 
-pytestmark = pytest.mark.slow
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork a process"),
+]
 
 START = """
-import json, os, sys, threading, time
+import json, os, signal, sys, threading, time
 import polycast
 from polycast_plugins.fastest import measure as measuring
 from polycast_plugins.fastest import profile as profiles
@@ -36,32 +38,36 @@ measuring.measure = measure
 """
 
 
-def start(script, cache):
-    environment = {**os.environ, "XDG_CACHE_HOME": str(cache), "POLYCAST_PROFILE": ""}
-    command = [sys.executable, "-c", START + textwrap.dedent(script)]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+@pytest.fixture
+def run(launch, tmp_path):
+    """Return a function that runs a script after START, with a cache of the test, and returns what it prints."""
+
+    def run(script):
+        environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "POLYCAST_PROFILE": ""}
+        imports = "polycast, polycast_plugins.fastest.measure, polycast_plugins.fastest.profile"
+        done = launch(START + textwrap.dedent(script), imports=imports, environment=environment, timeout=120)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    return run
 
 
-def answer(process):
-    printed, errors = process.communicate(timeout=120)
-    assert process.returncode == 0, errors
-    return json.loads(printed)
-
-
-def test_processes_that_start_at_once_measure_once(tmp_path):
-    script = """
-    may_end.set()
-    found = polycast.profile("cpu")
-    print(json.dumps([found.digest, len(measured)]))
-    """
-    answers = [answer(process) for process in [start(script, tmp_path) for _ in range(3)]]
+def test_processes_that_start_at_once_measure_once(run):
+    answers = run("""
+    pipes = [os.pipe() for _ in range(3)]
+    for _, write in pipes:
+        if os.fork() == 0:
+            may_end.set()
+            os.write(write, json.dumps([polycast.profile("cpu").digest, len(measured)]).encode())
+            os._exit(0)
+    print(json.dumps([json.loads(os.read(read, 1000)) for read, _ in pipes]))
+    """)
     assert len({digest for digest, _ in answers}) == 1
     assert sum(count for _, count in answers) == 1
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
-def test_child_that_is_forked_while_a_thread_measures_can_measure(tmp_path):
-    script = """
+def test_child_that_is_forked_while_a_thread_measures_can_measure(run):
+    answer = run("""
     asking = threading.Thread(target=polycast.profile, args=("cpu",))
     asking.start()
     started.wait(60)
@@ -77,13 +83,12 @@ def test_child_that_is_forked_while_a_thread_measures_can_measure(tmp_path):
     may_end.set()
     asking.join()
     print(json.dumps([os.read(read, 10).decode(), measured.count(os.getpid())]))
-    """
-    assert answer(start(script, tmp_path)) == ["1", 1]
+    """)
+    assert answer == ["1", 1]
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
-def test_child_of_a_fork_has_the_profile(tmp_path):
-    script = """
+def test_child_of_a_fork_has_the_profile(run):
+    digest, *others, count = run("""
     may_end.set()
     digest = polycast.profile("cpu").digest
     read, write = os.pipe()
@@ -91,28 +96,24 @@ def test_child_of_a_fork_has_the_profile(tmp_path):
         os.write(write, json.dumps([polycast.profile("cpu").digest, profiles.find("cpu").digest]).encode())
         os._exit(0)
     print(json.dumps([digest, *json.loads(os.read(read, 1000)), len(measured)]))
-    """
-    digest, *others, count = answer(start(script, tmp_path))
+    """)
     assert others == [digest, digest]
     assert count == 1
 
 
-def test_killed_process_leaves_no_file_that_is_used(tmp_path):
-    process = start(
-        """
+def test_killed_process_leaves_no_file_that_is_used(tmp_path, run):
+    killed = run("""
+    if os.fork() == 0:
         threading.Thread(target=polycast.profile, args=("cpu",)).start()
         started.wait(60)
-        print("measuring", flush=True)
-        """,
-        tmp_path,
-    )
-    assert process.stdout.readline() == "measuring\n"
-    process.kill()
-    process.communicate()
+        os.kill(os.getpid(), signal.SIGKILL)
+    print(os.waitstatus_to_exitcode(os.wait()[1]))
+    """)
+    assert killed == -signal.SIGKILL
     assert [path.suffix for path in (tmp_path / "polycast" / "profiles").iterdir()] == [".lock"]
-    script = """
+    measured = run("""
     may_end.set()
     polycast.profile("cpu")
     print(json.dumps(len(measured)))
-    """
-    assert answer(start(script, tmp_path)) == 1
+    """)
+    assert measured == 1
