@@ -3,11 +3,19 @@
 from . import families, modules, needs, readme_figures, tables, versions
 from .pictures import draw
 
+GENERATORS = (tables, families, readme_figures, versions, needs)
+"""Modules with the pages of which they update parts."""
+
 
 def main() -> None:
-    """Write the pictures, the tables, and the generated parts of the README."""
-    for generator in (draw, tables, families, readme_figures, versions, modules, needs):
-        generator.main()
+    """Write the pictures, and the pages whose tables or sentences have changed: other pages cause no rebuild."""
+    draw.main()
+    modules.main()
+    for generator in GENERATORS:
+        for path in generator.PAGES:
+            page = path.read_text(encoding="utf-8")
+            if (updated := generator.updated(page)) != page:
+                path.write_text(updated, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from typing import Any
 
 from . import tables
 
-PAGE = tables.DOCS / "families.md"
+PAGES = (tables.DOCS / "families.md",)
 BENCHMARK = "families"
 _BETWEEN = re.compile(r"(?<=<!-- table of families -->\n).*?(?=<!-- end -->)", re.DOTALL)
 _SIDES = ("a bfloat16 copy", "int8", "int4")
@@ -79,10 +79,3 @@ def _percent(share: float | None) -> str:
 
 def _row(cells: Iterable[str]) -> str:
     return f"| {' | '.join(cells)} |"
-
-
-def main() -> None:
-    """Write the page if its tables have changed."""
-    page = PAGE.read_text(encoding="utf-8")
-    if updated(page) != page:
-        PAGE.write_text(updated(page), encoding="utf-8")

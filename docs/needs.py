@@ -8,7 +8,7 @@ from polycast.plugin import Plugin
 
 from .modules import ROOT, summary
 
-PAGE = Path(__file__).parent / "architecture.md"
+PAGES = (Path(__file__).parent / "architecture.md",)
 PLUGINS = ROOT / "plugins" / "polycast_plugins"
 _BETWEEN = re.compile(r"(?<=<!-- from the manifests: make docs -->\n).*?(?=<!-- end -->)", re.DOTALL)
 
@@ -26,10 +26,3 @@ def table() -> str:
 def updated(page: str) -> str:
     """Return the page with the current table."""
     return _BETWEEN.sub(lambda _: table(), page)
-
-
-def main() -> None:
-    """Write the page if its table has changed."""
-    text = PAGE.read_text(encoding="utf-8")
-    if text != updated(text):
-        PAGE.write_text(updated(text), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Write the sentences of the README and of docs/benchmarks.md that have figures from docs/figures/bench."""
+"""Write what the README and docs/benchmarks.md say about figures, from docs/figures/bench."""
 
 import re
 import statistics
@@ -84,12 +84,5 @@ _COMPILED = {"torch": "`torch.autocast`", "bfloat16": "bfloat16 copy", "float32"
 def updated(page: str) -> str:
     """Return a page with the current figures."""
     found = sentences()
-    return _BETWEEN.sub(lambda match: f"{match['name']}: make docs -->\n{found[match['name']]}\n", page)
-
-
-def main() -> None:
-    """Write the pages if a figure has changed."""
-    for path in PAGES:
-        page = path.read_text(encoding="utf-8")
-        if updated(page) != page:
-            path.write_text(updated(page), encoding="utf-8")
+    page = _BETWEEN.sub(lambda match: f"{match['name']}: make docs -->\n{found[match['name']]}\n", page)
+    return speed.described(page)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 DOCS = Path(__file__).parent
-PAGE = DOCS / "benchmark-tables.md"
+PAGES = (DOCS / "benchmark-tables.md",)
 FIGURES = DOCS / "figures" / "bench"
 _BETWEEN = re.compile(r"(?<=<!-- )(?P<kind>figures|times) of (?P<names>[\w -]+) -->\n.*?(?=<!-- end -->)", re.DOTALL)
 _MAX_ROWS = 12
@@ -159,10 +159,3 @@ def updated(page: str) -> str:
     return _BETWEEN.sub(
         lambda found: f"{found['kind']} of {found['names']} -->\n{_MAKE[found['kind']](found['names'].split())}", page
     )
-
-
-def main() -> None:
-    """Write the page if its tables have changed."""
-    page = PAGE.read_text(encoding="utf-8")
-    if updated(page) != page:
-        PAGE.write_text(updated(page), encoding="utf-8")

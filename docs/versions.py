@@ -11,7 +11,7 @@ else:
     import tomli as tomllib
 
 ROOT = Path(__file__).parent.parent
-README = ROOT / "README.md"
+PAGES = (ROOT / "README.md",)
 _BETWEEN = re.compile(r"(?<=<!-- from pyproject.toml: make docs -->\n).*?(?=<!-- end -->)", re.DOTALL)
 
 
@@ -34,10 +34,3 @@ def updated(readme: str) -> str:
     """Return the README with the current table."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     return _BETWEEN.sub(lambda _: table(project["tool"]["polycast"]), readme)
-
-
-def main() -> None:
-    """Write the README if its table has changed; an unchanged file triggers no rebuild."""
-    readme = README.read_text(encoding="utf-8")
-    if updated(readme) != readme:
-        README.write_text(updated(readme), encoding="utf-8")

@@ -16,9 +16,6 @@ PICTURES = {
 
 
 def main() -> None:
-    """Write each picture, and the description of one in the README."""
+    """Write each picture."""
     for name, draw in PICTURES.items():
         (DOCS / name).write_text(str(draw()), encoding="utf-8")
-    readme = speed.README.read_text(encoding="utf-8")
-    if speed.described(readme) != readme:
-        speed.README.write_text(speed.described(readme), encoding="utf-8")

@@ -49,8 +49,3 @@ def test_table_of_modules_is_up_to_date(monkeypatch):
     monkeypatch.syspath_prepend(ROOT)
     modules = importlib.import_module("docs.modules")
     assert modules.PAGE.read_text(encoding="utf-8") == modules.page(), "run `python -m docs`"
-
-
-def test_table_of_plugins_is_up_to_date(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT)
-    assert importlib.import_module("docs.needs").updated(PAGE) == PAGE, "run `python -m docs`"

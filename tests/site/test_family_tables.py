@@ -33,12 +33,6 @@ def rows(text):
     return [line for line in text.splitlines() if line.startswith("| ") and "---" not in line]
 
 
-def test_page_has_the_current_tables(families):
-    page = families.PAGE.read_text(encoding="utf-8")
-    assert families.updated(page) == page
-    assert "<!-- table of families -->" in page
-
-
 def test_a_family_has_shares_errors_and_times(families, tmp_path, monkeypatch):
     monkeypatch.setattr(families.tables, "FIGURES", tmp_path)
     run = {

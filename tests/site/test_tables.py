@@ -47,12 +47,6 @@ def rows(text):
     return [line for line in text.splitlines() if line.startswith("|")][2:]
 
 
-def test_page_has_the_current_tables(tables):
-    page = tables.PAGE.read_text(encoding="utf-8")
-    assert tables.updated(page) == page
-    assert "| what | against | threads | measured | at most | |" in page
-
-
 def test_rows_of_one_measurement_share_a_name(tables, save):
     save("some", result("a", 0.9), result("b", 0.5), result("a", 1.1, threads=4), result("b", 1.0, threads=4))
     assert rows(tables.table(["some"])) == [
