@@ -53,18 +53,19 @@ answer = error_of(TestHpu().test_no_op_of_torchs_table_is_missing)
 
 
 @pytest.mark.slow
-def test_wheels_with_a_recipe_kernels_for_another_and_ops_work_beside_polycasts_int8(extension, folder, tmp_path):
+def test_wheels_with_a_recipe_kernels_for_another_and_ops_work_beside_polycasts_int8(
+    extension, folder, tmp_path, launch
+):
     pytest.importorskip("pip", reason="pip is not installed here")
     extension("acme-nf4", amendment=NF4, kind="nf4", mark=4.0)
     extension("acme-int8", kind="int8", mark=8.0, refusal="acme refuses")
     policies = "AcmeExtension.policies = {'acme::attend': polycast.CastPolicy.FP32}\n"
     extension("acme-ops", amendment=LIBRARY + policies)
-    site = tmp_path / "installed"
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
-    offline = ["--no-index", "--no-deps"]
+    site, projects = tmp_path / "installed", []
     for name in ("acme_nf4", "acme_int8", "acme_ops"):
         project = tmp_path / name
         project.mkdir()
+        projects.append(project)
         (folder / f"{name}.py").rename(project / f"{name}.py")
         (project / "pyproject.toml").write_text(f"""
 [build-system]
@@ -78,11 +79,9 @@ cpu = "{name}"
 [tool.setuptools]
 py-modules = ["{name}"]
 """)
-        build = [*pip, "wheel", "--no-build-isolation", *offline, "--wheel-dir", tmp_path, project]
-        subprocess.run(build, check=True, capture_output=True)
-    subprocess.run(
-        [*pip, "install", *offline, "--target", site, *tmp_path.glob("*.whl")], check=True, capture_output=True
-    )
+    pip = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check", "--no-build-isolation"]
+    offline = ["--no-index", "--no-deps", "--target", site]
+    subprocess.run([*pip, *offline, *projects], check=True, capture_output=True)
     path = os.pathsep.join([str(site), *filter(None, [os.environ.get("PYTHONPATH")])])
     script = """
 import json, torch, polycast
@@ -98,13 +97,10 @@ answer.append(sorted({(each.recipe, each.package) for each in seen.low_bit}))
 answer.append(bool(polycast.plugin.check(polycast.plugin.get_backend("cpu"), polycast.Int8())))
 print(json.dumps(answer, default=str))
 """
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", script],
-        env={**os.environ, "PYTHONPATH": path},
-        check=True,
-        capture_output=True,
-        text=True,
+    done = launch(
+        "import warnings; warnings.simplefilter('ignore')" + script, environment={**os.environ, "PYTHONPATH": path}
     )
+    assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == [
         ["acme_int8", "acme_nf4", "acme_ops"],
         "torch.float32",

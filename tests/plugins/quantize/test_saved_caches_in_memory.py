@@ -1,9 +1,7 @@
 """Where a loaded cache is: on pages of its file, which processes share, and of which writes make copies."""
 
 import gc
-import os
-import subprocess
-import sys
+import json
 from pathlib import Path
 
 import pytest
@@ -19,22 +17,55 @@ pytestmark = [
 SIZE = 512
 FILE = 2 * SIZE * SIZE  # bytes of the cast
 
-PROGRAM = f"""
-import os, sys, torch
+LOAD = f"""
+import json, os, signal, sys, torch
 from pathlib import Path
-from polycast import WeightCache, autocast
+from polycast import WeightCache
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 from test_saved_caches_in_memory import memory_of, model_of, run
 
+torch.set_num_threads(1)
+torch.set_grad_enabled(False)
 folder = Path(sys.argv[1])
-with torch.no_grad():
+
+def load():
     model = model_of(folder / "weights.pt")
     cache = WeightCache.load(folder / "model.casts", model)
     run(model, cache)
     assert cache.stats().misses == 0
-    print("ready", flush=True)
-    sys.stdin.readline()
-    print(*(memory_of(folder / "model.casts")[name] for name in ("Rss", "Pss", "Anonymous")), flush=True)
+    return model, cache
+"""
+SHARED = """
+processes = []
+for _ in range(2):
+    (wait, go_on), (read, write) = os.pipe(), os.pipe()
+    if os.fork() == 0:
+        signal.alarm(300)
+        kept = load()
+        os.write(write, b"ready")
+        os.read(wait, 1)
+        found = memory_of(folder / "model.casts")
+        os.write(write, json.dumps([found[name] for name in ("Rss", "Pss", "Anonymous")]).encode())
+        os._exit(0)
+    os.close(write)
+    processes.append((read, go_on))
+assert [os.read(read, 5) for read, _ in processes] == [b"ready"] * 2
+found = []
+for read, go_on in processes:  # both run until both have said that they are ready
+    os.write(go_on, b"!")
+    found.append(json.loads(os.read(read, 1000)))
+print(json.dumps(found))
+"""
+FORKED = """
+model, cache = load()
+expected = run(model, cache)
+if os.fork() == 0:
+    signal.alarm(300)
+    again = WeightCache.load(folder / "model.casts", model)
+    same = torch.equal(run(model, cache), expected) and torch.equal(run(model, again), expected)
+    misses = cache.stats().misses + again.stats().misses
+    os._exit(0 if same and misses == 0 else 1)
+sys.exit(os.waitstatus_to_exitcode(os.wait()[1]))
 """
 
 
@@ -120,44 +151,15 @@ def test_a_removed_file_leaves_what_was_loaded(folder):
 
 
 @pytest.mark.slow
-def test_processes_share_it(engine, folder):
-    environment = {**os.environ, "POLYCAST_ENGINE": engine, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", PROGRAM, str(folder)]
-    processes = [
-        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
-        for _ in range(2)
-    ]
-    try:
-        assert [process.stdout.readline() for process in processes] == ["ready\n", "ready\n"]
-        # Both run until both have said where their memory is.
-        found = []
-        for process in processes:
-            process.stdin.write("\n")
-            process.stdin.flush()
-            found.append([int(number) for number in process.stdout.readline().split()])
-            assert len(found[-1]) == 3
-            if len(found) == 1:
-                assert found[0][1] < 0.75 * found[0][0]  # two map the pages
-    finally:
-        for process in processes:
-            process.communicate()
+def test_processes_share_it(run_program, engine, folder):
+    status, printed, errors = run_program(LOAD + SHARED, engine, folder, imports="torch, pytest, polycast")
+    assert status == 0, errors
+    (resident, proportional, _), _ = found = json.loads(printed)
+    assert proportional < 0.75 * resident  # two map the pages
     assert all(resident >= FILE and anonymous == 0 for resident, _, anonymous in found)
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
-def test_a_forked_child_uses_it_and_loads_it(engine, folder):
-    program = PROGRAM.partition("    print(")[0] + (
-        "    torch.set_num_threads(1)\n"
-        "    expected = run(model, cache)\n"
-        "    child = os.fork()\n"
-        "    if child == 0:\n"
-        "        again = WeightCache.load(folder / 'model.casts', model)\n"
-        "        same = torch.equal(run(model, cache), expected) and torch.equal(run(model, again), expected)\n"
-        "        misses = cache.stats().misses + again.stats().misses\n"
-        "        os._exit(0 if same and misses == 0 else 1)\n"
-        "    sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))\n"
-    )
-    environment = {**os.environ, "POLYCAST_ENGINE": engine, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", program, str(folder)], env=environment, timeout=300, check=False)
-    assert done.returncode == 0
+def test_a_forked_child_uses_it_and_loads_it(run_program, engine, folder):
+    done = run_program(LOAD + FORKED, engine, folder, imports="torch, pytest, polycast")
+    assert done == (0, "", "")

@@ -41,16 +41,8 @@ torch.backends.cudnn.benchmark = True
 """
 
 
-SUITE = [
-    "-m",
-    "pytest",
-    "-p",
-    "no:cacheprovider",
-    "-p",
-    "polycast_plugins.testing.options",
-    "--pyargs",
-    "polycast_plugins.testing",
-]
+SUITE = ("-p", "polycast_plugins.testing.options", "--pyargs", "polycast_plugins.testing")
+RUN = "import warnings, sys, pytest; warnings.simplefilter('error'); raise SystemExit(pytest.main(sys.argv[1:]))"
 
 
 @pytest.fixture(autouse=True)
@@ -59,15 +51,23 @@ def _installed(distribution):
 
 
 @pytest.fixture
-def run(folder, tmp_path):
-    """Return a function that runs Python in an empty folder, with the plugin on its path."""
+def environment(folder):
+    """The environment of a program, with the plugin on its path."""
+    others = {name: value for name, value in os.environ.items() if not name.startswith(("POLYCAST_", "PYTEST_"))}
+    path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return {**others, "POLYCAST_ENGINE": "reference", "PYTHONPATH": path, "COLUMNS": "200"}
 
-    def run(*arguments, **variables):
-        others = {name: value for name, value in os.environ.items() if not name.startswith(("POLYCAST_", "PYTEST_"))}
-        path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
-        environment = {**others, "POLYCAST_ENGINE": "reference", "PYTHONPATH": path, "COLUMNS": "200", **variables}
-        command = [sys.executable, "-W", "error", *arguments]
-        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+
+@pytest.fixture
+def run(environment, launch, tmp_path):
+    """Return a function that runs pytest in an empty folder, in a process that has imported polycast."""
+
+    def run(*arguments, before="", **variables):
+        variables = {**environment, **variables}
+        arguments = ("-W", "error", "-p", "no:cacheprovider", *arguments)
+        return launch(
+            before + RUN, *arguments, imports="torch, polycast, pytest", folder=tmp_path, environment=variables
+        )
 
     return run
 
@@ -151,15 +151,15 @@ def test_other(request):
 """
 
 
-def test_another_run_of_pytest_imports_neither_polycast_nor_torch(tmp_path, run):
+def test_another_run_of_pytest_imports_neither_polycast_nor_torch(tmp_path, environment):
     (tmp_path / "test_other.py").write_text(OTHER)
-    done = run("-m", "pytest", "-p", "no:cacheprovider", "-q", "test_other.py")
+    command = [sys.executable, "-W", "error", "-m", "pytest", "-p", "no:cacheprovider", "-q", "test_other.py"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert (done.returncode, done.stdout.splitlines()[-1].partition(" in ")[0]) == (0, "1 passed"), done.stdout
 
 
 def test_a_run_of_pytest_in_a_process_that_has_polycast_warns_of_nothing(tmp_path, run):
     (tmp_path / "test_other.py").write_text("def test_other(): pass")
-    script = "polycast.backends(); raise SystemExit(pytest.main(['-p', 'no:cacheprovider', '-Werror']))"
-    done = run("-c", f"import polycast, pytest; {script}")
+    done = run(before="import polycast; polycast.backends(); ")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "warning" not in done.stdout
