@@ -10,12 +10,12 @@ from torch import nn
 
 import polycast
 
-pytest.importorskip("sklearn", reason="the demo's digits are scikit-learn's")
 DEMO = Path(__file__).parent.parent.parent / "examples" / "demo.py"
 
 
 @pytest.fixture(scope="module")
 def demo():
+    pytest.importorskip("sklearn", reason="the demo's digits are scikit-learn's")
     return runpy.run_path(str(DEMO))
 
 
