@@ -32,13 +32,16 @@ class BuiltIn(BackendConformance):
             super().pytest_generate_tests(metafunc)
             return
         names, name = metafunc.fixturenames, metafunc.function.__name__
-        backend = self.get_backend()
-        if "op" not in names:
-            super().pytest_generate_tests(metafunc)
-        if "op" in names:
-            metafunc.parametrize("op", differing_ops(backend) if self.fake else sorted(backend.policies))
+        super().pytest_generate_tests(metafunc)
         if "device" not in names or ({"kernel", "recipe"} & {*names} and name not in OF_REGIONS):
             metafunc.definition.add_marker(pytest.mark.parametrize("engine", ["native"], indirect=True))
+
+    def test_op(self, device, subtests, pytestconfig):
+        """In a region an op does what it does outside of one with its inputs cast by its policy."""
+        few = self.fake and not pytestconfig.getoption("full")
+        for op in differing_ops(device.backend) if few else sorted(device.backend.policies):
+            with subtests.test(op=op):
+                super().test_op(device, op)
 
 
 for name in BUILT_INS:
