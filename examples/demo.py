@@ -189,7 +189,7 @@ def demonstrate(device: str, dtype: torch.dtype) -> list[str]:
 def main() -> None:
     """Run on each available device."""
     torch.use_deterministic_algorithms(True, warn_only=True)
-    ready = {name: status.default_dtype for name, status in polycast.backends().items() if status.state == "ready"}
+    ready = {name: status.default_dtype for name, status in polycast.backends().items() if status.is_usable}
     wrong = [f"On {name}, {problem}." for name, dtype in ready.items() for problem in demonstrate(name, dtype)]
     if not ready:
         wrong = ["No device is available: polycast devices says why."]

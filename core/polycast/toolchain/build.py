@@ -29,6 +29,7 @@ from .prebuilt import require_compiler
 
 _SILENT_WAIT = 5.0
 """Seconds to wait for another process's build before printing a message."""
+_FIRST = "building {}, once for this torch, in about half a minute (`polycast build`: all, some 40 s on two cores) ..."
 _OUT_OF_RESOURCES = re.compile(
     r"^.*(?:killed signal|no space left|cannot allocate memory|out of memory|memory exhausted|bad_alloc).*$",
     re.IGNORECASE | re.MULTILINE,
@@ -151,6 +152,8 @@ def get_or_build(cache: Path, library: CppLibrary, *, retry: bool = False, own: 
                 if path is None:
                     build.check_not_failed(retry)
                     _remove_leftovers(build.folder)
+                    if not retry:  # else the caller says so
+                        announce(_FIRST.format(library.description))
                     path = _build(build)
         return path
     except (OSError, NotImplementedError) as error:  # filelock raises the latter on a file system without locks
@@ -186,7 +189,6 @@ def _remove_leftovers(folder: Path) -> None:
 
 def _build(build: _CachedBuild) -> Path:
     assert build.compiler is not None
-    announce(f"building {build.library.description}, once for this torch ...")
     log.info("the build of %s begins: %s", build.library.description, build.path)
     began = time.perf_counter()
     with tempfile.TemporaryDirectory(dir=build.folder) as folder:

@@ -1,15 +1,19 @@
 """``polycast build``: compile the C++ ahead of its first use, for instance in a container image.
 
-The libraries of this machine are the native engine, those of plugins, and the ops of backends.
+The libraries of this machine are the native engine, those of plugins, and the ops of backends. Regions, observers and
+recipes compile theirs when they are first used.
 """
 
 import os
+import sys
 import time
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any, TypeAlias
 
 import typer
+from rich.console import Console
+from rich.progress import Progress, TimeElapsedColumn
 
 from polycast import backends
 from polycast.plugin import NativeLibrary, manifests
@@ -29,14 +33,15 @@ def run() -> None:
     problems: list[str] = []
     with library_errors():
         wanted = libraries(problems)
-        unavailable = packages_of_ops("unavailable")
+        unavailable = packages_of_ops(usable=False)
     for problem in problems:
         typer.echo(f"polycast: {problem}", err=True)
     failed = bool(problems)
-    with ThreadPoolExecutor(os.cpu_count()) as pool:  # a compiler for each
-        answers = [pool.submit(_build, each) for each in wanted]
+    with _progress() as shown, ThreadPoolExecutor(os.cpu_count()) as pool:  # a compiler for each
+        answers = {pool.submit(_build, each, shown): each for each in sorted(wanted, key=_size, reverse=True)}
         try:
-            for library, answer in zip(wanted, answers, strict=True):
+            for answer in as_completed(answers):
+                library = answers[answer]
                 try:
                     typer.echo(f"{library.description}: {answer.result()}")
                 except RuntimeError as error:
@@ -51,10 +56,32 @@ def run() -> None:
         raise typer.Exit(1)
 
 
-def _build(library: Library) -> str:
+def _progress() -> Progress:
+    """Return a display of what is being compiled, and for how long, on a terminal."""
+    screen, columns = Console(stderr=True), ("[progress.description]{task.description}", TimeElapsedColumn())
+    return Progress(
+        *columns, console=screen, transient=True, disable=not screen.is_terminal, redirect_stdout=sys.stdout.isatty()
+    )
+
+
+def _size(library: Library) -> int:
+    """Return the size of the sources: what takes longest is compiled first."""
+    try:
+        return sum(map(len, library.read_sources().values()))
+    except RuntimeError:  # they are missing, as building says
+        return 0
+
+
+def _build(library: Library, shown: Progress) -> str:
     """Compile a library if needed, and return where it is, and how long it took."""
     started = time.perf_counter()
-    return f"{library.build()} ({time.perf_counter() - started:.1f} s)"
+    task = shown.add_task(f"compiling {library.description}", total=None)
+    try:
+        if shown.disable and not library.is_built():
+            typer.echo(f"polycast: compiling {library.description} ...", err=True)
+        return f"{library.build()} ({time.perf_counter() - started:.1f} s)"
+    finally:
+        shown.remove_task(task)
 
 
 def common_libraries(problems: list[str] | None = None) -> list[Library]:
@@ -83,13 +110,13 @@ def libraries(problems: list[str] | None = None) -> list[Library]:
     return [*common_libraries(problems), *map(NativeLibrary.of_ops, packages_of_ops())]
 
 
-def packages_of_ops(state: str = "ready") -> Mapping[str, str]:
-    """Return the packages with C++ ops of the devices in a state, and the device type of each.
+def packages_of_ops(usable: bool = True) -> Mapping[str, str]:
+    """Return the packages with C++ ops of the devices that can be used, or of the others; and the device type of each.
 
     Raises:
         ValueError: a ``POLYCAST_`` variable has an invalid value.
     """
-    statuses = [each for each in backends().values() if each.state == state]
+    statuses = [each for each in backends().values() if each.is_usable == usable]
     return {package: each.device_type for each in statuses for package in each.ops_in_cpp}
 
 
