@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -38,13 +36,13 @@ def test_the_ops_that_write_and_count_no_version_are_known():
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="a process is forked for each crash")
 @pytest.mark.parametrize("chosen", ["native", "reference"])
-def test_no_op_of_torchs_leaves_casts_stale(chosen):
+def test_no_op_of_torchs_leaves_casts_stale(chosen, run_program):
     stale = {}
-    environment = {**os.environ, "POLYCAST_ENGINE": chosen}
-    command = [sys.executable, SCRIPT, "2" if chosen == "native" else "1"]  # in Python, the calls take long
-    ran = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert ran.returncode == 0, ran.stderr
-    for line in ran.stdout.splitlines():
+    script = f"import runpy; runpy.run_path({str(SCRIPT)!r}, run_name='__main__')"
+    templates = "2" if chosen == "native" else "1"  # in Python, the calls take long
+    status, printed, errors = run_program(script, chosen, templates, timeout=600)
+    assert status == 0, errors
+    for line in printed.splitlines():
         _, name, *how = json.loads(line)
         stale.setdefault(name, []).extend(how)
     assert len(stale) > 2000

@@ -5,7 +5,6 @@ The compiler of these tests is a script that counts its calls and copies a libra
 
 import os
 import re
-import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -73,25 +72,25 @@ def test_a_damaged_build_is_built_again(compiler, home, damage):
     assert compiler.calls == 2
 
 
-SCRIPT = """
-import sys
+EIGHT = """
+import os, sys
 from pathlib import Path
 from polycast.engine.native.engine_library import ENGINE
 from polycast.toolchain.build import get_or_build
-from polycast.toolchain.cache_folder import cache_directory
-print(get_or_build(Path(sys.argv[1]), ENGINE))
+for _ in range(8):
+    if os.fork() == 0:
+        print(get_or_build(Path(sys.argv[1]), ENGINE), flush=True)
+        os._exit(0)
+sys.exit(sum(os.wait()[1] for _ in range(8)))
 """
 
 
 @pytest.mark.slow
-def test_eight_processes_build_the_engine_once(compiler, home):
-    processes = [
-        subprocess.Popen([sys.executable, "-c", SCRIPT, str(home)], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-        for _ in range(8)
-    ]
-    outputs = [process.communicate() for process in processes]
-    assert [process.returncode for process in processes] == [0] * 8, outputs
-    assert len({out for out, _ in outputs}) == 1
+def test_eight_processes_build_the_engine_once(compiler, home, launch):
+    done = launch(EIGHT, home)
+    assert done.returncode == 0, done.stderr
+    paths = done.stdout.splitlines()
+    assert (len(paths), len(set(paths))) == (8, 1)
     assert compiler.calls == 1
 
 

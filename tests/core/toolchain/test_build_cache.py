@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 
 import pytest
 
@@ -158,9 +156,9 @@ get_or_build(Path(sys.argv[1]), ENGINE)
 
 
 @pytest.mark.slow
-def test_a_build_removes_the_leftovers_of_a_killed_one(compiler, home):
+def test_a_build_removes_the_leftovers_of_a_killed_one(compiler, home, launch):
     compiler.behave(status=0, also="open(sys.argv[sys.argv.index('-o') + 1], 'w'); os.kill(os.getppid(), 9)")
-    assert subprocess.run([sys.executable, "-c", KILLED, str(home)], check=False).returncode == -signal.SIGKILL
+    assert launch(KILLED, home).returncode == -signal.SIGKILL
     left = [path for path in home.rglob("*") if path.suffix == ".so"]
     assert len(left) == 1
     compiler.behave(status=0)

@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -22,10 +20,11 @@ LACKING = Path(__file__).with_name("lacking.py")
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="a process is forked for each name")
 @pytest.mark.parametrize("chosen", ["native", "reference"])
-def test_regions_run_without_each_name_and_warn_once_of_the_loss(chosen):
-    environment = {**os.environ, "POLYCAST_ENGINE": chosen}
-    ran = subprocess.run([sys.executable, LACKING], capture_output=True, text=True, env=environment, check=True)
-    answers = json.loads(ran.stdout)
+def test_regions_run_without_each_name_and_warn_once_of_the_loss(chosen, run_program):
+    script = f"import runpy; runpy.run_path({str(LACKING)!r}, run_name='__main__')"
+    status, printed, errors = run_program(script, chosen, imports="torch, torch._dynamo")
+    assert status == 0, errors
+    answers = json.loads(printed)
     assert len(answers) > 50
     assert answers.keys() <= lookup.losses.keys()  # which may have names that plugins look up
     assert {name: answer["error"] for name, answer in answers.items() if answer["error"]} == {}
@@ -72,16 +71,14 @@ def test_this_torch_lacks_nothing():
 
 
 @pytest.mark.slow
-def test_choosing_an_engine_looks_up_all_names():
+def test_choosing_an_engine_looks_up_all_names(run_program):
     script = (
         "import sys, torch, polycast\n"
         "with polycast.autocast('cpu'): pass\n"
         "names = ('callers_state', 'private_names', 'dispatcher')\n"
         "print(all(f'polycast.torch_internals.{name}' in sys.modules for name in names))"
     )
-    environment = {**os.environ, "POLYCAST_ENGINE": "reference"}
-    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, check=True)
-    assert ran.stdout == "True\n"
+    assert run_program(script, "reference")[:2] == (0, "True\n")
 
 
 def test_names_are_private_and_their_losses_are_sentences():
