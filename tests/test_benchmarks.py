@@ -329,7 +329,7 @@ def test_a_figure_without_a_bound_is_ok(timing):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["depth", "linears"], ids=["in one process", "apart"])
+@pytest.mark.parametrize("name", ["depth", "small"], ids=["in one process", "apart"])
 def test_a_benchmark_runs_in_processes_with_its_number_of_threads(name):
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.catalog", name, "quick"],
