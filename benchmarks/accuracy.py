@@ -49,7 +49,7 @@ def _scores(
     plain = polycast.Int8(min_size=0)
     recipes: dict[str, polycast.plugin.Recipe] = {
         "int8 by row": plain,
-        "equalized": plain.with_options(equalization=polycast.equalize(model, batches, plain)),
+        "equalized": plain.with_options(calibration=polycast.calibrate(model, batches, plain)),
         "by tensor": polycast.Int8("tensor", min_size=0),
         "by row, rules": polycast.Int8(min_size=0),
     }

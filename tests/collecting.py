@@ -12,7 +12,7 @@ ENGINES_DIFFER = (
     "tests/plugins/fastest/test_conversions.py",
     "tests/plugins/fastest/test_fastest_in_the_engine.py",
     "tests/plugins/fastest/test_pointwise.py",
-    "tests/plugins/quantize/test_equalized.py",
+    "tests/plugins/quantize/test_calibrated.py",
     "tests/plugins/testing/test_built_in.py",
 )
 """The tests of what each engine implements."""

@@ -8,12 +8,12 @@ from polycast_plugins.observe.observer import observe as observe
 from polycast_plugins.observe.run_history import RunHistory as RunHistory
 from polycast_plugins.observe.run_log import RunLog as RunLog
 from polycast_plugins.out_dtype.operator import out_dtype as out_dtype
+from polycast_plugins.precision.calibrate import calibrate as calibrate
 from polycast_plugins.precision.compare import Reference as Reference
 from polycast_plugins.precision.compare import compare as compare
-from polycast_plugins.precision.equalize import equalize as equalize
 from polycast_plugins.precision.explain import explain as explain
 from polycast_plugins.precision.tune import tune as tune
-from polycast_plugins.quantize.equalization import Equalization as Equalization
+from polycast_plugins.quantize.calibration import Calibration as Calibration
 from polycast_plugins.quantize.low_bit_recipes import Float8 as Float8
 from polycast_plugins.quantize.low_bit_recipes import Int4 as Int4
 from polycast_plugins.quantize.low_bit_recipes import Int8 as Int8

@@ -12,7 +12,7 @@ A file has the arguments of `Policy`, under the same names::
     [modules]
     "encoder.layers.*.norm" = "fp32"
     lm_head = { linear = "fp32", output = "float32" }
-    "decoder.layers.*" = { recipe = "int8", equalization = "factors.safetensors" }  # beside the policy file
+    "decoder.layers.*" = { recipe = "int8", calibration = "factors.safetensors" }  # beside the policy file
 
     [devices.cuda.ops]
     bmm = "passthrough"

@@ -126,7 +126,7 @@ class Policy:
         Raises:
             OSError: it cannot be written.
             ModuleNotFoundError: the extra ``polycast[files]`` is not installed.
-            ValueError: a recipe has an equalization that is in no file.
+            ValueError: a recipe has a calibration that is in no file.
         """
         files.write(path, self.text(path, comments))
 
@@ -134,11 +134,11 @@ class Policy:
         """Return the text of the policy file that :meth:`save` writes.
 
         Args:
-            path: the file; the paths of equalizations are relative to its folder. None: they are absolute.
+            path: the file; the paths of calibrations are relative to its folder. None: they are absolute.
             comments: lines at its head.
 
         Raises:
-            ValueError: a recipe has an equalization that is in no file.
+            ValueError: a recipe has a calibration that is in no file.
         """
         table = self._table()
         text = files.to_text(table if path is None else files.with_relative_paths(table, path))

@@ -75,7 +75,7 @@ class Explanation(Result):
         declined: why the recipe does not compute the op, which runs in the fast dtype; None if it does. Without
             arguments: why it computes no call.
         way: the way in which the recipe computes the call, if it has several: ``"float32"``; empty without arguments.
-        reason: why it is computed in that way; of a recipe with an equalization, whether the weight is equalized.
+        reason: why it is computed in that way; of a recipe with a calibration, whether the weight is equalized.
         package: the distribution whose kernel computes the call; empty if torch's does, or without arguments.
         others: explanations of the other overloads of the name, if no arguments were given.
     """

@@ -67,10 +67,10 @@ class LowBitKernel:
         uses_cast: whether the kernel multiplies the weight's cast to the fast dtype. `prepack` is not called then: the
             prepacked weight is the cast, a tuple of one tensor, with the weight's strides if they are dense.
         takes_float32: whether a kernel with `uses_cast` also takes a float32 weight itself in place of its cast.
-        equalizes: whether ``prepack(weight, factors)`` takes the factors of an ``Equalization`` too: positive
-            float32 numbers [K] in host memory, one for each input channel, or None. The weight is multiplied by them
-            before it is quantized, and the activations are divided by them. Kernels without it compute a recipe that
-            has an equalization as they compute one that has none.
+        equalizes: whether ``prepack(weight, factors)`` takes the factors of a ``Calibration``: positive float32 [K] in
+            host memory, by which the weight is multiplied before it is quantized, and the activations divided; or None.
+        levels: the format of the levels of a ``Calibration`` that ``prepack(weight, factors, levels)`` takes, such as
+            ``"int4, groups of 32"``; see ``polycast_plugins.quantize.LowBitMatmul.compensate``.
     """
 
     weight: int = 1
@@ -80,6 +80,7 @@ class LowBitKernel:
     uses_cast: ClassVar[bool] = False
     takes_float32: ClassVar[bool] = False
     equalizes: bool = False
+    levels: str = ""
 
     def prepack(self, weight: torch.Tensor) -> tuple[torch.Tensor, ...] | None:
         """Return the prepacked weight, tensors with memory of their own; None if this weight cannot be prepacked.

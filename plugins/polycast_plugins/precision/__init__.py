@@ -8,7 +8,7 @@ plugin = Plugin(
     names={
         "Reference": "polycast_plugins.precision.compare:Reference",
         "compare": "polycast_plugins.precision.compare:compare",
-        "equalize": "polycast_plugins.precision.equalize:equalize",
+        "calibrate": "polycast_plugins.precision.calibrate:calibrate",
         "explain": "polycast_plugins.precision.explain:explain",
         "tune": "polycast_plugins.precision.tune:tune",
     },

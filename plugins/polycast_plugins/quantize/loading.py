@@ -97,7 +97,7 @@ def _kernel(wanted: PrepackedFormat) -> PlannedKernel:
     if missing:
         raise ValueError(
             f"it has weights for the recipe {recipe!r}, whose {missing[0]} this process does not have: make "
-            "the recipe first, such as Int8(equalization=Equalization.load(path))"
+            "the recipe first, such as Int8(calibration=Calibration.load(path))"
         )
     plan = Plan.of(get_backend(wanted.device), recipe)
     if wanted.op not in plan.kernels:

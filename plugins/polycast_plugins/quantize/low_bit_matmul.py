@@ -23,7 +23,7 @@ class LowBitMatmul:
         operators: optional; by op, such as ``"aten::linear"``, an operator in C++ that computes it, in place of
             `multiply`; see :class:`polycast.plugin.LowBitKernel`.
         constants: the last arguments of these operators.
-        equalizes: whether `prepack` takes the factors of an equalization too; see `polycast.plugin.LowBitKernel`.
+        equalizes, levels: what of a calibration `prepack` takes too; see `polycast.plugin.LowBitKernel`.
 
     Example:
         >>> from polycast_plugins.quantize import LowBitMatmul
@@ -40,6 +40,7 @@ class LowBitMatmul:
     operators: Mapping[str, Any] = MappingProxyType({})
     constants: Sequence[Any] = ()
     equalizes: bool = False
+    levels: str = ""
 
     def prepack(self, weight: torch.Tensor) -> tuple[torch.Tensor, ...] | None:
         """Return the prepacked weight, tensors with memory of their own; None if this weight cannot be prepacked.
@@ -48,6 +49,21 @@ class LowBitMatmul:
 
         Args:
             weight: [N, K], a row for each output feature, with any strides; float32, bfloat16 or float16.
+        """
+        raise NotImplementedError
+
+    def compensate(self, weight: torch.Tensor, moments: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return the levels of a weight, so rounded that its products change least; see `compensate_errors`.
+
+        Called by :func:`polycast.calibrate` if the class has `levels`. ``prepack(weight, factors, levels)`` takes the
+        result, of this or another process, for the same weight.
+
+        Args:
+            weight: float32 [N, K], multiplied by the factors.
+            moments: float32 [K, K], the sum of ``x.T @ x`` over activations `x`, [rows, K], divided by the factors.
+
+        Returns:
+            Contiguous tensors in host memory, of dtypes that safetensors has.
         """
         raise NotImplementedError
 
@@ -95,7 +111,8 @@ class _Matmul(LowBitKernel):
         self._matmul = matmul
         self.operator = operator
         self.constants = matmul.constants
-        self.equalizes = matmul.equalizes
+        self.equalizes, self.levels = matmul.equalizes, matmul.levels
+        self.compensate = matmul.compensate
         self.prepack_key: Hashable = type(matmul), self.weight_layout
 
     @override
@@ -105,9 +122,9 @@ class _Matmul(LowBitKernel):
         return _size_mismatch(x, size) or self._matmul.unsupported_reason(x, size, None)
 
     @override
-    def prepack(self, weight: torch.Tensor, *factors: torch.Tensor | None) -> tuple[torch.Tensor, ...] | None:
+    def prepack(self, weight: torch.Tensor, *of_calibration: Any) -> tuple[torch.Tensor, ...] | None:
         prepack: Callable[..., tuple[torch.Tensor, ...] | None] = self._matmul.prepack
-        return prepack(self._rows(weight), *factors)
+        return prepack(self._rows(weight), *of_calibration)
 
     def _rows(self, weight: torch.Tensor) -> torch.Tensor:
         """Return the weight with a row for each output feature."""

@@ -55,22 +55,22 @@ class LowBitRecipe(Recipe):
         return None
 
 
-class _EqualizedRecipe(LowBitRecipe):
-    """A recipe with the setting ``equalization``."""
+class _CalibratedRecipe(LowBitRecipe):
+    """A recipe with the setting ``calibration``."""
 
-    loaders = MappingProxyType({"equalization": "polycast_plugins.quantize.equalization:Equalization.load"})
+    loaders = MappingProxyType({"calibration": "polycast_plugins.quantize.calibration:Calibration.load"})
 
     @override
     def check(self) -> None:
-        value = self.known("equalization")
-        if value is not None and not hasattr(value, "factors"):
-            remedy = ". polycast.Equalization.load reads a file" if isinstance(value, str) else ""
+        value = self.known("calibration")
+        if value is not None and not hasattr(value, "prepack_arguments"):
+            remedy = ". polycast.Calibration.load reads a file" if isinstance(value, str) else ""
             raise TypeError(
-                f"equalization must be an Equalization, as polycast.equalize returns it, or None, got {value!r}{remedy}"
+                f"calibration must be a Calibration, as polycast.calibrate returns it, or None, got {value!r}{remedy}"
             )
 
 
-class Int8(_EqualizedRecipe):
+class Int8(_CalibratedRecipe):
     """Matmuls of 8-bit integers, for inference.
 
     Weights are prepacked once, with a scale for each output feature; activations are quantized at each call. Ops that
@@ -80,7 +80,7 @@ class Int8(_EqualizedRecipe):
         scales: ``"row"``: a scale for each row of the activations; ``"tensor"``: one for all.
         ops: the ops to compute, by names as in a :class:`Policy`.
         min_size: the smallest number of elements of a weight.
-        equalization: an equalization of the model's weights, or None.
+        calibration: a calibration of the model's weights, or None.
 
     Raises:
         TypeError, ValueError: see :class:`polycast.plugin.Recipe`.
@@ -98,18 +98,18 @@ class Int8(_EqualizedRecipe):
     scales: Literal["row", "tensor"] = "row"
     ops: Sequence[str] = MATMULS
     min_size: int = 2**16
-    equalization: Any = None
+    calibration: Any = None
 
     @override
     def rounding_errors(self, x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return _int8_errors(x, by_row=self.scales == "row"), _int8_errors(weight, by_row=True)
 
 
-class Int4(_EqualizedRecipe):
+class Int4(_CalibratedRecipe):
     """Matmuls of weights in 4 bits and activations in 8 bits, for inference.
 
     A weight takes a little more than half a byte for each element, and one row is multiplied at the speed at which the
-    weight is read. Rounding to 16 levels changes results more than :class:`Int8` does: measure the model, and equalize
+    weight is read. Rounding to 16 levels changes results more than :class:`Int8` does: measure the model, and calibrate
     it. Ops that autograd records run in the fast dtype.
 
     Args:
@@ -117,7 +117,7 @@ class Int4(_EqualizedRecipe):
             larger one takes less memory, and is less accurate.
         ops: the ops to compute, by names as in a :class:`Policy`.
         min_size: the smallest number of elements of a weight.
-        equalization: an equalization of the model's weights, or None.
+        calibration: a calibration of the model's weights, or None.
 
     Raises:
         TypeError, ValueError: see :class:`polycast.plugin.Recipe`.
@@ -134,7 +134,7 @@ class Int4(_EqualizedRecipe):
     group_size: Literal[32, 64, 128] = 32
     ops: Sequence[str] = MATMULS
     min_size: int = 2**16
-    equalization: Any = None
+    calibration: Any = None
 
     @override
     def rounding_errors(self, x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -7,7 +7,7 @@ _RECIPES = f"{_HERE}.low_bit_recipes"
 
 plugin = Plugin(
     names={
-        "Equalization": f"{_HERE}.equalization:Equalization",
+        "Calibration": f"{_HERE}.calibration:Calibration",
         "map_weights": f"{_HERE}.map_weights:map_weights",
         **{name: f"{_RECIPES}:{name}" for name in ("Float8", "Int4", "Int8")},
     },

@@ -113,6 +113,10 @@ def _order(tensor: torch.Tensor) -> int:
 class TensorFile:
     """A file that is mapped into memory, copied on writes: its tensors share their pages with other processes.
 
+    Attributes:
+        metadata: texts by name.
+        names: those of the tensors.
+
     Raises:
         OSError: the file cannot be read.
         ValueError: it is not such a file, or truncated.
@@ -130,7 +134,7 @@ class TensorFile:
             raise ValueError(f"it is not a complete safetensors file: {error}") from error
         self._file = file
         self.metadata: Mapping[str, str] = file.metadata() or {}
-        self._names = frozenset(file.keys())
+        self.names = frozenset(file.keys())
 
     def tensor(self, name: str) -> torch.Tensor:
         """Return a tensor of the file.
@@ -138,7 +142,7 @@ class TensorFile:
         Raises:
             ValueError: there is none of the name.
         """
-        if name not in self._names:
+        if name not in self.names:
             raise ValueError(f"it lacks the tensor {name!r}")
         found: torch.Tensor = self._file.get_tensor(name)
         return found.detach()

@@ -1,4 +1,4 @@
-"""The weights of ops and of models as matrices [N, K], a row for each output feature, and their equalization."""
+"""The weights of ops and of models as matrices [N, K], a row for each output feature, and their calibration."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -35,39 +35,39 @@ def product_arguments(op: str, x: torch.Tensor, weight: torch.Tensor) -> tuple[A
     return (x.new_zeros(weight.shape[1]), x, weight, 1, 1) if op == "aten::addmm" else (x, weight)
 
 
-def _equalization_of(recipe: Recipe) -> Any:
-    """Return the equalization of a recipe, or None.
+def _calibration_of(recipe: Recipe) -> Any:
+    """Return the calibration of a recipe, or None.
 
     Raises:
-        RuntimeError: the recipe was read from text, in compiled code, and this process lacks the equalization.
+        RuntimeError: the recipe was read from text, in compiled code, and this process lacks the calibration.
     """
-    if getattr(recipe, "equalization", None) is None:
+    if getattr(recipe, "calibration", None) is None:
         return None
-    equalization = recipe.known("equalization")
-    if equalization is None:
+    calibration = recipe.known("calibration")
+    if calibration is None:
         raise RuntimeError(
-            f"{recipe!r} is in compiled code of another process, and this process does not have its equalization: load "
-            "it with polycast.Equalization.load, and make a recipe of it, before the code runs"
+            f"{recipe!r} is in compiled code of another process, and this process does not have its calibration: load "
+            "it with polycast.Calibration.load, and make a recipe of it, before the code runs"
         )
-    return equalization
+    return calibration
 
 
 def describe(recipe: Recipe, kernel: LowBitKernel, op: str, weight: torch.Tensor) -> str:
-    """Return whether a weight, which may be fake, is equalized; "" if that is unknown, or there is no equalization."""
-    equalization = _equalization_of(recipe)
+    """Return whether a weight, which may be fake, is calibrated; "" if that is unknown, or there is no calibration."""
+    calibration = _calibration_of(recipe)
     matrix = matrix_of(op, weight)
-    if equalization is None or Plan.is_special(weight):
+    if calibration is None or Plan.is_special(weight):
         return ""
     if matrix is None or not kernel.equalizes:
-        return "not equalized: the kernel takes no factors"
-    text: str = equalization.describe(matrix)
+        return "not calibrated: the kernel takes no factors"
+    text: str = calibration.describe(matrix, kernel.levels)
     return text
 
 
 def checked_prepack(
     kernel: LowBitKernel, recipe: Recipe, op: str
 ) -> Callable[[torch.Tensor], tuple[torch.Tensor, ...] | None]:
-    """Return a kernel's prepack() with the weight's factors and a check of its result.
+    """Return a kernel's prepack() with what the recipe's calibration has for the weight, and a check of its result.
 
     The result is usable in every grad and inference mode.
     """
@@ -75,11 +75,13 @@ def checked_prepack(
     def prepack(weight: torch.Tensor) -> tuple[torch.Tensor, ...] | None:
         with torch.inference_mode(False), torch.no_grad():
             detached = weight.detach()
-            equalization = _equalization_of(recipe) if kernel.equalizes else None
+            calibration = _calibration_of(recipe) if kernel.equalizes else None
             matrix = matrix_of(op, detached)
-            factors = None if equalization is None or matrix is None else equalization.factors(matrix)
+            given = (
+                () if calibration is None or matrix is None else calibration.prepack_arguments(matrix, kernel.levels)
+            )
             kernel_prepack: Callable[..., Any] = kernel.prepack
-            prepacked = kernel_prepack(detached) if factors is None else kernel_prepack(detached, factors)
+            prepacked = kernel_prepack(detached, *given)
             if isinstance(prepacked, torch.Tensor):  # which tuple() would split into rows
                 raise TypeError(f"{type(kernel).__name__}.prepack must return a tuple of tensors or None, got a tensor")
             return tuple(prepacked or ()) or None

@@ -1,7 +1,7 @@
 """Checks of what kernels may offer: products of equalized weights, and kernels of the fast dtype."""
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -16,8 +16,11 @@ from .subject import Device, Subject, require
 class KernelOptionChecks(Subject):
     """Kernels with `equalizes` or `uses_cast`. Those of other backends are skipped."""
 
-    def test_recipe_equalization(self, device: Device, recipe: str | None) -> None:
-        """A kernel that takes factors multiplies the weight by them, and divides the activations by them."""
+    def test_recipe_calibration(self, device: Device, recipe: str | None) -> None:
+        """A kernel that takes factors multiplies the weight by them, and divides the activations.
+
+        One that takes levels takes those that it gave.
+        """
         device.skip_if_fake("there are no values")
         checked = False
         for call in kernel_calls(device, recipe):
@@ -37,12 +40,21 @@ class KernelOptionChecks(Subject):
                 prepared = call.prepack(weight, factors)
                 without, none = call.prepack(weight), call.prepack(weight, None)
             result = run_prepacked(call.kernel, prepared, *given, dtype=dtype)
-            with call.context("with the factors of an equalization"):
+            with call.context("with the factors of a calibration"):
                 assert_within(device.values(result), expected, error)
             same = len(without) == len(none) and all(map(torch.equal, without, none))
             require(same, f"{call}: prepack(weight, None) returned something else than prepack(weight)")
+            if call.kernel.levels:
+                matrix = weight.float() if product.features == 0 else weight.float().t()
+                compensate = cast("Any", call.kernel).compensate
+                levels = compensate(matrix * factors.to(matrix), torch.eye(channels).to(matrix))
+                with torch.no_grad():
+                    prepared = call.prepack(weight, factors, levels)
+                result = run_prepacked(call.kernel, prepared, *given, dtype=dtype)
+                with call.context("with levels of the kernel's own"):
+                    assert_within(device.values(result), expected, error)
         if not checked:
-            pytest.skip(f"no kernel for {recipe} takes the factors of an equalization")
+            pytest.skip(f"no kernel for {recipe} takes the factors of a calibration")
 
     def test_kernels_of_the_fast_dtype(self, device: Device) -> None:
         """A kernel that multiplies a weight's cast returns the float64 product of the cast, rounded."""

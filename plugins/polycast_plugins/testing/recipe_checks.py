@@ -246,7 +246,7 @@ class KernelCall:
         return reason
 
     def prepack(self, weight: torch.Tensor, *factors: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-        """Return the prepacked weight, given equalization factors if the kernel takes them."""
+        """Return the prepacked weight, given calibration factors if the kernel takes them."""
         prepared = self.kernel.prepack(weight, *factors)
         if not isinstance(prepared, (tuple, list)) or not all(isinstance(each, torch.Tensor) for each in prepared):
             raise AssertionError(  # require() would need the text, which is slow for tensors

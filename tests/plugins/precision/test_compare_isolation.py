@@ -82,7 +82,7 @@ class Drawing(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("run", "what"), [("compare", "parameter"), ("compare", "input"), ("tune", "buffer"), ("equalize", "buffer")]
+    ("run", "what"), [("compare", "parameter"), ("compare", "input"), ("tune", "buffer"), ("calibrate", "buffer")]
 )
 def test_runs_draw_the_same_numbers_on_every_device_of_a_model_and_restore_its_generators(run, what, monkeypatch):
     states = [torch.ones(1), torch.ones(1)]
@@ -106,7 +106,7 @@ def test_runs_draw_the_same_numbers_on_every_device_of_a_model_and_restore_its_g
         assert polycast.tune(model, args, tolerance=1e-2, device_type="cpu").evidence.met
     else:
         with pytest.raises(ValueError, match="computes no product"):
-            polycast.equalize(model, [args], "int8")
+            polycast.calibrate(model, [args], "int8")
     assert states == [1, 1]
 
 

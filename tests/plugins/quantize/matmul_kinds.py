@@ -37,7 +37,7 @@ class Kind:
         return kernel.prepack(weight, *factors)
 
     def run(self, op, *args, dtype=None, factors=()):
-        """Prepack the weight, with the factors of an equalization, and call the kernel of an op."""
+        """Prepack the weight, with the factors of a calibration, and call the kernel of an op."""
         kernel, dtype = self.kernel(op), dtype or self.dtype
         assert kernel.unsupported_reason(*args) is None
         return run_prepacked(kernel, self.prepared(kernel, args[kernel.weight], dtype, *factors), *args, dtype=dtype)

@@ -1,6 +1,7 @@
 """The CPU's int4 matmuls: random products, how weights are packed, inf and nan, and refused calls."""
 
 import random
+import re
 
 import pytest
 import torch
@@ -118,6 +119,47 @@ def test_the_error_is_that_of_four_bits(isa):
     expected = F.linear(x, weight)
     error = (Int4(isa).linear(x, weight) - expected).norm() / expected.norm()
     assert 0.07 < error < 0.09
+
+
+def test_levels_are_packed_as_they_are_given(subtests):
+    for group_size, terms in ((32, 700), (64, 257), (128, 30), (32, 8), (16, 1)):
+        with subtests.test(group_size=group_size, terms=terms):
+            torch.manual_seed(terms)
+            groups, (_, chunk) = -(-terms // group_size), chunk_of(terms, group_size)
+            levels, multipliers = torch.randint(-8, 8, (70, terms)), torch.randint(-15, 16, (70, groups))
+            scales = torch.rand(70, -(-terms // chunk)).bfloat16()
+            pairs = F.pad(levels + 8, (0, terms % 2)).to(torch.uint8)
+            given = pairs[:, ::2] | pairs[:, 1::2] << 4, multipliers.to(torch.int8), scales
+            factors = torch.rand(terms) + 1
+            values, inverse = torch.ops.polycast_cpu.int4_pack_levels(*given, factors, terms, group_size)
+            integers, found = unpack(values, 70, terms, group_size)
+            assert torch.equal(integers, levels * multipliers.repeat_interleave(group_size, 1)[:, :terms])
+            assert torch.equal(found, scales.float())
+            assert torch.equal(inverse, factors.reciprocal())
+
+
+GIVEN = torch.zeros(3, 20, dtype=torch.uint8), torch.ones(3, 2, dtype=torch.int8), torch.ones(3, 1).bfloat16()
+
+
+@pytest.mark.parametrize(
+    ("position", "tensor", "message"),
+    [
+        (0, GIVEN[0][:, :19], "expected 20 pairs of levels for each output feature, contiguous, in Byte, got [3, 19]"),
+        (1, GIVEN[1][:2], "expected 2 multipliers for each output feature, contiguous, in Char, got [2, 2]"),
+        (1, GIVEN[1] * 16, "expected multipliers of magnitudes up to 15"),
+        (1, GIVEN[1] * -128, "expected multipliers of magnitudes up to 15"),
+        (
+            2,
+            GIVEN[2].float(),
+            "expected 1 scales for each output feature, contiguous, in BFloat16, got [3, 1] in",
+        ),
+    ],
+)
+def test_wrong_levels_are_refused(position, tensor, message):
+    given = list(GIVEN)
+    given[position] = tensor
+    with pytest.raises(RuntimeError, match=re.escape(message)):
+        torch.ops.polycast_cpu.int4_pack_levels(*given, None, 40, 32)
 
 
 X, WEIGHT = torch.randn(5, 130), torch.randn(70, 130)

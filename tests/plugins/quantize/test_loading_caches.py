@@ -110,7 +110,7 @@ def test_a_limit_that_is_no_number(saved, model):
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no named pipes")
-@pytest.mark.parametrize("load", [WeightCache.load, polycast.Equalization.load], ids=["cache", "equalization"])
+@pytest.mark.parametrize("load", [WeightCache.load, polycast.Calibration.load], ids=["cache", "calibration"])
 def test_a_pipe_is_refused_at_once(tmp_path, load, model):
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)

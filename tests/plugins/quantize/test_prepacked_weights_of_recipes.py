@@ -85,17 +85,17 @@ def test_recipes_that_pack_alike_share_a_prepacked_weight(products):
     assert (products[16].packed, cache.stats().packings) == (1, 1)
 
 
-def test_an_equalization_that_becomes_known_is_used(monkeypatch):
+def test_a_calibration_that_becomes_known_is_used(monkeypatch):
     if not polycast.plugin.check(polycast.plugin.get_backend("cpu"), Int8()):
         pytest.skip("the CPU has no such kernels")
     monkeypatch.setattr(recipe_settings, "objects", {})
     factors = 2.0 ** torch.arange(64).remainder(5)
-    equalization = SimpleNamespace(digest="0f", factors=lambda weight: factors)
-    unknown = Int8(min_size=0, equalization=ObjectDigest("0f"))
+    calibration = SimpleNamespace(digest="0f", prepack_arguments=lambda weight, levels: (factors,))
+    unknown = Int8(min_size=0, calibration=ObjectDigest("0f"))
     layer = nn.Linear(64, 8)
-    with autocast("cpu", recipe=unknown), pytest.raises(RuntimeError, match="does not have its equalization"):
+    with autocast("cpu", recipe=unknown), pytest.raises(RuntimeError, match="does not have its calibration"):
         layer(X)
-    known = Int8(min_size=0, equalization=equalization)
+    known = Int8(min_size=0, calibration=calibration)
     with autocast("cpu", recipe=known):
         expected = layer(X)
     with autocast("cpu", recipe=unknown):

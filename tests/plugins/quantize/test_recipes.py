@@ -119,12 +119,12 @@ def test_a_policy_file_has_a_table_for_a_recipe_with_settings(tmp_path):
     assert Policy.load(tmp_path / "policy.toml") == policy
 
 
-def test_an_equalization_is_a_setting_of_int8():
-    equalization = SimpleNamespace(digest="0e", factors=lambda weight: None)
-    assert Int8(equalization=equalization) == Int8(equalization=equalization) != Int8()
-    assert Int8(equalization=equalization).format != Int8().format
-    with pytest.raises(TypeError, match=r"equalization must be an Equalization, .*, or None, got 'a path'"):
-        Int8(equalization="a path")
+def test_a_calibration_is_a_setting_of_int8():
+    calibration = SimpleNamespace(digest="0e", prepack_arguments=None)
+    assert Int8(calibration=calibration) == Int8(calibration=calibration) != Int8()
+    assert Int8(calibration=calibration).format != Int8().format
+    with pytest.raises(TypeError, match=r"calibration must be a Calibration, .*, or None, got 'a path'"):
+        Int8(calibration="a path")
 
 
 def test_its_kind_is_taken():

@@ -130,30 +130,30 @@ def test_a_recipe_that_is_not_known(saved_int8, model):
 
 
 class Factors:
-    """A fake equalization, with a digest only."""
+    """A fake calibration, with a digest only."""
 
     def __init__(self, digest):
         self.digest = digest
 
-    def factors(self, weight):
-        return torch.full((weight.shape[1],), 2.0)
+    def prepack_arguments(self, weight, levels):
+        return (torch.full((weight.shape[1],), 2.0),)
 
 
-def test_an_equalization_that_this_process_does_not_have(path, model, int8_kernels, monkeypatch):
+def test_a_calibration_that_this_process_does_not_have(path, model, int8_kernels, monkeypatch):
     monkeypatch.setattr(recipe_settings, "objects", {})
-    recipe, cache = Int8(min_size=1, equalization=Factors("abc")), WeightCache()
+    recipe, cache = Int8(min_size=1, calibration=Factors("abc")), WeightCache()
     run(model, cache, recipe)
     cache.save(path, model)
     recipe_settings.objects.clear()
     assert refused(path, model) == (
-        "it has weights for the recipe Int8(min_size=1, equalization=<ObjectDigest abc>), whose equalization this "
-        "process does not have: make the recipe first, such as Int8(equalization=Equalization.load(path))"
+        "it has weights for the recipe Int8(min_size=1, calibration=<ObjectDigest abc>), whose calibration this "
+        "process does not have: make the recipe first, such as Int8(calibration=Calibration.load(path))"
     )
 
 
-def test_prepacked_weights_of_an_equalization_serve_no_other(path, model, int8_kernels, monkeypatch):
+def test_prepacked_weights_of_a_calibration_serve_no_other(path, model, int8_kernels, monkeypatch):
     monkeypatch.setattr(recipe_settings, "objects", {})
-    recipes, cache = [Int8(min_size=1, equalization=Factors(each)) for each in ("abc", "def")], WeightCache()
+    recipes, cache = [Int8(min_size=1, calibration=Factors(each)) for each in ("abc", "def")], WeightCache()
     run(model, cache, recipes[0])
     cache.save(path, model)
     loaded = WeightCache.load(path, model)

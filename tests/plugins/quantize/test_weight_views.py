@@ -1,4 +1,4 @@
-"""Describe a matrix in a parameter as text, and find it again, as files of equalizations do."""
+"""Describe a matrix in a parameter as text, and find it again, as files of calibrations do."""
 
 import pytest
 import torch

@@ -25,6 +25,23 @@ class Equalized(Linear):
         return super().run(prepared[:1], x.float() * prepared[1], weight, bias)
 
 
+class WithLevels(Equalized):
+    """A linear that takes levels, and is right."""
+
+    levels = "rounded"
+
+    def compensate(self, weight, moments):
+        return quantized(weight, 1)
+
+    def prepack(self, weight, factors=None, levels=None):
+        return super().prepack(weight, factors) if levels is None else (levels, factors.reciprocal())
+
+
+class OtherLevels(WithLevels):
+    def compensate(self, weight, moments):
+        return quantized(weight, 1) * 1.5
+
+
 class IgnoresFactors(Equalized):
     def prepack(self, weight, factors=None):
         return super().prepack(weight)
@@ -47,13 +64,18 @@ class OfOtherCast(OfCast):
 
 @pytest.mark.parametrize(
     ("kernel", "message"),
-    [(IgnoresFactors(), "with the factors of an equalization: the error is"), (Linear(), "takes the factors of an")],
-    ids=["ignores", "takes none"],
+    [
+        (IgnoresFactors(), "with the factors of a calibration: the error is"),
+        (OtherLevels(), "with levels of the kernel's own: the error is"),
+        (Linear(), "takes the factors of a"),
+    ],
+    ids=["ignores", "other levels", "takes none"],
 )
 def test_a_kernel_that_equalizes(kernel, message):
-    check("test_recipe_equalization", Equalized())
+    check("test_recipe_calibration", Equalized())
+    check("test_recipe_calibration", WithLevels())
     with pytest.raises((AssertionError, pytest.skip.Exception), match=message):
-        check("test_recipe_equalization", kernel)
+        check("test_recipe_calibration", kernel)
 
 
 def check_fast(kernel, name="test_kernels_of_the_fast_dtype", op="aten::linear"):

@@ -21,7 +21,9 @@ from typing_extensions import override
 
 from polycast.plugin import LowBitKernel
 
+from ..compensation import compensate_errors
 from ..low_bit_matmul import LowBitMatmul
+from .int4_levels import CHUNK, Int4Levels
 from .int8 import MAX_TERMS, int8_availability
 
 
@@ -33,6 +35,7 @@ class Int4Matmul(LowBitMatmul):
     def __init__(self, group_size: int, isa: int | None = None) -> None:
         ops = torch.ops.polycast_cpu
         self._group_size = group_size
+        self.levels = f"int4, groups of {group_size}"
         self.operators = {
             "aten::linear": ops.int4_linear.default,
             "aten::matmul": ops.int4_matmul.default,
@@ -48,8 +51,21 @@ class Int4Matmul(LowBitMatmul):
         return None
 
     @override
-    def prepack(self, weight: torch.Tensor, factors: torch.Tensor | None = None) -> tuple[torch.Tensor, ...] | None:
+    def prepack(
+        self,
+        weight: torch.Tensor,
+        factors: torch.Tensor | None = None,
+        levels: tuple[torch.Tensor, ...] | None = None,
+    ) -> tuple[torch.Tensor, ...] | None:
+        if levels is not None:
+            return tuple(torch.ops.polycast_cpu.int4_pack_levels(*levels, factors, weight.shape[1], self._group_size))
         return tuple(torch.ops.polycast_cpu.int4_pack(weight, factors, self._group_size)) or None
+
+    @override
+    def compensate(self, weight: torch.Tensor, moments: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        levels = Int4Levels(weight.shape[0], weight.shape[1], self._group_size, weight.device)
+        compensate_errors(weight, moments, CHUNK, levels.round_column)
+        return levels.tensors()
 
     @override
     def kernels(self) -> Mapping[str, LowBitKernel]:

@@ -122,7 +122,7 @@ class Conv2d(LowBitKernel):
     def prepack(self, weight: torch.Tensor) -> tuple[torch.Tensor, ...] | None:
         rows = weight.movedim(1, -1).flatten(1)
         packed = torch.ops.polycast_cpu.int8_pack(rows, None, self._isa)
-        return tuple(packed[:-1]) or None  # without the factors of an equalization
+        return tuple(packed[:-1]) or None  # without the factors of a calibration
 
 
 class Conv1d(Conv2d):

@@ -59,6 +59,12 @@ struct Int4Weight {
     return last * chunk_bytes(groups, groups.chunk) + chunk_bytes(groups, groups.terms_of_chunk(last));
   }
 
+  // Set the level plus 8 of a term of a group, which was 0 before.
+  static void set_level(uint8_t* group, int64_t lane, int64_t term, int level) {
+    group[kMultiplierBytes + term / 8 * kStepBytes + 4 * lane + term % 4] |=
+        static_cast<uint8_t>(term % 8 < 4 ? level : level << 4);
+  }
+
   const uint8_t* block(int64_t number) const { return values + number * block_bytes(groups); }
 
   float value(int64_t column, int64_t term) const {

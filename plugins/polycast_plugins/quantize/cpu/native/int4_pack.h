@@ -84,11 +84,9 @@ inline void pack_chunk(const Groups& groups, float* terms, int64_t count, float 
                                             [](float a, float b) { return std::abs(a) < std::abs(b); });
     const int multiplier = best_multiplier(terms + first, size, largest);
     group[lane] = static_cast<uint8_t>(static_cast<int8_t>(multiplier));
-    uint8_t* const bytes = group + Int4Weight::kMultiplierBytes + 4 * lane;
     const float of_group = 1 / static_cast<float>(multiplier);
     for (int64_t k = 0; k < size; ++k) {
-      const int level = static_cast<int>(level_of(terms[first + k] * of_group)) + Int4Weight::kZero;
-      bytes[k / 8 * Int4Weight::kStepBytes + k % 4] |= static_cast<uint8_t>(k % 8 < 4 ? level : level << 4);
+      Int4Weight::set_level(group, lane, k, static_cast<int>(level_of(terms[first + k] * of_group)) + Int4Weight::kZero);
     }
   }
 }
@@ -150,6 +148,53 @@ inline std::vector<at::Tensor> int4_pack(const at::Tensor& weight, const std::op
                          values.data_ptr<uint8_t>());
   });
   return possible ? std::vector<at::Tensor>{values, by.reciprocal()} : std::vector<at::Tensor>{};
+}
+
+// Pack the levels of a weight of so many terms, which were chosen before; see int4_levels.py for the arguments.
+inline std::vector<at::Tensor> int4_pack_levels(const at::Tensor& levels, const at::Tensor& multipliers,
+                                                const at::Tensor& scales, const std::optional<at::Tensor>& factors,
+                                                int64_t terms, int64_t group_size) {
+  TORCH_CHECK(terms > 0 && group_size > 0 && group_size % 16 == 0, "expected terms, and a group size that 16 divides, got ",
+              terms, " and ", group_size);
+  const Groups groups(terms, group_size);
+  const auto check = [&](const at::Tensor& given, at::ScalarType dtype, int64_t count, const char* name) {
+    TORCH_CHECK(given.dim() == 2 && given.scalar_type() == dtype && given.size(1) == count &&
+                    given.size(0) == levels.size(0) && given.is_contiguous(),
+                "expected ", count, " ", name, " for each output feature, contiguous, in ", dtype, ", got ", given.sizes(),
+                " in ", given.scalar_type());
+  };
+  check(levels, at::kByte, (terms + 1) / 2, "pairs of levels");
+  check(multipliers, at::kChar, groups.groups_of(terms), "multipliers");
+  check(scales, at::kBFloat16, groups.chunks(), "scales");
+  TORCH_CHECK(multipliers.clamp(-Int4Weight::kMaxMultiplier, Int4Weight::kMaxMultiplier).equal(multipliers),
+              "expected multipliers of magnitudes up to ", Int4Weight::kMaxMultiplier);
+  const at::Tensor by = checked_factors(factors, terms);
+  const int64_t columns = levels.size(0), size = Int4Weight::block_bytes(groups);
+  const at::Tensor values = zeros_for_weight(std::array<int64_t, 2>{blocks(columns), size}, at::kByte);
+  auto* const blocks_of_values = values.data_ptr<uint8_t>();
+  const auto* const pairs = levels.const_data_ptr<uint8_t>();
+  const auto* const steps = multipliers.const_data_ptr<int8_t>();
+  const auto* const chunk_scales = scales.const_data_ptr<c10::BFloat16>();
+  for_each_part(blocks(columns), grain(8 * size), [&](int64_t begin, int64_t end) {
+    for (int64_t column = begin * kBlock; column < std::min(columns, end * kBlock); ++column) {
+      const int64_t lane = column % kBlock;
+      uint8_t* to = blocks_of_values + column / kBlock * size;
+      for (int64_t k = 0; k < terms; k += groups.group) {
+        if (k % groups.chunk == 0) {
+          std::memcpy(to + 2 * lane, chunk_scales + column * scales.size(1) + k / groups.chunk, 2);
+          to += Int4Weight::kScaleBytes;
+        }
+        const int64_t count = std::min(groups.group, terms - k);
+        to[lane] = static_cast<uint8_t>(steps[column * multipliers.size(1) + k / groups.group]);
+        for (int64_t term = k; term < k + count; ++term) {
+          const uint8_t pair = pairs[column * levels.size(1) + term / 2];
+          Int4Weight::set_level(to, lane, term - k, term % 2 == 0 ? pair & 15 : pair >> 4);
+        }
+        to += Int4Weight::group_bytes(count);
+      }
+    }
+  });
+  return {values, by.reciprocal()};
 }
 
 }  // namespace polycast_cpu

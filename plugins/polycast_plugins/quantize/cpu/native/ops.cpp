@@ -36,6 +36,8 @@ TORCH_LIBRARY(polycast_cpu, library) {
     def_int8(op + ".padding" + before + "str" + after, "");
   }
   library.def("int4_pack(Tensor weight, Tensor? factors, int group_size) -> Tensor[]");
+  library.def("int4_pack_levels(Tensor levels, Tensor multipliers, Tensor scales, Tensor? factors, int terms, "
+              "int group_size) -> Tensor[]");
   const auto def_int4 = [&](const std::string& op) {
     library.def((op + ", Tensor values, Tensor factors, ScalarType dtype, int group_size, int isa) -> Tensor").c_str());
   };
@@ -63,6 +65,7 @@ TORCH_LIBRARY_IMPL(polycast_cpu, CPU, library) {
   library.impl("int8_conv2d", int8_conv<2>);
   library.impl("int8_conv2d.padding", int8_conv_padding<2>);
   library.impl("int4_pack", int4_pack);
+  library.impl("int4_pack_levels", int4_pack_levels);
   library.impl("int4_linear", int4_linear);
   library.impl("int4_matmul", int4_matmul);
   library.impl("int4_addmm", int4_addmm);
@@ -92,8 +95,8 @@ TORCH_LIBRARY_IMPL(polycast_cpu, Meta, library) {
 // Of most ops nothing is recorded: skip torch's fallback, which would look for gradients.
 TORCH_LIBRARY_IMPL(polycast_cpu, Autograd, library) {
   for (const char* op : {"int8_pack", "int8_linear", "int8_matmul", "int8_addmm", "int8_conv1d", "int8_conv1d.padding",
-                         "int8_conv2d", "int8_conv2d.padding", "int4_pack", "int4_linear", "int4_matmul", "int4_addmm",
-                         "few_rows_linear", "few_rows_matmul", "few_rows_addmm"}) {
+                         "int8_conv2d", "int8_conv2d.padding", "int4_pack", "int4_pack_levels", "int4_linear",
+                         "int4_matmul", "int4_addmm", "few_rows_linear", "few_rows_matmul", "few_rows_addmm"}) {
     library.impl(op, torch::CppFunction::makeFallthrough());
   }
   impl_lookups</*records=*/true>(library);

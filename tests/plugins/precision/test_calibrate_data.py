@@ -1,4 +1,4 @@
-"""Data that `equalize` refuses, or leaves out: without finite values, without rows."""
+"""Data that `calibrate` refuses, or leaves out: without finite values, without rows."""
 
 import re
 
@@ -31,15 +31,15 @@ def test_data_without_finite_values_are_refused(value):
         "the op that makes the first of them."
     )
     with pytest.raises(ValueError, match=re.escape(message)):
-        polycast.equalize(Branches(), [(torch.randn(8, 32), x)], RECIPE)
+        polycast.calibrate(Branches(), [(torch.randn(8, 32), x)], RECIPE)
 
 
 def test_rows_with_nan_do_not_matter_beside_others():
     x = torch.randn(8, 32)
     x[:7, 3] = torch.nan
-    assert polycast.equalize(nn.Linear(32, 24), [x], RECIPE).weights[0].error > 0
+    assert polycast.calibrate(nn.Linear(32, 24), [x], RECIPE).weights[0].error > 0
 
 
 def test_a_weight_that_is_multiplied_by_no_rows_is_left_out():
-    found = polycast.equalize(Branches(), [(torch.randn(8, 32), torch.randn(0, 32))], RECIPE)
+    found = polycast.calibrate(Branches(), [(torch.randn(8, 32), torch.randn(0, 32))], RECIPE)
     assert [each.name for each in found.weights] == ["first.weight"]

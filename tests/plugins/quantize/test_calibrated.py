@@ -1,4 +1,4 @@
-"""Recipes with an equalization: the products, on each path to a kernel."""
+"""Recipes with a calibration: the products, on each path to a kernel."""
 
 import copy
 import functools
@@ -25,6 +25,7 @@ pytestmark = [
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="the platform has no fork")
 
 PLAIN = Int8(min_size=0)
+NOT_KNOWN = "not calibrated: the calibration does not have the values of this weight"
 LARGE = [1, 5]
 
 
@@ -82,12 +83,12 @@ def model():
 
 @pytest.fixture
 def e(model):
-    return polycast.equalize(model, [with_outliers()], PLAIN)
+    return polycast.calibrate(model, [with_outliers()], PLAIN)
 
 
 @pytest.fixture
 def equalized(e):
-    return Int8(min_size=0, equalization=e)
+    return Int8(min_size=0, calibration=e)
 
 
 def run(model, x, recipe, **settings):
@@ -133,23 +134,23 @@ def test_python_is_asked_once(model, e, equalized, asked):
 
 
 def test_recipes_do_not_share_prepacked_weights(model, e, equalized):
-    other = polycast.equalize(model, [torch.randn(16, 32) * torch.rand(32) ** 4 * 50], PLAIN)
+    other = polycast.calibrate(model, [torch.randn(16, 32) * torch.rand(32) ** 4 * 50], PLAIN)
     assert other != e
     x, cache = with_outliers(), polycast.WeightCache()
     for _ in range(2):
-        for recipe, given in ((equalized, e), (PLAIN, None), (Int8(min_size=0, equalization=other), other)):
+        for recipe, given in ((equalized, e), (PLAIN, None), (Int8(min_size=0, calibration=other), other)):
             assert torch.equal(run(model, x, recipe, cache=cache), expected(model, x, given))
     assert cache.stats().packings == 15
 
 
-def test_equal_equalizations_share_prepacked_weights(model, e, equalized):
+def test_equal_calibrations_share_prepacked_weights(model, e, equalized):
     x, cache = with_outliers(), polycast.WeightCache()
-    for recipe in (equalized, Int8(min_size=0, equalization=pickle.loads(pickle.dumps(e)))):
+    for recipe in (equalized, Int8(min_size=0, calibration=pickle.loads(pickle.dumps(e)))):
         run(model, x, recipe, cache=cache)
     assert cache.stats().packings == cache.stats().misses == 5
 
 
-def test_a_weight_without_factors_is_computed_as_without_an_equalization(e, equalized):
+def test_a_weight_without_factors_is_computed_as_without_a_calibration(e, equalized):
     other, x = Model(), with_outliers()
     assert torch.equal(run(other, x, equalized), expected(other, x))
 
@@ -162,8 +163,8 @@ def test_a_changed_weight_has_no_factors_until_it_is_loaded_again(model, e, equa
     assert torch.equal(result[0], expected(model, x)[0])
     assert torch.equal(result[1:], expected(model, x, e)[1:])
     e.save(tmp_path / "e")
-    again = polycast.Equalization.load(tmp_path / "e", model)
-    assert torch.equal(run(model, x, Int8(min_size=0, equalization=again)), expected(model, x, again))
+    again = polycast.Calibration.load(tmp_path / "e", model)
+    assert torch.equal(run(model, x, Int8(min_size=0, calibration=again)), expected(model, x, again))
     assert again.factors(model.linear) is not None
 
 
@@ -194,8 +195,8 @@ def test_rules_for_modules_take_it(model, e, equalized):
 def test_one_scale_for_all_rows_is_equalized_too(model):
     x = with_outliers()
     recipe = Int8("tensor", min_size=0)
-    e = polycast.equalize(model, [x], recipe)
-    assert max(errors(run(model, x, recipe.with_options(equalization=e)), model, x)) < 0.02
+    e = polycast.calibrate(model, [x], recipe)
+    assert max(errors(run(model, x, recipe.with_options(calibration=e)), model, x)) < 0.02
     assert min(errors(run(model, x, recipe), model, x)) > 0.1
 
 
@@ -217,7 +218,7 @@ def test_kernels_that_take_no_factors_compute_without_them(model, equalized, int
     assert torch.equal(result, run(layer, x, PLAIN))
     with polycast.autocast("cpu"):
         explanation = polycast.explain("linear", x, layer.weight, layer.bias, device_type="cpu", recipe=equalized)
-    assert explanation.reason == "not equalized: the kernel takes no factors"
+    assert explanation.reason == "not calibrated: the kernel takes no factors"
 
 
 def test_explain_says_whether_a_weight_is_equalized(model, e, equalized):
@@ -234,7 +235,7 @@ def test_explain_says_whether_a_weight_is_equalized(model, e, equalized):
     assert explained("mm", x, model.mm).reason.startswith("equalized")
     assert explained("addmm", model.bias, x, model.addmm).reason.startswith("equalized")
     other = nn.Parameter(torch.randn(24, 32))
-    assert explained("linear", x, other).reason == "not equalized: the equalization has no factors for this weight"
+    assert explained("linear", x, other).reason == NOT_KNOWN
     assert explained("linear", x, model.linear, recipe=PLAIN).reason == ""
     assert explained("linear", x, nn.Parameter(other.to("meta"))).reason == ""
 
@@ -248,7 +249,7 @@ def test_compiled_code_computes_with_the_factors(engine, model, e, equalized):
     torch._dynamo.reset()
 
 
-def test_a_region_with_an_equalization_may_be_in_compiled_code(model, e, equalized):
+def test_a_region_with_a_calibration_may_be_in_compiled_code(model, e, equalized):
     @torch.compile(backend="aot_eager", fullgraph=True)
     def function(x):
         with polycast.autocast("cpu", recipe=equalized):
@@ -260,10 +261,10 @@ def test_a_region_with_an_equalization_may_be_in_compiled_code(model, e, equaliz
     torch._dynamo.reset()
 
 
-def test_compiled_code_of_another_process_needs_the_equalization(model):
-    text = Int8(equalization=polycast.Equalization(())).text
+def test_compiled_code_of_another_process_needs_the_calibration(model):
+    text = Int8(calibration=polycast.Calibration(())).text
     unknown = polycast.plugin.Recipe.of_text(text.replace("digest('", "digest('0"))
-    with pytest.raises(RuntimeError, match=r"load it with polycast\.Equalization\.load"):
+    with pytest.raises(RuntimeError, match=r"load it with polycast\.Calibration\.load"):
         run(functools.partial(F.linear, weight=nn.Parameter(torch.randn(256, 256))), torch.randn(1, 256), unknown)
 
 

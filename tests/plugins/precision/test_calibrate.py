@@ -1,4 +1,4 @@
-"""``polycast.equalize``: what it sees of a model, and what it leaves as it was."""
+"""``polycast.calibrate``: what it sees of a model, and what it leaves as it was."""
 
 import threading
 
@@ -53,13 +53,13 @@ class Functional(nn.Module):
         return *outputs, torch.addmm(torch.zeros(24), x, self.addmm), expert, rows
 
 
-def named(equalization):
-    return {each.name: each for each in equalization.weights}
+def named(calibration):
+    return {each.name: each for each in calibration.weights}
 
 
 def test_products_of_every_op_are_seen_also_outside_of_modules(engine):
     model = Functional()
-    found = named(polycast.equalize(model, [with_outliers()], RECIPE))
+    found = named(polycast.calibrate(model, [with_outliers()], RECIPE))
     assert found.keys() == {
         *("linear", "transposed", "mm", "matmul", "addmm"),
         *("experts[768,24,32,32,1]", "rows[0,8,32,32,1]"),
@@ -70,7 +70,7 @@ def test_products_of_every_op_are_seen_also_outside_of_modules(engine):
 
 def test_factors_are_found_by_the_matrix_that_is_multiplied():
     model = Functional()
-    e = polycast.equalize(model, [with_outliers()], RECIPE)
+    e = polycast.calibrate(model, [with_outliers()], RECIPE)
     for matrix in (model.linear, model.transposed, model.mm.t(), model.matmul.t(), model.experts[1], model.rows[:8]):
         factors = e.factors(matrix)
         assert (factors.shape, factors.dtype) == ((32,), torch.float32)
@@ -81,11 +81,11 @@ def test_factors_are_found_by_the_matrix_that_is_multiplied():
     assert e.factors(model.mm) is None
 
 
-def test_a_tied_weight_has_its_first_name_and_one_equalization():
+def test_a_tied_weight_has_its_first_name_and_one_calibration():
     model = nn.ModuleDict({"embedding": nn.Embedding(40, 32), "head": nn.Linear(32, 40, bias=False)})
     model.head.weight = model.embedding.weight
     model.forward = lambda tokens: model.head(model.embedding(tokens))
-    found = polycast.equalize(model, [torch.arange(40)], RECIPE)
+    found = polycast.calibrate(model, [torch.arange(40)], RECIPE)
     assert [each.name for each in found.weights] == ["embedding.weight"]
 
 
@@ -101,17 +101,17 @@ def test_equal_weights_share_the_factors_for_the_activations_of_both():
         def forward(self, x):
             return self.first(x), self.second(x.flip(1))
 
-    found = named(polycast.equalize(Both(), [with_outliers()], RECIPE))
+    found = named(polycast.calibrate(Both(), [with_outliers()], RECIPE))
     factors = found["first.weight"].factors
     assert torch.equal(found["second.weight"].factors, factors)
     assert factors.topk(4).indices.sort().values.tolist() == sorted([*LARGE, *(31 - each for each in LARGE)])
 
 
-def test_a_parameter_that_is_multiplied_both_ways_has_an_equalization_of_each():
+def test_a_parameter_that_is_multiplied_both_ways_has_a_calibration_of_each():
     autoencoder = Defined(
         lambda self, x: F.linear(x, self.weight) @ self.weight, weight=nn.Parameter(torch.randn(24, 32))
     )
-    found = named(polycast.equalize(autoencoder, [torch.randn(8, 32)], RECIPE))
+    found = named(polycast.calibrate(autoencoder, [torch.randn(8, 32)], RECIPE))
     assert {name: each.shape for name, each in found.items()} == {"weight": (24, 32), "weight[transposed]": (32, 24)}
 
 
@@ -136,22 +136,22 @@ def linear(**settings):
 def test_each_kind_of_batches_is_read_once(batches):
     x = with_outliers()
     layer = linear()
-    (found,) = polycast.equalize(layer, batches(x), RECIPE).weights
-    (expected,) = polycast.equalize(layer, [x], RECIPE).weights
+    (found,) = polycast.calibrate(layer, batches(x), RECIPE).weights
+    (expected,) = polycast.calibrate(layer, [x], RECIPE).weights
     assert found.strength == expected.strength > 0
     assert torch.equal(found.factors, expected.factors)
 
 
-def test_the_same_data_give_the_same_equalization(engine):
+def test_the_same_data_give_the_same_calibration(engine):
     layer, x = linear(), [torch.randn(500, 32) for _ in range(3)]
-    assert polycast.equalize(layer, x, RECIPE) == polycast.equalize(layer, x, RECIPE)
+    assert polycast.calibrate(layer, x, RECIPE) == polycast.calibrate(layer, x, RECIPE)
 
 
 def test_a_weight_that_gains_nothing_gets_no_factors():
     layer = nn.Linear(32, 24)
     with torch.no_grad():
         layer.weight.sign_()
-    (found,) = polycast.equalize(layer, [torch.randn(64, 32).sign()], RECIPE).weights
+    (found,) = polycast.calibrate(layer, [torch.randn(64, 32).sign()], RECIPE).weights
     assert (found.factors, found.strength, found.error) == (None, 0, found.plain_error)
 
 
@@ -160,7 +160,7 @@ def test_a_channel_that_was_always_zero_gets_a_usual_factor():
     x[:, 7] = 0
     with torch.no_grad():
         layer.weight[:, 9] = 0
-    factors = polycast.equalize(layer, [x], RECIPE).factors(layer.weight)
+    factors = polycast.calibrate(layer, [x], RECIPE).factors(layer.weight)
     assert factors.isfinite().all()
     assert factors[7] < factors[LARGE].min()
 
@@ -174,13 +174,13 @@ def test_weights_are_seen_whose_products_by_as_many_rows_are_slower(profile_of, 
             "int8 takes"
             in polycast.explain("linear", x, layer.weight, layer.bias, device_type="cpu", recipe=RECIPE).declined
         )
-    assert polycast.equalize(layer, [x], RECIPE).factors(layer.weight) is not None
+    assert polycast.calibrate(layer, [x], RECIPE).factors(layer.weight) is not None
 
 
 def test_small_weights_and_modules_with_a_rule_are_left_out():
     model = nn.Sequential(linear(), nn.Linear(24, 32), nn.Linear(32, 32))
     with polycast.apply_policy(model, polycast.Policy(modules={"0": "none"})):
-        found = polycast.equalize(model, [with_outliers()], Int8(min_size=1000))
+        found = polycast.calibrate(model, [with_outliers()], Int8(min_size=1000))
     assert [each.name for each in found.weights] == ["2.weight"]
 
 
@@ -206,7 +206,7 @@ def test_the_model_is_left_as_it_was(training, engine):
     batches = [with_outliers()] * 2
     generator = torch.get_rng_state()
     with polycast.autocast("cpu", torch.float16):
-        polycast.equalize(model, batches, RECIPE)
+        polycast.calibrate(model, batches, RECIPE)
     assert torch.equal(generator, torch.get_rng_state())
     assert [module.training for module in model.modules()] == modes
     assert (model.calls, model.last) == (0, None)
@@ -221,7 +221,7 @@ def test_the_model_is_left_as_it_was(training, engine):
 def test_an_error_of_the_model_propagates_and_leaves_the_model_as_it_was():
     model = Stateful().train()
     with pytest.raises(RuntimeError, match="running_mean"):
-        polycast.equalize(model, [with_outliers(), torch.randn(4, 31)], RECIPE)
+        polycast.calibrate(model, [with_outliers(), torch.randn(4, 31)], RECIPE)
     assert (model.calls, model.training, bool(events.calibration)) == (0, True, False)
 
 
@@ -236,7 +236,7 @@ def test_the_products_are_computed_in_float32(engine):
     layer = Watched(32, 24)
     small_channels(layer.weight.data)
     x = with_outliers()
-    polycast.equalize(layer, [x], RECIPE)
+    polycast.calibrate(layer, [x], RECIPE)
     assert torch.equal(seen[0], F.linear(x, layer.weight, layer.bias).bfloat16())
 
 
@@ -261,7 +261,7 @@ def test_products_of_other_threads_are_computed_as_before(engine):
             thread.join()
             return self.layer(x)
 
-    found = polycast.equalize(Both(), [x], RECIPE)
+    found = polycast.calibrate(Both(), [x], RECIPE)
     assert [each.name for each in found.weights] == ["layer.weight"]
     assert torch.equal(results[0], expected)
 
@@ -270,7 +270,7 @@ def test_products_of_other_threads_are_computed_as_before(engine):
 def test_a_compiled_model_has_the_names_of_the_model():
     model = nn.Sequential(linear(), nn.ReLU())
     x = [with_outliers()]
-    assert polycast.equalize(torch.compile(model, backend="eager"), x, RECIPE) == polycast.equalize(model, x, RECIPE)
+    assert polycast.calibrate(torch.compile(model, backend="eager"), x, RECIPE) == polycast.calibrate(model, x, RECIPE)
 
 
 X = torch.randn(2, 32)
@@ -284,10 +284,10 @@ WRONG = [
     (nn.Linear(32, 24), {"input": X}, RECIPE, TypeError, "got dict. Put a single batch into a list, [batch]"),
     (nn.Linear(32, 24), 3, RECIPE, TypeError, "batches must be an iterable of batches"),
     (nn.Linear(32, 24), [3], RECIPE, TypeError, "inputs must be a tensor, a tuple of arguments or a dict"),
-    (nn.Linear(32, 24), [X], "float8", ValueError, "Float8() takes no equalization"),
-    (nn.Linear(32, 24), [X], "none", ValueError, "NoRecipe() takes no equalization"),
+    (nn.Linear(32, 24), [X], "float8", ValueError, "Float8() takes no calibration"),
+    (nn.Linear(32, 24), [X], "none", ValueError, "NoRecipe() takes no calibration"),
     (nn.Linear(32, 24), [X], "int9", ValueError, "'int9' is not a recipe"),
-    (nn.ReLU(), [X], RECIPE, ValueError, "ReLU has no parameters, so there is nothing to equalize"),
+    (nn.ReLU(), [X], RECIPE, ValueError, "ReLU has no parameters, so there is nothing to calibrate"),
     (nn.LayerNorm(32), [X], RECIPE, ValueError, "computes no product with a weight of the model on cpu"),
     (nn.Linear(32, 24), [X], "int8", ValueError, "polycast.compare(model, inputs, recipe='int8')"),
 ]
@@ -297,14 +297,14 @@ def test_wrong_arguments_are_refused(subtests):
     for model, batches, recipe, error, message in WRONG:
         with subtests.test(model=model, batches=batches, recipe=recipe, error=error, message=message):
             with pytest.raises(error) as caught:
-                polycast.equalize(model, batches, recipe)
+                polycast.calibrate(model, batches, recipe)
             assert message in str(caught.value)
 
 
-def test_an_equalization_in_the_recipe_is_not_used():
+def test_a_calibration_in_the_recipe_is_not_used():
     layer, x = linear(), [with_outliers()]
-    first = polycast.equalize(layer, x, RECIPE)
-    assert polycast.equalize(layer, x, Int8(min_size=0, equalization=first)) == first
+    first = polycast.calibrate(layer, x, RECIPE)
+    assert polycast.calibrate(layer, x, Int8(min_size=0, calibration=first)) == first
 
 
 class TestActivations:

@@ -1,4 +1,4 @@
-"""The perplexity of a GPT-2 with outliers in its activations, in recipes with an equalization."""
+"""The perplexity of a GPT-2 with outliers in its activations, in recipes with a calibration."""
 
 import copy
 import math
@@ -98,8 +98,8 @@ def test_outliers_hardly_change_the_perplexity(gpt2, text, batches, recipe, boun
     monkeypatch.setattr(estimates, "find", lambda device_type: None)  # a profile may say that small products are slower
     model = with_outliers(gpt2, times)
     exact = perplexity(model, text)
-    equalization = polycast.equalize(model, batches, recipe)
-    assert len(equalization.weights) == 4 * 2 + 1
-    assert perplexity(model, text, recipe.with_options(equalization=equalization)) <= bound * exact
+    calibration = polycast.calibrate(model, batches, recipe)
+    assert len(calibration.weights) == 4 * 2 + 1
+    assert perplexity(model, text, recipe.with_options(calibration=calibration)) <= bound * exact
     if times == 200:
         assert perplexity(model, text, recipe) > 1.02 * exact

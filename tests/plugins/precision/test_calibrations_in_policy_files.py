@@ -1,4 +1,4 @@
-"""Policy files that name the file of an equalization."""
+"""Policy files that name the file of a calibration."""
 
 import pickle
 import re
@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 import polycast
-from polycast import Equalization, Int4, Int8, Policy
+from polycast import Calibration, Int4, Int8, Policy
 from polycast_plugins.precision import Tuned
 
 AVAILABLE = polycast.plugin.check(polycast.plugin.get_backend("cpu"), Int8())
@@ -19,10 +19,10 @@ pytestmark = pytest.mark.skipif(not AVAILABLE, reason=f"no int8 here: {AVAILABLE
 TEXT = """schema = 1
 
 [modules]
-0 = { recipe = "int8", min_size = 0, equalization = "factors/e.safetensors" }
+0 = { recipe = "int8", min_size = 0, calibration = "factors/e.safetensors" }
 
 [devices.cpu.modules]
-1 = { recipe = "int4", group_size = 64, equalization = "factors/e.safetensors" }
+1 = { recipe = "int4", group_size = 64, calibration = "factors/e.safetensors" }
 """
 
 
@@ -42,14 +42,14 @@ def x():
 
 @pytest.fixture(scope="module")
 def made(model, x):
-    return polycast.equalize(model, [x], Int8(min_size=0))
+    return polycast.calibrate(model, [x], Int8(min_size=0))
 
 
 @pytest.fixture
 def e(made, tmp_path):
-    """Return an equalization in a file in a folder beside the policy file."""
+    """Return a calibration in a file in a folder beside the policy file."""
     (tmp_path / "factors").mkdir()
-    made = Equalization(made.weights)
+    made = Calibration(made.weights)
     made.save(tmp_path / "factors" / "e.safetensors")
     return made
 
@@ -57,8 +57,8 @@ def e(made, tmp_path):
 @pytest.fixture
 def policy(e):
     return Policy(
-        modules={"0": Int8(min_size=0, equalization=e)},
-        devices={"cpu": Policy(modules={"1": Int4(64, equalization=e)})},
+        modules={"0": Int8(min_size=0, calibration=e)},
+        devices={"cpu": Policy(modules={"1": Int4(64, calibration=e)})},
     )
 
 
@@ -73,9 +73,9 @@ def test_a_file_names_it_by_a_path_from_its_own_folder(path, policy, e, monkeypa
     loaded = Policy.load(path)
     assert loaded == policy
     assert hash(loaded) == hash(policy)
-    found = loaded.modules["0"].equalization
+    found = loaded.modules["0"].calibration
     assert found.path == e.path == str(path.parent / "factors" / "e.safetensors")
-    assert isinstance(found, Equalization)
+    assert isinstance(found, Calibration)
     assert found == e
 
 
@@ -101,7 +101,7 @@ def test_symbolic_links_to_folders_and_files_are_followed(path, policy, e, tmp_p
     assert Policy.load(far / "policy.toml") == Policy.load(tmp_path / "link" / "policy.toml") == policy
     linked = tmp_path / "factors" / "linked.safetensors"
     linked.symlink_to(e.path)
-    Policy(modules={"0": Int8(equalization=Equalization.load(linked))}).save(path)
+    Policy(modules={"0": Int8(calibration=Calibration.load(linked))}).save(path)
     assert "factors/linked.safetensors" in path.read_text()
 
 
@@ -136,7 +136,7 @@ def test_what_tune_found_is_saved_with_relative_paths(path, policy):
 def test_rules_that_name_one_file_share_it(path, e):
     path.write_text(TEXT)
     loaded = Policy.load(path)
-    assert loaded.modules["0"].equalization is loaded.devices["cpu"].modules["1"].equalization
+    assert loaded.modules["0"].calibration is loaded.devices["cpu"].modules["1"].calibration
 
 
 def test_a_text_has_the_absolute_path(policy, e, monkeypatch, tmp_path_factory):
@@ -145,11 +145,11 @@ def test_a_text_has_the_absolute_path(policy, e, monkeypatch, tmp_path_factory):
     assert Policy.of_text(policy.text()) == policy
 
 
-def test_an_equal_equalization_of_another_file_makes_an_equal_policy(path, policy, e, tmp_path):
-    copy = Equalization(e.weights)
+def test_an_equal_calibration_of_another_file_makes_an_equal_policy(path, policy, e, tmp_path):
+    copy = Calibration(e.weights)
     copy.save(tmp_path / "copy.safetensors")
     assert (copy == e, copy.path == e.path) == (True, False)
-    assert Policy(modules={"0": Int8(min_size=0, equalization=copy)}) == policy.for_device("cuda")
+    assert Policy(modules={"0": Int8(min_size=0, calibration=copy)}) == policy.for_device("cuda")
 
 
 def test_the_rule_computes_as_one_made_in_python(engine, path, policy, model, x):
@@ -166,22 +166,22 @@ def test_the_rule_computes_as_one_made_in_python(engine, path, policy, model, x)
     assert error["file"] < error["plain"]
 
 
-def test_an_equalization_that_equals_a_saved_one_is_written_with_its_path(path, e):
-    Policy(modules={"0": Int8(min_size=0, equalization=Equalization(e.weights))}).save(path)
-    assert 'equalization = "factors/e.safetensors"' in path.read_text()
+def test_a_calibration_that_equals_a_saved_one_is_written_with_its_path(path, e):
+    Policy(modules={"0": Int8(min_size=0, calibration=Calibration(e.weights))}).save(path)
+    assert 'calibration = "factors/e.safetensors"' in path.read_text()
 
 
-def test_an_equalization_that_equals_a_loaded_one_is_written_with_its_path(path, e, tmp_path):
+def test_a_calibration_that_equals_a_loaded_one_is_written_with_its_path(path, e, tmp_path):
     moved = tmp_path / "moved.safetensors"
     (tmp_path / "factors" / "e.safetensors").rename(moved)
-    loaded = Equalization.load(moved)
-    Policy(modules={"0": Int8(min_size=0, equalization=Equalization(loaded.weights))}).save(path)
-    assert 'equalization = "moved.safetensors"' in path.read_text()
+    loaded = Calibration.load(moved)
+    Policy(modules={"0": Int8(min_size=0, calibration=Calibration(loaded.weights))}).save(path)
+    assert 'calibration = "moved.safetensors"' in path.read_text()
 
 
-def test_an_equalization_without_a_file_cannot_be_written(path, made):
-    policy = Policy(modules={"0": Int8(equalization=Equalization(made.weights[1:]))})
-    with pytest.raises(ValueError, match=r"has no file: save it first, with equalization\.save\(path\)"):
+def test_a_calibration_without_a_file_cannot_be_written(path, made):
+    policy = Policy(modules={"0": Int8(calibration=Calibration(made.weights[1:]))})
+    with pytest.raises(ValueError, match=r"has no file: save it first, with calibration\.save\(path\)"):
         policy.save(path)
     assert not path.exists()
 
@@ -191,7 +191,7 @@ def test_a_file_that_no_longer_has_it_is_not_written(path, policy, e, change):
     if change == "removed":
         (path.parent / "factors" / "e.safetensors").unlink()
     elif change == "replaced":
-        Equalization(e.weights[:1]).save(e.path)
+        Calibration(e.weights[:1]).save(e.path)
     else:
         (path.parent / "factors" / "e.safetensors").write_bytes(b"no tensors")
     with pytest.raises(ValueError, match=rf"is no longer in '{re.escape(e.path)}': save it again"):
@@ -212,11 +212,11 @@ def damaged(file, e):
     [
         (
             lambda file, e: file.unlink(),
-            "its equalization cannot be read: [Errno 2] No such file or directory: '{file}'",
+            "its calibration cannot be read: [Errno 2] No such file or directory: '{file}'",
         ),
-        (foreign, "'{file}' is a safetensors file, but not an equalization that polycast saved"),
+        (foreign, "'{file}' is a safetensors file, but not a calibration that polycast saved"),
         (damaged, "'{file}' is damaged: its contents do not have the digest that it says"),
-        (lambda file, e: file.write_text("text"), "'{file}' is no equalization: "),
+        (lambda file, e: file.write_text("text"), "'{file}' is no calibration: "),
     ],
 )
 def test_a_file_that_is_missing_or_something_else_is_refused(path, e, change, reason):
@@ -231,40 +231,40 @@ def test_a_file_that_is_missing_or_something_else_is_refused(path, e, change, re
 @pytest.mark.parametrize(
     ("value", "reason"),
     [
-        ("3", "modules['0']: equalization must be an Equalization, as polycast.equalize returns it, or None, got 3"),
-        ('"."', "modules['0']: its equalization cannot be read: "),
-        ('""', "modules['0']: its equalization cannot be read: "),
+        ("3", "modules['0']: calibration must be a Calibration, as polycast.calibrate returns it, or None, got 3"),
+        ('"."', "modules['0']: its calibration cannot be read: "),
+        ('""', "modules['0']: its calibration cannot be read: "),
     ],
 )
 def test_what_is_no_path_is_refused(path, value, reason):
-    path.write_text(f'schema = 1\n[modules]\n0 = {{ recipe = "int8", equalization = {value} }}\n')
+    path.write_text(f'schema = 1\n[modules]\n0 = {{ recipe = "int8", calibration = {value} }}\n')
     with pytest.raises(ValueError, match=re.escape(reason)):
         Policy.load(path)
 
 
 def test_a_recipe_without_the_setting_has_no_file(path):
-    path.write_text('schema = 1\n[modules]\n0 = { recipe = "float8", equalization = "e.safetensors" }\n')
-    with pytest.raises(ValueError, match="the table of a recipe 'float8' has 'recipe', .*; got 'equalization'"):
+    path.write_text('schema = 1\n[modules]\n0 = { recipe = "float8", calibration = "e.safetensors" }\n')
+    with pytest.raises(ValueError, match="the table of a recipe 'float8' has 'recipe', .*; got 'calibration'"):
         Policy.load(path)
 
 
 def test_a_recipe_takes_no_path(e):
-    with pytest.raises(TypeError, match=r"or None, got '.*'\. polycast\.Equalization\.load reads a file$"):
-        Int8(equalization=e.path)
+    with pytest.raises(TypeError, match=r"or None, got '.*'\. polycast\.Calibration\.load reads a file$"):
+        Int8(calibration=e.path)
 
 
 def test_without_a_model_it_is_loaded_for_the_weights_that_it_was_made_with(e, model):
-    loaded = Equalization.load(e.path)
+    loaded = Calibration.load(e.path)
     assert loaded == e
     assert torch.equal(loaded.factors(model[0].weight), e.factors(model[0].weight))
     assert loaded.factors(model[0].weight + 1) is None
 
 
-def test_an_equalization_of_changed_weights_is_in_no_file(e, model):
-    assert Equalization.load(e.path, model).path == e.path
+def test_a_calibration_of_changed_weights_is_in_no_file(e, model):
+    assert Calibration.load(e.path, model).path == e.path
     torch.manual_seed(1)
     changed = torch.nn.Sequential(*(torch.nn.Linear(96, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8)))
-    loaded = Equalization.load(e.path, changed)
+    loaded = Calibration.load(e.path, changed)
     assert loaded != e
     assert loaded.path is None
 

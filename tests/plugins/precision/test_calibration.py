@@ -1,4 +1,4 @@
-"""``Equalization``: a value, its files, and the weights that it recognizes."""
+"""``Calibration``: a value, its files, and the weights that it recognizes."""
 
 import copy
 import dataclasses
@@ -13,7 +13,7 @@ from safetensors.torch import save
 from torch import nn
 
 import polycast
-from polycast import Equalization, Int8
+from polycast import Calibration, Int8
 
 AVAILABLE = polycast.plugin.check(polycast.plugin.get_backend("cpu"), polycast.Int8())
 pytestmark = pytest.mark.skipif(not AVAILABLE, reason=f"no int8 here: {AVAILABLE.reason}")
@@ -46,7 +46,7 @@ def model():
 def e(model):
     x = torch.randn(16, 32)
     x[:, 3] *= 300
-    return polycast.equalize(model, [x], RECIPE)
+    return polycast.calibrate(model, [x], RECIPE)
 
 
 def factors(e, model):
@@ -57,9 +57,9 @@ def same(one, other):
     return all(torch.equal(*pair) if pair[0] is not None else pair[1] is None for pair in zip(one, other, strict=True))
 
 
-def test_a_file_holds_the_equalization(model, e, tmp_path):
+def test_a_file_holds_the_calibration(model, e, tmp_path):
     e.save(tmp_path / "e.safetensors")
-    loaded = Equalization.load(tmp_path / "e.safetensors", model)
+    loaded = Calibration.load(tmp_path / "e.safetensors", model)
     assert loaded == e
     assert hash(loaded) == hash(e)
     assert same(factors(loaded, model), factors(e, model))
@@ -83,7 +83,7 @@ def test_a_later_checkpoint_of_the_model_loads_it(e, tmp_path):
     e.save(tmp_path / "e.safetensors")
     later = new_model(1)
     assert e.factors(later[0].weight) is None
-    loaded = Equalization.load(tmp_path / "e.safetensors", later)
+    loaded = Calibration.load(tmp_path / "e.safetensors", later)
     assert loaded != e
     assert torch.equal(loaded.factors(later[0].weight), e.weights[0].factors)
 
@@ -102,32 +102,32 @@ def test_a_later_checkpoint_of_the_model_loads_it(e, tmp_path):
 )
 def test_another_model_is_refused_with_what_differs(e, tmp_path, other, message):
     e.save(tmp_path / "e.safetensors")
-    with pytest.raises(ValueError, match="is the equalization of another model: ") as caught:
-        Equalization.load(tmp_path / "e.safetensors", other())
+    with pytest.raises(ValueError, match="is the calibration of another model: ") as caught:
+        Calibration.load(tmp_path / "e.safetensors", other())
     assert message in str(caught.value)
 
 
 def test_many_differences_are_counted(tmp_path):
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(9)))
-    polycast.equalize(model, [torch.randn(4, 8)], RECIPE).save(tmp_path / "e")
+    polycast.calibrate(model, [torch.randn(4, 8)], RECIPE).save(tmp_path / "e")
     with pytest.raises(ValueError, match=r"'2\.weight'; and 6 more$"):
-        Equalization.load(tmp_path / "e", nn.Linear(8, 8))
+        Calibration.load(tmp_path / "e", nn.Linear(8, 8))
 
 
 def test_weights_without_values_are_refused(e, tmp_path):
     e.save(tmp_path / "e")
     with pytest.raises(ValueError, match=r"parameter '0\.weight' is on meta, without values: load them first"):
-        Equalization.load(tmp_path / "e", new_model().to("meta"))
+        Calibration.load(tmp_path / "e", new_model().to("meta"))
 
 
 def test_a_model_must_be_a_module(tmp_path):
     with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module or None, got dict"):
-        Equalization.load(tmp_path / "e", {})
+        Calibration.load(tmp_path / "e", {})
 
 
 def test_a_missing_file_is_an_os_error(model, tmp_path):
     with pytest.raises(FileNotFoundError):
-        Equalization.load(tmp_path / "e", model)
+        Calibration.load(tmp_path / "e", model)
 
 
 def described(change):
@@ -151,18 +151,15 @@ def truncated(part):
     return lambda content: content[: int(len(content) * part)]
 
 
-INCOMPLETE = "is no equalization: it is not a complete safetensors file"
+INCOMPLETE = "is no calibration: it is not a complete safetensors file"
 OTHER_FACTORS = "is damaged: its contents do not have the digest that it says"
-OTHER_FILE = "is a safetensors file, but not an equalization that polycast saved"
+OTHER_FILE = "is a safetensors file, but not a calibration that polycast saved"
 BAD = [
-    *(
-        (truncated(part), "is no equalization: it is not a complete safetensors file")
-        for part in (0, 0.005, 0.5, 0.999)
-    ),
+    *((truncated(part), "is no calibration: it is not a complete safetensors file") for part in (0, 0.005, 0.5, 0.999)),
     *((lambda _, other=other: other, "is no ") for other in (b"", b"{}", b"\0" * 100, b"\xff" * 100)),
     (
         lambda _: save({"0.weight": torch.ones(32)}),
-        "is a safetensors file, but not an equalization that polycast saved",
+        "is a safetensors file, but not a calibration that polycast saved",
     ),
     *((flipped(where), OTHER_FACTORS) for where in (-1, -20, -100)),
     (described(lambda metadata: metadata.update(version="2")), "is of version 2: install a newer polycast"),
@@ -182,7 +179,7 @@ def test_a_file_with_other_contents_is_refused(model, e, tmp_path, subtests):
             e.save(path)
             path.write_bytes(change(path.read_bytes()))
             with pytest.raises(ValueError, match=re.escape(problem)):
-                Equalization.load(path, model)
+                Calibration.load(path, model)
 
 
 def reloaded(model):
@@ -220,7 +217,7 @@ def test_changed_weights_are_not_recognized(model, e):
     with torch.no_grad():
         other[0].weight.mul_(1.1)
     assert e.factors(other[0].weight) is None
-    assert e.describe(other[0].weight) == "not equalized: the equalization has no factors for this weight"
+    assert e.describe(other[0].weight) == "not calibrated: the calibration does not have the values of this weight"
     assert e.describe(model[0].weight).startswith("equalized with strength 0.")
 
 
@@ -247,9 +244,9 @@ def test_it_cannot_be_changed(model, e):
 
 def test_its_texts(e):
     with_factors = sum(each.factors is not None for each in e.weights)
-    assert repr(e) == f"<Equalization {e.digest}: factors for {with_factors} of 2 weights>"
+    assert repr(e) == f"<Calibration {e.digest}: factors for {with_factors} and levels for 0 of 2 weights>"
     assert len(e.digest) == 16
     head, _, first, *_ = str(e).splitlines()
-    assert head.split() == ["weight", "size", "strength", "error", "without"]
+    assert head.split() == ["weight", "size", "strength", "levels", "error", "without"]
     assert first.split()[:4] == ["0.weight", "24", "x", "32"]
     assert str(e).endswith("Errors of products relative to float32's, on the data.")
