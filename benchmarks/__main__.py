@@ -139,8 +139,6 @@ def main(
     unknown = [name for name in only or [] if name not in BENCHMARKS]
     if unknown:
         raise typer.BadParameter(f"--only {unknown[0]!r}: expected one of {', '.join(BENCHMARKS)}.")
-    if save and threads:
-        raise typer.BadParameter("--save needs the figures of all numbers of threads: leave out --threads.")
     about = environment()
     # Wide enough for the table, even if the output is a file.
     out = Console(width=max(190, Console().width), highlight=False)
@@ -155,7 +153,10 @@ def main(
         if save:
             variables = dict(BENCHMARKS[name].environment)
             written = _written(figures, of_accuracy)
-            _save(name, {"quick": quick, "environment": about, "variables": variables, **written})
+            _save(
+                name,
+                {"quick": quick, "threads": threads or [], "environment": about, "variables": variables, **written},
+            )
     if scores:
         out.print(table_of_accuracy(scores))
     if results:

@@ -41,8 +41,11 @@ def machine(run: dict[str, Any], threads: int = 0) -> str:
 
 
 def command(names: Sequence[str]) -> str:
-    """Return the command that measures some benchmarks."""
-    return f'`make bench BENCH="--save {" ".join(f"--only {name}" for name in names)}"`'
+    """Return the command that measures some benchmarks as they were measured."""
+    runs = [run_of(name) for name in names if has_results(name)]
+    threads = sorted({number for run in runs for number in run.get("threads", ())})
+    options = [*(f"--only {name}" for name in names), *(f"--threads {number}" for number in threads)]
+    return f'`make bench BENCH="--save {" ".join(options)}"`'
 
 
 def _number(value: float, unit: str) -> str:

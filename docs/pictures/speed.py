@@ -105,11 +105,13 @@ def without_gain(by_case: Mapping[str, Times]) -> list[tuple[float, str]]:
     return sorted(found, reverse=True)
 
 
-def _footer(picture: Picture, y: float, benchmark: str, *lines: str) -> None:
+def _footer(picture: Picture, y: float, benchmark: str, mark: str) -> None:
     """Write the machine, the settings and the command of the measurement, and what the marks mean."""
     run = tables.run_of(benchmark)
     where = textwrap.wrap(f"{tables.machine(run, threads_of(run))};", 84)
-    for place, line in enumerate([*lines, *where, tables.command([benchmark]).strip("`")]):
+    if any(each.get("spread") for each in run["results"]):
+        mark += " Line: up to the time of nine turns in ten."
+    for place, line in enumerate([mark, *where, tables.command([benchmark]).strip("`")]):
         picture.text(16, y + 16 * place, line, "quiet", size=11)
 
 
@@ -142,7 +144,7 @@ def _bars(benchmark: str, cases: Mapping[str, str], base: str) -> Picture:
             picture.text(left + end + 7, y + 12, number(time), "bold", size=13)
             y += 20
         y += 22
-    _footer(picture, bottom + 8, benchmark, "Bar: the least time. Line: up to the time of nine turns in ten.")
+    _footer(picture, bottom + 8, benchmark, "Bar: the least time.")
     return picture
 
 
@@ -194,7 +196,7 @@ def draw_slower() -> Picture:
         picture,
         bottom + 38,
         BENCHMARK,
-        "Time, float32 = 1: less is better. Dot: the least time. Line: up to that of nine turns in ten.",
+        "float32 = 1: less is better. Dot: the least time.",
     )
     return picture
 

@@ -90,6 +90,14 @@ def test_machine_is_named_once_or_for_each_benchmark(tables, save):
     )
 
 
+def test_the_command_has_the_numbers_of_threads_that_were_asked_for(tables, save, tmp_path):
+    save("one", result("a", 0.9))
+    assert tables.command(["one", "two"]) == '`make bench BENCH="--save --only one --only two"`'
+    run = tables.run_of("one") | {"threads": [2]}
+    (tmp_path / "one.json").write_text(json.dumps(run), encoding="utf-8")
+    assert tables.command(["one"]) == '`make bench BENCH="--save --only one --threads 2"`'
+
+
 def test_variables_of_the_process_belong_to_the_machine(tables, save):
     save("one", result("a", 0.9), variables={"ATEN_CPU_CAPABILITY": "avx2"})
     assert tables.table(["one"]).startswith("a CPU, 4 cores, torch 2.13, 2026-01-31, ATEN_CPU_CAPABILITY=avx2.\n")
