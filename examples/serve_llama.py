@@ -1,37 +1,43 @@
-"""Serve a LLaMA with streaming tokens, from processes that share its weights and their casts.
+"""Serve a LLaMA on a CPU: text in, streaming text out, from processes that share its weights and what is made of them.
 
-The float32 weights are mapped into memory from their folder. What polycast makes of them for a recipe (`--recipe int4`;
-by default int8) is saved once and mapped too, so that all processes share both. The model and its `generate()` are
-those of transformers.
+The weights are mapped into memory from their folder. What polycast makes of them for a recipe is saved there once, and
+mapped too, so that all processes share both. Requests that arrive together are decoded together: transformers'
+continuous batching adds each to the batch that runs. The model, its tokenizer and its loop are those of transformers.
 
-    pip install ".[serve]"
-    python examples/serve_llama.py --weights FOLDER --processes 2
-    curl -N localhost:8000/generate -H "Content-Type: application/json" -d '{"tokens": [1, 450, 7483]}'
+    pip install "polycast[serve]"
+    python examples/serve_llama.py --weights FOLDER
+    curl -N localhost:8000/generate -H "Content-Type: application/json" -d '{"text": "The capital of France is"}'
 
-Without a folder the weights are random. With `--try N` it answers N requests of its own, and ends.
+`--compare FILE` prints perplexity, speed and memory on a text, in float32 and with the recipe. Without a folder the
+weights are random, and requests have `"tokens"` in place of `"text"`. With `--try N` it answers N requests, and ends.
 """
 
 import argparse
+import asyncio
+import contextlib
 import json
+import math
 import multiprocessing
 import os
-import queue
+import signal
 import socket
+import sys
 import tempfile
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator
+import uuid
+from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import torch
 import uvicorn
-from fastapi import FastAPI
+from fastapi import FastAPI, HTTPException
 from fastapi.responses import StreamingResponse
 from pydantic import BaseModel
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
-from transformers.generation.streamers import BaseStreamer
+from transformers import AutoModelForCausalLM, AutoTokenizer, ContinuousBatchingConfig, LlamaConfig, LlamaForCausalLM
 
 import polycast
 
@@ -39,83 +45,87 @@ SIZES = {
     "tiny": {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "vocab_size": 1024},
     "1b": {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22, "num_key_value_heads": 4},
 }
+KEPT = ContinuousBatchingConfig(num_blocks=64, page_size=64, max_batch_tokens=256, use_cuda_graph=False)
+"""The tokens whose keys and values are kept, of all requests together: num_blocks * page_size."""
 
 
 class Request(BaseModel):
-    """The tokens of a prompt, and the number to generate."""
+    """A prompt, as text or as tokens, and the number of tokens to generate."""
 
-    tokens: list[int]
-    max_new_tokens: int = 16
-
-
-class Tokens(BaseStreamer):
-    """Hands tokens from the thread that generates them to the one that sends them."""
-
-    def __init__(self) -> None:
-        self._queue: queue.Queue[list[int] | None] = queue.Queue()
-        self._prompt_seen = False
-
-    def put(self, value: torch.Tensor) -> None:
-        """Add tokens; the first are those of the prompt."""
-        if self._prompt_seen:
-            self._queue.put(value.tolist())
-        self._prompt_seen = True
-
-    def end(self) -> None:
-        """Add no more tokens."""
-        self._queue.put(None)
-
-    def __iter__(self) -> Iterator[int]:
-        while (tokens := self._queue.get()) is not None:
-            yield from tokens
+    text: str | None = None
+    tokens: list[int] = []
+    max_new_tokens: int = 64
 
 
 class Server:
-    """Generates tokens on threads, which share the casts and the prepacked weights of a model."""
+    """Generates tokens for all requests in one batch."""
 
-    def __init__(self, folder: Path, recipe: str, threads: int) -> None:
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).requires_grad_(False)
+    def __init__(self, folder: Path, recipe: str) -> None:
+        self.model, self.tokenizer = load(folder, "auto")
         self.cache = load_cache(folder, recipe, self.model)
-        self._region = polycast.autocast("cpu", recipe=recipe, cache=self.cache)
-        self._pool = ThreadPoolExecutor(threads)
+        # Decorated, so that the thread that decodes runs it in the region.
+        self.model.forward = polycast.autocast("cpu", recipe=recipe, cache=self.cache)(self.model.forward)
+        config = self.model.generation_config
+        config.update(do_sample=False, eos_token_id=-1 if config.eos_token_id is None else config.eos_token_id)
+        self.manager = self.model.init_continuous_batching(config, KEPT)
+        with torch.inference_mode():
+            self.manager.start()
 
-    def generate(self, request: Request) -> Iterator[str]:
-        """Yield a line for each token."""
-        tokens = Tokens()
-        done = self._pool.submit(self._run, request, tokens)
-        yield from (f"{token}\n" for token in tokens)
-        done.result()
+    def tokens_of(self, request: Request) -> list[int]:
+        """Return the tokens of a prompt."""
+        if request.text is not None and self.tokenizer is None:
+            raise HTTPException(400, "the folder has no tokenizer: send tokens")
+        tokens = request.tokens if request.text is None else self.tokenizer(request.text)["input_ids"]
+        most = min(KEPT.num_blocks * KEPT.page_size, self.model.config.max_position_embeddings) - request.max_new_tokens
+        if not 0 < len(tokens) <= most:
+            raise HTTPException(400, f"the prompt has {len(tokens)} tokens: send 1 to {most}")
+        return tokens
 
-    def _run(self, request: Request, tokens: Tokens) -> None:
-        started = time.perf_counter()
-        prompt = torch.tensor([request.tokens])
+    async def generate(self, request: Request, prompt: list[int]) -> AsyncIterator[str]:
+        """Yield the text that follows a prompt of text, or a line for each token."""
+        outputs: asyncio.Queue[Any] = asyncio.Queue()
+        name, sent, started, output = str(uuid.uuid4()), "", time.perf_counter(), None
+        self.manager.register_result_handler(name, outputs.put_nowait)
+        self.manager.add_request(prompt, name, request.max_new_tokens, streaming=True)
         try:
-            with torch.inference_mode(), self._region:
-                output = self.model.generate(
-                    prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=request.max_new_tokens,
-                    do_sample=False, streamer=tokens,
-                )  # fmt: skip
+            while output is None or not output.is_finished():
+                output = await outputs.get()
+                if output.error:
+                    raise RuntimeError(output.error)
+                tokens = output.generated_tokens
+                if request.text is None:
+                    text = "".join(f"{token}\n" for token in tokens)
+                else:
+                    text = self.tokenizer.decode(tokens, skip_special_tokens=True).removesuffix(
+                        "\N{REPLACEMENT CHARACTER}"
+                    )
+                yield text[len(sent) :]
+                sent = text
         finally:
-            tokens.end()
-        count = output.shape[1] - prompt.shape[1]
-        speed = count / (time.perf_counter() - started)
-        made = self.cache.stats().misses
-        report = f"process {os.getpid()}: {count} tokens, {speed:.1f} a second, {memory()}, {made} made here\n"
-        print(report, end="", flush=True)  # in one piece: other threads print too
+            self.manager.cancel_request(name)  # if the client has gone
+        speed, made = len(tokens) / (time.perf_counter() - started), self.cache.stats().misses
+        print(
+            f"process {os.getpid()}: {len(tokens)} tokens, {speed:.1f} a second, {memory()}, {made} made here",
+            flush=True,
+        )
 
 
-def cache_file(folder: Path, recipe: str) -> Path:
-    """Return the file of what polycast makes of the weights."""
-    return folder / f"polycast-{recipe}.safetensors"
+def load(folder: Path, dtype: Any) -> tuple[Any, Any]:
+    """Return the model, whose weights are mapped if they have the dtype, and the tokenizer; None if there is none."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).requires_grad_(False)
+    has_tokenizer = any((folder / name).exists() for name in ("tokenizer.json", "tokenizer.model"))
+    return model, AutoTokenizer.from_pretrained(folder) if has_tokenizer else None
 
 
 def load_cache(folder: Path, recipe: str, model: torch.nn.Module) -> polycast.WeightCache:
     """Return the saved cache; if there is none, or it is of other weights or versions, make and save it."""
-    path = cache_file(folder, recipe)
-    try:
-        return polycast.WeightCache.load(path, model)
-    except (FileNotFoundError, ValueError) as error:
-        print(f"making {path.name}: {error}", flush=True)
+    path = folder / f"polycast-{recipe}.safetensors"
+    if path.exists():
+        try:
+            return polycast.WeightCache.load(path, model)
+        except ValueError as error:
+            print(error, flush=True)
+    print(f"making {path.name}, once", flush=True)
     cache = polycast.WeightCache()
     with torch.inference_mode(), polycast.autocast("cpu", recipe=recipe, cache=cache):
         model(torch.tensor([[0]]))
@@ -133,16 +143,41 @@ def memory() -> str:
     return f"{own} MiB of its own, {resident - own} MiB of files"
 
 
-def serve(folder: Path, recipe: str, threads: int, torch_threads: int, listener: socket.socket) -> None:
-    """Answer requests until the process ends."""
+def compare(folder: Path, recipe: str, text: str) -> None:
+    """Print the perplexity of a text, the tokens a second that follow its start, and the memory."""
+    model, tokenizer = load(folder, torch.float32 if recipe == "float32" else "auto")
+    if tokenizer is None:
+        raise SystemExit(f"{folder} has no tokenizer")
+    tokens = tokenizer(text, return_tensors="pt")["input_ids"][:, : model.config.max_position_embeddings]
+    if recipe != "float32":
+        region = polycast.autocast("cpu", recipe=recipe, cache=load_cache(folder, recipe, model))
+        model.forward = region(model.forward)
+    with torch.inference_mode():
+        perplexity = math.exp(model(tokens, labels=tokens).loss)
+        prompt, count, times = tokens[:, :16], 32, []
+        for _ in range(3):
+            started = time.perf_counter()
+            model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=count, min_new_tokens=count)
+            times.append(time.perf_counter() - started)
+    print(f"{recipe}: perplexity {perplexity:.2f}, {count / min(times):.1f} tokens a second, {memory()}", flush=True)
+
+
+def serve(folder: Path, recipe: str, torch_threads: int, listener: socket.socket) -> None:
+    """Answer requests until the process is terminated."""
+    # uvicorn stops at these signals, and raises them again: that must not end the process before libraries clean up.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process terminates this one
     torch.set_num_threads(torch_threads)
-    server, app = Server(folder, recipe, threads), FastAPI()
+    server, app = Server(folder, recipe), FastAPI()
 
     @app.post("/generate")
-    def generate(request: Request) -> StreamingResponse:
-        return StreamingResponse(server.generate(request), media_type="text/plain")
+    async def generate(request: Request) -> StreamingResponse:
+        return StreamingResponse(server.generate(request, server.tokens_of(request)), media_type="text/plain")
 
-    uvicorn.Server(uvicorn.Config(app, log_level="warning")).run(sockets=[listener])
+    try:
+        uvicorn.Server(uvicorn.Config(app, log_level="warning")).run(sockets=[listener])
+    finally:
+        server.manager.stop(hard_stop=True)
 
 
 def prepare(folder: Path, recipe: str, size: str) -> None:
@@ -150,15 +185,15 @@ def prepare(folder: Path, recipe: str, size: str) -> None:
     if not (folder / "config.json").exists():
         # No token ends the answers: with random weights, any may be next.
         LlamaForCausalLM(LlamaConfig(**SIZES[size], eos_token_id=None)).save_pretrained(folder)
-    Server(folder, recipe, 1)
+    load_cache(folder, recipe, load(folder, "auto")[0])
 
 
-def ask(port: int, number: int) -> list[int]:
+def ask(port: int, number: int) -> str:
     """Return the answer to a request, which waits until a process accepts it."""
     content = json.dumps({"tokens": [1, number], "max_new_tokens": 8}).encode()
     request = urllib.request.Request(f"http://127.0.0.1:{port}/generate", content, {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=300) as answer:
-        return [int(line) for line in answer]
+        return " ".join(answer.read().decode().split())
 
 
 def main() -> None:
@@ -166,24 +201,33 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--weights", type=Path, help="a folder, as save_pretrained writes it")
     parser.add_argument("--size", choices=SIZES, default="tiny", help="of random weights")
-    parser.add_argument("--recipe", default="int8")
+    parser.add_argument("--recipe", default="int4")
+    parser.add_argument(
+        "--compare", type=Path, metavar="FILE", help="compare float32 and the recipe on a text, and end"
+    )
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--processes", type=int, default=1)
-    parser.add_argument("--threads", type=int, default=2, help="the requests that a process answers at once")
     parser.add_argument("--try", dest="tries", type=int, default=0, help="answer so many requests, and end")
     options = parser.parse_args()
 
     processes = multiprocessing.get_context("spawn")
     torch_threads = max(1, torch.get_num_threads() // options.processes)
+
+    def run(*call: Any) -> None:  # in a process of its own, so that its memory is returned
+        process = processes.Process(target=call[0], args=call[1:])
+        process.start()
+        process.join()
+        if process.exitcode != 0:
+            raise SystemExit(process.exitcode)
+
     with tempfile.TemporaryDirectory() as made, socket.create_server(("127.0.0.1", options.port)) as listener:
         folder = options.weights or Path(made)
-        # In a process of its own, so that its memory is returned.
-        preparing = processes.Process(target=prepare, args=(folder, options.recipe, options.size))
-        preparing.start()
-        preparing.join()
-        if preparing.exitcode != 0:
-            raise SystemExit(preparing.exitcode)
-        arguments = (folder, options.recipe, options.threads, torch_threads, listener)
+        run(prepare, folder, options.recipe, options.size)
+        if options.compare:
+            for way in ("float32", options.recipe):
+                run(compare, folder, way, options.compare.read_text(encoding="utf-8"))
+            return
+        arguments = (folder, options.recipe, torch_threads, listener)
         workers = [processes.Process(target=serve, args=arguments) for _ in range(options.processes)]
         for worker in workers:
             worker.start()
@@ -193,9 +237,11 @@ def main() -> None:
             if options.tries:
                 with ThreadPoolExecutor(options.tries) as clients:
                     for answer in clients.map(ask, [port] * options.tries, range(options.tries)):
-                        print("answer:", *answer, flush=True)
+                        print("answer:", answer, flush=True)
             else:
-                threading.Event().wait()
+                signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+                with contextlib.suppress(KeyboardInterrupt):
+                    threading.Event().wait()
         finally:
             for worker in workers:
                 worker.terminate()

@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 
-import polycast
-
 pytestmark = pytest.mark.slow
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
@@ -124,24 +122,6 @@ def test_a_server_finds_the_casts_of_its_weights_and_casts_them_again_after_an_u
     made, found = map(int, re.fullmatch(r"casts of weights: (\d+) made, (\d+) found", casts).groups())
     assert weights * (1 + updates) <= made <= weights * (1 + updates) * threads
     assert made + found == 80 * weights
-
-
-def test_processes_serve_tokens_from_one_saved_cache(run):
-    for module in ("fastapi", "uvicorn", "transformers"):
-        pytest.importorskip(module, reason=f"{module} is in the extra 'serve'")
-    if not polycast.plugin.check(polycast.plugin.get_backend("cpu"), polycast.Int8()):
-        pytest.skip("the processor or the compiler offers no int8 here")
-    arguments = ("--port", "0", "--processes", "2", "--try", "4")
-    printed = run("serve_llama.py", *arguments, warnings="ignore")  # transformers and uvicorn have some of their own
-    answers = [line for line in printed if line.startswith("answer:")]
-    assert [len(re.findall(r"\d+", answer)) for answer in answers] == [8] * 4
-    assert sum(line.startswith("making polycast-int8.safetensors") for line in printed) == 1
-    served = [line for line in printed if line.startswith("process ")]
-    assert len(served) == 4
-    for line in served:
-        assert re.fullmatch(
-            r"process \d+: 8 tokens, [\d.]+ a second, (.* of its own, .*|memory unknown), 0 made here", line
-        )
 
 
 @pytest.mark.parametrize(

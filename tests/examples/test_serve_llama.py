@@ -1,0 +1,116 @@
+"""The server of a LLaMA: text in, text out, from processes that share what is made of the weights."""
+
+import json
+import os
+import pydoc
+import re
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+import torch
+
+import polycast
+
+pytestmark = pytest.mark.slow
+
+EXAMPLE = Path(__file__).parent.parent.parent / "examples" / "serve_llama.py"
+PROMPT = "Each module has a docstring: "
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Return the folder of a LLaMA with random weights, and a tokenizer that was trained on a module of Python."""
+    for module in ("fastapi", "uvicorn", "transformers"):
+        pytest.importorskip(module, reason=f"{module} is in the extra 'serve'")
+    if not polycast.plugin.check(polycast.plugin.get_backend("cpu"), polycast.Int4()):
+        pytest.skip("the processor or the compiler offers no int4 here")
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    folder = tmp_path_factory.mktemp("llama")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=512, special_tokens=["<s>"], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator([Path(pydoc.__file__).read_text(encoding="utf-8")], trainer)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>").save_pretrained(folder)
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "vocab_size": 512}
+    LlamaForCausalLM(LlamaConfig(**sizes, eos_token_id=None)).bfloat16().save_pretrained(folder)
+    return folder
+
+
+def started(*arguments):
+    """Start the example."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "2", "TOKENIZERS_PARALLELISM": "false"}
+    command = [sys.executable, str(EXAMPLE), "--port", "0", *map(str, arguments)]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment)
+
+
+def post(port, **request):
+    content = json.dumps(request).encode()
+    headers = {"Content-Type": "application/json"}
+    with urllib.request.urlopen(
+        urllib.request.Request(f"http://127.0.0.1:{port}/generate", content, headers), timeout=300
+    ) as answer:
+        return answer.read().decode()
+
+
+def test_text_is_answered_with_the_text_of_the_tokens_and_a_termination_leaves_nothing(folder):
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    with started("--weights", folder) as process:
+        lines = []
+        while not lines or not lines[-1].startswith("listening on port "):
+            lines.append(process.stdout.readline())
+            assert lines[-1], process.stderr.read()
+        port = int(lines[-1].split()[-1])
+        tokens = post(port, tokens=tokenizer(PROMPT)["input_ids"], max_new_tokens=8).split()
+        assert len(tokens) == 8
+        text = post(port, text=PROMPT, max_new_tokens=8)
+        assert text == tokenizer.decode(list(map(int, tokens))).removesuffix("\N{REPLACEMENT CHARACTER}")
+        for wrong in ({"text": ""}, {}, {"tokens": [1], "max_new_tokens": 10_000}):
+            with pytest.raises(urllib.error.HTTPError, match="400"):
+                post(port, **wrong)
+        process.terminate()
+        printed, complaints = process.communicate(timeout=100)
+    assert [line for line in lines if line.startswith("making")] == ["making polycast-int4.safetensors, once\n"]
+    assert "Errno" not in "".join(lines) + printed
+    assert "leaked" not in complaints
+    assert "Traceback" not in complaints
+
+
+def test_processes_serve_tokens_from_one_saved_cache():
+    with started("--processes", "2", "--try", "4") as process:
+        printed, complaints = process.communicate(timeout=300)
+    assert process.returncode == 0, complaints
+    printed = printed.splitlines()
+    answers = [line for line in printed if line.startswith("answer:")]
+    assert [len(re.findall(r"\d+", answer)) for answer in answers] == [8] * 4
+    assert sum(line.startswith("making polycast-int4.safetensors") for line in printed) == 1
+    served = [line for line in printed if line.startswith("process ")]
+    assert len(served) == 4
+    for line in served:
+        assert re.fullmatch(
+            r"process \d+: 8 tokens, [\d.]+ a second, (.* of its own, .*|memory unknown), 0 made here", line
+        )
+    assert "leaked" not in complaints
+
+
+def test_a_recipe_is_compared_with_float32_on_a_text(folder, tmp_path):
+    (tmp_path / "text").write_text(PROMPT * 20, encoding="utf-8")
+    with started("--weights", folder, "--compare", tmp_path / "text") as process:
+        printed, complaints = process.communicate(timeout=300)
+    assert process.returncode == 0, complaints
+    found = re.findall(r"^(\w+): perplexity ([\d.]+), [\d.]+ tokens a second, ", printed, re.MULTILINE)
+    (first, exact), (second, low) = found
+    assert (first, second) == ("float32", "int4")
+    assert abs(float(low) / float(exact) - 1) < 0.1
