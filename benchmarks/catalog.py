@@ -110,6 +110,7 @@ BENCHMARKS: Mapping[str, Entry] = {
     "gpu": Entry("gpu:Gpu", one),
     "fastest-memory": Entry("fastest:Memory", all_of_them),
     "occupied": Entry("occupied:Occupied", all_of_them),
+    "serving": Entry("serving:Serving", all_of_them),
     "accuracy": Entry("accuracy:Accuracy", all_of_them),
 }
 
