@@ -20,7 +20,7 @@ from rich.table import Table
 from polycast.engine.choice import choose_engine
 
 from . import catalog
-from .catalog import BENCHMARKS
+from .catalog import BENCHMARKS, Entry
 from .processor import processor
 from .scores import Scores
 from .timing import Result
@@ -50,21 +50,30 @@ def measure(names: list[str], threads: list[int], quick: bool) -> Iterator[tuple
         threads: the numbers of threads; if empty, those of the catalog.
         quick: whether to run fewer rounds.
     """
-    turns = {name: [n for n in BENCHMARKS[name].threads() if not threads or n in threads] for name in names}
+    turns = {name: list(_turns(BENCHMARKS[name], threads)) for name in names}
     columns = (TextColumn("{task.description:32}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True)) as progress:
         all_of_them = progress.add_task("", total=sum(map(len, turns.values())))
         for name, numbers in turns.items():
             results: list[Result] = []
             scores: list[Scores] = []
-            for number in numbers:
-                progress.update(all_of_them, description=f"{name}, {number} threads")
-                figures, of_accuracy = catalog.measure(name, number, quick)
+            for turn in numbers:
+                progress.update(all_of_them, description=f"{name}, {' and '.join(map(str, turn))} threads")
+                figures, of_accuracy = catalog.measure(name, *turn, quick=quick)
                 results += figures
                 scores += of_accuracy
                 progress.advance(all_of_them)
             if numbers:
                 yield name, results, scores
+
+
+def _turns(entry: Entry, threads: list[int]) -> Iterator[tuple[int, ...]]:
+    """Yield the numbers of threads of each process of a benchmark."""
+    numbers = tuple(n for n in entry.threads() if not threads or n in threads)
+    if entry.takes_threads and numbers:
+        yield numbers
+    elif not entry.takes_threads:
+        yield from ((number,) for number in numbers)
 
 
 def table(results: list[Result]) -> Table:

@@ -47,7 +47,7 @@ class Apart:
         taken: list[list[list[Mapping[str, float]]]] = []
         for _ in range(processes):
             with ExitStack() as stack:
-                workers = [stack.enter_context(_Worker(self.name, library, self.keeps_memory)) for library in LIBRARIES]
+                workers = [stack.enter_context(self._worker(library)) for library in LIBRARIES]
                 race = 0
                 while all(proposed := [worker.ask("next") for worker in workers]):
                     plan = _merged(proposed)
@@ -62,6 +62,9 @@ class Apart:
                     race += 1
         both = zip(plans, taken, strict=True)
         return [result for plan, pairs in both for result in results_of(plan, pairs, least=self.least)]
+
+    def _worker(self, library: str) -> "Worker":
+        return Worker("benchmarks.apart", self.name, library, environment=_KEEP_MEMORY if self.keeps_memory else {})
 
 
 def results_of(plan: Plan, pairs: Sequence[Sequence[Mapping[str, float]]], *, least: bool = False) -> list[Result]:
@@ -82,26 +85,30 @@ def results_of(plan: Plan, pairs: Sequence[Sequence[Mapping[str, float]]], *, le
 _KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "-1"}
 
 
-class _Worker:
-    """A process that times the sides of one library."""
+class Worker:
+    """A process that answers requests: each is a line of its stdin, and the answer a line of JSON."""
 
-    def __init__(self, name: str, library: str, keeps_memory: bool) -> None:
-        command = [sys.executable, "-m", __name__, name, library]
-        env = os.environ | (_KEEP_MEMORY if keeps_memory else {})
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
+    def __init__(self, *command: str, environment: Mapping[str, str]) -> None:
+        arguments = [sys.executable, "-m", *command]
+        env = {**os.environ, **environment}
+        self._process = subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
 
     def ask(self, request: str) -> Any:
         """Return the answer to a request; nothing else runs meanwhile."""
         assert self._process.stdin is not None
-        assert self._process.stdout is not None
         with suppress(BrokenPipeError):
             print(request, file=self._process.stdin, flush=True)
+        return self.answer()
+
+    def answer(self) -> Any:
+        """Return what the process says next."""
+        assert self._process.stdout is not None
         answer = self._process.stdout.readline()
         if not answer:
             raise RuntimeError(f"{self._process.args} ended with status {self._process.wait()}.")
         return json.loads(answer)
 
-    def __enter__(self) -> "_Worker":
+    def __enter__(self) -> "Worker":
         return self
 
     def __exit__(

@@ -1,6 +1,7 @@
 """The benchmarks by name, with the function that makes each and its numbers of threads.
 
-`python -m benchmarks.catalog NAME [quick]` runs one on OMP_NUM_THREADS threads, and prints its results as JSON.
+`python -m benchmarks.catalog NAME [quick]` runs one on OMP_NUM_THREADS threads, and prints its results as JSON. A
+benchmark that takes numbers of threads gets them as further arguments.
 """
 
 import json
@@ -57,6 +58,7 @@ class Entry:
         apart: whether each library has processes of its own.
         least: whether the least times of all rounds count in these, or the median of the ratios.
         environment: variables of the process that runs it.
+        takes_threads: whether one process measures all numbers of threads, which the function takes.
     """
 
     function: str
@@ -64,11 +66,13 @@ class Entry:
     apart: bool = False
     least: bool = False
     environment: Mapping[str, str] = field(default_factory=dict)
+    takes_threads: bool = False
 
-    def make(self) -> Benchmark:
-        """Return the benchmark, for the threads of this process."""
+    def make(self, *threads: int) -> Benchmark:
+        """Return the benchmark, for the threads of this process or, if it takes them, for these numbers."""
         name = f"{__package__}.{self.function}"
-        made: Benchmark = Apart(name, self.least) if self.apart else pkgutil.resolve_name(name)()
+        taken = [threads] if self.takes_threads else []
+        made: Benchmark = Apart(name, self.least) if self.apart else pkgutil.resolve_name(name)(*taken)
         return made
 
 
@@ -107,6 +111,7 @@ BENCHMARKS: Mapping[str, Entry] = {
     "fastest": Entry("fastest:Fastest", each),
     "fastest-avx2": Entry("fastest:with_avx2", one_and_all, environment=AVX2),
     "few-rows": Entry("few_rows:races", each),
+    "llama-cpp": Entry("llama_cpp:LlamaCpp", each, takes_threads=True),
     "gpu": Entry("gpu:Gpu", one),
     "fastest-memory": Entry("fastest:Memory", all_of_them),
     "occupied": Entry("occupied:Occupied", all_of_them),
@@ -115,19 +120,22 @@ BENCHMARKS: Mapping[str, Entry] = {
 }
 
 
-def measure(name: str, threads: int, quick: bool) -> tuple[list[Result], list[Scores]]:
-    """Run a benchmark in a process with a number of threads; return its figures and its scores."""
-    command = [sys.executable, "-m", __name__, name, *(["quick"] if quick else [])]
-    environment = {**os.environ, **BENCHMARKS[name].environment, "OMP_NUM_THREADS": str(threads)}
+def measure(name: str, *threads: int, quick: bool) -> tuple[list[Result], list[Scores]]:
+    """Run a benchmark in a process with a number of threads; return its figures and its scores.
+
+    A benchmark that takes numbers of threads gets all of them, and its process has the most.
+    """
+    command = [sys.executable, "-m", __name__, name, "quick" if quick else "", *map(str, threads)]
+    environment = {**os.environ, **BENCHMARKS[name].environment, "OMP_NUM_THREADS": str(max(threads))}
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     said: dict[str, list[dict[str, Any]]] = json.loads(done.stdout.splitlines()[-1])
     return [Result(**each) for each in said["results"]], [Scores(**each) for each in said["accuracy"]]
 
 
-def _run(name: str, quick: str = "") -> None:
-    found = BENCHMARKS[name].make().run(bool(quick))
+def _run(name: str, quick: str = "", *numbers: str) -> None:
+    found = BENCHMARKS[name].make(*map(int, numbers)).run(bool(quick))
     threads = torch.get_num_threads()
-    results = [asdict(replace(each, threads=threads)) for each in found if isinstance(each, Result)]
+    results = [asdict(replace(each, threads=each.threads or threads)) for each in found if isinstance(each, Result)]
     print(json.dumps({"results": results, "accuracy": [asdict(each) for each in found if isinstance(each, Scores)]}))
 
 

@@ -99,12 +99,12 @@ def resnet(number: int, batch: int = 2) -> Made:
     return ResNetForImageClassification(ResNetConfig(**options[number])).eval(), torch.randn(batch, 3, 224, 224)
 
 
-def llama(use_cache: bool = True) -> nn.Module:
-    """Return a LLaMA of 1.1 billion random weights (TinyLlama's sizes)."""
+def llama(use_cache: bool = True, layers: int = 22) -> nn.Module:
+    """Return a LLaMA of 1.1 billion random weights (TinyLlama's sizes), or of fewer layers."""
     config = LlamaConfig(
         hidden_size=2048,
         intermediate_size=5632,
-        num_hidden_layers=22,
+        num_hidden_layers=layers,
         num_attention_heads=32,
         num_key_value_heads=4,
         use_cache=use_cache,

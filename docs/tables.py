@@ -9,7 +9,9 @@ from typing import Any
 DOCS = Path(__file__).parent
 PAGES = (DOCS / "benchmark-tables.md",)
 FIGURES = DOCS / "figures" / "bench"
-_BETWEEN = re.compile(r"(?<=<!-- )(?P<kind>figures|times) of (?P<names>[\w -]+) -->\n.*?(?=<!-- end -->)", re.DOTALL)
+_BETWEEN = re.compile(
+    r"(?<=<!-- )(?P<kind>figures|sizes|times) of (?P<names>[\w -]+) -->\n.*?(?=<!-- end -->)", re.DOTALL
+)
 _MAX_ROWS = 12
 """Longer tables show only the rows that missed their bounds, and means."""
 
@@ -154,7 +156,19 @@ def _times(results: Sequence[dict[str, Any]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-_MAKE = {"figures": table, "times": times}
+def sizes(names: Sequence[str]) -> str:
+    """Return a Markdown table of the figures that have a unit: a row for each way, and a column for each measure."""
+    rows: dict[str, dict[str, str]] = {}
+    for result in (each for run in _results(names) for each in run if each["unit"] and each["measured"] is not None):
+        way, _, measure = result["what"].rpartition(", ")
+        rows.setdefault(way, {})[measure] = f"{result['measured']:,.1f}{result['unit']}"
+    columns = list(dict.fromkeys(measure for cells in rows.values() for measure in cells))
+    lines = [["", *columns], ["---", *("--:" for _ in columns)]] if rows else []
+    lines += [[way, *(cells.get(column, "") for column in columns)] for way, cells in rows.items()]
+    return "\n".join([_intro(names), "", *(f"| {' | '.join(line)} |" for line in lines), ""])
+
+
+_MAKE = {"figures": table, "sizes": sizes, "times": times}
 
 
 def updated(page: str) -> str:

@@ -27,7 +27,16 @@ FILES = [
     for path in (ROOT / folder).rglob("*.*")
     if path.suffix in (".py", ".h", ".cpp", ".md")
 ]
-ELSEWHERE = {"file.py", "model.py", "policies.py", "program.py", "script.py", "train.py", "Convolution.cpp"}
+ELSEWHERE = {
+    "file.py",
+    "model.py",
+    "policies.py",
+    "program.py",
+    "script.py",
+    "train.py",
+    "Convolution.cpp",
+    "llama.cpp",
+}
 """Files of users, and of torch's sources."""
 OF_TORCH = Path(torch.__file__).parent / "include"
 PATH = r"(?<![\w.<*/])[A-Za-z_][\w./-]*\.(?:py|h|cpp|md)\b"

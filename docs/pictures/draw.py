@@ -12,6 +12,7 @@ PICTURES = {
     "report.svg": report.draw,
     "slower.svg": speed.draw_slower,
     "speed.svg": speed.draw,
+    **({"llama.svg": speed.draw_llama} if speed.has_llama() else {}),
 }
 
 

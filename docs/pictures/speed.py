@@ -12,7 +12,7 @@ from .svg import Picture
 
 README = Path(__file__).parent.parent.parent / "README.md"
 _IN_README = re.compile(r"!\[[^\]]*\]\(docs/speed\.svg\)")
-BENCHMARK, GPU = "fastest", "gpu"
+BENCHMARK, GPU, LLAMA = "fastest", "gpu", "llama-cpp"
 FLOAT32, TORCH, PLAIN, AGAIN = "float32", "torch.autocast", "a plain region", "float32, in torch.autocast's process"
 MODELS = {
     "LLaMA 1.1 B, 1 token": "LLaMA of 1.1 billion weights, decoding a token",
@@ -25,6 +25,11 @@ ON_GPU = {
     "GPT-2 small, 1 token": "GPT-2 small, decoding a token",
     "BERT base, 32 x 128 tokens": "BERT base, 32 x 128 tokens",
     "BERT base, training step of 32 x 128 tokens": "BERT base, training step of 32 x 128 tokens",
+}
+ON_LLAMA_CPP = {
+    "1 token": "LLaMA of 1.1 billion weights, decoding a token",
+    "1 token after 2,048": "The same after 2,048 tokens",
+    "128 tokens": "128 tokens at once",
 }
 GAIN = 0.98
 """A plain region gains nothing where it takes at least this part of the time of the faster of float32 and
@@ -46,7 +51,11 @@ BARS = {
     PLAIN: Bar("polycast, plain region", "ours"),
     "WeightCache": Bar("polycast, WeightCache", "ours"),
     "fastest, WeightCache": Bar("polycast, fastest + cache", "ours"),
+    "BF16": Bar("llama.cpp, BF16", "other"),
+    "Q8_0": Bar("llama.cpp, Q8_0", "other"),
     "int8": Bar("polycast, int8", "ours"),
+    "Q4_0": Bar("llama.cpp, Q4_0", "other"),
+    "int4": Bar("polycast, int4", "ours"),
 }
 
 
@@ -156,6 +165,16 @@ def draw() -> Picture:
 def draw_gpu() -> Picture:
     """Draw the times of models on a GPU."""
     return _bars(GPU, ON_GPU, TORCH)
+
+
+def has_llama() -> bool:
+    """Return whether llama.cpp was there when its benchmark was run."""
+    return tables.has_results(LLAMA) and bool(times(tables.run_of(LLAMA)))
+
+
+def draw_llama() -> Picture:
+    """Draw the times of a LLaMA on llama.cpp, torch and polycast."""
+    return _bars(LLAMA, ON_LLAMA_CPP, FLOAT32)
 
 
 def draw_slower() -> Picture:

@@ -1,6 +1,7 @@
 """The pictures of the documentation are up to date and accessible."""
 
 import importlib
+import json
 import re
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
@@ -9,7 +10,9 @@ import pytest
 
 ROOT = Path(__file__).parent.parent.parent
 DOCS = ROOT / "docs"
-PICTURES = ["architecture.svg", "devices.svg", "gpu.svg", "report.svg", "slower.svg", "speed.svg"]
+LLAMA = ["llama.svg"] if (DOCS / "llama.svg").exists() else []
+"""Its benchmark needs llama.cpp, so it may not have been measured."""
+PICTURES = ["architecture.svg", "devices.svg", "gpu.svg", *LLAMA, "report.svg", "slower.svg", "speed.svg"]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
@@ -38,6 +41,31 @@ def test_picture_has_description_and_dark_colours(name):
     assert len(description) > 40
     assert "prefers-color-scheme: dark" in text
     assert re.findall(r"https?://(?!www\.w3\.org/2000/svg)|url\(|@import|href", text) == []
+
+
+def test_picture_of_llama_shows_the_saved_times(module, monkeypatch, tmp_path):
+    speed = module("pictures.speed")
+    monkeypatch.setattr(module("tables"), "FIGURES", tmp_path)
+
+    def save(seconds):
+        rows = [
+            {"what": f"{step}, {side}", "sides": [side, "float32"], "times": time and [time, 0.25], "threads": threads}
+            for step in speed.ON_LLAMA_CPP
+            for side, time in seconds.items()
+            for threads in (1, 2)
+        ]
+        memory = {"what": "int8, memory", "sides": ["", ""], "times": None, "threads": 1}
+        about = {"cpu": "a CPU", "cores": 2, "torch": "2.13", "date": "2026-01-01"}
+        run = {"quick": False, "environment": about, "results": [*rows, memory]}
+        (tmp_path / "llama-cpp.json").write_text(json.dumps(run))
+
+    assert not speed.has_llama()
+    save({"Q8_0": None, "int8": None})
+    assert not speed.has_llama()
+    save({"a bfloat16 copy": 0.125, "Q8_0": 0.05, "int8": 0.025, "Q4_0": None, "int4": 0.02})
+    assert speed.has_llama()
+    bars = "float32 1.00, bfloat16 copy 0.50, llama.cpp, Q8_0 0.20, polycast, int8 0.10, llama.cpp, Q4_0 left out"
+    assert f"decoding a token: {bars}, polycast, int4 0.08" in str(speed.draw_llama())
 
 
 def test_generated_parts_of_pages_are_up_to_date(module):

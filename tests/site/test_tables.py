@@ -121,6 +121,15 @@ def test_bounds_that_hold_only_somewhere_say_so(tables, save):
     ]
 
 
+def test_sizes_have_a_row_for_each_way_and_a_column_for_each_measure(tables, save):
+    sizes = [("a, groups of 64, load", 1.25, " s"), ("a, groups of 64, memory", 1234.0, " MB"), ("b, load", 2.0, " s")]
+    save("one", result("a", 0.9), *(result(what, size, None) | {"unit": unit} for what, size, unit in sizes))
+    page = tables.updated("<!-- sizes of one -->\n<!-- end -->")
+    assert (
+        "|  | load | memory |\n| --- | --: | --: |\n| a, groups of 64 | 1.2 s | 1,234.0 MB |\n| b | 2.0 s |  |" in page
+    )
+
+
 def test_times_stand_side_by_side_for_the_most_threads(tables, save):
     def time(what, side, measured, threads, skipped=""):
         sides = {"against": "float32", "sides": [side, "float32"], "times": [measured, 0.25]}
