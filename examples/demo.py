@@ -1,7 +1,7 @@
 """Compare float32, torch.autocast and polycast.autocast on each available device, and check that polycast is right.
 
-Trains a small network on handwritten digits in each mode, shows the dtypes of its layers, and times a few large layers.
-The exit status is 1 if a network is not accurate, or if the two autocasts disagree.
+Times a few large layers, updates a weight in a region, and trains a small network on handwritten digits in each mode.
+The exit status is 1 if a network is not accurate, if the two autocasts disagree, or if polycast uses an old weight.
 
     pip install ".[demo]"
     python examples/demo.py
@@ -14,6 +14,7 @@ import timeit
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import sklearn.datasets
@@ -22,10 +23,10 @@ from torch import nn
 
 import polycast
 
-FLOAT32, TORCH, POLYCAST, INT8 = "float32", "torch.autocast", "polycast.autocast", "polycast, int8"
-TRAINED = FLOAT32, TORCH, POLYCAST  # int8 is for inference
+FLOAT32, TORCH, POLYCAST = TRAINED = "float32", "torch.autocast", "polycast.autocast"
+CACHED, INT8 = "polycast, WeightCache", "polycast, int8"  # for inference
 SEED, TEST_IMAGES, BATCH, EPOCHS, LEARNING_RATE = 0, 360, 64, 4, 2e-3
-LAYERS, FEATURES, ROWS, ROUNDS, CALLS = 4, 2048, 512, 5, 2
+LAYERS, FEATURES, ROWS, ROUNDS = 4, 2048, (1, 512), 3
 
 LEAST_ACCURACY = 0.95
 INT8_TOLERANCE = 0.005  # between the accuracies of one network in int8 and in float32
@@ -77,14 +78,17 @@ def network(device: str) -> nn.Sequential:
     return nn.Sequential(layers).to(device)
 
 
-def region(mode: str, device: str, dtype: torch.dtype) -> AbstractContextManager[Any]:
-    """Return the region of a mode; use it before asking for another."""
+def region(
+    mode: str, device: str, dtype: torch.dtype, cache: polycast.WeightCache | None = None
+) -> AbstractContextManager[Any]:
+    """Return the region of a mode, with a cache in one of them; use it before asking for another."""
     polycast.uninstall(device)  # torch.autocast would run on the kernels that regions of polycast install
     if mode == FLOAT32:
         return nullcontext()
     if mode == TORCH:
         return torch.autocast(device, dtype)
-    return polycast.autocast(device, dtype, recipe=polycast.Int8() if mode == INT8 else None)
+    options = {CACHED: {"cache": cache}, INT8: {"recipe": "int8"}}
+    return polycast.autocast(device, dtype, **options.get(mode, {}))
 
 
 def infer(model: nn.Module, x: torch.Tensor, within: AbstractContextManager[Any]) -> torch.Tensor:
@@ -128,17 +132,53 @@ def train(mode: str, device: str, dtype: torch.dtype, digits: Digits) -> Run:
     return Run(model, accuracy, total / len(digits.images), dtypes)
 
 
-def time_inference(modes: tuple[str, ...], device: str, dtype: torch.dtype) -> dict[str, list[float]]:
-    """Return the seconds that a few large layers take in each mode, by round. The modes take turns."""
+def speeds(modes: tuple[str, ...], device: str, dtype: torch.dtype, rows: int) -> dict[str, float]:
+    """Return how many times as fast as float32 a few large layers are in each mode. The modes take turns."""
     layers = [layer for _ in range(LAYERS) for layer in (nn.Linear(FEATURES, FEATURES), nn.GELU())]
-    model, rows = nn.Sequential(*layers).to(device), torch.randn(ROWS, FEATURES).to(device)
+    model, x = nn.Sequential(*layers).to(device), torch.randn(rows, FEATURES).to(device)
     times: dict[str, list[float]] = {mode: [] for mode in modes}
+    cache = polycast.WeightCache()
     for turn in range(ROUNDS):
         for mode in modes[turn % len(modes) :] + modes[: turn % len(modes)]:
-            call = functools.partial(infer, model, rows, region(mode, device, dtype))
+            call = functools.partial(infer, model, x, region(mode, device, dtype, cache))
             call()  # not timed: the first call with other kernels is slow
-            times[mode].append(timeit.timeit(call, number=CALLS) / CALLS)
-    return times
+            times[mode].append(timeit.timeit(call, number=1))
+    return {mode: statistics.median(map(float.__truediv__, times[FLOAT32], times[mode])) for mode in modes}
+
+
+def compare_speeds(device: str, dtype: torch.dtype) -> bool:
+    """Print how fast each mode is at inference; return whether int8 is one: last, as its kernels may be compiled."""
+    print(f"{LAYERS} layers of {FEATURES} x {FEATURES} on {device}, autocast to {dtype}:\n")
+    columns = (f"{rows} row{'s' * (rows > 1)}" for rows in ROWS)
+    print("Times as fast as float32", *(f"{column:>8}" for column in columns), flush=True)
+    of_one_row = dict[str, float]()
+
+    def show(*modes: str) -> None:
+        by_rows = [speeds((FLOAT32, *modes), device, dtype, rows) for rows in ROWS]
+        of_one_row.update(by_rows[0])
+        for mode in modes:
+            print(f"{mode:24}", *(f"{of_rows[mode]:8.1f}" for of_rows in by_rows), flush=True)
+
+    show(TORCH, POLYCAST, CACHED)
+    has_int8 = bool(polycast.plugin.check(polycast.plugin.get_backend(device), polycast.Int8()))
+    if has_int8:
+        show(INT8)
+    best = max(of_one_row.keys() - {FLOAT32, TORCH}, key=of_one_row.__getitem__)
+    print(
+        f"\nWith one row, as a language model decodes a token, {best} is {of_one_row[best]:.1f} times as fast as "
+        f"float32, {TORCH} {of_one_row[TORCH]:.1f} times."
+    )
+    return has_int8
+
+
+def uses_new_weight(mode: str, device: str, dtype: torch.dtype) -> bool:
+    """Return whether a layer whose weight is updated in a region computes with the new weight."""
+    layer, x = nn.Linear(64, 64, bias=False).to(device), torch.ones(1, 64, device=device)
+    with region(mode, device, dtype):
+        layer(x)
+        with torch.no_grad():
+            layer.weight.zero_()
+        return not layer(x).any()
 
 
 def problems(dtype: torch.dtype, runs: Mapping[str, Run], int8_accuracy: float | None) -> Iterator[str]:
@@ -160,29 +200,26 @@ def problems(dtype: torch.dtype, runs: Mapping[str, Run], int8_accuracy: float |
 
 def demonstrate(device: str, dtype: torch.dtype) -> list[str]:
     """Print the results on one device; return what is wrong."""
+    has_int8 = compare_speeds(device, dtype)
+    weights = {mode: ("old", "new")[uses_new_weight(mode, device, dtype)] for mode in (TORCH, POLYCAST)}
+    print("A weight is updated in a region:", *(f"{mode} computes with the {weights[mode]} one." for mode in weights))
+
     digits, runs, int8_accuracy = load_digits(device), dict[str, Run](), None
-    print(f"Training on {device}, autocast to {dtype}:", flush=True)
+    print("\nTraining on handwritten digits:", flush=True)
     for mode in TRAINED:
         run = runs[mode] = train(mode, device, dtype, digits)
-        print(f"{mode:18} accuracy {run.accuracy:.2%}, loss {run.loss:.8f}", flush=True)
-    print(f"\n{'Output dtype of':18}", *(f"{mode:18}" for mode in TRAINED))
-    for layer in runs[FLOAT32].dtypes:
-        print(f"{layer:18}", *(f"{run.dtypes[layer]:18}" for run in runs.values()))
-
-    modes: tuple[str, ...] = TRAINED
-    if polycast.plugin.check(polycast.plugin.get_backend(device), polycast.Int8()):
-        modes += (INT8,)
+        print(f"{mode:24} accuracy {run.accuracy:.2%}, loss {run.loss:.8f}", flush=True)
+    if has_int8:
         int8_accuracy = accuracy_of(runs[FLOAT32].network, digits, region(INT8, device, dtype))
-    print(f"\nInference, {ROWS} rows through {LAYERS} layers of {FEATURES} x {FEATURES}:", flush=True)
-    times = time_inference(modes, device, dtype)
-    ratios = {mode: statistics.median(map(float.__truediv__, times[mode], times[FLOAT32])) for mode in modes}
-    for mode in modes:
-        print(f"{mode:18} {statistics.median(times[mode]) * 1e3:.1f} ms, {ratios[mode]:.2f} of float32")
+        print(f"{'float32, run in int8':24} accuracy {int8_accuracy:.2%}")
 
     found = list(problems(dtype, runs, int8_accuracy))
+    if weights[POLYCAST] == "old":
+        found.append("polycast.autocast computes with an old weight")
     if not found:
-        ours = ratios[POLYCAST]
-        print(f"\nOn {device}, polycast trains like torch.autocast, and infers in {ours:.2f} of float32's time.")
+        print(
+            f"The {len(runs[POLYCAST].dtypes)} output dtypes under polycast.autocast are those under torch.autocast.\n"
+        )
     return found
 
 
@@ -193,6 +230,11 @@ def main() -> None:
     wrong = [f"On {name}, {problem}." for name, dtype in ready.items() for problem in demonstrate(name, dtype)]
     if not ready:
         wrong = ["No device is available: polycast devices says why."]
+    python, here = Path(sys.executable), Path.cwd()
+    command = f"{python.relative_to(here) if python.is_relative_to(here) else python} -m polycast"
+    print(f"Other devices need hardware or a plugin: {command} devices")
+    print(f"Try your own program, unchanged: {command} run --observe PROGRAM.py")
+    print("If it has no torch.autocast, add --wrap auto before its name.")
     sys.exit("\n".join(wrong) or None)
 
 

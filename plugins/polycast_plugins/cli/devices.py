@@ -23,8 +23,6 @@ from .terminal import (
     print_json,
     print_line,
     print_rows,
-    print_table,
-    table,
 )
 
 _STYLES = {
@@ -138,34 +136,28 @@ def _ask(status: BackendStatus) -> ListedDevice:
 
 def show(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON: a list with an object for each device.")] = False,
-    verbose: Annotated[
+    everything: Annotated[
         bool,
         typer.Option(
-            "--verbose", "-v", help="Show the tracebacks of broken plugins, and which recipes each device supports."
+            "--all",
+            help="List devices that need a plugin, too, which recipes each device supports, and tracebacks of plugins.",
         ),
-    ] = False,
-    no_import: Annotated[
-        bool,
-        typer.Option("--no-import", help="List the installed backends and extensions, and import none of them."),
     ] = False,
 ) -> None:
     """List the backend of every device: its state, its dtypes and where it comes from."""
-    if no_import:
-        _print_installed(as_json)
-        return
     with library_errors():
         if as_json:
             engine, devices = chosen_engine().name, list(known_devices())
             print_json([device.as_json(polycast=__version__, engine=engine) for device in devices])
         else:
-            devices = _print(verbose)
+            devices = _print(everything)
     broken = [device for device in devices if device.failure is not None]
-    if verbose:
+    if everything:
         for device in broken:
             typer.echo(f"The plugin of {device.status.device_type!r} raised:", err=as_json)
             typer.echo("".join(traceback.format_exception(device.failure)), err=as_json)
     elif broken and not as_json:
-        typer.echo("polycast devices --verbose shows the tracebacks.")
+        typer.echo("polycast devices --all shows the tracebacks.")
 
 
 def _source(entry_point: importlib.metadata.EntryPoint) -> tuple[str, str]:
@@ -178,24 +170,7 @@ def _source(entry_point: importlib.metadata.EntryPoint) -> tuple[str, str]:
     return name or "(nameless)", version or "(no version)"
 
 
-def _print_installed(as_json: bool) -> None:
-    """Print what the metadata of installed packages say: which backends and extensions they have, for which device."""
-    keys = ("device_type", "kind", "distribution", "version", "entry_point")
-    rows = [
-        (each.name.partition(".")[0], kind, *_source(each), each.value)
-        for kind in ("backend", "extension")
-        for each in importlib.metadata.entry_points(group=f"polycast.{kind}s")
-    ]
-    if as_json:
-        print_json([dict(zip(keys, row, strict=True)) for row in sorted(rows)])
-        return
-    listed = table("device", "kind", "from", "entry point")
-    for device_type, kind, name, version, value in sorted(rows):
-        listed.add_row(device_type, kind, f"{name} {version}", value)
-    print_table(console(), listed)
-
-
-def _print(verbose: bool) -> list[ListedDevice]:
+def _print(everything: bool) -> list[ListedDevice]:
     """Print the devices, and return them."""
     engine, out, devices = engine_lines(), console(), list[ListedDevice]()
     default, supported = len("bfloat16"), len("bfloat16, float16" if out.width >= _WIDE else "supported")
@@ -205,14 +180,17 @@ def _print(verbose: bool) -> list[ListedDevice]:
     def rows() -> Iterator[tuple[str | Text, ...]]:
         for device in known_devices():
             devices.append(device)
-            yield _row(device)
+            if everything or device.status.state != "missing":
+                yield _row(device)
 
     print_rows(out, widths, rows())
     out.print()
     missing = [device for device in devices if device.status.state == "missing"]
-    lines = [line for device in devices if device not in missing for line in _lines_of(device, verbose)]
-    if missing:
+    lines = [line for device in devices if device not in missing for line in _lines_of(device, everything)]
+    if missing and everything:
         lines.append(_plugins_needed([device.status for device in missing]))
+    elif missing:
+        lines.append("Other devices need a plugin: polycast devices --all")
     for line in [*lines, *engine, *(f"Ops of {package}: {origin}" for package, origin in origins().items())]:
         print_line(out, line)
     return devices
@@ -229,9 +207,9 @@ def _row(device: ListedDevice) -> tuple[str | Text, ...]:
     )
 
 
-def _lines_of(device: ListedDevice, verbose: bool) -> list[str]:
+def _lines_of(device: ListedDevice, everything: bool) -> list[str]:
     remarks = filter(None, device.remarks().values())
-    notes = [*device.notes(), *remarks, *(device.recipes() if verbose else [])]
+    notes = [*device.notes(), *remarks, *(device.recipes() if everything else [])]
     return [f"{device.status.device_type}: {note}" for note in notes]
 
 

@@ -56,7 +56,7 @@ def listed(result):
 
 
 def test_every_backend_is_listed_with_its_state(polycast_command):
-    result = polycast_command("devices")
+    result = polycast_command("devices", "--all")
     assert result.exit_code == 0
     rows = {words[0]: words for line in result.stdout.splitlines() if (words := line.split())}
     assert rows["device"] == ["device", "state", "default", "supported", "from"]
@@ -86,7 +86,11 @@ def test_a_device_without_a_backend_shows_what_is_needed(polycast_command):
     reason = "A plugin is needed: no distribution has an entry point 'xla' in the group 'polycast.backends'."
     missing = [name for name, status in polycast.backends().items() if status.state == "missing"]
     of_that_name = reason.replace("entry point 'xla'", "entry point of that name")
-    assert f"{', '.join(missing)}: {of_that_name}\n" in polycast_command("devices").stdout
+    assert f"{', '.join(missing)}: {of_that_name}\n" in polycast_command("devices", "--all").stdout
+    assert re.search(r"^xla ", polycast_command("devices", "--all").stdout, re.M)
+    said = polycast_command("devices").stdout
+    assert [name for name in missing if name in said] == []
+    assert "\nOther devices need a plugin: polycast devices --all\n" in said
     device = listed(polycast_command("devices", "--json"))["xla"]
     assert (device["state"], device["reason"], device["supported_dtypes"]) == ("missing", reason, None)
 
@@ -126,7 +130,7 @@ def test_devices_does_not_break_words(polycast_command, monkeypatch, columns):
     monkeypatch.setenv("COLUMNS", columns)
     monkeypatch.setenv("TTY_COMPATIBLE", "1")
     monkeypatch.setenv("NO_COLOR", "1")
-    said = re.sub("\x1b\\[[0-9;]*m", "", polycast_command("devices").stdout)
+    said = re.sub("\x1b\\[[0-9;]*m", "", polycast_command("devices", "--all").stdout)
     words = set(said.split())
     for name, status in polycast.backends().items():
         assert {name, status.state} <= words or f"{name}," in words
@@ -199,14 +203,14 @@ def test_devices_lists_a_broken_plugin_among_the_others(polycast_command, plugin
     }
 
 
-def test_verbose_shows_which_recipes_a_device_supports(polycast_command, hand_made):
+def test_all_shows_which_recipes_a_device_supports(polycast_command, hand_made):
     def recipe_availability(recipe):
         return polycast.plugin.Availability(
             recipe.kind == "int8", "" if recipe.kind == "int8" else "it has no such units"
         )
 
     hand_made("cpu", recipe_availability=recipe_availability)
-    shown = polycast_command("devices", "--verbose").stdout
+    shown = polycast_command("devices", "--all").stdout
     assert "cpu: int8: yes\ncpu: int4: no, it has no such units\ncpu: float8: no, it has no such units\n" in shown
     assert "xpu: int8" not in shown
     assert "int8" not in polycast_command("devices").stdout
@@ -218,15 +222,15 @@ def test_a_warning_of_a_plugin_that_a_filter_makes_an_error_is_a_remark(polycast
 
     hand_made("hpu", availability=warn)
     hand_made("cpu", device_details=warn, recipe_availability=warn)
-    said = polycast_command("devices", "--verbose").stdout
+    said = polycast_command("devices", "--all").stdout
     assert "hpu: the driver is old\n" in said
     assert "cpu: device_details() raised UserWarning: the driver is old\n" in said
     assert "cpu: recipe_availability() raised UserWarning: the driver is old\n" in said
 
 
-def test_verbose_shows_the_traceback_of_a_broken_plugin(polycast_command, plugin):
+def test_all_shows_the_traceback_of_a_broken_plugin(polycast_command, plugin):
     plugin("acme_traced", "raise OSError('libacme.so: cannot open')")
-    shown = polycast_command("devices", "--verbose").stdout
+    shown = polycast_command("devices", "--all").stdout
     assert "The plugin of 'ipu' raised:\nTraceback (most recent call last):\n" in shown
     assert 'acme_traced.py", line 1, in <module>' in shown
     assert "OSError: libacme.so: cannot open\n" in shown
@@ -236,12 +240,12 @@ def test_a_broken_plugin_names_the_option_for_its_traceback(polycast_command, pl
     plugin("acme_hinted", "raise OSError('libacme.so: cannot open')")
     shown = polycast_command("devices").stdout
     assert "Traceback" not in shown
-    assert shown.endswith("polycast devices --verbose shows the tracebacks.\n")
+    assert shown.endswith("polycast devices --all shows the tracebacks.\n")
 
 
-def test_verbose_does_not_change_json(polycast_command, plugin):
+def test_all_does_not_change_json(polycast_command, plugin):
     plugin("acme_json", "raise OSError('libacme.so: cannot open')")
-    result = polycast_command("devices", "--json", "--verbose")
+    result = polycast_command("devices", "--json", "--all")
     assert listed(result)["ipu"]["state"] == "broken"
     assert "OSError: libacme.so: cannot open" in result.stderr
 
@@ -276,34 +280,3 @@ def test_a_backend_shows_which_one_it_replaces(polycast_command, plugin, monkeyp
     plugin("acme_chosen", WORKING.format(supported="return (torch.float16,)"))
     plugin("acme_other", "")
     assert "ipu: in place of acme_other 1.5 (acme_other)\n" in polycast_command("devices").stdout
-
-
-def test_without_import_the_metadata_are_listed(polycast_command, plugin):
-    plugin("acme_broken", "raise ValueError('imported')")
-    result = polycast_command("devices", "--no-import")
-    assert result.exit_code == 0
-    version = importlib.metadata.version("polycast")
-    rows = {tuple(line.split()) for line in result.stdout.splitlines()}
-    assert ("ipu", "backend", "acme_broken", "1.5", "acme_broken") in rows
-    assert ("cpu", "backend", "polycast", version, "polycast_backends.cpu") in rows
-    as_json = json.loads(polycast_command("devices", "--no-import", "--json").stdout)
-    assert {
-        "device_type": "ipu",
-        "kind": "backend",
-        "distribution": "acme_broken",
-        "version": "1.5",
-        "entry_point": "acme_broken",
-    } in as_json
-    assert len(as_json) == len(rows - {()}) - 2
-
-
-def test_without_import_distributions_without_metadata_are_listed(polycast_command, plugin, tmp_path):
-    plugin("acme_broken", "raise ValueError('imported')")
-    plugin("acme_removed", "raise ValueError('imported')")
-    (metadata,) = tmp_path.rglob("acme_removed-*/METADATA")
-    metadata.unlink()
-    lines = polycast_command("devices", "--no-import").stdout.splitlines()
-    assert [line.split()[2:-1] for line in lines if line.startswith("ipu")] == [
-        ["(nameless)", "(no", "version)"],
-        ["acme_broken", "1.5"],
-    ]

@@ -8,7 +8,7 @@ from polycast_plugins.cli import app
 
 COMMANDS = [
     ["--help"],
-    ["devices", "--verbose"],
+    ["devices", "--all"],
     ["doctor"],
     ["ops", "cpu"],
     ["ops", "cpu", "--explain", "softmax"],

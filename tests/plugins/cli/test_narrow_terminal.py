@@ -45,7 +45,7 @@ def test_a_profile_that_is_wider_than_the_terminal_is_shown_in_words(in_terminal
 @pytest.mark.parametrize(
     "command",
     [
-        ["devices", "--verbose"],
+        ["devices", "--all"],
         ["doctor"],
         ["ops", "cpu"],
         ["ops", "cuda", "--explain", "scaled_dot_product_attention"],
