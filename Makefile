@@ -60,9 +60,10 @@ demo:
 	ended=$$(date +%s); \
 	echo "Installed in $$((installed - started)) s, and run in $$((ended - installed)) s."
 
-# The native engine, ahead of its first use. The ops for int8 are compiled when the demo needs them. A failure is printed, and ignored.
-compiled: $(VENV)/package.stamp
-	$(VENV)/bin/python -c "from polycast.plugin import NativeLibrary; print(NativeLibrary.of_engine().build())" || true
+# The native engine, from the source tree, while the rest is installed. The ops for int8 are compiled when the demo needs
+# them. A failure is printed, and ignored.
+compiled: $(VENV)/torch.stamp
+	PYTHONPATH=core:backends:plugins $(VENV)/bin/python -B -c "from polycast.plugin import NativeLibrary; print(NativeLibrary.of_engine().build())" || true
 
 # The site, from docs/, the docstrings and docs/figures. A wrong page or link is an error. Open site/index.html.
 docs: $(VENV)/docs.stamp
@@ -126,13 +127,13 @@ clean:
 	rm -rf $(VENV) $(VENV)-core $(VENV)-engine $(VENV)-nox .nox build dist site *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 
 # torch first, so that pip does not replace it with another build. Without bytecode: the demo imports only a part of torch,
-# and the tests compile the rest. numpy, because torch looks for it when it is imported.
+# and the tests compile the rest. numpy, because torch looks for it when it is imported, and pluggy to compile the engine.
 # The stamp contains the requirement, so that it is newer only if TORCH has changed.
 $(VENV)/torch.stamp: FORCE
 	@test "$$(cat $@ 2>/dev/null)" = "$(TORCH)" || { \
 		set -ex; \
 		$(PYTHON) -m venv $(VENV); \
-		$(VENV)/bin/python -m pip install --no-compile "$(TORCH)" numpy build 'setuptools>=77'; \
+		$(VENV)/bin/python -m pip install --no-compile "$(TORCH)" numpy pluggy build 'setuptools>=77'; \
 		echo "$(TORCH)" > $@; \
 	}
 
