@@ -174,7 +174,7 @@ def test_layers_call_upwards_only_through_callbacks():
         return frame.f_globals.get("__name__", "").removeprefix("polycast.").removeprefix("polycast_plugins.")
 
     def note(frame, event, _):
-        if event != "call" or frame.f_back is None:
+        if event != "call" or "polycast" not in frame.f_globals.get("__name__", "") or frame.f_back is None:
             return
         caller, called = module_of(frame.f_back), module_of(frame)
         if caller in MODULES and called in MODULES:

@@ -169,7 +169,7 @@ def test_deferred_destruction_of_an_ended_thread_runs_on_the_next_one(run_progra
 
 
 FORKS = """
-import time
+import signal
 cache, stop, local = polycast.WeightCache(max_bytes=8 * 32), [], [weight() for _ in range(12)]
 
 def work():
@@ -185,41 +185,33 @@ def work():
 # What is imported at the first use has hooks for forks too.
 with polycast.autocast("cpu", cache=cache):
     pass
+polycast.backends()
 threads = [threading.Thread(target=work) for _ in range(4)]
 for thread in threads:
     thread.start()
-hung = 0
+ended = []
 for turn in range(60):
     child = os.fork()
     if not child:
+        signal.alarm(60)  # ends a child that hangs
         with torch.no_grad(), polycast.autocast("cpu", cache=cache):
             ok = torch.mm(X, weight())[0, 0] == 4 and torch.mm(X, local[0])[0, 0] == 4
         polycast.backends()
         cache.clear()
         polycast.uninstall()
         os._exit(0 if ok else 1)
-    end = time.monotonic() + 60
-    while True:
-        pid, status = os.waitpid(child, os.WNOHANG)
-        if pid:
-            assert status == 0, status
-            break
-        if time.monotonic() > end:
-            os.kill(child, 9)
-            os.waitpid(child, 0)
-            hung += 1
-            break
+    ended.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 stop.append(True)
 for thread in threads:
     thread.join()
-print(hung)
+print(set(ended))
 """
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform has no fork")
 @pytest.mark.parametrize("engine", ["native", "reference"])
 def test_children_that_are_forked_while_threads_use_a_cache_do_not_hang(run_program, engine):
-    assert run_program(HEAD + FORKS, engine) == (0, "0\n", "")
+    assert run_program(HEAD + FORKS, engine) == (0, "{0}\n", "")
 
 
 @pytest.mark.parametrize("order", [1, -1], ids=["oldest first", "newest first"])
