@@ -152,7 +152,7 @@ def test_a_removed_file_leaves_what_was_loaded(folder):
 
 @pytest.mark.slow
 def test_processes_share_it(run_program, engine, folder):
-    status, printed, errors = run_program(LOAD + SHARED, engine, folder, imports="torch, pytest, polycast")
+    status, printed, errors = run_program(LOAD + SHARED, engine, folder, imports="torch, polycast, pytest")
     assert status == 0, errors
     (resident, proportional, _), _ = found = json.loads(printed)
     assert proportional < 0.75 * resident  # two map the pages
@@ -161,5 +161,5 @@ def test_processes_share_it(run_program, engine, folder):
 
 @pytest.mark.slow
 def test_a_forked_child_uses_it_and_loads_it(run_program, engine, folder):
-    done = run_program(LOAD + FORKED, engine, folder, imports="torch, pytest, polycast")
+    done = run_program(LOAD + FORKED, engine, folder, imports="torch, polycast, pytest")
     assert done == (0, "", "")
