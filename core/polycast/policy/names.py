@@ -169,8 +169,10 @@ def _dtype_or_none(name: object) -> torch.dtype | None:
 
 
 def nearest(word: object, among: Iterable[str]) -> list[str]:
-    """Return up to three of the words most similar to a word, the most similar first."""
-    return difflib.get_close_matches(word.lower(), list(among), n=3) if isinstance(word, str) else []
+    """Return up to three of the words most similar to a word: those that contain it, else the most similar first."""
+    text = word.lower() if isinstance(word, str) else ""
+    known = sorted(among, key=lambda name: (name.startswith("_"), len(name)))
+    return [name for name in known if len(text) > 5 and text in name][:3] or difflib.get_close_matches(text, known, n=3)
 
 
 def hint(word: object, known: Iterable[str]) -> str:

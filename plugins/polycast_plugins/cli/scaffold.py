@@ -79,7 +79,7 @@ def write_package(kind: str, names: Mapping[str, str], what: str, directory: Pat
         raise FileExistsError(f"{target} exists and is not an empty directory. Choose another one with --directory.")
     folder = str(target) if target.is_absolute() or str(target).startswith(".") else os.path.join(".", target)
     # pip takes a bare name for one in the package index, which anybody may own there.
-    install, test = ["pip", "install", f"{folder}[test]"], ["pytest", folder]
+    install, test = ["pip", "install", "-e", f"{folder}[test]"], ["pytest", folder]
     typer.echo(f"{target}: {what}. Edit it, then: {shlex.join(install)} && {shlex.join(test)}")
 
 

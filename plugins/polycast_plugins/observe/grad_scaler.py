@@ -77,7 +77,7 @@ class RecordingGradScaler(torch.amp.GradScaler):
     skipped one reads all gradients once. An optimizer with ``fused=True`` on a GPU decides on the device, so its steps
     are read later, 100 at once, and skipped ones have no parameters; for these record the steps in a
     ``polycast.RunLog``, which waits for the device, call ``unscale_``, or use ``fused=False``. ``state_dict`` contains
-    the history.
+    the history under a key of its own, ``"history"``, which torch's scaler ignores.
     """
 
     def __init__(self, device: str = "cuda", *, model: nn.Module | None = None, **options: Any) -> None:

@@ -1,6 +1,7 @@
 """`polycast ops`: a device's table of ops, where torch's differs from it, and what a region does with an op."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -182,3 +183,17 @@ def test_invalid_arguments_are_refused(polycast_command, monkeypatch, subtests):
             result = polycast_command("ops", "cpu", *arguments)
             assert said in result.stderr
             assert (result.stdout, result.exit_code) == ("", 2)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "nearest"),
+    [
+        ("softmx", "softmax"),
+        ("batchnorm", "batch_norm"),
+        ("mat_mul", "matmul"),
+        ("attention", "scaled_dot_product_attention"),
+    ],
+)
+def test_an_unknown_op_suggests_the_one_that_was_meant(polycast_command, wrong, nearest):
+    said = polycast_command("ops", "cpu", "--explain", wrong).stderr
+    assert re.search(rf"has no op '{wrong}'; the nearest are '{nearest}'", said)

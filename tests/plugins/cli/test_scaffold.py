@@ -50,7 +50,7 @@ def written(folder):
 
 def test_it_writes_only_the_package(here):
     result = new("acme")
-    then = "pip install './polycast-acme[test]' && pytest ./polycast-acme"
+    then = "pip install -e './polycast-acme[test]' && pytest ./polycast-acme"
     assert (result.exit_code, result.stdout) == (0, f"polycast-acme: the backend of acme. Edit it, then: {then}\n")
     assert written(here) == {f"polycast-acme/{name}" for name in FILES}
 
@@ -69,10 +69,10 @@ def test_it_requires_the_versions_that_keep_what_it_uses(here, monkeypatch, vers
 @pytest.mark.parametrize(
     ("directory", "then"),
     [
-        (".", "pip install '.[test]' && pytest ."),
-        ("deep/down", "pip install './deep/down[test]' && pytest ./deep/down"),
-        ("../beside", "pip install '../beside[test]' && pytest ../beside"),
-        ("-of mine", "pip install './-of mine[test]' && pytest './-of mine'"),
+        (".", "pip install -e '.[test]' && pytest ."),
+        ("deep/down", "pip install -e './deep/down[test]' && pytest ./deep/down"),
+        ("../beside", "pip install -e '../beside[test]' && pytest ../beside"),
+        ("-of mine", "pip install -e './-of mine[test]' && pytest './-of mine'"),
     ],
 )
 def test_the_printed_commands_quote_the_folder(here, directory, then):
@@ -172,7 +172,7 @@ def test_an_extension_of_a_device_without_a_backend_is_refused(here):
 )
 def test_a_package_has_the_files_of_its_kind_and_is_not_overwritten(here, command, what, files):
     result = new("acme-odd", command=command)
-    then = "pip install './acme-odd[test]' && pytest ./acme-odd"
+    then = "pip install -e './acme-odd[test]' && pytest ./acme-odd"
     assert (result.exit_code, result.stdout) == (0, f"acme-odd: {what}. Edit it, then: {then}\n")
     assert written(here / "acme-odd") == files
     again = new("acme_odd", command=command)

@@ -36,7 +36,7 @@ def _install(folder):
     # All by one command. Nothing comes from the package index: what is needed is here.
     pip = f"PIP_NO_INDEX=1 PIP_NO_DEPS=1 PIP_NO_BUILD_ISOLATION=0 PIP_TARGET=site {shlex.quote(sys.executable)} -m pip"
     assert {install.partition(" install ")[0] for install, _ in commands} == {"pip"}
-    places = [install.removeprefix("pip install ") for install, _ in commands]
+    places = [install.removeprefix("pip install -e ") for install, _ in commands]
     must_run("sh", "-c", f"{pip} install --disable-pip-version-check {' '.join(places)}", cwd=folder)
 
 
