@@ -207,7 +207,7 @@ def _missing(op: str) -> str:
         Policy({op if "." in op else f"{op}.default": CastPolicy.BANNED})
         problem = f"this torch ({torch.__version__}) has no op {op}"
     except ValueError as error:
-        problem = str(error).rstrip(".")
+        problem = str(error).removeprefix("policy: ").rstrip(".")
     return (
         f"{problem}. Correct the name or, if the op is of another torch or of a library that is not loaded, name it in "
         "optional_ops with the reason."
