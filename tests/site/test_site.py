@@ -101,7 +101,7 @@ def test_the_home_page_has_the_install_line_and_the_examples_of_the_readme(site)
     readme = (DOCS.parent / "README.md").read_text(encoding="utf-8")
     examples = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
     assert 'pip install ".[all]"' in page
-    assert len(examples) == 4
+    assert len(examples) == 3
     assert [example for example in examples if example.strip() not in page] == []
 
 
