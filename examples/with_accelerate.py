@@ -27,4 +27,4 @@ with polycast.observe(model) as seen:
             optimizer.step()
             optimizer.zero_grad()
         print(f"epoch {epoch + 1}  loss {loss.item():.3f}")
-print(f"{sum(region.entries for region in seen.regions)} regions, {seen.fast_share:.0%} of the ops in a fast dtype")
+print(f"{sum(region.entries for region in seen.regions)} regions; {seen.headline}")

@@ -44,4 +44,4 @@ with polycast.patch_torch(), polycast.observe(model) as seen:
     )
     trainer.fit(model, torch.utils.data.DataLoader(data, 32))
 print(f"loss {trainer.callback_metrics['loss']:.3f}")
-print(f"{sum(region.entries for region in seen.regions)} regions, {seen.fast_share:.0%} of the ops in a fast dtype")
+print(f"{sum(region.entries for region in seen.regions)} regions; {seen.headline}")

@@ -28,4 +28,4 @@ with polycast.patch_torch(), polycast.observe(model) as seen, tempfile.Temporary
         train_dataset=data,
     )
     print(f"loss {trainer.train().training_loss:.3f}")
-print(f"{sum(region.entries for region in seen.regions)} regions, {seen.fast_share:.0%} of the ops in a fast dtype")
+print(f"{sum(region.entries for region in seen.regions)} regions; {seen.headline}")

@@ -23,11 +23,16 @@ def test_details_name_the_processor_and_its_limits(monkeypatch):
 @pytest.mark.parametrize(
     ("text", "name", "model"),
     [
-        ("model name\t: A\ncpu family : 26\nmodel : 2\n\nmodel name : B\nstepping : 9\n", "A", "26 2"),
+        (
+            "model name\t: A\ncpu family : 26\nmodel : 2\n\nmodel name : B\nstepping : 9\n",
+            "A, family 26, model 2",
+            "26 2",
+        ),
+        ("model name : A 7763\ncpu family : 25\nmodel : 1", "A 7763", "25 1"),
         ("processor : 0\nCPU implementer : 0x41\nCPU part : 0xd40\n\n", None, "0x41 0xd40"),
         ("", None, ""),
     ],
-    ids=["x86", "Arm", "empty"],
+    ids=["without-a-number", "with-a-number", "Arm", "empty"],
 )
 def test_details_are_of_the_first_processor(text, name, model, tmp_path, monkeypatch):
     (tmp_path / "cpuinfo").write_text(text)

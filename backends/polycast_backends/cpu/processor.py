@@ -18,13 +18,20 @@ def processor_details() -> Mapping[str, str]:
     present = dict(getattr(torch.cpu, "get_capabilities", dict)())
     limits = {name: os.environ[name] for name in _LIMITS if os.environ.get(name)}
     return {
-        "name": about.get("model name") or platform.processor() or platform.machine(),
+        "name": _name(about),
         "model": " ".join(about[key] for key in _MODEL if key in about),
         "cores": str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()),
         "capability": torch.backends.cpu.get_cpu_capability(),
         "instructions": " ".join(sorted(name for name, has in present.items() if has is True)),
         **limits,
     }
+
+
+def _name(about: Mapping[str, str]) -> str:
+    """Return the processor's name; of one without a number, as a virtual machine may show it, also family and model."""
+    name = about.get("model name") or platform.processor() or platform.machine()
+    numbers = [f"{key.split()[-1]} {about[key]}" for key in ("cpu family", "model") if key in about]
+    return name if any(map(str.isdigit, name)) else ", ".join([name, *numbers])
 
 
 def kernel_settings() -> Mapping[str, str]:

@@ -90,7 +90,7 @@ def html_table(columns: Sequence[str], rows: Iterable[Iterable[object]], heading
     """Return a table, with its heading above it."""
     lines = [
         "<table>",
-        *([f"<caption>{_escape(heading)}</caption>"] if heading else []),
+        *([f'<caption style="white-space: pre-line">{_escape(heading)}</caption>'] if heading else []),
         f"<thead><tr>{_row('th', columns)}</tr></thead>",
         "<tbody>",
         *(f"<tr>{_row('td', row)}</tr>" for row in rows),

@@ -7,6 +7,7 @@ from .facts import Matmul as Matmul
 from .facts import MatmulRows as MatmulRows
 from .facts import RecipeCounts as RecipeCounts
 from .facts import Run as Run
+from .finding import Finding as Finding
 from .grad_scaler import RecordingGradScaler as RecordingGradScaler
 from .observation import Observation as Observation
 from .observer import observe_program as observe_program
@@ -15,7 +16,6 @@ from .records import Chain as Chain
 from .records import Compiled as Compiled
 from .records import Counts as Counts
 from .records import Decision as Decision
-from .records import Finding as Finding
 from .records import LowBit as LowBit
 from .records import Module as Module
 from .records import NonFinite as NonFinite

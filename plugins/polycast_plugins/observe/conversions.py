@@ -137,6 +137,7 @@ def scalars_of(facts: Facts) -> dict[str, float]:
     scalars = {
         "fast_share": facts.fast_share,
         "fast_time_share": facts.fast_time_share,
+        "fast_flops_share": facts.fast_flops_share,
         "recipe_share": facts.recipe_share,
         "ops": total.calls,
         "casts": total.casts,

@@ -15,6 +15,7 @@ from polycast import CastPolicy
 from polycast.plugin import Backend, check, decide, disable_autocast, dtype_name, find_slow_dtype, get_backend
 
 from .facts import Facts, Matmul, MatmulRows, Run, combine, total_of, with_main_decision
+from .packages import processors
 from .recorder import CHAIN_KINDS, NO_MODULE, ChainRow, CountRow, MatmulRow, Reading, RegionRow, phase_of
 from .records import Cast, Chain, Compiled, Counts, Decision, LowBit, Module, NonFinite, NumericsRecord, Op, Region
 from .remedies import Flow
@@ -49,7 +50,8 @@ class _Counting:
         casts: list[Cast] = []
         flows: list[Flow] = []
         for row in self._reading.counts:
-            decision = Decision(row.device or "", *self._decide(row.op, row), row.calls)
+            seconds = sum(seconds for _, seconds in row.seconds)
+            decision = Decision(row.device or "", *self._decide(row.op, row), row.calls, seconds)
             casts_of_row = self._casts(row, decision)
             casts += casts_of_row
             op = _op(row, decision, casts_of_row)
@@ -60,6 +62,7 @@ class _Counting:
         regions = self._regions()
         devices = self._fast_dtypes(regions)
         packages = {device: run.packages[device] for device in devices if device in run.packages}
+        run = replace(run, processors=processors(devices))
         self._profiles = {device: _profile_of(device) for device in devices}
         return Facts(
             run=replace(run, devices=devices, emulated=slow_reasons(devices), packages=packages),
@@ -318,7 +321,7 @@ def _op(row: CountRow, decision: Decision, casts: Sequence[Cast]) -> Op:
 
 
 def _sorted(ops: Iterable[Op]) -> tuple[Op, ...]:
-    return tuple(sorted(ops, key=lambda op: (-op.calls, op.op, op.phase)))
+    return tuple(sorted(ops, key=lambda op: (-op.time, -op.calls, op.op, op.phase)))
 
 
 def _with_ancestors(name: str) -> Iterable[str]:

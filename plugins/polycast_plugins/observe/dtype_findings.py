@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from .facts import Facts, Matmul, MatmulRows, add, is_by_recipe
+from .finding import Finding
 from .matched_findings import match_text, narrowed_from
-from .records import Finding, NumericsRecord
-from .remedies import name_of, nonfinite_remedy
+from .records import NumericsRecord
+from .remedies import SCALE, keep_in_float32, name_of, nonfinite_remedy
 from .text import MUCH_UNDERFLOW, module_text, percent
 
 _K = TypeVar("_K")
@@ -57,20 +58,21 @@ def _underflow(total: NumericsRecord, records: list[NumericsRecord]) -> Finding:
         "underflow",
         _where(total),
         f"{percent(total.underflow_share)} underflow in {total.dtype}{to_zero}.",
-        _underflow_remedy(_kind(total), total.dtype),
+        _underflow_remedy(total),
         module=total.module,
         ops=tuple(dict.fromkeys(each.op for each in records if each.underflowed > 0)),
         count=total.underflowed,
     )
 
 
-def _underflow_remedy(kind: str, dtype: str) -> str:
+def _underflow_remedy(total: NumericsRecord) -> str:
+    dtype = total.dtype
     if dtype in _AS_CLOSE_TO_ZERO:
         also = f"{dtype} has the exponents of float32: scale" if dtype == "bfloat16" else "Scale"
         return f"{also} what they are computed from."
-    if kind == "gradients":
-        return "Scale the loss (polycast.grad_scaler) or use bfloat16."
-    return "Use bfloat16, or keep the module in float32 (polycast.apply_policy)."
+    if total.role == "backward":
+        return SCALE
+    return keep_in_float32(total.op, total.module)
 
 
 _AS_CLOSE_TO_ZERO = ("bfloat16", "float32", "float64")
@@ -92,7 +94,7 @@ def _overflow(total: NumericsRecord, matched: Sequence[str]) -> Finding:
 def _overflow_remedy(total: NumericsRecord, is_matched: bool) -> str:
     if name_of(total.op) in _CASTS and total.role == "forward" and total.dtype not in _AS_CLOSE_TO_ZERO:
         return f"The program casts them to {total.dtype}: scale or clamp them first, or use bfloat16."
-    return nonfinite_remedy(total.op, total.dtype, total.role, is_matched)
+    return nonfinite_remedy(total.op, total.dtype, total.role, total.module, is_matched)
 
 
 _CASTS = ("to", "_to_copy", "copy_")
@@ -145,8 +147,8 @@ def _finding(facts: Facts, device: str, dtype: str) -> Iterator[Finding]:
 
 
 _UNMEASURED = (
-    'It saves memory but no time. For speed use recipe="fastest", another dtype or another device; `polycast profile` '
-    "measures what is fast."
+    'It saves memory but no time. For speed use `recipe="fastest"`, another dtype or another device; '
+    "`polycast profile` measures what is fast."
 )
 
 
@@ -232,9 +234,9 @@ def _remedy(slow: list[Matmul], dtype: str) -> str:
         seconds = sum(_seconds_by(recipe, each.estimates, dtype) for each in known)
         if seconds * _SLOWER < fast:
             note = "" if recipe == _FASTEST else ", for inference"
-            faster.append(f'recipe="{recipe}" (about {seconds / float32:.2g} of float32\'s time{note})')
+            faster.append(f'`recipe="{recipe}"` (about {seconds / float32:.2g} of float32\'s time{note})')
     if not faster:
-        return "Compute them in float32." if _FASTEST in declined else 'recipe="fastest" or float32 avoids that.'
+        return "Compute them in float32." if _FASTEST in declined else '`recipe="fastest"` or float32 avoids that.'
     return f"{' or '.join(faster)} avoid{'s' * (len(faster) == 1)} that."
 
 

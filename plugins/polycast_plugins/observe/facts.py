@@ -6,23 +6,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar, get_origin, get_type_hints
 
-from .records import (
-    Cast,
-    Chain,
-    Compiled,
-    Counts,
-    Decision,
-    Finding,
-    LowBit,
-    Module,
-    NonFinite,
-    NumericsRecord,
-    Op,
-    Region,
-)
+from .finding import Finding
+from .records import Cast, Chain, Compiled, Counts, Decision, LowBit, Module, NonFinite, NumericsRecord, Op, Region
 from .remedies import Flow
 
 _R = TypeVar("_R")
+DATE = "%Y-%m-%d %H:%M UTC"
 
 
 @dataclass(frozen=True)
@@ -185,6 +174,10 @@ class Run:
         devices: the fast dtypes of regions, by device, the most used first.
         packages: the distributions, with versions, that computed on these devices: the backend's, or ``"by hand"`` if
             the program has registered it, then those of extensions.
+        processors: the names of these devices, such as the processor's.
+        num_threads: torch's threads.
+        date: when the block was entered, as in ``"2026-05-01 09:30 UTC"``.
+        command: the command line of the process, at most 300 characters.
         emulated: why a fast dtype is slow on a device, by device and dtype, as in ``"cpu bfloat16"``.
         threads: ``"this"`` or ``"all"``.
         timing: whether times were measured.
@@ -202,6 +195,10 @@ class Run:
     model: str | None = None
     devices: dict[str, list[str]] = field(default_factory=dict)
     packages: dict[str, list[str]] = field(default_factory=dict)
+    processors: dict[str, str] = field(default_factory=dict)
+    num_threads: int = 0
+    date: str = ""
+    command: str = ""
     emulated: dict[str, str] = field(default_factory=dict)
     threads: str = "this"
     timing: bool = False
@@ -245,6 +242,32 @@ class Facts:
         return self._share(self.total.seconds)
 
     @property
+    def fast_flops_share(self) -> float | None:
+        """The share of the floating-point operations in matmuls that a fast dtype computed; None without matmuls."""
+        return self._share(self.flops)
+
+    @property
+    def flops(self) -> Mapping[str, float]:
+        """The floating-point operations in matmuls, by the dtype that they computed in."""
+        found: dict[str, float] = {}
+        for each in self.matmuls:
+            found[each.dtype] = found.get(each.dtype, 0.0) + each.flops
+        return found
+
+    @property
+    def outside(self) -> tuple[Op, ...]:
+        """The ops that ran outside of regions; none if there was no region."""
+        return tuple(op for op in self.ops if op.is_outside) if self.run.devices else ()
+
+    @property
+    def outside_time_share(self) -> float | None:
+        """The share of the time in ops of calls outside of regions and backward passes; None without both."""
+        if not self.run.devices or not self.total.time:
+            return None
+        outside = (each for op in self.ops if op.phase == "forward" for each in op.decisions if not each.device)
+        return sum(each.seconds for each in outside) / self.total.time
+
+    @property
     def recipe_share(self) -> float | None:
         """The share of the floating-point operations in matmuls that recipes computed; None without a recipe."""
         return recipe_share(self.matmuls)
@@ -278,6 +301,7 @@ def combined(left: Facts, right: Facts, sign: int) -> Facts:
         observed_steps=left.run.observed_steps + sign * right.run.observed_steps,
         devices=_united(left.run.devices, right.run.devices),
         packages=_united(left.run.packages, right.run.packages),
+        processors=right.run.processors | left.run.processors,
         emulated=_combined_reasons(left.run.emulated, right.run.emulated, sign),
     )
     lists: dict[str, Any] = {name: combine(getattr(left, name), getattr(right, name), sign) for name in LISTS}

@@ -7,8 +7,9 @@ from polycast.plugin import Plan
 
 from .dtype_findings import overflow, slow_dtypes, underflow
 from .facts import Facts, add
+from .finding import Finding
 from .matched_findings import is_matched, match_text, matched_dtypes, narrowed_from
-from .records import Chain, Finding, Region
+from .records import Chain, Region
 from .remedies import FAST, RemedyTrial, may_have, name_of, nonfinite_remedy, policy_text
 from .text import module_text, times_text
 from .text import size as _bytes
@@ -32,7 +33,7 @@ def _nonfinite(facts: Facts) -> Iterator[Finding]:
             where,
             f"{seen.op} was the first op to turn finite inputs into {seen.what} ({seen.dtype}, {seen.phase}); "
             f"ops did so {times_text(seen.count)}.{called}{match_text(matched, seen.dtype)}",
-            nonfinite_remedy(seen.op, seen.dtype, seen.phase, bool(matched)),
+            nonfinite_remedy(seen.op, seen.dtype, seen.phase, seen.module, bool(matched)),
             module=seen.module,
             ops=(seen.op,),
             count=seen.count,
@@ -55,7 +56,7 @@ def _weights_cast_again(facts: Facts) -> Iterator[Finding]:
             module_text(most) + (f" and {others} other module{'s' * (others > 1)}" if others else ""),
             f"weights were cast again {times_text(count)} although they had not changed: {_bytes(size)}, "
             f"{_bytes(rate)} per second.",
-            "Pass a cache that outlives the region: polycast.autocast(..., cache=polycast.WeightCache()).",
+            "Pass a cache that outlives the region: `polycast.autocast(..., cache=polycast.WeightCache())`.",
             module=most,
             count=count,
             bytes=size,
@@ -72,7 +73,7 @@ def _recipe_in_training(facts: Facts) -> Iterator[Finding]:
                 "recipe_in_training",
                 refused[0].device,
                 f"ops of the recipe {recipe} ran in the fast dtype {times_text(count)}, because {Plan.RECORDS}.",
-                "Run inference under torch.no_grad() or torch.inference_mode().",
+                "Run inference under `torch.no_grad()` or `torch.inference_mode()`.",
                 ops=tuple(dict.fromkeys(each.op for each in refused)),
                 count=count,
             )
@@ -125,7 +126,7 @@ def _round_trip(chain: Chain, _: list[Chain], trial: RemedyTrial) -> tuple[str, 
 
 def _float32_by_one_input(chain: Chain, _: list[Chain], trial: RemedyTrial) -> tuple[str, str]:
     (op,) = chain.ops
-    remedy = f"Cast that input, as in value.to({chain.dtype})"
+    remedy = f"Cast that input, as in `value.to(torch.{chain.dtype})`"
     if _saved(trial, name_of(op), FAST) > 0:
         remedy += f", or give the op a policy: {policy_text(name_of(op), FAST)}"
     return (
@@ -160,7 +161,7 @@ def _loss_in_fast_dtype(chain: Chain, _: list[Chain], __: RemedyTrial) -> tuple[
     (op,) = chain.ops
     return (
         f"a loss is computed in {chain.dtype}, by {op}, {times_text(chain.count)}.",
-        "Compute it in float32: call the loss on output.float(), or give its ops the policy fp32.",
+        "Compute it in float32: call the loss on `output.float()`, or give its ops the policy fp32.",
     )
 
 

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Iterator
 from polycast import CastPolicy
 
 from .facts import Facts, add
-from .records import Cast, Finding
+from .finding import Finding
+from .records import Cast
 from .remedies import FLOAT32_RANGE, writes
 from .text import module_text, size, times_text
 
@@ -50,7 +51,7 @@ def _remedy(op: str, dtypes: set[str], source: str, target: str) -> str:
     if dtypes == {source}:
         return f"Leave it, or create its inputs in {target}: torch has no kernel for {source}."
     if "norm" in op:
-        return f"Convert the weights of its module to {target}: module.float()."
+        return f"Convert the weights of its module to {target}: `module.float()`."
     return f"Create all its inputs in one dtype: {target} or {source}."
 
 

@@ -6,21 +6,24 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from rich.console import Group
+from polycast.plugin import Result
 
 from . import text as text_table
 from .conversions import Writer, check_writer, from_json, scalars_of, to_json, write_scalars
 from .facts import LISTS, Facts, Matmul, Run, combined
+from .finding import Finding
 from .findings import findings_of
-from .records import Cast, Compiled, Counts, Finding, LowBit, Module, NonFinite, NumericsRecord, Op, Region
+from .records import Cast, Compiled, Counts, LowBit, Module, NonFinite, NumericsRecord, Op, Region
 
 SCHEMA = 1
 """The schema that is written, and the newest that can be read."""
 
+_LONGEST_TEXT = 8000
+
 _Path: TypeAlias = str | os.PathLike[str]
 
 
-class Observation:
+class Observation(Result):
     """The counts of :func:`polycast.observe`, during the block and afterwards.
 
     ``print()`` and notebooks show a table. ``a + b`` adds the counts of two runs; ``a - b`` subtracts them, and may
@@ -68,7 +71,7 @@ class Observation:
 
     @property
     def ops(self) -> tuple[Op, ...]:
-        """The counts by op and pass, the most called op first."""
+        """The counts by op and pass: the op that took most time first or, without ``timing=True``, most calls."""
         return self.facts.ops
 
     @property
@@ -126,7 +129,10 @@ class Observation:
 
     @property
     def headline(self) -> str:
-        """The share of ops in a fast dtype, the casts, and the kinds of findings, in a line."""
+        """The share of the run in a fast dtype, the casts, and the kinds of findings, in a line.
+
+        The share is that of the time in ops or, without ``timing=True``, that of the operations in matmuls.
+        """
         return text_table.headline(self.facts, self.findings)
 
     @property
@@ -144,13 +150,18 @@ class Observation:
         """The share of the time in ops that calls in a fast dtype took; None without ``timing=True``."""
         return self.facts.fast_time_share
 
+    @property
+    def fast_flops_share(self) -> float | None:
+        """The share of the floating-point operations in matmuls that a fast dtype computed; None without matmuls."""
+        return self.facts.fast_flops_share
+
     def to_dict(self) -> dict[str, Any]:
         """Return JSON-safe values.
 
         The keys are ``schema`` (an int), ``run`` (a ``Run``), ``total`` (the ``Counts`` of all ops), ``fast_share``,
-        ``fast_time_share``, ``recipe_share``; the lists ``ops``, ``modules``, ``casts``, ``regions``, ``compiled``,
-        ``chains``, ``flows``, ``low_bit``, ``matmuls``, ``numerics`` and ``findings``; and ``nonfinite``, a record or
-        None. A record is a mapping of its fields.
+        ``fast_time_share``, ``fast_flops_share``, ``recipe_share``; the lists ``ops``, ``modules``, ``casts``,
+        ``regions``, ``compiled``, ``chains``, ``flows``, ``low_bit``, ``matmuls``, ``numerics`` and ``findings``; and
+        ``nonfinite``, a record or None. A record is a mapping of its fields.
         """
         facts = self.facts
         values = to_json(facts)
@@ -160,6 +171,7 @@ class Observation:
             "total": values["total"],
             "fast_share": facts.fast_share,
             "fast_time_share": facts.fast_time_share,
+            "fast_flops_share": facts.fast_flops_share,
             "recipe_share": facts.recipe_share,
             **{name: values[name] for name in LISTS},
             "findings": [to_json(finding) for finding in findings_of(facts)],
@@ -268,14 +280,24 @@ class Observation:
         """Copy and pickle the counts so far: the recorder stays in this process."""
         return Observation, (self.facts,)
 
-    def __rich__(self) -> Group:
-        return text_table.shown(self.facts, self.findings)
+    def heading(self) -> str:
+        """Return lines on the run."""
+        return text_table.run_text(self.facts)
+
+    def tables(self) -> "list[tuple[list[str], list[list[str]]]]":
+        """Return the table of ops."""
+        columns, rows = text_table.op_table(self.facts)
+        return [(columns, rows)] if rows else []
+
+    def lines(self) -> list[str]:
+        """Return what is below the table; the findings are last."""
+        return text_table.lines_of(self.facts, self.findings)
 
     def __str__(self) -> str:
-        return text_table.as_text(self.__rich__())
-
-    def _repr_html_(self) -> str:
-        return text_table.as_html(self.__rich__())
+        text = super().__str__()
+        if len(text) <= _LONGEST_TEXT:
+            return text
+        return f"{text[:_LONGEST_TEXT].rpartition(chr(10))[0]}\n... and more: see seen.ops and seen.findings"
 
     def __repr__(self) -> str:
         facts = self.facts

@@ -9,19 +9,20 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Literal, TypeVar
 
+import torch
 from torch import nn
 
 from polycast.plugin import events
 
 from . import module_calls
 from .counting import facts_of
-from .facts import Facts, RecipeCounts, Run
+from .facts import DATE, Facts, RecipeCounts, Run
 from .grad_scaler import RecordingGradScaler
 from .grad_scaler import listeners as scaler_listeners
 from .module_calls import KnownModules, compiling
 from .observation import Observation
 from .observer_library import load_backend_of_accelerator, load_observer
-from .packages import packages_in_use, versions
+from .packages import command, packages_in_use, versions
 from .recorder import NONFINITE, Reading, read
 from .records import Origin
 from .steps import Schedule, SkippedStep, Steps
@@ -173,6 +174,7 @@ class _Observing:
         self._nonfinite_before = 0
         """The number of ops that had produced inf or nan by the end of the scaler's last step."""
         self._seconds = 0.0
+        self._date = time.strftime(DATE, time.gmtime())
         self._began: float | None = None
         """When the observed step, or the block, began; None in a step that is not observed."""
         self._observed: ExitStack | None = None
@@ -266,6 +268,9 @@ class _Observing:
             engine="native",
             versions=versions(),
             packages=packages_in_use(),
+            num_threads=torch.get_num_threads(),
+            date=self._date,
+            command=command(),
         )
 
     def raise_nonfinite(self) -> None:

@@ -1,12 +1,18 @@
-"""The versions, the packages and the engine that compute, for the records of a run."""
+"""What computes, for the records of a run: versions, packages, the engine, processors and the command."""
 
 import platform
+import shlex
+import sys
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from polycast import __version__, backends
-from polycast.plugin import choose_engine
+from polycast.plugin import choose_engine, disable_autocast, get_backend
+
+_LONGEST_COMMAND = 300
 
 
 def versions() -> dict[str, str]:
@@ -23,7 +29,33 @@ def packages_in_use() -> dict[str, list[str]]:
 
 
 def computed_by() -> dict[str, Any]:
-    """Return the engine (empty if no region was entered), the versions, and the packages by device, as JSON has it."""
+    """Return the engine (empty if no region was entered), the versions and the machine, as JSON has it."""
     packages = packages_in_use()
     engine = choose_engine().name if packages else ""  # kernels are installed, so it is chosen
-    return {"engine": engine, "versions": versions(), "packages": packages}
+    return {
+        "engine": engine,
+        "versions": versions(),
+        "packages": packages,
+        "processors": processors(packages),
+        "num_threads": torch.get_num_threads(),
+        "command": command(),
+    }
+
+
+def processors(devices: Iterable[str]) -> dict[str, str]:
+    """Return the names of devices, without those whose backend raises an error."""
+    found = {}
+    for device in devices:
+        try:
+            with disable_autocast():
+                found[device] = str(get_backend(device).device_details()["name"])
+        except (Exception, SystemExit):  # some libraries exit if they find no device
+            continue
+    return found
+
+
+def command() -> str:
+    """Return the command line of this process, on one line."""
+    program, *arguments = sys.orig_argv or [""]
+    text = " ".join(shlex.join([Path(program).name, *arguments]).split())
+    return text if len(text) <= _LONGEST_COMMAND else f"{text[: _LONGEST_COMMAND - 3]}..."

@@ -52,6 +52,11 @@ class Counts:
     recasts: int = 0
     recast_bytes: int = 0
 
+    @property
+    def time(self) -> float:
+        """The sum of `seconds`."""
+        return sum(self.seconds.values())
+
 
 @dataclass(frozen=True)
 class Decision:
@@ -64,6 +69,7 @@ class Decision:
             table"``, ``"register_op"``, ``"none"``, ...; or ``"autocast is off"``.
         rule_name: the name of the rule, if it has one.
         calls: the number of calls.
+        seconds: their time, as in :class:`Counts`, in all dtypes.
     """
 
     device: str
@@ -71,6 +77,7 @@ class Decision:
     rule: str
     rule_name: str
     calls: int = 0
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -97,6 +104,11 @@ class Op(Counts):
     def is_inner(self) -> bool:
         """Whether only other ops called it, and it has no policy."""
         return self.calls == self.inner_calls and self.policy is None
+
+    @property
+    def is_outside(self) -> bool:
+        """Whether it ran outside of regions only, and not in a backward pass: in an optimizer, for example."""
+        return self.phase == "forward" and bool(self.decisions) and not any(each.device for each in self.decisions)
 
 
 @dataclass(frozen=True)
@@ -317,34 +329,3 @@ class NonFinite(Origin):
     """
 
     count: int = 1
-
-
-@dataclass(frozen=True)
-class Finding:
-    """A finding: something that costs time or accuracy.
-
-    Attributes:
-        kind: ``"weights_cast_again"``, ``"round_trip"``, ``"float32_by_one_input"``, ``"unlisted_float32_op"``,
-            ``"nonfinite"``, ``"overflow"``, ``"underflow"``, ``"slow_dtype"``, ``"disabled_region"``,
-            ``"unused_region"``, ``"loss_in_fast_dtype"``, ``"recipe_in_training"`` or ``"matched_dtypes"``.
-        where: the module, line of the program or device, as text.
-        what: what was found, with numbers.
-        remedy: what to do.
-        module: the module, if the finding is about one.
-        ops: the ops, if it is about some.
-        count: how often.
-        bytes, bytes_per_second: what casts wrote because of it, in all and by the observed seconds.
-    """
-
-    kind: str
-    where: str
-    what: str
-    remedy: str
-    module: str | None = None
-    ops: tuple[str, ...] = ()
-    count: int = 0
-    bytes: int = 0
-    bytes_per_second: float = 0.0
-
-    def __str__(self) -> str:
-        return in_ascii(f"{self.where}: {self.what} {self.remedy}")

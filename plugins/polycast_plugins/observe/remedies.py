@@ -191,20 +191,33 @@ FLOAT32_RANGE = ("bfloat16", "float32", "float64", "complex64", "complex128")
 """The dtypes with at least the range of float32."""
 
 
-def nonfinite_remedy(op: str, dtype: str, phase: str, is_matched: bool = False) -> str:
+def nonfinite_remedy(op: str, dtype: str, phase: str, module: str | None, is_matched: bool = False) -> str:
     """Return what to do about an op that turns finite inputs into inf or nan; `is_matched`: MATCH casts them first."""
     if dtype in FLOAT32_RANGE:
         also = ", which has the range of float32" if dtype == "bfloat16" else ""
         return (
             f"It was computed in {dtype}{also}: a wider dtype does not help. Check its inputs, such as a zero in "
-            "a divisor or a logarithm, and avoid them with clamp() or an epsilon."
+            "a divisor or a logarithm, and avoid them with `clamp()` or an epsilon."
         )
+    remedy = SCALE if phase == "backward" else keep_in_float32(op, module)
+    raises = f" With {policy_text(name_of(op), 'passthrough')} torch raises instead." if is_matched else ""
+    return f"{dtype} has less range than float32. {remedy}{raises}"
+
+
+SCALE = "Scale the loss (`polycast.grad_scaler`), or use bfloat16."
+
+
+def keep_in_float32(op: str, module: str | None) -> str:
+    """Return how to avoid the narrow range of a dtype in an op of a module."""
+    if writes(op):
+        return "Create the tensor that it writes in float32, or use bfloat16."
+    if module:
+        rule = f"polycast.Policy(modules={{{module!r}: 'fp32'}})"
+        return f"Keep the module in float32, with `polycast.apply_policy(model, {rule})`, or use bfloat16."
     name = name_of(op)
-    keep = f"Keep the op in float32, with {policy_text(name, 'fp32')}, use" if may_have(name, "fp32") else "Use"
-    keep = "Create the tensor that it writes in float32, or use" if writes(op) else keep
-    in_forward = f"{keep} bfloat16." + f" With {policy_text(name, 'passthrough')} torch raises instead." * is_matched
-    in_backward = "Scale the loss (polycast.grad_scaler), or use bfloat16."
-    return f"{dtype} has less range than float32. {in_backward if phase == 'backward' else in_forward}"
+    return f"Keep the op in float32, with {policy_text(name, 'fp32')}, or use bfloat16." * may_have(name, "fp32") or (
+        "Use bfloat16."
+    )
 
 
 def writes(op: str) -> bool:
@@ -224,4 +237,4 @@ def may_have(name: str, policy: str) -> bool:
 
 def policy_text(name: str, policy: str) -> str:
     """Return a policy for an op, as a program writes it."""
-    return f'policy={{"{name}": "{policy}"}}'
+    return f'`policy={{"{name}": "{policy}"}}`'

@@ -5,8 +5,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from .finding import with_remedies_once
 from .records import in_ascii
-from .remedies import FLOAT32_RANGE, writes
+from .remedies import FLOAT32_RANGE, SCALE, keep_in_float32, nonfinite_remedy
 from .steps import SkippedStep, StepRecord
 from .text import MUCH_UNDERFLOW
 
@@ -78,6 +79,12 @@ def findings_of_run(steps: Sequence[StepRecord]) -> tuple[RunFinding, ...]:
     return (*_loss_not_finite(steps), *_skipped_steps(steps), *_gradient_underflow(steps))
 
 
+def with_references(findings: Iterable[RunFinding]) -> list[RunFinding]:
+    """Return findings, each with its remedy or, if an earlier one has that, with a reference to it."""
+    once = with_remedies_once((each,) for each in findings)
+    return [replace(finding, remedy=remedy) for (finding,), remedy in once]
+
+
 def _loss_not_finite(steps: Sequence[StepRecord]) -> Iterator[RunFinding]:
     diverged = [record for record in steps if record.diverged]
     if diverged:
@@ -126,32 +133,23 @@ def _remedy(skips: Sequence[SkippedStep]) -> str:
     began_in = [skip.origin for skip in skips if skip.origin is not None]
     origins = Counter((origin.phase, origin.module, origin.op, origin.dtype) for origin in began_in)
     if not skips:
-        return "Observe the steps before it: polycast.observe(model, nonfinite='record') finds the op that began it."
+        return "Observe the steps before it: `polycast.observe(model, nonfinite='record')` finds the op that began it."
     if not origins:
         nearest = next(
             (f" Gradients of {skip.parameters[0]} were not finite." for skip in skips if skip.parameters), ""
         )
-        return f"Pass rerun= to RunLog.step, or nonfinite='record' to RunLog, to find the op that began it.{nearest}"
+        found = "to find the op that began it"
+        return f"Pass `rerun=` to `RunLog.step`, or `nonfinite='record'` to `RunLog`, {found}.{nearest}"
     (phase, module, op, dtype), count = origins.most_common(1)[0]
     began = f"It began in {op} {_where(module)}, {phase} pass, {dtype} ({count} of {len(skips)} skipped steps)."
-    if dtype in FLOAT32_RANGE:
-        return f"{began} No dtype helps there: change the values, such as by an epsilon or a clamp."
-    if phase == "backward":
-        return f"{began} The scale was too large for these gradients; if it stays so at a small scale, {_keep(module)}"
-    if writes(op):
-        return f"{began} The scale has no part in that: create the tensor that it writes in float32, or use bfloat16."
-    return f"{began} The scale has no part in that: {_keep(module)}"
+    if phase == "backward" and dtype not in FLOAT32_RANGE:
+        keep = keep_in_float32(op, module)
+        return f"{began} The scale was too large for these gradients. If it stays so at a small scale: {keep}"
+    return f"{began} The scale has no part in that. {nonfinite_remedy(op, dtype, phase, module)}"
 
 
 def _where(module: str | None) -> str:
     return "outside of the model's modules" if module is None else f"of {module!r}" if module else "of the model"
-
-
-def _keep(module: str | None) -> str:
-    if module is None:
-        return "compute it in float32, or use bfloat16."
-    policy = f"polycast.Policy(modules={{{module!r}: 'fp32'}})"
-    return f"keep it in float32, polycast.apply_policy(model, {policy}), or use bfloat16."
 
 
 def _gradient_underflow(steps: Sequence[StepRecord]) -> Iterator[RunFinding]:
@@ -165,7 +163,5 @@ def _gradient_underflow(steps: Sequence[StepRecord]) -> Iterator[RunFinding]:
             much[0].step,
             f"up to {worst:.0%} of the values of the backward pass underflow, in {len(much)} of {len(seen)} observed "
             "steps.",
-            "Scale the loss (polycast.grad_scaler), or use bfloat16."
-            if unscaled
-            else "Use bfloat16, or find what keeps the scale small.",
+            SCALE if unscaled else "Use bfloat16, or find what keeps the scale small.",
         )

@@ -3,10 +3,10 @@
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from .conversions import Writer, check_writer, scalars_of_step, write_scalars
-from .run_findings import RunFinding, findings_of_run, skipped_rows
+from .run_findings import RunFinding, findings_of_run, skipped_rows, with_references
 from .steps import SkippedStep, StepRecord, line_of, records_of, without_lost_steps
 
 _Path: TypeAlias = str | os.PathLike[str]
@@ -114,10 +114,7 @@ class RunHistory:
         skips = sum(record.skipped is True for record in self.steps)
         lines = [f"{len(self.steps)} steps{ends}, {skips} skipped"]
         lines += [f"  {row}" for row in skipped_rows(self.steps)[-_MAX_SHOWN:]]
-        return "\n".join([*lines, *map(str, self.findings)])
+        return "\n".join([*lines, *map(str, with_references(self.findings))])
 
     def __repr__(self) -> str:
         return f"<RunHistory of {len(self.steps)} steps>"
-
-    def __reduce__(self) -> "tuple[type[RunHistory], tuple[Any]]":
-        return RunHistory, (self.steps,)

@@ -17,6 +17,7 @@ from torch import nn
 from polycast.errors import warn_user
 
 from .conversions import Writer, check_writer, scalars_of_step, write_scalars
+from .facts import DATE
 from .grad_scaler import listeners, recording
 from .observation import Observation
 from .observer import check_bools, check_option, observe, observe_step
@@ -193,7 +194,7 @@ class RunLog:
             and Path(writer).absolute() == Path(path).absolute()
         ):
             raise ValueError(f"path and writer are the same file, {os.fspath(path)}: name another for the scalars")
-        self._resume = resume
+        self._resume, self._date = resume, time.strftime(DATE, time.gmtime())
         self._is_in_step = False
         self._is_open = False
         self._records: list[StepRecord] = []
@@ -319,7 +320,7 @@ class RunLog:
     def _add(self, record: StepRecord) -> None:
         is_known = self._computed_by is not None and self._computed_by["packages"]
         if not is_known or record.fast_time_share is not None:  # other steps are to cost little
-            now = computed_by()
+            now = computed_by() | {"date": self._date}
             if now != self._computed_by:
                 self._computed_by, record = now, replace(record, computed_by=now)
         self._next = record.step + 1

@@ -215,7 +215,7 @@ class StepRecord:
         gradient_underflow_share: the same of the backward pass.
         skip: of a skipped step, the parameters with non-finite gradients, and the first op that produced inf or nan.
         computed_by: in the first step that a process records, and in others when it has changed: ``engine``,
-            ``versions`` and ``packages``, as in a ``Run``.
+            ``versions``, ``packages``, ``processors``, ``num_threads``, ``date`` and ``command``, as in a ``Run``.
     """
 
     step: int

@@ -1,16 +1,12 @@
 """Write an observation as text: sizes, shares and times, and a table of bounded length."""
 
-import io
+import textwrap
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from rich.box import Box
-from rich.console import Console, Group, RenderableType
-from rich.table import Table
-from rich.text import Text
-
 from .facts import Facts, Matmul, is_by_recipe, recipe_share
-from .records import Decision, Finding, LowBit, Op, in_ascii
+from .finding import Finding, grouped, with_remedies_once
+from .records import Decision, LowBit, Op
 
 MUCH_UNDERFLOW = 0.1
 """The smallest share of underflow that is a finding."""
@@ -82,63 +78,79 @@ _MIN_SHARE = 0.01
 """The smallest share of the matmuls' operations that has a line."""
 _LONGEST_NAME = 60
 _LONGEST_LINE = 400
-_LONGEST_TEXT = 8000
 _WIDTH = 120
-_LINE_BELOW_THE_HEAD = Box("    \n    \n -- \n    \n    \n    \n    \n    \n", ascii=True)
 _SHORT = {"backend's table": "table", "autocast is off": "off"}
 
 
-def shown(facts: Facts, findings: Iterable[Finding]) -> Group:
-    """Return the run, the ops and the findings, to print."""
-    parts: list[RenderableType] = [Text(_cut(line, _LONGEST_LINE)) for line in _run_lines(facts)]
-    parts.append(_ops(facts))
-    others = len(facts.ops) - len(_called(facts)[:_MAX_OPS])
-    if others:
-        parts.append(Text(f"... and {others:,} more, inner ops included: see seen.ops"))
-    parts += [Text(_cut(line, _LONGEST_LINE)) for line in matmul_lines(facts.matmuls)]
-    parts += _bounded([_cut(line, _LONGEST_LINE) for line in recipe_lines(facts.low_bit)], _MAX_LOW_BIT, "seen.low_bit")
-    parts += _bounded([_cut(line, _LONGEST_LINE) for line in _rule_lines(facts)], _MAX_RULES, "seen.modules")
-    groups = grouped(findings)
-    if groups:
-        lines = [_cut(_finding_line(group), 2 * _LONGEST_LINE) for group in groups]
-        parts += [Text(""), Text("Findings", style="bold"), *_bounded(lines, _MAX_FINDINGS, "seen.findings")]
-    return Group(*parts)
-
-
-def _run_lines(facts: Facts) -> Iterable[str]:
+def run_text(facts: Facts) -> str:
+    """Return lines on the run."""
     run, total = facts.run, facts.total
     what = ", ".join(f"{device} in {' and '.join(dtypes)}" for device, dtypes in run.devices.items()) or "no region"
-    yield f"{what}; {run.engine} engine, {run.seconds:.2f} s"
-    if facts.fast_share is not None:
-        in_time = "" if facts.fast_time_share is None else f", {facts.fast_time_share:.0%} of the time in ops"
-        yield f"{facts.fast_share:.0%} of the floating-point ops computed in a fast dtype{in_time}"
+    outside = facts.outside_time_share
     cast = (
         f"{total.casts:,} casts, {total.cast_bytes:,} bytes; cast cache: {total.hits:,} hits, {total.misses:,} misses"
     )
-    yield cast + (f"; {total.cast_seconds:.3f} s of casting" if run.timing else "")
+    lines = [
+        f"{what}; {run.engine} engine, {run.seconds:.2f} s",
+        f"in a fast dtype: {', '.join(fast_shares(facts))}" if facts.fast_share is not None else "",
+        f"outside of regions: {percent(outside)} of the time in ops" if outside else "",
+        cast + (f"; {total.cast_seconds:.3f} s of casting" if run.timing else ""),
+    ]
+    return "\n".join(_cut(line, _LONGEST_LINE) for line in lines if line)
 
 
-def _ops(facts: Facts) -> Table:
-    table = Table(box=_LINE_BELOW_THE_HEAD, show_edge=False, padding=0)
-    for column in ("op", "pass", "calls", "policy", "by", "inputs", "outputs", "casts", "bytes"):
-        number = column in ("calls", "casts", "bytes")
-        table.add_column(column, justify="right" if number else "left", no_wrap=number, overflow="fold")
+def fast_shares(facts: Facts) -> list[str]:
+    """Return the shares of the run in a fast dtype, as text: of the time and of the matmuls, else of the calls."""
+    time, flops, calls = facts.fast_time_share, facts.fast_flops_share, facts.fast_share
+    shares = [] if time is None else [f"{percent(time)} of the time in ops"]
+    shares += [] if flops is None else [f"{percent(flops)} of the {flops_text(sum(facts.flops.values()))} in matmuls"]
+    return shares or ([] if calls is None else [f"{percent(calls)} of the floating-point ops"])
+
+
+def op_table(facts: Facts) -> tuple[list[str], list[list[str]]]:
+    """Return the names of columns, and a row for each of the first ops."""
+    rows = []
     for op in _called(facts)[:_MAX_OPS]:
         rule = f"{op.rule} {op.rule_name!r}" if op.rule_name else _SHORT.get(op.rule, op.rule)
-        numbers = (f"{op.casts:,}" if op.casts else "", size(op.cast_bytes) if op.cast_bytes else "")
-        decided = (op.op.removeprefix("aten::"), op.phase, f"{op.calls:,}", op.policy or "", rule)
-        dtypes = _dtypes(op.input_dtypes), _dtypes(op.output_dtypes)
-        table.add_row(*(Text(_cut(cell, _LONGEST_NAME)) for cell in (*decided, *dtypes, *numbers)))
-    return table
+        cells = [op.op.removeprefix("aten::"), op.phase, f"{op.calls:,}", duration(op.time).replace("µ", "u")]
+        cells += [op.policy or "", rule, ", ".join(op.input_dtypes), ", ".join(op.output_dtypes)]
+        cells += [f"{op.casts:,}" if op.casts else "-", size(op.cast_bytes) if op.cast_bytes else "-"]
+        rows.append([_cut(cell, _LONGEST_NAME) for cell in cells])
+    columns = ["op", "pass", "calls", "time", "policy", "by", "inputs", "outputs", "casts", "bytes"]
+    if not facts.run.timing:
+        for row in (columns, *rows):
+            del row[3]
+    return columns, rows
+
+
+def lines_of(facts: Facts, findings: Iterable[Finding]) -> list[str]:
+    """Return the lines below the table: the other ops, the recipes, the rules and the findings."""
+    outside, others = facts.outside, len(facts.ops) - len(facts.outside) - len(_called(facts)[:_MAX_OPS])
+    lines = [f"... and {others:,} more, inner ops included: see seen.ops"] if others else []
+    lines += [f"ops outside of regions: {outside_text(outside).replace('µ', 'u')}"] if outside else []
+    lines += matmul_lines(facts.matmuls)
+    lines += _bounded(recipe_lines(facts.low_bit), _MAX_LOW_BIT, "seen.low_bit")
+    lines += _bounded(_rule_lines(facts), _MAX_RULES, "seen.modules")
+    lines = [_cut(line, _LONGEST_LINE) for line in lines]
+    groups = grouped(findings)
+    if groups:
+        found = [_cut(_finding_line(*each), 2 * _LONGEST_LINE) for each in with_remedies_once(groups)]
+        wrapped = (textwrap.fill(line, _WIDTH, subsequent_indent="  ") for line in found)
+        lines += ["", "Findings", *_bounded(wrapped, _MAX_FINDINGS, "seen.findings")]
+    return lines
+
+
+def outside_text(ops: Sequence[Op]) -> str:
+    """Return the calls and the time of ops, and the names of the first, which may be those of an optimizer."""
+    calls, seconds = sum(op.calls for op in ops), sum(op.time for op in ops)
+    names = ", ".join(op.op.removeprefix("aten::") for op in ops[:_MAX_PLACES])
+    more = ", ..." if len(ops) > _MAX_PLACES else ""
+    return f"{calls:,} calls{f', {duration(seconds)}' if seconds else ''}: {names}{more}"
 
 
 def _called(facts: Facts) -> list[Op]:
-    """Return the ops that the program called itself, and those that have a policy."""
-    return [op for op in facts.ops if not op.is_inner]
-
-
-def _dtypes(counts: Mapping[str, int]) -> str:
-    return ", ".join(counts)
+    """Return the ops that the program called itself or that have a policy, without those outside of regions."""
+    return [op for op in facts.ops if not op.is_inner and not (facts.run.devices and op.is_outside)]
 
 
 def _rule_lines(facts: Facts) -> Iterator[str]:
@@ -152,46 +164,23 @@ def _rule_lines(facts: Facts) -> Iterator[str]:
         yield f"rule {rule} in {', '.join(names[:_MAX_PLACES])}{f' and {more:,} more modules' if more > 0 else ''}"
 
 
-def _finding_line(group: Sequence[Finding]) -> str:
+def _finding_line(group: Sequence[Finding], remedy: str) -> str:
     """Return a line for findings with one remedy: the first one, and where the others are."""
     first, others = group[0], group[1:]
     places = [_cut(finding.where, _LONGEST_NAME) for finding in others[:_MAX_PLACES]]
     more = len(others) - len(places)
     also = f" The same in {', '.join(places)}{f' and {more:,} more places' if more else ''}." if places else ""
-    return f"- {_cut(first.where, _LONGEST_NAME)}: {_cut(first.what, _LONGEST_LINE)}{also} {first.remedy}"
+    return f"- {_cut(first.where, _LONGEST_NAME)}: {_cut(first.what, _LONGEST_LINE)}{also} {remedy}"
 
 
-def _bounded(lines: Sequence[str], most: int, see: str) -> list[Text]:
-    more = len(lines) - most
-    return [Text(line) for line in (*lines[:most], *([f"... and {more:,} more: see {see}"] if more > 0 else ()))]
+def _bounded(lines: Iterable[str], most: int, see: str) -> list[str]:
+    shown = list(lines)
+    more = len(shown) - most
+    return [*shown[:most], *([f"... and {more:,} more: see {see}"] if more > 0 else ())]
 
 
 def _cut(text: str, longest: int) -> str:
     return text if len(text) <= longest else f"{text[: longest - 3]}..."
-
-
-class _Ascii(io.StringIO):
-    encoding = "ascii"  # rich draws tables in ASCII then
-
-
-def as_text(shown: Group) -> str:
-    """Return the text, cut off at a maximum length."""
-    console = Console(file=_Ascii(), width=_WIDTH, color_system=None, markup=False, highlight=False, emoji=False)
-    with console.capture() as captured:
-        console.print(shown)
-    text = in_ascii("\n".join(line.rstrip() for line in captured.get().rstrip().splitlines()))
-    if len(text) <= _LONGEST_TEXT:
-        return text
-    return f"{text[:_LONGEST_TEXT].rpartition(chr(10))[0]}\n... and more: see seen.ops and seen.findings"
-
-
-def as_html(shown: Group) -> str:
-    """Return the HTML."""
-    console = Console(
-        file=io.StringIO(), width=_WIDTH, record=True, force_jupyter=False, markup=False, highlight=False, emoji=False
-    )
-    console.print(shown)
-    return console.export_html(inline_styles=True, code_format="<pre>{code}</pre>")
 
 
 def matmul_lines(matmuls: Sequence[Matmul]) -> Iterator[str]:
@@ -204,7 +193,7 @@ def matmul_lines(matmuls: Sequence[Matmul]) -> Iterator[str]:
     for each in computed:
         by_recipe[each.recipe] += each.flops
     shares = ", ".join(f"{recipe}: {flops / total:.0%}" for recipe, flops in by_recipe.items())
-    yield f"{shares} of the {_flops(total)} in matmuls"
+    yield f"{shares} of the {flops_text(total)} in matmuls"
     others = list(_others(matmuls))
     large = [(flops, text) for flops, text in others if flops >= _MIN_SHARE * total][:_MAX_MATMULS]
     for flops, text in large:
@@ -239,7 +228,8 @@ def _where(op: str, phase: str, group: Sequence[Matmul]) -> str:
     return f"{text} in {largest or 'the model'}" + (f" and {others} more module{'s' * (others > 1)}" if others else "")
 
 
-def _flops(number: float) -> str:
+def flops_text(number: float) -> str:
+    """Format floating-point operations, as in ``1.5 GFLOPs``."""
     units = iter(("", "k", "M", "G", "T", "P"))
     unit = next(units)
     while number >= 1000 and unit != "P":
@@ -258,16 +248,8 @@ def recipe_lines(records: Iterable[LowBit]) -> Iterable[str]:
             yield f"{record.recipe} on {record.device}: {op} computed {times_text(record.calls)}{by}"
 
 
-def grouped(findings: Iterable[Finding]) -> list[tuple[Finding, ...]]:
-    """Return findings grouped by kind and remedy, the costliest of each group first."""
-    groups: dict[tuple[str, str], list[Finding]] = {}
-    for finding in findings:
-        groups.setdefault((finding.kind, finding.remedy), []).append(finding)
-    return [tuple(sorted(group, key=lambda finding: -finding.bytes)) for group in groups.values()]
-
-
 def headline(facts: Facts, findings: Iterable[Finding]) -> str:
-    """Return the share of ops in a fast dtype, the casts, and the kinds of findings, in a line."""
+    """Return the share of the run in a fast dtype, the casts, and the kinds of findings, in a line."""
     return "; ".join(_headline_parts(facts, findings))
 
 
@@ -276,8 +258,7 @@ def _headline_parts(facts: Facts, findings: Iterable[Finding]) -> Iterator[str]:
     if facts.fast_share is None or not fast:
         yield f"{facts.total.calls:,} calls of ops, no region was enabled" if facts.ops else "no op ran"
     else:
-        of_time = "" if facts.fast_time_share is None else f" and {facts.fast_time_share:.0%} of their time"
-        yield f"{facts.fast_share:.0%} of the floating-point ops{of_time} in {fast}"
+        yield f"{fast_shares(facts)[0]} in {fast}"
     yield f"{facts.total.casts:,} casts of {size(facts.total.cast_bytes)}"
     found = Counter(finding.kind.replace("_", " ") for finding in findings)
     each = (f"{kind} ({count} places)" if count > 1 else kind for kind, count in found.items())

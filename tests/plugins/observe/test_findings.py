@@ -53,7 +53,7 @@ def test_round_trip_of_activation_is_found(engine, findings, in_region):
         "an activation is cast to bfloat16 for aten::linear and back to float32 for aten::log_softmax.int, 2 times: "
         "128 bytes cast."
     )
-    assert found.remedy == 'Compute both in one dtype: policy={"linear": "fp32"}.'
+    assert found.remedy == 'Compute both in one dtype: `policy={"linear": "fp32"}`.'
     stays = {**policy, "linear": "fp32"}
     assert findings("round_trip", in_region(lambda: net(x), 2, policy=stays), net) == []
 

@@ -20,7 +20,7 @@ REMEDIES = [
     (
         torch.float16,
         6e4,
-        'float16 has less range than float32. Keep the op in float32, with policy={"mul": "fp32"}, use',
+        'float16 has less range than float32. Keep the op in float32, with `policy={"mul": "fp32"}`, or use bfloat16.',
     ),
     (torch.bfloat16, 3e38, "It was computed in bfloat16, which has the range of float32: a wider dtype does not help."),
     (torch.complex128, 1e308, "It was computed in complex128: a wider dtype does not help."),
@@ -39,7 +39,7 @@ def test_remedy_for_inf_in_backward_pass_is_not_a_policy(engine, findings):
     weight = torch.zeros(4, dtype=torch.float16, requires_grad=True)
     (found,) = findings("nonfinite", lambda: weight.sqrt().sum().backward(), nonfinite="record")
     assert (
-        found.remedy == "float16 has less range than float32. Scale the loss (polycast.grad_scaler), or use bfloat16."
+        found.remedy == "float16 has less range than float32. Scale the loss (`polycast.grad_scaler`), or use bfloat16."
     )
 
 

@@ -63,7 +63,7 @@ def test_lists_that_an_op_writes_are_found(engine, findings, in_region):
 REMEDIES = {
     "aten::index_add_": "Create the tensor that it writes in bfloat16, or the values in float32.",
     "aten::lerp.Scalar": "Create all its inputs in one dtype: float32 or bfloat16.",
-    "aten::native_layer_norm": "Convert the weights of its module to float32: module.float().",
+    "aten::native_layer_norm": "Convert the weights of its module to float32: `module.float()`.",
 }
 
 
@@ -132,7 +132,7 @@ def test_ops_inside_casts_are_not_counted(engine):
 CREATE = (
     " Its inputs in {} are cast to float16, the dtype of the tensor that it writes. float16 has less range than "
     "float32. Create the tensor that it writes in float32, or use bfloat16. With "
-    'policy={{"index_add_": "passthrough"}} torch raises instead.'
+    '`policy={{"index_add_": "passthrough"}}` torch raises instead.'
 )
 
 

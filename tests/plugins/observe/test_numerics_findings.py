@@ -13,8 +13,11 @@ from polycast_plugins.observe.records import NumericsRecord
 from polycast_plugins.observe.report import render
 from polycast_plugins.observe.report.page import page_of
 
-SCALE = "Scale the loss (polycast.grad_scaler) or use bfloat16."
-NARROW = "Use bfloat16, or keep the module in float32 (polycast.apply_policy)."
+SCALE = "Scale the loss (`polycast.grad_scaler`), or use bfloat16."
+NARROW = (
+    "Keep the module in float32, with `polycast.apply_policy(model, polycast.Policy(modules={'3': 'fp32'}))`, or use "
+    "bfloat16."
+)
 
 
 def _seen(*records):
@@ -117,7 +120,7 @@ def test_overflow_is_found_in_forward_and_backward():
     texts = [str(found) for found in _seen(forward, backward).findings]
     what = "2 of 100 became inf or nan in float16, in aten::mm. The largest finite magnitude was 6.55e+04."
     assert texts[0].startswith(
-        f"values of 3: {what} float16 has less range than float32. Keep the op in float32, with "
+        f"values of 3: {what} float16 has less range than float32. Keep the module in float32, with "
     )
     assert texts[1].startswith(f"gradients of 3: {what} float16 has less range than float32. Scale the loss")
 

@@ -223,7 +223,7 @@ def test_printed_text_is_ascii(large):
 
 def test_notebook_html_is_escaped():
     html = Observation.load(SAMPLE)._repr_html_()
-    assert html.startswith("<pre")
+    assert html.startswith("<table>")
     seen = Observation.from_dict({**json.loads(SAMPLE.read_text()), "regions": [_region("<b>.py:1")]})
     assert "<b>" not in seen._repr_html_()
     assert "&lt;b&gt;.py:1" in seen._repr_html_()

@@ -16,7 +16,6 @@ from polycast_plugins.observe import observer_library, recorder
 INVALID = [
     ({"model": 3}, TypeError, "model must be a torch.nn.Module or None, got int"),
     ({"timing": 1}, TypeError, "timing must be a bool, got 1"),
-    ({"trace": 1}, TypeError, "trace must be a bool, got 1"),
     ({"numerics": 1}, TypeError, "numerics must be a bool, got 1"),
     ({"stacks": "yes"}, TypeError, "stacks must be a bool, got 'yes'"),
     ({"nonfinite": "stop"}, ValueError, "nonfinite must be one of 'ignore', 'record', 'raise', got 'stop'"),

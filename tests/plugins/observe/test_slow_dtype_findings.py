@@ -53,8 +53,8 @@ def test_dtype_that_the_profile_says_is_slower_is_found(engine, profiled, findin
     (found,) = findings("slow_dtype", in_region(linear, 2))
     assert found.what == "bfloat16 matmuls of 128 rows take 1.6 of float32's time on cpu, by its profile."
     assert found.remedy == (
-        'recipe="fastest" (about 1 of float32\'s time) or recipe="int8" (about 0.4 of float32\'s time, for inference) '
-        "avoid that."
+        '`recipe="fastest"` (about 1 of float32\'s time) or `recipe="int8"` (about 0.4 of float32\'s time, for '
+        "inference) avoid that."
     )
     assert (found.where, found.ops, found.count) == ("cpu", ("aten::linear",), 2)
 
@@ -129,21 +129,21 @@ def test_recipe_for_inference_is_no_remedy_in_training(engine, profiled, finding
         y.float().sum().backward()
 
     (found,) = findings("slow_dtype", train, layer)
-    assert found.remedy == 'recipe="fastest" (about 1 of float32\'s time) avoids that.'
+    assert found.remedy == '`recipe="fastest"` (about 1 of float32\'s time) avoids that.'
     assert found.ops == ("aten::linear", "aten::mm")
 
 
 def test_kernel_of_the_backend_counts_for_fastest(engine, profiled, findings, in_region):
     profiled(bfloat16={1: 2.0, 128: 2.0}, bfloat16_kernel={1: 0.6, 128: 0.6})
     (found,) = findings("slow_dtype", in_region(linear))
-    assert 'recipe="fastest" (about 0.6 of float32\'s time) avoids that.' in found.remedy
+    assert '`recipe="fastest"` (about 0.6 of float32\'s time) avoids that.' in found.remedy
 
 
 def test_batches_have_no_recipe(engine, profiled, findings, in_region):
     profiled(bfloat16={1: 2.0, 128: 2.0}, int8={1: 0.4, 128: 0.4})
     one, other = torch.randn(3, 128, 8), torch.randn(3, 8, 16)
     (found,) = findings("slow_dtype", in_region(lambda: one @ other))
-    assert found.remedy == 'recipe="fastest" (about 1 of float32\'s time) avoids that.'
+    assert found.remedy == '`recipe="fastest"` (about 1 of float32\'s time) avoids that.'
 
 
 def test_profile_decides_about_an_emulated_dtype(engine, profiled, findings, in_region, hand_made):
@@ -172,7 +172,7 @@ def observed(**seconds):
 def test_times_of_a_run_with_both_dtypes_are_compared():
     (found,) = observed(bfloat16=0.3, float32=0.2).findings
     assert found.what == "bfloat16 matmuls of 16 rows take 1.5 of float32's time on cpu, as timed in this run."
-    assert found.remedy == 'recipe="fastest" or float32 avoids that.'
+    assert found.remedy == '`recipe="fastest"` or float32 avoids that.'
     assert len((observed(bfloat16=0.3) + observed(float32=0.2)).findings) == 1
     assert observed(bfloat16=0.2, float32=0.2).findings == ()
     assert observed(bfloat16=0.3).findings == ()
@@ -212,7 +212,7 @@ def test_times_of_a_real_run_show_the_slower_dtype(slow, quick, engine, in_regio
         r"bfloat16 matmuls of 128 rows take (\S+) of float32's time on cpu, as timed in this run\.", found.what
     )
     assert float(factor[1]) >= 3
-    assert found.remedy == 'recipe="fastest" or float32 avoids that.'
+    assert found.remedy == '`recipe="fastest"` or float32 avoids that.'
     assert (found.ops, found.count) == (("aten::linear",), 1)
 
 

@@ -14,7 +14,18 @@ from polycast import __version__
 from polycast.errors import library
 
 from ..records import Counts, Module, Op
-from ..text import duration, in_order, matmul_lines, pattern, percent, ruled, size
+from ..text import (
+    duration,
+    fast_shares,
+    flops_text,
+    in_order,
+    matmul_lines,
+    outside_text,
+    pattern,
+    percent,
+    ruled,
+    size,
+)
 from .page import PHASES, ModuleRow, OpRow, Page
 from .page import page_of as page_of
 from .run_page import RunPage
@@ -173,6 +184,9 @@ def _environment() -> Any:
         each=lambda of, name: [None if record is None else getattr(record, name) for record in of],
         alike=lambda values: all(value == values[0] for value in values),
         ruled=ruled,
+        flops=flops_text,
+        fast_shares=fast_shares,
+        outside_text=outside_text,
         matmul_lines=matmul_lines,
         kind_title=lambda kind: kind.replace("_", " ").capitalize(),
         short=lambda op: op.removeprefix("aten::"),

@@ -3,13 +3,14 @@
 A value `of` the runs is a tuple with one entry for each run, the one before first. An entry that a run lacks is None.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
 from ..facts import Facts, identity_of, total_of
+from ..finding import Finding, with_remedies_once
 from ..findings import findings_of
-from ..records import Cast, Compiled, Counts, Finding, Module, NumericsRecord, Op, Region
+from ..records import Cast, Compiled, Counts, Module, NumericsRecord, Op, Region
 
 PHASES = ("forward", "backward")
 _MAX_CASTS = 25
@@ -48,13 +49,20 @@ class Found:
 
 @dataclass(frozen=True)
 class OpRow:
-    """An op in one pass, whether the runs differ in it, and whether only other ops called it, without a policy."""
+    """An op in one pass.
+
+    Attributes:
+        changed: whether the runs differ in it.
+        inner: whether only other ops called it, without a policy.
+        outside: whether it ran outside of regions only, in runs that have regions.
+    """
 
     op: str
     phase: str
     of: _Of[Op]
     changed: bool
     inner: bool
+    outside: bool = False
 
 
 @dataclass(frozen=True)
@@ -86,7 +94,12 @@ class ModuleRow:
 
 @dataclass(frozen=True)
 class Page:
-    """The contents of a report; `phases` are the counts of each run in the forward and in the backward pass."""
+    """The contents of a report.
+
+    Attributes:
+        phases: the counts of each run in the forward pass, in the backward pass and, if there are any, of ops that ran
+            outside of regions only.
+    """
 
     runs: tuple[Facts, ...]
     phases: Mapping[str, tuple[Counts, ...]]
@@ -123,22 +136,37 @@ def page_of(facts: Facts, before: Facts | None = None) -> Page:
     """Return the contents of the report of a run, or of a run and one before it."""
     runs = (facts,) if before is None else (before, facts)
     modules = _module_rows(runs)
+    ids: dict[str | None, str] = {row.name: row.id for row in modules}
+    ops = _op_rows(tuple(each.ops for each in runs), has_regions=any(each.run.devices for each in runs))
     casts = sorted(
         _together(each.casts for each in runs),
         key=lambda of: -_most(of, "bytes"),
     )
     return Page(
         runs=runs,
-        phases={phase: tuple(total_of(op for op in run.ops if op.phase == phase) for run in runs) for phase in PHASES},
-        found=tuple(_found(runs, {row.name: row.id for row in modules})),
+        phases=_phases(ops, len(runs)),
+        found=tuple(
+            replace(found, remedy=remedy)
+            for (found,), remedy in with_remedies_once((each,) for each in _found(runs, ids))
+        ),
         modules=modules,
-        ops=_op_rows(tuple(each.ops for each in runs)),
+        ops=ops,
         casts=tuple(casts[:_MAX_CASTS]),
         more_casts=len(casts[_MAX_CASTS:]),
         numerics=_numerics(runs),
         regions=_together(each.regions for each in runs),
         compiled=_together(each.compiled for each in runs),
     )
+
+
+def _phases(rows: Sequence[OpRow], runs: int) -> dict[str, tuple[Counts, ...]]:
+    parts: dict[str, list[OpRow]] = {phase: [] for phase in PHASES}
+    for row in rows:
+        parts.setdefault("outside of regions" if row.outside else row.phase, []).append(row)
+    return {
+        phase: tuple(total_of(op for row in of_part if (op := row.of[run]) is not None) for run in range(runs))
+        for phase, of_part in parts.items()
+    }
 
 
 def _numerics(runs: tuple[Facts, ...]) -> tuple[_Of[NumericsRecord], ...]:
@@ -167,15 +195,20 @@ def _found(runs: tuple[Facts, ...], ids: Mapping[str | None, str]) -> Iterator[F
         )
 
 
-def _op_rows(of: tuple[tuple[Op, ...], ...]) -> tuple[OpRow, ...]:
+def _op_rows(of: tuple[tuple[Op, ...], ...], *, has_regions: bool = False) -> tuple[OpRow, ...]:
     rows = [
         OpRow(
-            op, phase, of=each, changed=_differ(each), inner=all(record is None or record.is_inner for record in each)
+            op,
+            phase,
+            of=each,
+            changed=_differ(each),
+            inner=all(record.is_inner for record in each if record is not None),
+            outside=has_regions and all(record.is_outside for record in each if record is not None),
         )
         for each in _together(of)
         for op, phase in [_first(each, "op", "phase")]
     ]
-    return tuple(sorted(rows, key=lambda row: -_most(row.of, "calls")))
+    return tuple(sorted(rows, key=lambda row: (-_most(row.of, "time"), -_most(row.of, "calls"))))
 
 
 def _module_rows(runs: tuple[Facts, ...]) -> tuple[ModuleRow, ...]:
@@ -249,12 +282,13 @@ def _differ(of: _Of[Counts]) -> bool:
     return len(of) > 1 and len({_without_times(each) for each in of}) > 1
 
 
-def _without_times(record: Counts | None) -> str:
+def _without_times(record: Any) -> str:
     """Return the values of a record without times and stacks, which always differ between runs."""
     if record is None:
         return ""
     values = {each.name: getattr(record, each.name) for each in fields(record)}
-    nested = [_without_times(each) for each in (*values.pop("ops", ()), *filter(None, [values.pop("total", None)]))]
+    inner = [*values.pop("ops", ()), *values.pop("decisions", ()), *filter(None, [values.pop("total", None)])]
+    nested = [_without_times(each) for each in inner]
     plain = [
         sorted(value.items()) if isinstance(value, Mapping) else value
         for name, value in values.items()

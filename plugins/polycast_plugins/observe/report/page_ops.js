@@ -10,7 +10,7 @@ if (table) {
   const dtype = document.getElementById("filter-dtype");
   const changed = document.getElementById("filter-changed");
   const inner = document.getElementById("filter-inner");
-  let order = "the most calls first";
+  let order = status.textContent.split(", ")[1].replace(".", "");
 
   const say = () => {
     const shown = rows.filter((row) => !row.hidden).length;

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
-from ..run_findings import RunFinding, findings_of_run, skipped_rows
+from ..run_findings import RunFinding, findings_of_run, skipped_rows, with_references
 from ..steps import SkippedStep, StepRecord
 
 WIDTH, HEIGHT = 1000, 100
@@ -238,7 +238,7 @@ def run_page_of(runs: Sequence[_Run]) -> RunPage:
         found=tuple(
             FoundInRun(finding, name)
             for run, name in reversed([*zip(runs, names, strict=True)])
-            for finding in findings_of_run(run)
+            for finding in with_references(findings_of_run(run))
         ),
         charts=charts,
         missing=tuple(kind.title for kind in _KINDS if kind.name not in shown),
@@ -298,6 +298,19 @@ def _summary(run: _Run) -> dict[str, str]:
         "Underflow": _mean(run, "underflow_share"),
         "Underflow of gradients": _mean(run, "gradient_underflow_share"),
         "Time of a step": _mean(run, "seconds"),
+        **_machine(run),
+    }
+
+
+def _machine(run: _Run) -> dict[str, str]:
+    """Return what computed the last steps, as text."""
+    by = next((record.computed_by for record in reversed(run) if record.computed_by), {})
+    devices = [f"{device} ({name})" for device, name in dict(by.get("processors", {})).items()]
+    threads = by.get("num_threads", 0)
+    return {
+        "Device": "; ".join([*(", ".join(devices),), f"{threads} thread{'s' * (threads > 1)}"]) if threads else "",
+        "Versions": ", ".join(f"{name} {version}" for name, version in dict(by.get("versions", {})).items()),
+        "Run": f"{by['date']}: {by.get('command', '')}" if "date" in by else "",
     }
 
 

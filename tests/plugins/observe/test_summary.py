@@ -1,0 +1,68 @@
+"""What the summary of an observation and its report say first, set apart, and say once."""
+
+import re
+
+import pytest
+import torch
+
+import polycast
+from polycast_plugins.observe.report import render
+from polycast_plugins.observe.report.page import page_of
+
+
+@pytest.fixture
+def trained():
+    model = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.Adam(model.parameters())
+
+    def train(**options):
+        with polycast.observe(model, **options) as seen:
+            with polycast.autocast("cpu"):
+                loss = model(torch.ones(2, 8)).mul(2).sum()
+            loss.backward()
+            optimizer.step()
+        return seen
+
+    return train
+
+
+def test_ops_outside_of_regions_are_apart(trained):
+    seen = trained(timing=True)
+    rows = {(row.op, row.phase): row.outside for row in page_of(seen.facts).ops}
+    assert rows["aten::addcdiv_", "forward"]
+    assert not any(outside for (op, phase), outside in rows.items() if phase == "backward" or op == "aten::linear")
+    table, _, below = str(seen).partition("\nops outside of regions: ")
+    assert "addcdiv_" not in table
+    assert re.match(r"\d+ calls, [\d.]+ [mu]s: ", below)
+    assert 0 < seen.facts.outside_time_share < 1
+    text = render(page_of(seen.facts))
+    closed = text.index('<details class="outside"><summary>Outside of regions: ')
+    assert closed < text.index(">addcdiv_<")
+
+
+def test_a_run_without_regions_has_no_ops_outside_of_them():
+    with polycast.observe() as seen:
+        torch.ones(1).exp()
+    assert seen.facts.outside == ()
+    assert "outside" not in str(seen)
+
+
+def test_shares_are_of_time_else_of_matmuls_else_of_ops(trained):
+    assert re.match(r"\d+% of the time in ops in bfloat16; ", trained(timing=True).headline)
+    assert trained().headline.startswith("100% of the 512 FLOPs in matmuls in bfloat16; ")
+    with polycast.observe() as seen, polycast.autocast("cpu"):
+        torch.ones(2).mul(2)
+    assert seen.headline.startswith("0% of the floating-point ops in bfloat16; ")
+
+
+def test_a_remedy_is_given_once():
+    linear = torch.nn.Linear(4, 4)
+    with polycast.observe(linear, nonfinite="record", numerics=True) as seen, polycast.autocast("cpu", torch.float16):
+        linear(torch.full((1, 4), 6e4) * torch.tensor([1.0, -1, 1, -1])).mul(6e4)
+    kinds = [each.kind for each in seen.findings]
+    assert {"nonfinite", "overflow"} <= {*kinds}
+    assert len({each.remedy for each in seen.findings}) < len(kinds)
+    remedies = [each.remedy for each in page_of(seen.facts).found]
+    assert remedies.count("As for nonfinite.") == 1
+    assert len({*remedies}) == len(remedies)
+    assert str(seen).count("As for nonfinite.") == 1
