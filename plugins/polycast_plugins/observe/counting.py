@@ -15,7 +15,6 @@ from polycast import CastPolicy
 from polycast.plugin import Backend, check, decide, disable_autocast, dtype_name, find_slow_dtype, get_backend
 
 from .facts import Facts, Matmul, MatmulRows, Run, combine, total_of, with_main_decision
-from .packages import processors
 from .recorder import CHAIN_KINDS, NO_MODULE, ChainRow, CountRow, MatmulRow, Reading, RegionRow, phase_of
 from .records import Cast, Chain, Compiled, Counts, Decision, LowBit, Module, NonFinite, NumericsRecord, Op, Region
 from .remedies import Flow
@@ -62,10 +61,10 @@ class _Counting:
         regions = self._regions()
         devices = self._fast_dtypes(regions)
         packages = {device: run.packages[device] for device in devices if device in run.packages}
-        run = replace(run, processors=processors(devices))
+        processors = {device: run.processors[device] for device in devices if device in run.processors}
         self._profiles = {device: _profile_of(device) for device in devices}
         return Facts(
-            run=replace(run, devices=devices, emulated=slow_reasons(devices), packages=packages),
+            run=replace(run, devices=devices, emulated=slow_reasons(devices), packages=packages, processors=processors),
             ops=_sorted(ops),
             modules=tuple(self._module_records(by_module)),
             casts=tuple(sorted(combine(casts), key=lambda cast: (-cast.bytes, cast.op, cast.module or ""))),

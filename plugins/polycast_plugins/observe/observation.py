@@ -286,8 +286,7 @@ class Observation(Result):
 
     def tables(self) -> "list[tuple[list[str], list[list[str]]]]":
         """Return the table of ops."""
-        columns, rows = text_table.op_table(self.facts)
-        return [(columns, rows)] if rows else []
+        return [text_table.op_table(self.facts)]
 
     def lines(self) -> list[str]:
         """Return what is below the table; the findings are last."""

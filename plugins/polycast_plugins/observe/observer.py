@@ -9,7 +9,6 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Literal, TypeVar
 
-import torch
 from torch import nn
 
 from polycast.plugin import events
@@ -22,7 +21,7 @@ from .grad_scaler import listeners as scaler_listeners
 from .module_calls import KnownModules, compiling
 from .observation import Observation
 from .observer_library import load_backend_of_accelerator, load_observer
-from .packages import command, packages_in_use, versions
+from .packages import machine
 from .recorder import NONFINITE, Reading, read
 from .records import Origin
 from .steps import Schedule, SkippedStep, Steps
@@ -266,11 +265,8 @@ class _Observing:
             steps=self.steps.ended,
             observed_steps=self.steps.observed,
             engine="native",
-            versions=versions(),
-            packages=packages_in_use(),
-            num_threads=torch.get_num_threads(),
             date=self._date,
-            command=command(),
+            **machine(),
         )
 
     def raise_nonfinite(self) -> None:

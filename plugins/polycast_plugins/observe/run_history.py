@@ -5,6 +5,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TypeAlias
 
+from polycast.plugin import Result
+
 from .conversions import Writer, check_writer, scalars_of_step, write_scalars
 from .run_findings import RunFinding, findings_of_run, skipped_rows, with_references
 from .steps import SkippedStep, StepRecord, line_of, records_of, without_lost_steps
@@ -13,7 +15,7 @@ _Path: TypeAlias = str | os.PathLike[str]
 _MAX_SHOWN = 10
 
 
-class RunHistory:
+class RunHistory(Result):
     """The steps of a training run that a :class:`polycast.RunLog` recorded.
 
     Args:
@@ -108,13 +110,14 @@ class RunHistory:
 
     __hash__ = object.__hash__
 
-    def __str__(self) -> str:
+    def lines(self) -> list[str]:
+        """Return the ends of the loss, the last skipped steps and the findings."""
         losses = [record for record in self.steps if record.loss is not None]
         ends = f", loss {losses[0].loss:g} to {losses[-1].loss:g}" if losses else ""
         skips = sum(record.skipped is True for record in self.steps)
         lines = [f"{len(self.steps)} steps{ends}, {skips} skipped"]
         lines += [f"  {row}" for row in skipped_rows(self.steps)[-_MAX_SHOWN:]]
-        return "\n".join([*lines, *map(str, with_references(self.findings))])
+        return [*lines, *map(str, with_references(self.findings))]
 
     def __repr__(self) -> str:
         return f"<RunHistory of {len(self.steps)} steps>"

@@ -3,6 +3,7 @@
 import functools
 import json
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, TypeAlias
@@ -296,9 +297,14 @@ def records_of(lines: Iterable[str]) -> Iterator[StepRecord]:
             raise ValueError(f"line {number}: {error}") from error
 
 
+_TEXT = re.compile(r'"(?:[^"\\]|\\.)*(?:"|\\?$)')
+"""A string of JSON, which may have braces, or the beginning of one at the end."""
+
+
 def _is_beginning_of_step(line: str) -> bool:
     """Return whether a line is an incomplete one of :func:`line_of`."""
     first = '{"step": '
     begun = line.rstrip("\0")  # a power failure leaves zeros
-    is_whole = line.endswith("}") and line.count("{") == line.count("}")
+    bare = _TEXT.sub("", line)
+    is_whole = bare.endswith("}") and bare.count("{") == bare.count("}")
     return not line.endswith("\n") and not is_whole and (begun.startswith(first) or first.startswith(begun))

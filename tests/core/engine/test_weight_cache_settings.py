@@ -164,3 +164,12 @@ def test_an_entry_for_which_there_is_no_room_is_not_adopted():
     weight = torch.nn.Parameter(torch.ones(4, 4))
     with pytest.raises(ValueError, match="or there is no room for it in 10 bytes"):
         polycast.WeightCache(max_bytes=10).adopt(weight, None, torch.bfloat16, [weight.detach().bfloat16()])
+
+
+def test_a_notebook_shows_the_contents_of_a_cache(engine):
+    cache = polycast.WeightCache()
+    with torch.no_grad(), polycast.autocast("cpu", cache=cache):
+        torch.nn.Linear(8, 8)(torch.ones(1, 8))
+    shown = cache._repr_html_()
+    assert "<th>misses</th>" in shown
+    assert f"<td>{cache.stats().misses}</td>" in shown

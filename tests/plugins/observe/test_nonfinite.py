@@ -58,6 +58,7 @@ FOUND = {
     ),
     "in a cast": (overflow_in_a_cast, {"op": "aten::mm", "dtype": "float16"}),
     "in place": (lambda: torch.ones(4).mul_(2).div_(0).add_(1), {"op": "aten::div_.Tensor", "count": 1}),
+    "in place, in a list": (lambda: torch._foreach_div_([torch.ones(4), torch.zeros(4)], 0.0), {"what": "inf"}),
     "nan": (lambda: torch.zeros(4) / torch.zeros(4), {"what": "nan"}),
     "strided": (lambda: strided().sub_(2).sqrt_(), {"what": "nan"}),
     "float8": (lambda: torch.full((4,), 1e9).to(torch.float8_e5m2), {"what": "inf", "dtype": "float8_e5m2"}),
@@ -97,6 +98,7 @@ def elsewhere_in_written_memory():
 IGNORED = {
     "written by the program": written_by_the_program,
     "elsewhere in written memory": elsewhere_in_written_memory,
+    "in a list": lambda: torch._foreach_mul_([torch.ones(4), torch.full((4,), INF)], 2.0),
     "beside strided values": lambda: strided().cos_(),
     **{str(dtype): partial(divided, dtype, NAN) for dtype in FLOATS},
 }

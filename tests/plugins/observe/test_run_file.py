@@ -6,6 +6,8 @@ import pytest
 import torch
 
 import polycast
+from polycast_plugins.observe import StepRecord
+from polycast_plugins.observe.steps import line_of
 
 pytestmark = pytest.mark.usefixtures("engine")
 
@@ -36,6 +38,17 @@ def test_a_file_can_be_read_and_resumed_wherever_the_process_was_killed(path):
         log = polycast.RunLog(path, resume=True)
         losses(log, 3.0)
         assert recorded(log.history) == recorded(polycast.RunHistory.load(path)) == [*kept, (len(kept), 3.0)]
+
+
+@pytest.mark.parametrize("text", ["{", "}", '"}', "\\\\", "{}"])
+def test_braces_in_a_text_do_not_hide_where_a_step_was_cut_off(path, text):
+    whole = line_of(StepRecord(0, computed_by={"command": text}))
+    for size in range(len(whole) - 1):
+        path.write_text(whole[:size])
+        assert recorded(polycast.RunHistory.load(path)) == []
+    path.write_text(whole.replace('"step": 0', '"step": -1').rstrip())
+    with pytest.raises(ValueError, match="step must be an int of at least 0"):
+        polycast.RunHistory.load(path)
 
 
 def test_a_file_of_another_run_is_refused(path):

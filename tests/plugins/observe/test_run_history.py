@@ -1,6 +1,8 @@
 """RunHistory and Observation in the formats of other tools; findings about runs."""
 
+import html
 import json
+import re
 
 import pytest
 
@@ -92,6 +94,13 @@ def test_a_step_that_is_no_int_is_refused(seen):
 def finding(steps):
     (found,) = polycast.RunHistory(steps).findings
     return found
+
+
+def test_a_notebook_shows_what_print_does():
+    history = polycast.RunHistory([StepRecord(0, loss=2.0), *(skipped(step) for step in range(1, 5))])
+    shown = html.unescape(re.sub("</?p>", "", history._repr_html_()))
+    assert shown == str(history)
+    assert shown.startswith("5 steps, loss 2 to ")
 
 
 def test_a_run_that_skips_in_a_row_names_the_module_to_keep_in_float32():

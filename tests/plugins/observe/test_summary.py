@@ -66,3 +66,44 @@ def test_a_remedy_is_given_once():
     assert remedies.count("As for nonfinite.") == 1
     assert len({*remedies}) == len(remedies)
     assert str(seen).count("As for nonfinite.") == 1
+
+
+class Overflows(torch.nn.Module):
+    """Its linear overflows in float16; what it returns does not."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 4)
+        torch.nn.init.constant_(self.linear.weight, 3e4)
+
+    def forward(self, x):
+        return self.linear(x) / 1e6
+
+
+@pytest.mark.parametrize("options", [{"nonfinite": "record"}, {"numerics": True}], ids=["nonfinite", "numerics"])
+def test_a_log_and_an_observation_give_the_same_remedy_which_works(engine, options):
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), Overflows(), torch.nn.Linear(4, 1))
+    torch.nn.init.constant_(model[0].weight, 0.25)
+    scaler = polycast.grad_scaler("cpu", torch.float16, init_scale=4.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    log = polycast.RunLog(model=model, schedule=1, **options)
+
+    def run():
+        with polycast.autocast("cpu", torch.float16):
+            return model(torch.ones(2, 4)).float().sum()
+
+    for _ in range(4):
+        with log.step() as step:
+            step.log(loss=run())
+            optimizer.zero_grad()
+            scaler.scale(run()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    with polycast.observe(model, **options) as seen:
+        run()
+    found = [*log.history.findings, *seen.findings]
+    assert {"skipped_steps", "overflow" if "numerics" in options else "nonfinite"} <= {each.kind for each in found}
+    codes = {code for each in found for code in re.findall(r"`(polycast\.apply_policy.*?)`", each.remedy)}
+    assert codes == {"polycast.apply_policy(model, polycast.Policy(modules={'1.linear': 'fp32'}))"}
+    eval(codes.pop(), {"polycast": polycast, "model": model})
+    assert run().isfinite()

@@ -17,6 +17,8 @@ from typing import Any, NamedTuple, NoReturn, Protocol, TypeAlias, TypeVar, cast
 import torch
 from typing_extensions import Self
 
+from ...policy.result import html_table
+
 EntryKind: TypeAlias = torch.dtype | int
 """The kind of an entry: the dtype of a cast, or the id of a prepacked weight (`Plan.new_id`, recipes/plan.py)."""
 
@@ -140,6 +142,10 @@ class CastCache:
         entries = stats.entries + stats.packings
         size = (stats.bytes + stats.packed_bytes) / 2**20
         return f"<WeightCache: entries {entries}, MiB {size:.1f}, hits {stats.hits}, misses {stats.misses}>"
+
+    def _repr_html_(self) -> str:
+        stats = vars(self.stats())
+        return html_table([*stats], [stats.values()], "WeightCache")
 
     def __deepcopy__(self, memo: object) -> Self:
         """Return an empty cache with the same settings: the weights of a copied model are other weights."""

@@ -148,6 +148,9 @@ void check_written_inputs(ObservedOp& op, c10::ArrayRef<const c10::IValue> input
       if (op.numerics != nullptr) {
         op.numerics->knows_inputs = false;
       }
+      if (op.op->returns == 0) {
+        op.changed.push_back(std::move(tensor));
+      }
     } else if (!has_storage_among(replaced, tensor)) {
       others.push_back(std::move(tensor));
     }

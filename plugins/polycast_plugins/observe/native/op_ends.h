@@ -158,20 +158,22 @@ void note_nonfinite(const ObservedOp& op, const Tensor& output) {
   }
 }
 
-// Check the outputs and, if one is not finite, the inputs.
+// Check the outputs, or what an op without outputs has written, and if one is not finite, the inputs.
 void check_outputs(const ObservedOp& op, c10::ArrayRef<c10::IValue> outputs) {
   bool done = !op.inputs_were_finite || op.op->has_uninitialized_output;
+  const auto check = [&](const Tensor& tensor) {
+    if (done || is_input(op, tensor) || is_finite(tensor)) {
+      return;
+    }
+    done = true;
+    if (std::all_of(op.unchecked.begin(), op.unchecked.end(), is_finite)) {
+      note_nonfinite(op, tensor);
+    }
+  };
   for (const c10::IValue& output : outputs) {
-    each_tensor(output, [&](const Tensor& tensor) {
-      if (done || is_input(op, tensor) || is_finite(tensor)) {
-        return;
-      }
-      done = true;
-      if (std::all_of(op.unchecked.begin(), op.unchecked.end(), is_finite)) {
-        note_nonfinite(op, tensor);
-      }
-    });
+    each_tensor(output, check);
   }
+  std::for_each(op.changed.begin(), op.changed.end(), check);
 }
 
 // Return the last `count` outputs of an event. A boxed call may have other values below them on its stack.

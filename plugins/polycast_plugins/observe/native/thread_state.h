@@ -215,6 +215,7 @@ struct ObservedOp final : Observed, ObservedCall {
   c10::SmallVector<const StorageImpl*, 6> storages;  // of the inputs
   c10::SmallVector<Input, 3> sources;                // inputs with dimensions, in the forward pass
   c10::SmallVector<EndedChain, 1> chains;
+  std::vector<Tensor> changed;            // inputs that an op without outputs writes, such as _foreach_mul_
   c10::SmallVector<Tensor, 4> unchecked;  // inputs that it does not write, to be checked if an output is not finite
   bool inputs_were_finite = true;         // the others, checked before it ran
   std::unique_ptr<OpNumerics> numerics;   // null: nothing is counted
