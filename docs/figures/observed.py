@@ -42,7 +42,7 @@ def run() -> Observation:
     """Observe a training step of two micro-batches."""
     torch.manual_seed(0)
     model, words = TinyGPT(), torch.randint(256, (2, 4, 32))
-    with polycast.observe(model) as seen:
+    with polycast.observe(model, timing=True) as seen:
         for batch in words:
             with polycast.autocast("cpu"):
                 loss = nn.functional.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from polycast_plugins.observe import Observation
-from polycast_plugins.observe.text import size
+from polycast_plugins.observe.text import duration, size
 
 from .svg import Picture
 
@@ -12,7 +12,7 @@ FILE = Path(__file__).parent.parent / "figures" / "observation.json"
 _ROWS = 12
 
 
-def _bar(picture: Picture, x: float, y: float, width: float, dtypes: Mapping[str, int]) -> None:
+def _bar(picture: Picture, x: float, y: float, width: float, dtypes: Mapping[str, float]) -> None:
     fast, total = dtypes.get("bfloat16", 0), sum(dtypes.values())
     picture.box(x, y, width, 10, "track", radius=3)
     picture.box(x, y, width * fast / total, 10, "ours")
@@ -33,7 +33,8 @@ def _lines(words: str, length: int) -> Iterator[str]:
 def draw() -> Picture:
     """Draw the run's numbers, its findings, and the tree of its modules."""
     seen = Observation.load(FILE)
-    assert seen.fast_share is not None
+    share = seen.fast_time_share
+    assert share is not None
     shown = [module for module in seen.modules if module.module.count(".") < 3][:_ROWS]
     kinds = {finding.kind: finding for finding in reversed(seen.findings)}
     findings = [kinds[kind] for kind in ("weights_cast_again", "float32_by_one_input", "round_trip")]
@@ -42,16 +43,16 @@ def draw() -> Picture:
         860,
         height,
         f"The report of a run of {seen.run.model}",
-        f"{seen.fast_share:.0%} of the ops computed in bfloat16, with {seen.total.casts} casts. Findings: "
+        f"{share:.0%} of the time in ops was in bfloat16, with {seen.total.casts} casts. Findings: "
         + " ".join(f"{finding.where}: {finding.what}" for finding in findings),
     )
     picture.text(24, 32, "polycast report", "accent bold", size=12)
     picture.text(24, 60, seen.run.model or "", "bold", size=22)
-    _bar(picture, 24, 78, 380, seen.total.compute_dtypes)
-    by_dtype = ", ".join(f"{dtype} {count}" for dtype, count in seen.total.compute_dtypes.items())
+    _bar(picture, 24, 78, 380, seen.total.seconds)
+    by_dtype = ", ".join(f"{dtype} {duration(seconds)}" for dtype, seconds in seen.total.seconds.items() if dtype)
     picture.text(24, 106, by_dtype, "quiet", size=12)
     numbers = (
-        ("in a fast dtype", f"{seen.fast_share:.0%}"),
+        ("of the time fast", f"{share:.0%}"),
         ("op calls", f"{seen.total.calls:,}"),
         ("casts", f"{seen.total.casts}"),
         ("bytes cast", size(seen.total.cast_bytes)),
@@ -64,7 +65,7 @@ def draw() -> Picture:
         picture.box(x, 126, 264, 172, "panel", radius=6)
         picture.box(x, 126, 4, 172, "warm")
         picture.text(x + 16, 147, finding.kind.replace("_", " ").capitalize(), "bold", size=13)
-        what, remedy = list(_lines(finding.what, 40)), list(_lines(finding.remedy, 40))
+        what, remedy = list(_lines(finding.what, 40)), list(_lines(finding.remedy.replace("`", ""), 40))
         for number, line in enumerate([*what, *remedy]):
             kind, gap = ("", 0) if number < len(what) else ("quiet", 8)
             picture.text(x + 16, 167 + 16 * number + gap, line, kind, size=11.5)

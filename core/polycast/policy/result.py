@@ -41,8 +41,7 @@ class Result:
         return [repr(self)]
 
     def _repr_html_(self) -> str:
-        tables = [html_table(*table, self.heading()) for table in self.tables()]
-        return "\n".join([*tables, html_lines(self.lines())])
+        return "\n".join([*(html_table(*each, self.heading()) for each in self.tables()), html_lines(self.lines())])
 
     def __str__(self) -> str:
         parts = (self.heading(), *(_text_table(*table) for table in self.tables()), "\n".join(self.lines()))
@@ -88,16 +87,9 @@ def in_ascii(text: str) -> str:
 
 def html_table(columns: Sequence[str], rows: Iterable[Iterable[object]], heading: str = "") -> str:
     """Return a table, with its heading above it."""
-    lines = [
-        "<table>",
-        *([f'<caption style="white-space: pre-line">{_escape(heading)}</caption>'] if heading else []),
-        f"<thead><tr>{_row('th', columns)}</tr></thead>",
-        "<tbody>",
-        *(f"<tr>{_row('td', row)}</tr>" for row in rows),
-        "</tbody>",
-        "</table>",
-    ]
-    return "\n".join(lines)
+    caption = f'<caption style="white-space: pre-line">{_escape(heading)}</caption>\n' if heading else ""
+    head, body = _row("th", columns), "\n".join(f"<tr>{_row('td', row)}</tr>" for row in rows)
+    return f"<table>\n{caption}<thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody>\n</table>"
 
 
 def html_lines(lines: Iterable[str]) -> str:

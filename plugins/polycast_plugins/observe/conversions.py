@@ -9,7 +9,7 @@ from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias, TypeVar, get_args, get_origin, get_type_hints, runtime_checkable
 
-from .facts import Facts
+from .facts import SHARES, Facts
 from .findings import findings_of
 from .recorder import NumericsRow
 from .records import NumericsRecord
@@ -135,10 +135,7 @@ def scalars_of(facts: Facts) -> dict[str, float]:
     """Return the scalars of an observation, without those that it lacks."""
     total, gradients = facts.total, [each for each in facts.numerics if each.role == "backward"]
     scalars = {
-        "fast_share": facts.fast_share,
-        "fast_time_share": facts.fast_time_share,
-        "fast_flops_share": facts.fast_flops_share,
-        "recipe_share": facts.recipe_share,
+        **{name: getattr(facts, name) for name in SHARES},
         "ops": total.calls,
         "casts": total.casts,
         "cast_bytes": total.cast_bytes,

@@ -279,6 +279,7 @@ class Facts:
         return sum(numbers.get(dtype, 0) for dtype in fast) / everything if everything else None
 
 
+SHARES = ("fast_share", "fast_time_share", "fast_flops_share", "recipe_share")
 LISTS = tuple(name for name, hint in get_type_hints(Facts).items() if get_origin(hint) is tuple)
 """The names of the lists of facts."""
 

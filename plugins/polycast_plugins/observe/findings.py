@@ -120,7 +120,7 @@ def _round_trip(chain: Chain, _: list[Chain], trial: RemedyTrial) -> tuple[str, 
     return (
         f"an activation is cast to {chain.dtype} for {down} and back to float32 for {up}, {times_text(chain.count)}: "
         f"{_bytes(chain.bytes)} cast.",
-        _no_policy(trial) if saving is None else f"Compute both in one dtype: {saving}.",
+        _NO_POLICY[trial.has_flows] if saving is None else f"Compute both in one dtype: {saving}.",
     )
 
 
@@ -154,7 +154,7 @@ def _unlisted_float32_op(chain: Chain, chains: list[Chain], trial: RemedyTrial) 
         )
     if (trial.change_unconverted(op, chain.module) or 0) < 0:
         return what, f"The program converts its input to float32. If {op} may run in {dtype}, remove the conversion."
-    return what, _no_policy(trial)
+    return what, _NO_POLICY[trial.has_flows]
 
 
 def _loss_in_fast_dtype(chain: Chain, _: list[Chain], __: RemedyTrial) -> tuple[str, str]:
@@ -172,12 +172,10 @@ _CHAINS: dict[str, Callable[[Chain, list[Chain], RemedyTrial], tuple[str, str]]]
     "loss_in_fast_dtype": _loss_in_fast_dtype,
 }
 _MAX_TRIED = 8
-
-
-def _no_policy(trial: RemedyTrial) -> str:
-    if trial.is_empty:
-        return "This observation lacks the flows between ops from which a policy could be suggested."
-    return "Leave it: no policy for a single op would save casts."
+_NO_POLICY = (
+    "This observation lacks the flows between ops from which a policy could be suggested.",
+    "Leave it: no policy for a single op would save casts.",
+)
 
 
 def _saved(trial: RemedyTrial, name: str, policy: str) -> int:

@@ -10,7 +10,7 @@ from polycast.plugin import Result
 
 from . import text as text_table
 from .conversions import Writer, check_writer, from_json, scalars_of, to_json, write_scalars
-from .facts import LISTS, Facts, Matmul, Run, combined
+from .facts import LISTS, SHARES, Facts, Matmul, Run, combined
 from .finding import Finding
 from .findings import findings_of
 from .records import Cast, Compiled, Counts, LowBit, Module, NonFinite, NumericsRecord, Op, Region
@@ -169,10 +169,7 @@ class Observation(Result):
             "schema": SCHEMA,
             "run": values["run"],
             "total": values["total"],
-            "fast_share": facts.fast_share,
-            "fast_time_share": facts.fast_time_share,
-            "fast_flops_share": facts.fast_flops_share,
-            "recipe_share": facts.recipe_share,
+            **{name: getattr(facts, name) for name in SHARES},
             **{name: values[name] for name in LISTS},
             "findings": [to_json(finding) for finding in findings_of(facts)],
             "nonfinite": values["nonfinite"],
@@ -193,8 +190,7 @@ class Observation(Result):
                 f"it has schema {schema}, and this polycast reads schemas up to {SCHEMA}: install a newer polycast"
             )
         try:
-            names = [name for name in LISTS if name in values or name not in _OPTIONAL_LISTS]
-            facts = from_json(Facts, {name: values[name] for name in (*names, "nonfinite", "run")})
+            facts = from_json(Facts, {name: values[name] for name in (*LISTS, "nonfinite", "run")})
             findings_of(facts)  # raises if chains have too few ops
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(f"it is not an observation: {type(error).__name__}: {error}") from error
@@ -301,7 +297,3 @@ class Observation(Result):
     def __repr__(self) -> str:
         facts = self.facts
         return f"<Observation of {facts.total.calls} calls of {len(facts.ops)} ops>"
-
-
-_OPTIONAL_LISTS = ("low_bit", "matmuls", "flows", "numerics")
-"""The lists that older versions of polycast did not write."""

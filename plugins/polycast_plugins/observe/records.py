@@ -144,7 +144,7 @@ class Cast:
         source, target: the dtypes.
         of: ``"weight"`` (a float32 leaf or parameter) or ``"activation"`` (any other tensor).
         count, bytes, seconds: as `casts`, `cast_bytes` and `cast_seconds` of :class:`Counts`; likewise the others.
-        policy: the policy of the op, as for a :class:`Decision`; also None if an older version wrote the file.
+        policy: the policy of the op, as for a :class:`Decision`.
     """
 
     op: str

@@ -90,8 +90,7 @@ class RemedyTrial:
                 self._given.setdefault((flow.op, flow.module), []).append(flow)
                 if flow.source:
                     self._taken.setdefault((flow.source, flow.source_module), []).append(flow)
-        self.is_empty = not self._given
-        """Whether there are no flows, as in files of older versions."""
+        self.has_flows = bool(self._given)
         self._by_name: dict[str, list[_Node]] = {}
         for node in self._given:
             self._by_name.setdefault(name_of(node[0]), []).append(node)

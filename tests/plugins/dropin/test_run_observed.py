@@ -55,7 +55,7 @@ def test_observe_shows_a_table_on_stderr(run, tmp_path):
     done = run("work(); print('mine')", "--observe")
     assert done.stdout == "mine\n"
     assert done.stderr.startswith("polycast: observed in the program\ncpu in bfloat16; ")
-    assert re.search(r"^ *mm +forward +1 +lower_precision_fp ", done.stderr, re.MULTILINE)
+    assert re.search(r"^ *mm +forward +1 +[\d.]+ [mu]?s +lower_precision_fp ", done.stderr, re.MULTILINE)
     assert [path.name for path in tmp_path.iterdir() if path.suffix == ".html"] == []
 
 

@@ -144,8 +144,7 @@ class CastCache:
         return f"<WeightCache: entries {entries}, MiB {size:.1f}, hits {stats.hits}, misses {stats.misses}>"
 
     def _repr_html_(self) -> str:
-        stats = vars(self.stats())
-        return html_table([*stats], [stats.values()], "WeightCache")
+        return html_table(("WeightCache", ""), vars(self.stats()).items())
 
     def __deepcopy__(self, memo: object) -> Self:
         """Return an empty cache with the same settings: the weights of a copied model are other weights."""

@@ -13,19 +13,8 @@ from typing import Any
 from polycast import __version__
 from polycast.errors import library
 
+from .. import text as written
 from ..records import Counts, Module, Op
-from ..text import (
-    duration,
-    fast_shares,
-    flops_text,
-    in_order,
-    matmul_lines,
-    outside_text,
-    pattern,
-    percent,
-    ruled,
-    size,
-)
 from .page import PHASES, ModuleRow, OpRow, Page
 from .page import page_of as page_of
 from .run_page import RunPage
@@ -39,7 +28,7 @@ class PageData:
     """The input of a page's script.
 
     Attributes:
-        json: JSON-safe. ``words``: texts. ``patterns``: the CSS class of each dtype, by the number of its text.
+        json: JSON-safe. ``words``: written. ``patterns``: the CSS class of each dtype, by the number of its text.
             ``ops``: rows of ops, each ``[op, phase, policy, rule, of]``, where `of` has for each run
             ``[calls, dtypes, casts, bytes]``. ``modules``, in tree order: ``[depth, name, kind, changed, open, ops,
             of]``, with the name relative to the enclosing module; `of` has for each run ``[dtypes, time, casts, share,
@@ -83,7 +72,7 @@ class PageData:
         if module is None:
             return _NOTHING
         total = module.total
-        time = self._words[duration(sum(total.seconds.values()))] if self._page.timed else _NOTHING
+        time = self._words[written.duration(total.time)] if self._page.timed else _NOTHING
         casts, bytes_cast = self._casts(total)
         shares = round(100 * row.casts[run], 1), round(100 * row.bytes[run], 1)
         rule = self._words[module.rule]
@@ -92,7 +81,7 @@ class PageData:
     def _op(self, row: OpRow) -> tuple[Any, ...]:
         known = next(op for op in reversed(row.of) if op is not None)
         of = tuple(self._counts(op) for op in row.of)
-        texts = row.op.removeprefix("aten::"), row.phase, known.policy or "no policy", ruled(known)
+        texts = row.op.removeprefix("aten::"), row.phase, known.policy or "no policy", written.ruled(known)
         return (*(self._words[text] for text in texts), of)
 
     def _counts(self, op: Op | None) -> Any:
@@ -102,13 +91,15 @@ class PageData:
         return (self._words[f"{op.calls:,}"], dtypes, *self._casts(op))
 
     def _casts(self, counts: Counts) -> tuple[int, int]:
-        return self._words[f"{counts.casts:,}"], self._words[size(counts.cast_bytes) if counts.cast_bytes else "0"]
+        return self._words[f"{counts.casts:,}"], self._words[
+            written.size(counts.cast_bytes) if counts.cast_bytes else "0"
+        ]
 
     def _dtypes(self, counts: Mapping[str, int]) -> list[int]:
         found = []
-        for dtype, count in in_order(counts):
+        for dtype, count in written.in_order(counts):
             number = self._words[dtype]
-            self._patterns[number] = pattern(dtype)
+            self._patterns[number] = written.pattern(dtype)
             found += [number, count]
         return found
 
@@ -173,21 +164,21 @@ def _environment() -> Any:
         undefined=jinja2.StrictUndefined,
     )
     made.filters.update(
-        size=size,
+        size=written.size,
         count="{:,}".format,
         percent="{:.0%}".format,
-        share=percent,
+        share=written.percent,
         magnitude="{:.3g}".format,
-        duration=duration,
-        pattern=pattern,
-        in_order=in_order,
+        duration=written.duration,
+        pattern=written.pattern,
+        in_order=written.in_order,
         each=lambda of, name: [None if record is None else getattr(record, name) for record in of],
         alike=lambda values: all(value == values[0] for value in values),
-        ruled=ruled,
-        flops=flops_text,
-        fast_shares=fast_shares,
-        outside_text=outside_text,
-        matmul_lines=matmul_lines,
+        ruled=written.ruled,
+        flops=written.flops_text,
+        fast_shares=written.fast_shares,
+        outside_text=written.outside_text,
+        matmul_lines=written.matmul_lines,
         kind_title=lambda kind: kind.replace("_", " ").capitalize(),
         short=lambda op: op.removeprefix("aten::"),
     )
