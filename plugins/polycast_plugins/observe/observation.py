@@ -129,10 +129,7 @@ class Observation(Result):
 
     @property
     def headline(self) -> str:
-        """The share of the run in a fast dtype, the casts, and the kinds of findings, in a line.
-
-        The share is that of the time in ops or, without ``timing=True``, that of the operations in matmuls.
-        """
+        """The share of the time, else of the matmuls, in a fast dtype, the casts, and the kinds of findings."""
         return text_table.headline(self.facts, self.findings)
 
     @property

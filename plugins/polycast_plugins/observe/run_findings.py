@@ -130,26 +130,21 @@ def _longest_row(steps: Sequence[StepRecord]) -> list[StepRecord]:
 
 
 def _remedy(skips: Sequence[SkippedStep]) -> str:
-    began_in = [skip.origin for skip in skips if skip.origin is not None]
-    origins = Counter((origin.phase, origin.module, origin.op, origin.dtype) for origin in began_in)
+    began_in = (skip.origin for skip in skips if skip.origin is not None)
+    origins = Counter(replace(origin, what="inf or nan", stack=()) for origin in began_in)
     if not skips:
         return "Observe the steps before it: `polycast.observe(model, nonfinite='record')` finds the op that began it."
     if not origins:
-        nearest = next(
-            (f" Gradients of {skip.parameters[0]} were not finite." for skip in skips if skip.parameters), ""
-        )
+        of = [f" Gradients of {skip.parameters[0]} were not finite." for skip in skips if skip.parameters]
         found = "to find the op that began it"
-        return f"Pass `rerun=` to `RunLog.step`, or `nonfinite='record'` to `RunLog`, {found}.{nearest}"
-    (phase, module, op, dtype), count = origins.most_common(1)[0]
-    began = f"It began in {op} {_where(module)}, {phase} pass, {dtype} ({count} of {len(skips)} skipped steps)."
-    if phase == "backward" and dtype not in FLOAT32_RANGE:
-        keep = keep_in_float32(op, module)
+        return f"Pass `rerun=` to `RunLog.step`, or `nonfinite='record'` to `RunLog`, {found}.{''.join(of[:1])}"
+    origin, count = origins.most_common(1)[0]
+    began = f"It began in {origin.text} ({count} of {len(skips)} skipped steps)."
+    if origin.phase == "backward" and origin.dtype not in FLOAT32_RANGE:
+        keep = keep_in_float32(origin.op, origin.module)
         return f"{began} The scale was too large for these gradients. If it stays so at a small scale: {keep}"
-    return f"{began} The scale has no part in that. {nonfinite_remedy(op, dtype, phase, module)}"
-
-
-def _where(module: str | None) -> str:
-    return "outside of the model's modules" if module is None else f"of {module!r}" if module else "of the model"
+    remedy = nonfinite_remedy(origin.op, origin.dtype, origin.phase, origin.module)
+    return f"{began} The scale has no part in that. {remedy}"
 
 
 def _gradient_underflow(steps: Sequence[StepRecord]) -> Iterator[RunFinding]:

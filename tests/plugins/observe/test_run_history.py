@@ -111,8 +111,8 @@ def test_a_run_that_skips_in_a_row_names_the_module_to_keep_in_float32():
     assert found.step == 1
     assert found.what == "4 of 5 steps were skipped, up to 4 in a row. The scale fell to 0.5."
     assert found.remedy == (
-        "It began in aten::linear of 'up', forward pass, float16 (4 of 4 skipped steps). The scale has no part in "
-        "that. float16 has less range than float32. Keep the module in float32, with "
+        "It began in aten::linear in 'up' (forward, float16): inf or nan (4 of 4 skipped steps). The scale has no part "
+        "in that. float16 has less range than float32. Keep the module in float32, with "
         "`polycast.apply_policy(model, polycast.Policy(modules={'up': 'fp32'}))`, or use bfloat16."
     )
 
@@ -122,7 +122,7 @@ def test_the_remedy_for_skips_is_for_the_dtype_of_the_op_that_began_most_of_them
     steps = [skipped(0, origin=other), *(skipped(step) for step in range(1, 4))]
     remedy = polycast.RunHistory(steps).findings[-1].remedy
     assert remedy.startswith(
-        "It began in aten::linear of 'up', forward pass, float16 (3 of 4 skipped steps). The scale"
+        "It began in aten::linear in 'up' (forward, float16): inf or nan (3 of 4 skipped steps). The scale"
     )
 
 
@@ -132,7 +132,7 @@ def test_no_dtype_is_a_remedy_for_an_op_with_the_range_of_float32(phase, dtype):
     origin = Origin("aten::sqrt", phase, "norm", "inf", dtype)
     found = polycast.RunHistory([skipped(step, origin=origin) for step in range(4)]).findings[-1]
     began, _, remedy = found.remedy.partition(". ")
-    assert began == f"It began in aten::sqrt of 'norm', {phase} pass, {dtype} (4 of 4 skipped steps)"
+    assert began == f"It began in aten::sqrt in 'norm' ({phase}, {dtype}): inf or nan (4 of 4 skipped steps)"
     assert "a wider dtype does not help" in remedy
 
 

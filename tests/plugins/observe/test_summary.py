@@ -65,7 +65,7 @@ def test_a_remedy_is_given_once():
     remedies = [each.remedy for each in page_of(seen.facts).found]
     assert remedies.count("As for nonfinite.") == 1
     assert len({*remedies}) == len(remedies)
-    assert str(seen).count("As for nonfinite.") == 1
+    assert " ".join(str(seen).split()).count("As for nonfinite.") == 1
 
 
 class Overflows(torch.nn.Module):

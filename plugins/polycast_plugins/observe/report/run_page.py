@@ -305,11 +305,10 @@ def _summary(run: _Run) -> dict[str, str]:
 def _machine(run: _Run) -> dict[str, str]:
     """Return what computed the last steps, as text."""
     by = next((record.computed_by for record in reversed(run) if record.computed_by), {})
-    devices = [f"{device} ({name})" for device, name in dict(by.get("processors", {})).items()]
-    threads = by.get("num_threads", 0)
+    devices = [f"{device} ({name})" for device, name in by.get("processors", {}).items()]
     return {
-        "Device": "; ".join([*(", ".join(devices),), f"{threads} thread{'s' * (threads > 1)}"]) if threads else "",
-        "Versions": ", ".join(f"{name} {version}" for name, version in dict(by.get("versions", {})).items()),
+        "Device": ", ".join([*devices, f"threads: {by['num_threads']}"]) if "num_threads" in by else "",
+        "Versions": ", ".join(f"{name} {version}" for name, version in by.get("versions", {}).items()),
         "Run": f"{by['date']}: {by.get('command', '')}" if "date" in by else "",
     }
 
