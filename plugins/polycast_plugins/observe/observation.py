@@ -71,7 +71,7 @@ class Observation(Result):
 
     @property
     def ops(self) -> tuple[Op, ...]:
-        """The counts by op and pass: the op that took most time first or, without ``timing=True``, most calls."""
+        """The counts by op and pass, the op with most time first or, without ``timing=True``, with most calls."""
         return self.facts.ops
 
     @property

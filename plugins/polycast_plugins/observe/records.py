@@ -107,7 +107,7 @@ class Op(Counts):
 
     @property
     def is_outside(self) -> bool:
-        """Whether it ran outside of regions only, and not in a backward pass: in an optimizer, for example."""
+        """Whether it ran only outside of regions, and not in a backward pass, such as the ops of an optimizer."""
         return self.phase == "forward" and bool(self.decisions) and not any(each.device for each in self.decisions)
 
 
