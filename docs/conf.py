@@ -21,7 +21,7 @@ _SERVER, _NAME = os.environ.get("GITHUB_SERVER_URL", "https://github.com"), os.e
 repository = f"{_SERVER}/{_NAME}" if _NAME else ""
 
 myst_enable_extensions = ["colon_fence", "deflist", "substitution"]
-myst_substitutions = {"repository": f"[Repository]({repository})" if repository else "The repository has the sources"}
+myst_substitutions = {"repository": f"· [Repository]({repository})" if repository else ""}
 myst_heading_anchors = 4
 
 # In docstrings, single backquotes mark arguments, and polycast's names are linked without markup.

@@ -74,7 +74,8 @@ class BackendLoader:
             if backend is None:
                 raise BackendNotFoundError(
                     f"No polycast backend is installed for {self.device_type!r}, and {chosen}, which serves devices "
-                    f"without one, cannot use torch.{self.device_type}. Install a distribution that supplies one."
+                    "without one, did not find working is_available() and get_amp_supported_dtype() in "
+                    f"torch.{self.device_type}. Import the package of the device first, or install one with a backend."
                 )
         finally:
             self._lock.release()
@@ -131,11 +132,9 @@ class BackendLoader:
                     self.failure = error
             finally:
                 self._loading = False
-        reason = str(failure).rstrip(".")
-        end = "\n" if "\n" in reason else ". "
         raise BackendBrokenError(
             f"The backend for {self.device_type!r} is broken: {candidate} could not be loaded: "
-            f"{type(failure).__name__}: {reason}{end}Repair or uninstall {candidate.distribution}, or set "
+            f"{type(failure).__name__}: {failure}\nRepair or uninstall {candidate.distribution}, or set "
             f"POLYCAST_BLOCK={self.device_type}."
         ) from failure
 

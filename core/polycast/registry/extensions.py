@@ -138,9 +138,8 @@ class DeviceExtensions:
         self._answers = answers
         for each in answers:  # once they are kept: a filter may turn this warning into an error
             if each.problem.startswith("is broken"):
-                end = "\n" if "\n" in each.problem else ". "
                 warn_user(
-                    f"An extension of {self.device_type!r} is left out: {each}{end}Repair or uninstall "
+                    f"An extension of {self.device_type!r} is left out: {each}\nRepair or uninstall "
                     f"{each.candidate.distribution}."
                 )
         return answers

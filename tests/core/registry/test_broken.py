@@ -66,10 +66,9 @@ CASES = {**AT_IMPORT, **IN_THE_HOOK}
 
 def broken(cause, text, *, device="hpu", plugin="acme-hpu 1.0 (acme_hpu)"):
     """Return the exception of a broken plugin and its cause, as `error_of` does."""
-    end = "\n" if "\n" in text else ". "
     return [
         "BackendBrokenError",
-        f"The backend for {device!r} is broken: {plugin} could not be loaded: {cause}: {text.rstrip('.')}{end}"
+        f"The backend for {device!r} is broken: {plugin} could not be loaded: {cause}: {text}\n"
         f"Repair or uninstall {plugin.partition(' ')[0]}, or set POLYCAST_BLOCK={device}.",
         cause,
         text,

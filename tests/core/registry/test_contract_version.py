@@ -68,7 +68,7 @@ def test_a_plugin_for_a_newer_version_is_broken_and_others_are_not(run, plugin, 
     """)
     assert status["state"] == "broken"
     assert status["reason"].endswith(
-        OTHER.format(2, polycast.__version__, "polycast") + ". Repair or uninstall acme-hpu, or set POLYCAST_BLOCK=hpu."
+        OTHER.format(2, polycast.__version__, "polycast") + "\nRepair or uninstall acme-hpu, or set POLYCAST_BLOCK=hpu."
     )
     assert states == ["ready", "ready"]
     problem = OTHER.format(3, polycast.__version__, "polycast")

@@ -156,7 +156,7 @@ def test_a_broken_extension_breaks_itself_only_and_is_named(run, extension, amen
         answer = [str(caught[0].message), len(caught) - 1, polycast.backends()["cpu"], dtype]
     """)
     assert warned.startswith("An extension of 'cpu' is left out: acme-bad 1.0 (acme_bad) is broken: ")
-    assert warned.endswith("Repair or uninstall acme-bad.")
+    assert warned.endswith("\nRepair or uninstall acme-bad.")
     assert said in warned
     assert others == 0
     assert (status["state"], dtype) == ("ready", "torch.bfloat16")
@@ -185,7 +185,7 @@ def test_an_extension_that_warns_is_left_out_where_warnings_are_errors_and_the_d
         POLYCAST_ENGINE=engine,
     )
     assert (kind, dtype) == ("UserWarning", "torch.bfloat16")
-    assert text.startswith("An extension of 'cpu' is left out: acme-old 1.0 (acme_old) is broken: UserWarning: old.")
+    assert text.startswith("An extension of 'cpu' is left out: acme-old 1.0 (acme_old) is broken: UserWarning: old\n")
 
 
 def test_an_extension_may_ask_for_its_device_whether_it_can_be_used(run, extension):

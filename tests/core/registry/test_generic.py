@@ -168,7 +168,8 @@ def test_a_third_partys_generic_backend_takes_precedence(of, plugin):
     text = of("offers(fp16)\nanswer = error_of(polycast.autocast, 'gnu')[1]")
     assert text == (
         "No polycast backend is installed for 'gnu', and acme-any 1.0 (acme_any), which serves devices without one, "
-        "cannot use torch.gnu. Install a distribution that supplies one."
+        "did not find working is_available() and get_amp_supported_dtype() in torch.gnu. Import the package of the "
+        "device first, or install one with a backend."
     )
 
 

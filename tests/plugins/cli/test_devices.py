@@ -190,7 +190,7 @@ def test_devices_lists_a_broken_plugin_among_the_others(polycast_command, plugin
         "device_type": "ipu",
         "state": "broken",
         "reason": "The backend for 'ipu' is broken: acme_broken 1.5 (acme_broken) could not be loaded: OSError: "
-        "libacme.so: cannot open. Repair or uninstall acme_broken, or set POLYCAST_BLOCK=ipu.",
+        "libacme.so: cannot open\nRepair or uninstall acme_broken, or set POLYCAST_BLOCK=ipu.",
         "default_dtype": None,
         "supported_dtypes": None,
         "distribution": "acme_broken",
