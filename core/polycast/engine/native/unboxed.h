@@ -7,6 +7,7 @@
 
 #include "arguments.h"
 #include "kernel.h"
+#include "one_query.h"
 #include "signatures.h"
 
 namespace {
@@ -54,6 +55,7 @@ class PreparedCall {
 
   // The keys to redispatch with.
   c10::DispatchKeySet keys() const { return keys_; }
+  bool skips_autograd() const { return below_autograd_.has_value(); }
 
  private:
   static bool has_nothing_to_record(const Arguments& arguments) {
@@ -230,6 +232,15 @@ struct c10::impl::wrap_kernel_functor_unboxed_<Unboxed<Result(Args...)>, Result(
       }
     }
     const PreparedCall prepared(kernel, keys, arguments);
+    if constexpr (std::is_same_v<Result(Args...), at::_ops::scaled_dot_product_attention::schema>) {
+      const bool is_ours = region_of(kernel.device_).innermost != nullptr;  // torch's regions keep torch's bits
+      if (const Tensor& query = *static_cast<const Tensor*>(addresses[0]); is_ours && prepared.skips_autograd()) {
+        if (const Tensor rows = rows_of_query(used<Args>(args, addresses[kLayout.of_argument[I]])...); rows.defined()) {
+          addresses[0] = &rows;
+          return of_one_query(query, redispatch(kernel)(prepared.keys(), used<Args>(args, addresses[kLayout.of_argument[I]])...));
+        }
+      }
+    }
     return redispatch(kernel)(prepared.keys(), used<Args>(args, addresses[kLayout.of_argument[I]])...);
   }
 };

@@ -1,0 +1,133 @@
+"""Attention by one query for each head on the CPU: the native engine computes it by several rows."""
+
+import random
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention as attention
+
+import polycast
+from polycast.engine.choice import choose_engine
+
+FUSED = "aten::_scaled_dot_product_flash_attention_for_cpu"
+
+
+@pytest.fixture
+def native(monkeypatch):
+    if choose_engine().name != "native":
+        pytest.skip("the reference engine calls torch's kernel as it is")
+
+
+def tensors(heads, shared, keys, *, batches=2, width=16, requires_grad=False):
+    shapes = (batches, heads, 1, width), (batches, shared, keys, width), (batches, shared, keys, width)
+    return [torch.randn(shape, requires_grad=requires_grad) for shape in shapes]
+
+
+def queries_of_fused(call):
+    """Return the shapes of the queries that torch's fused kernel was called with."""
+    with torch.profiler.profile(record_shapes=True) as seen:
+        call()
+    return [each.input_shapes[0] for each in seen.events() if each.name == FUSED]
+
+
+def test_results_are_torchs_up_to_rounding(engine):
+    choose = random.Random(0)
+    torch.manual_seed(0)
+    for _ in range(200):
+        shared, group, keys = choose.choice([1, 2, 3, 8]), choose.choice([1, 2, 5]), choose.choice([1, 2, 7, 33, 130])
+        query, key, value = tensors(shared * group, shared, keys, batches=choose.choice([1, 3]))
+        if choose.random() < 0.5:  # as transformers makes them
+            query, key = (each.transpose(1, 2).contiguous().transpose(1, 2) for each in (query, key))
+        mask = None
+        if choose.random() < 0.5:
+            mask = torch.rand(query.shape[0], choose.choice([1, shared * group]), 1, keys) < 0.7
+            mask[..., 0] = True
+        options = {"attn_mask": mask, "scale": choose.choice([None, 0.3]), "enable_gqa": group > 1}
+        for dtype in (torch.bfloat16, torch.float16):
+            expected = attention(*(each.to(dtype).double() for each in (query, key, value)), **options)
+            with torch.no_grad(), polycast.autocast("cpu", dtype):
+                found = attention(query, key, value, **options)
+            assert found.shape == query.shape
+            assert found.dtype == dtype
+            assert found.transpose(1, 2).is_contiguous()
+            torch.testing.assert_close(found.double(), expected, atol=0.02, rtol=0.02)
+
+
+@pytest.mark.parametrize(
+    ("heads", "shared", "options", "rows"),
+    [
+        (8, 2, {}, [2, 2, 4, 16]),
+        (8, 2, {"attn_mask": torch.ones(2, 1, 1, 9, dtype=torch.bool)}, [2, 2, 4, 16]),
+        (8, 2, {"attn_mask": torch.ones(2, 8, 1, 9, dtype=torch.bool)}, [2, 8, 1, 16]),
+        (8, 8, {}, [2, 8, 2, 16]),
+        (8, 8, {"is_causal": True}, [2, 8, 1, 16]),
+    ],
+    ids=["shared heads", "a mask for all heads", "a mask by head", "a head each", "causal"],
+)
+def test_queries_become_rows_where_that_gives_the_same(native, heads, shared, options, rows):
+    given = tensors(heads, shared, 9)
+
+    def call():
+        with torch.no_grad(), polycast.autocast("cpu"):
+            attention(*given, enable_gqa=heads > shared, **options)
+
+    assert queries_of_fused(call) == [rows]
+
+
+def test_recorded_attention_stays_as_it_is(native):
+    given = tensors(8, 2, 9, requires_grad=True)
+
+    def call():
+        with polycast.autocast("cpu"):
+            attention(*given, enable_gqa=True).float().sum().backward()
+
+    assert queries_of_fused(call) == [[2, 8, 1, 16]]
+    assert all(each.grad is not None for each in given)
+
+
+def test_regions_of_torch_keep_torchs_kernel(native):
+    given = [each.bfloat16() for each in tensors(8, 2, 9)]
+    with polycast.autocast("cpu"):
+        pass  # from here on polycast's kernels serve torch's regions too
+
+    def call():
+        with torch.no_grad(), torch.autocast("cpu"):
+            attention(*given, enable_gqa=True)
+
+    assert queries_of_fused(call) == [[2, 8, 1, 16]]
+
+
+def test_heads_that_cannot_be_shared_raise_torchs_error(engine):
+    with torch.no_grad(), polycast.autocast("cpu"), pytest.raises(RuntimeError):
+        attention(*tensors(8, 3, 9), enable_gqa=True)
+    with torch.no_grad(), polycast.autocast("cpu"), pytest.raises(RuntimeError):
+        attention(*tensors(8, 2, 9))
+
+
+@pytest.mark.parametrize(
+    ("of_query", "of_key", "of_value"),
+    [
+        ((1, 8), (3, 2), (3, 2)),
+        ((3, 8), (1, 2), (1, 2)),
+        ((1, 8), (1, 2), (3, 2)),
+        ((1, 1), (1, 1), (1, 8)),
+        ((1, 8), (1, 2), (1, 4)),
+        ((1, 8), (1, 8), (1, 2)),
+    ],
+)
+def test_batches_and_heads_are_broadcast_as_by_torch(engine, of_query, of_key, of_value):
+    given = [torch.randn(*size) for size in ((*of_query, 1, 16), (*of_key, 5, 16), (*of_value, 5, 24))]
+    options = {"enable_gqa": of_query[1] > 1}
+    expected = attention(*(each.bfloat16().double() for each in given), **options)
+    with torch.no_grad(), polycast.autocast("cpu"):
+        found = attention(*given, **options)
+    assert found.shape == expected.shape
+    torch.testing.assert_close(found.double(), expected, atol=0.02, rtol=0.02)
+
+
+def test_an_attention_over_no_keys_is_torchs(engine):
+    given = tensors(4, 4, 0)
+    expected = attention(*(each.bfloat16() for each in given))
+    with torch.no_grad(), polycast.autocast("cpu"):
+        found = attention(*given)
+    torch.testing.assert_close(found, expected, equal_nan=True)
