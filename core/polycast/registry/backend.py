@@ -186,8 +186,8 @@ class Backend(Extension):
             another policy, on purpose, each with the reason.
         added_ops: optional; ops of `policies` that torch's own autocast does not cast on the device, each with the
             reason.
-        optional_ops: optional; ops of `policies` that a torch which the backend supports may lack, each with the
-            reason. The conformance suite fails for other ops that the running torch lacks: they may be misspelled.
+        optional_ops: optional; named ops that a torch which the backend supports may lack, each with the reason. The
+            conformance suite fails for other ops that the running torch lacks: they may be misspelled.
         is_verified: whether the conformance suite has passed on the device itself. If so, `matched_ops` includes the
             ops for which the device's kernels decide whether they accept mixed dtypes.
         missing_kernels: optional; the dtypes narrower than float32 that the device has no kernels for, by op or by

@@ -51,11 +51,8 @@ def validate(backend: object, device_type: str | None = None) -> Backend:
         problems.append(f"default_dtype must be a floating-point torch.dtype, got {dtype!r}")
     problems += [f"policies: {problem}" for problem in table_problems(backend.policies)]
     problems += _kernel_problems(backend.kernels)
-    problems += [
-        f"{name} must map op names to sentences"
-        for name in ("remedies", "excluded_ops", "added_ops", "optional_ops")
-        if not _are_texts(getattr(backend, name))
-    ]
+    for name in ("remedies", "excluded_ops", "added_ops", "optional_ops"):
+        problems += _reason_problems(name, getattr(backend, name))
     if not _are_dtypes(backend.missing_kernels):
         problems.append("missing_kernels must map op names and layouts to collections of torch.dtype")
     problems += _package_problems(backend.ops_in_cpp)
@@ -135,8 +132,10 @@ def _kernel_problems(kernels: object) -> list[str]:
     ]
 
 
-def _are_texts(texts: object) -> bool:
-    return isinstance(texts, Mapping) and all(isinstance(text, str) for pair in texts.items() for text in pair)
+def _reason_problems(name: str, texts: object) -> list[str]:
+    if isinstance(texts, Mapping) and all(isinstance(text, str) for pair in texts.items() for text in pair):
+        return [f"{name}: {problem}" for problem in table_problems(dict.fromkeys(texts, CastPolicy.PASSTHROUGH))]
+    return [f"{name} must map op names to sentences"]
 
 
 def _are_dtypes(missing: object) -> bool:

@@ -121,8 +121,13 @@ def packages_of_ops(usable: bool = True) -> Mapping[str, str]:
 
 
 def origins() -> Mapping[str, str]:
-    """Return where the ops of each package come from; raises as :func:`packages_of_ops` does."""
-    return {package: _origin(NativeLibrary.of_ops(package)) for package in packages_of_ops()}
+    """Return where the ops of each package, of devices and of plugins, come from; raises as `packages_of_ops` does."""
+    ops = {package: NativeLibrary.of_ops(package) for package in packages_of_ops()}
+    of_plugins = {each.package: each for each in common_libraries(problems=[])}
+    for package, library in of_plugins.items():
+        if library.description == NativeLibrary.of_ops(package).description:  # neither the engine nor an observer
+            ops[package] = library
+    return {package: _origin(library) for package, library in ops.items()}
 
 
 def _origin(library: Library) -> str:

@@ -59,6 +59,14 @@ class OpChecks(Subject):
             "until then, a line in the file of expected failures.",
         )
 
+    def test_reasons_are_for_ops_of_torch(self) -> None:
+        """Each name in `excluded_ops` and `added_ops` is an op, or in `optional_ops`: another may be misspelled."""
+        backend = self.get_backend()
+        for attribute in ("excluded_ops", "added_ops"):
+            unknown = [name for name in getattr(backend, attribute) if find_op(name) is None]
+            missing = [_missing(name) for name in unknown if name not in backend.optional_ops]
+            require(not missing, "\n".join(f"{self.backend}: {attribute}: {each}" for each in missing))
+
     def test_policies_are_torchs(self, device: Device) -> None:
         """Each op is cast as by the kernel at the device's Autocast key, if torch has one; see `excluded_ops`."""
         backend, samples = device.backend, {**SAMPLES, **self.samples}

@@ -77,6 +77,7 @@ def test_a_bare_backend_lacks_all_required_members():
 
 UNKNOWN = "is not a device that torch knows; an out-of-tree device is named first"
 KERNEL = "must be (OpOverload, input dtype, output dtype), and its kernel callable"
+SUCH_AS = "such as 'aten::mm' or 'aten::norm.Scalar'"
 INVALID = [
     *(("device_type", each, f"device_type must be a str, got {each!r}") for each in (None, torch.device("hpu"), 7)),
     ("device_type", "hpu:1", "device_type 'hpu:1' must be a type without an index: 'hpu'"),
@@ -116,6 +117,10 @@ INVALID = [
         (name, each, f"{name} must map op names to sentences")
         for name in ("remedies", "excluded_ops", "added_ops", "optional_ops")
         for each in (None, [], "none", {"aten::mm": 1}, {1: "do not"}, {"aten::mm": None})
+    ),
+    *(
+        (name, {"mm": "so it is"}, f"{name}: 'mm' is not an op name as the dispatcher has it, {SUCH_AS}")
+        for name in ("remedies", "excluded_ops", "added_ops", "optional_ops")
     ),
     *(
         ("missing_kernels", each, "missing_kernels must map op names and layouts to collections of torch.dtype")

@@ -131,6 +131,16 @@ def test_an_op_that_this_torch_lacks_fails(check):
         check("test_op", having(policies=table), "aten::sofmax.int")
 
 
+@pytest.mark.parametrize("attribute", ["excluded_ops", "added_ops"])
+def test_a_reason_for_an_op_that_torch_lacks_fails_unless_it_is_optional(check, attribute):
+    reasons = {"aten::bnm": "it is faster here"}
+    text = rf"^cpu: {attribute}: .*has no op 'bnm.default'; the nearest is 'bmm'.*Correct the name or, .* optional_ops"
+    with pytest.raises(AssertionError, match=text):
+        check("test_reasons_are_for_ops_of_torch", having(**{attribute: reasons}))
+    polycast.plugin.unregister_backend("cpu")
+    check("test_reasons_are_for_ops_of_torch", having(optional_ops=reasons, **{attribute: reasons}))
+
+
 def test_an_optional_op_that_this_torch_lacks_is_skipped_with_its_reason(check):
     backend = having(policies={"aten::of_2_99": CastPolicy.FP32}, optional_ops={"aten::of_2_99": "it is new in 2.99"})
     with pytest.raises(pytest.skip.Exception, match=r"has no op aten::of_2_99: it is new in 2\.99"):
