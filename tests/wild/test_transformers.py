@@ -126,9 +126,9 @@ print(words.tolist())
 def test_a_program_generates_the_same_words_under_polycast_run_on_either_engine(launch, tmp_path):
     (tmp_path / "program.py").write_text(PROGRAM)
 
-    def output(module, *arguments):
+    def output(module, *arguments, engine="auto"):
         script = f"import runpy\nrunpy.{module}, run_name='__main__')"
-        environment = {**os.environ, "POLYCAST_ENGINE": "auto"}
+        environment = {**os.environ, "POLYCAST_ENGINE": engine}
         imports = "torch, transformers.models.gpt2.modeling_gpt2, transformers.generation"
         done = launch(script, *arguments, imports=imports, folder=tmp_path, environment=environment)
         assert done.returncode == 0, done.stderr
@@ -136,7 +136,7 @@ def test_a_program_generates_the_same_words_under_polycast_run_on_either_engine(
 
     theirs, _ = output("run_path('program.py'")
     for engine in ("native", "reference"):
-        ours, (*_, summary) = output("run_module('polycast'", "run", "--engine", engine, "--weight-cache", "program.py")
+        ours, (*_, summary) = output("run_module('polycast'", "run", "--weight-cache", "program.py", engine=engine)
         assert ours == theirs
         found = re.match(
             rf"polycast: {engine} engine, \d+ regions \((.+)\), weight cache: (\d+) hits, (\d+) misses, ", summary

@@ -1,6 +1,5 @@
 """``polycast run``: run a program, unchanged, with polycast in place of torch's autocast."""
 
-import enum
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -17,15 +16,6 @@ from .observing import ObservedOutput
 from .program import Program
 from .session import Options, start
 
-
-class EngineOption(enum.Enum):
-    """The values of ``POLYCAST_ENGINE``."""
-
-    AUTO = "auto"
-    NATIVE = "native"
-    REFERENCE = "reference"
-
-
 app = typer.Typer(add_completion=False)
 
 
@@ -37,9 +27,6 @@ def run(
     ],
     arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="Arguments for the program.")] = None,
     is_module: Annotated[bool, typer.Option("-m", help="Run a module, as python -m does.")] = False,
-    engine: Annotated[
-        EngineOption | None, typer.Option(metavar="NAME", help="Run on this engine: auto, native or reference.")
-    ] = None,
     weight_cache: Annotated[
         bool, typer.Option("--weight-cache", help="Keep the casts of weights between regions under no_grad.")
     ] = False,
@@ -65,13 +52,11 @@ def run(
     quiet: Annotated[bool, typer.Option("--quiet", help="Print no summary at the end.")] = False,
 ) -> Callable[[], None]:
     """Run a program with polycast in place of torch.autocast. Options come before the program."""
-    if engine is not None:
-        os.environ["POLYCAST_ENGINE"] = engine.value  # for the processes that the program starts, too
     with library_errors():
         backends()  # reads the environment variables, and raises if one is invalid
         options = _options(weight_cache, wrap, policy, _output_options(show_observed, report, quiet), recipe)
-        if engine is not None:
-            choose_engine()
+        if os.environ.get("POLYCAST_ENGINE") == "native":
+            choose_engine()  # raises if it cannot be built
     asked = Program(program, tuple(arguments or ()), is_module)
     try:
         start_program = asked.prepare()

@@ -38,7 +38,7 @@ def reports(folder):
 
 
 def test_an_unchanged_program_has_a_report(run, tmp_path):
-    done = run("work(); os.chdir('/')", "--engine", "native", "--report", "out.html")
+    done = run("work(); os.chdir('/')", "--report", "out.html", POLYCAST_ENGINE="native")
     assert reports(tmp_path) == {"out.html": 1}
     lines = done.stderr.splitlines()
     assert lines[0].startswith(f"polycast: report in {tmp_path}/out.html: ")

@@ -123,6 +123,6 @@ WITH_GRAD = "3 regions entered with grad on; it is for those under torch.no_grad
     ids=["cache_enabled=False", "generate", "once", "generate and once", "no weight"],
 )
 def test_the_summary_has_the_hits_or_why_there_are_none(run, body, said, engine):
-    done = run(REPEATED.format(body), "--engine", engine, "--weight-cache")
+    done = run(REPEATED.format(body), "--weight-cache", POLYCAST_ENGINE=engine)
     assert f"\n{done.stderr}".endswith(f", weight cache: {said}, 0.0 MiB\n"), done.stderr
     assert done.stderr.startswith(f"polycast: {engine} engine, {3 * (1 + (body is BOTH))} regions (cpu bfloat16 ")

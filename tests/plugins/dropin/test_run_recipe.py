@@ -35,7 +35,7 @@ def int8():
 @pytest.mark.usefixtures("int8")
 @pytest.mark.parametrize("engine", ["native", "reference"])
 def test_the_summary_counts_the_ops_of_the_recipe_and_gives_reasons_for_the_others(run, engine):
-    done = run("print(forward().dtype)", "--engine", engine, "--recipe", "int8")
+    done = run("print(forward().dtype)", "--recipe", "int8", POLYCAST_ENGINE=engine)
     assert done.stdout == "torch.bfloat16\n"
     share = [  # seen by the observer, which needs the native engine
         "  int8: 97% of the 1.08 MFLOPs in matmuls",
