@@ -231,9 +231,11 @@ class WeightProducts:
                 self._strength, self._factors, self._error = strength, factors, error
 
     def choose_levels(self) -> None:
-        """Choose levels by the moments, if these lower the error."""
+        """Choose levels by the moments, if these are finite and lower the error."""
         moments = None if self.moments is None else self.moments.total
         assert moments is not None  # it was multiplied in this pass too
+        if not bool(moments.isfinite().all()):  # squares of large activations overflow
+            return
         matrix, kernel = self.matrix.float(), cast("Any", self._kernel)
         if self._factors is not None:
             factors = self._factors.to(matrix.device)

@@ -205,6 +205,13 @@ def test_rows_with_inf_or_nan_do_not_count(model, value):
     assert torch.equal(found.weights[0].levels[0], expected.weights[0].levels[0])
 
 
+def test_a_weight_whose_activations_have_squares_that_overflow_gets_no_levels(model):
+    layers = nn.ModuleList([model.q, model.k])
+    layers.forward = lambda x: (layers[0](x), layers[1](x * 1e20))
+    found = polycast.calibrate(layers, [correlated(400)], RECIPE)
+    assert [bool(each.levels) for each in found.weights] == [True, False]
+
+
 def test_channels_that_are_always_zero_and_too_few_rows_do_no_harm(model):
     x = correlated(3)
     x[:, 5] = 0
