@@ -48,7 +48,7 @@ def run(script):
 
 
 @pytest.mark.slow
-def test_regions_policies_caches_and_int8_need_no_extra(tmp_path):
+def test_regions_policies_caches_observations_and_int8_need_no_extra(tmp_path):
     done = run(f"""
 import torch, polycast
 model = torch.nn.Linear(256, 256)
@@ -59,6 +59,9 @@ with torch.no_grad():
     for settings in ({{}}, {{"policy": policy}}, {{"cache": cache}}, {{"cache": cache, "recipe": "int8"}}):
         with polycast.autocast("cpu", **settings):
             print(model(x).dtype)
+with torch.no_grad(), polycast.observe() as seen, polycast.autocast("cpu"):
+    model(x)
+assert "linear" in str(seen)
 cache.save({str(tmp_path / "model.safetensors")!r}, model)
 assert str(polycast.backends()).lstrip().startswith("device")
 assert "linear" in str(polycast.plugin.explain_op("linear", "cpu"))
@@ -80,8 +83,7 @@ with torch.no_grad(), polycast.autocast("cpu", cache=cache):
     model(torch.ones(1, 8))
 cache.save(file, model)
 for name, use in {{
-    "report": lambda: polycast.observe,
-    "report ": lambda: polycast.compare,
+    "report": lambda: polycast.compare(model, torch.ones(1, 8)),
     "files": lambda: polycast.Policy({{"mm": "fp32"}}).save(file + ".toml"),
     "files ": lambda: polycast.WeightCache.load(file, model),
 }}.items():
@@ -93,7 +95,7 @@ import polycast_plugins.cli
 polycast_plugins.cli.main()
 """)
     said = [line.partition(" | ") for line in done.stdout.splitlines()]
-    assert len(said) == 4
+    assert len(said) == 3
     for extra, _, text in [*said, ("cli", "", done.stderr)]:
         with subtests.test(extra=extra, text=text):
             assert f"which comes with polycast[{extra}]. Install it: pip install " in text

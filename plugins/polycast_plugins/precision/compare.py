@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 import torch
 
 from polycast import NoRecipe, Policy, apply_policy, autocast
-from polycast.errors import warn_user
+from polycast.errors import library, warn_user
 from polycast.plugin import Recipe, check, get_backend, read_recipe
 from polycast_plugins.observe import RandomState
 
@@ -296,13 +296,11 @@ def _add_outputs(outputs: dict[str, Sums], reference: RunResult, tested: RunResu
 def progress(what: str, total: int | None) -> Iterator[Callable[[str], None]]:
     """Show a bar and yield a function that advances it by one, and can set its description."""
     state = random.getstate()
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
+    rich, console = library("rich.progress"), library("rich.console").Console(stderr=True)
     random.setstate(state)  # importing rich draws a random number
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as shown:
+    names = ("BarColumn", "MofNCompleteColumn", "TimeElapsedColumn")
+    columns = (rich.TextColumn("{task.description}"), *(getattr(rich, name)() for name in names))
+    with rich.Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as shown:
         task = shown.add_task(what, total=total)
 
         def advance(now: str = what) -> None:
