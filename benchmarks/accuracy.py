@@ -7,7 +7,7 @@ import copy
 import importlib.metadata
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +26,7 @@ from .scores import Scores
 
 CHECKPOINT = "antiberty", "0.1.3"
 """A distribution on the package index with a checkpoint in its wheel; later versions have none."""
+CHECKPOINT_NAME = "AntiBERTy, a BERT of 26 million weights"
 
 _SEED = 0
 _WINDOW, _WIDTH, _HEADS, _BLOCKS = 64, 128, 4, 3
@@ -49,7 +50,7 @@ def _scores(
     plain = polycast.Int8(min_size=0)
     recipes: dict[str, polycast.plugin.Recipe] = {
         "int8 by row": plain,
-        "equalized": plain.with_options(calibration=polycast.calibrate(model, batches, plain)),
+        "calibrated": plain.with_options(calibration=polycast.calibrate(model, batches, plain)),
         "by tensor": polycast.Int8("tensor", min_size=0),
         "by row, rules": polycast.Int8(min_size=0),
     }
@@ -168,51 +169,64 @@ def _characters(steps: int) -> Iterator[Scores]:
         yield _scores(named, "perplexity", "head and first block", keep, network, batches, perplexity)
 
 
-def _masked_language_model(folder: Path) -> BertForMaskedLM:
-    settings = BertConfig.from_json_file(str(folder / "AntiBERTy_md_smooth" / "config.json"))
-    model = BertForMaskedLM(settings)
-    weights = torch.load(folder / "AntiBERTy_md_smooth" / "pytorch_model.bin", weights_only=True, map_location="cpu")
-    missing = set(model.state_dict()) - set(weights)
-    assert not missing, missing
+@dataclass(frozen=True)
+class Checkpoint:
+    """A published BERT of proteins, its tokens, and the sequences that it is measured on."""
+
+    model: BertForMaskedLM
+    tokens: Mapping[str, int]
+    sequences: Sequence[str]
+
+    def masked(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield sequences of L residues, masked one by one, [L, L + 2], and whole, [L + 2]."""
+        for sequence in self.sequences:
+            names = ["[CLS]", *sequence, "[SEP]"]
+            whole = torch.tensor([self.tokens[name] for name in names])
+            places = torch.arange(1, len(whole) - 1)
+            each = whole.repeat(len(places), 1)
+            each[places - 1, places] = self.tokens["[MASK]"]
+            yield each, whole
+
+
+def load_checkpoint() -> Checkpoint | str:
+    """Return the checkpoint, or why it is missing."""
+    name, version = CHECKPOINT
+    missing = f"{name} {version} is not installed: pip install --no-deps {name}=={version}"
+    try:
+        distribution = importlib.metadata.distribution(name)
+    except importlib.metadata.PackageNotFoundError:
+        return missing
+    folder = Path(str(distribution.locate_file("antiberty/trained_models")))
+    files = folder / "AntiBERTy_md_smooth"
+    if not (files / "pytorch_model.bin").exists():
+        return missing
+    model = BertForMaskedLM(BertConfig.from_json_file(str(files / "config.json")))
+    weights = torch.load(files / "pytorch_model.bin", weights_only=True, map_location="cpu")
+    lacking = set(model.state_dict()) - set(weights)
+    assert not lacking, lacking
     model.load_state_dict({name: weights[name] for name in model.state_dict()})
-    return model
+    tokens = {token: number for number, token in enumerate((folder / "vocab.txt").read_text().split())}
+    description = str(distribution.metadata.get_payload())  # its examples are sequences
+    return Checkpoint(model, tokens, list(dict.fromkeys(re.findall(r'"([A-Z]{90,})"', description))))
 
 
 def _checkpoint() -> Scores:
-    what, metric, kept = "AntiBERTy, a BERT of 26 million weights", "perplexity, masked", "head and first layer"
-    name, version = CHECKPOINT
-    try:
-        distribution = importlib.metadata.distribution(name)
-        folder = Path(str(distribution.locate_file("antiberty/trained_models")))
-        found = (folder / "AntiBERTy_md_smooth" / "pytorch_model.bin").exists()
-    except importlib.metadata.PackageNotFoundError:
-        found = False
-    if not found:
-        missing = f"{name} {version} is not installed: pip install --no-deps {name}=={version}"
-        return Scores(what, metric, kept, skipped=missing)
-    model = _masked_language_model(folder)
-    tokens = {token: number for number, token in enumerate((folder / "vocab.txt").read_text().split())}
-    description = str(distribution.metadata.get_payload())  # the examples in its description
-    sequences = list(dict.fromkeys(re.findall(r'"([A-Z]{90,})"', description)))
-
-    def masked() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        for sequence in sequences:
-            whole = torch.tensor([tokens["[CLS]"], *(tokens[residue] for residue in sequence), tokens["[SEP]"]])
-            places = torch.arange(1, len(whole) - 1)
-            each = whole.repeat(len(places), 1)
-            each[places - 1, places] = tokens["[MASK]"]
-            yield each, whole
+    what, metric, kept = CHECKPOINT_NAME, "perplexity, masked", "head and first layer"
+    found = load_checkpoint()
+    if isinstance(found, str):
+        return Scores(what, metric, kept, skipped=found)
+    checkpoint = found
 
     def perplexity(model: nn.Module) -> float:
         losses = []
-        for each, whole in masked():
+        for each, whole in checkpoint.masked():
             places = torch.arange(1, len(whole) - 1)
             logits = model(each).logits[places - 1, places]
             losses.append(functional.cross_entropy(logits.float(), whole[places], reduction="none"))
         return math.exp(torch.cat(losses).mean().item())
 
-    keep, batches = ["cls", "bert.encoder.layer.0"], [each[:16] for each, _ in masked()]
-    return _scores(what, metric, kept, keep, model, batches, perplexity)
+    keep, batches = ["cls", "bert.encoder.layer.0"], [each[:16] for each, _ in checkpoint.masked()]
+    return _scores(what, metric, kept, keep, checkpoint.model, batches, perplexity)
 
 
 @dataclass(frozen=True)

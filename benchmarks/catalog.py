@@ -117,6 +117,7 @@ BENCHMARKS: Mapping[str, Entry] = {
     "occupied": Entry("occupied:Occupied", all_of_them),
     "serving": Entry("serving:Serving", all_of_them),
     "accuracy": Entry("accuracy:Accuracy", all_of_them),
+    "quality": Entry("quality:Quality", all_of_them),
 }
 
 

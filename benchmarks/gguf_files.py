@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 
-FORMATS = {"Q4_0": 2, "Q4_K_M": 15, "Q8_0": 7, "F16": 1, "BF16": 32}
+FORMATS = {"Q4_0": 2, "Q4_K_M": 15, "Q8_0": 7, "F16": 1, "BF16": 32, "Q4_K": 14, "IQ4_XS": 30}
 """The formats of the benchmarks, with their numbers as `llama_ftype`."""
+_PURE = {"Q4_K"}
+"""Formats that all matrices get; others give some of them more bits."""
 
 
 def missing() -> str:
@@ -67,6 +69,7 @@ def quantize(source: Path, target: Path, name: str) -> None:
     _be_quiet()
     options = llama_cpp.llama_model_quantize_default_params()
     options.ftype = FORMATS[name]
+    options.pure = name in _PURE
     if llama_cpp.llama_model_quantize(bytes(source), bytes(target), ctypes.byref(options)):
         raise RuntimeError(f"llama.cpp did not write {target.name} from {source.name}.")
 
