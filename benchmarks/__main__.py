@@ -103,12 +103,12 @@ def table(results: list[Result]) -> Table:
 
 def table_of_accuracy(scores: list[Scores]) -> Table:
     """Return a table of the scores."""
-    ways = next((list(each.by) for each in scores if each.by), [])
+    ways = list(dict.fromkeys(way for each in scores for way in each.by))
     new = Table(box=box.SIMPLE_HEAD, show_edge=False)
     for column in ("what", "measure", *ways, "kept"):
         new.add_column(column, justify="right" if column in ways else "left", no_wrap=True)
     for each in scores:
-        numbers = [f"{each.by[way]:.3f}" for way in ways] if each.by else ["-" for _ in ways]
+        numbers = [f"{each.by[way]:.3f}" if way in each.by else "-" for way in ways]
         new.add_row(each.what, each.metric, *numbers, each.skipped or each.note or each.kept)
     return new
 

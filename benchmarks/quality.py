@@ -11,7 +11,7 @@ import math
 import re
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -120,17 +120,27 @@ def _language_models(steps: int, windows: int) -> Iterator[Subject]:
 
 
 def _masked_model(checkpoint: Checkpoint) -> Subject:
-    """Return a model that fills in masked residues, calibrated on all sequences but the last."""
-    *calibrating, (measured, whole) = checkpoint.masked()
+    """Return a model of masked residues, measured on the last sequence, calibrated on variants of the others."""
+    *others, (measured, whole) = checkpoint.masked()
     places = torch.arange(1, len(whole) - 1)
 
     def logits(model: nn.Module) -> torch.Tensor:
         found: torch.Tensor = model(measured).logits[places - 1, places].float()
         return found
 
-    batches = [part for each, _ in calibrating for part in each.split(16)]
+    batches = [_mutated(other, checkpoint.tokens) for _, other in others for _ in range(8)]
     model, head = checkpoint.model.eval().requires_grad_(False), "cls.predictions.decoder"
     return Subject(CHECKPOINT_NAME, model, head, logits, whole[places], batches)
+
+
+def _mutated(sequence: torch.Tensor, tokens: Mapping[str, int]) -> torch.Tensor:
+    """Return variants: half of the residues are random, and a tenth is masked. Two sequences are too little data."""
+    residues = torch.tensor([tokens[residue] for residue in "ACDEFGHIKLMNPQRSTVWY"])
+    variants = sequence.repeat(16, 1)
+    inner = variants[:, 1:-1]
+    inner[:] = torch.where(torch.rand(inner.shape) < 0.5, residues[torch.randint(len(residues), inner.shape)], inner)
+    inner[torch.rand(inner.shape) < 0.1] = tokens["[MASK]"]
+    return variants
 
 
 Measured = Iterator[tuple[str, torch.Tensor, float]]

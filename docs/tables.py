@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 DOCS = Path(__file__).parent
-PAGES = (DOCS / "benchmark-tables.md",)
+PAGES = (DOCS / "benchmark-tables.md", DOCS / "quantization.md")
 FIGURES = DOCS / "figures" / "bench"
 _BETWEEN = re.compile(
-    r"(?<=<!-- )(?P<kind>figures|sizes|times) of (?P<names>[\w -]+) -->\n.*?(?=<!-- end -->)", re.DOTALL
+    r"(?<=<!-- )(?P<kind>figures|qualities|sizes|times) of (?P<names>[\w -]+) -->\n.*?(?=<!-- end -->)", re.DOTALL
 )
 _MAX_ROWS = 12
 """Longer tables show only the rows that missed their bounds, and means."""
@@ -168,7 +168,24 @@ def sizes(names: Sequence[str]) -> str:
     return "\n".join([_intro(names), "", *(f"| {' | '.join(line)} |" for line in lines), ""])
 
 
-_MAKE = {"figures": table, "sizes": sizes, "times": times}
+def qualities(names: Sequence[str]) -> str:
+    """Return a Markdown table of scores: a row for each format, by bits, and a column for each model and measure."""
+    columns: dict[str, dict[str, float]] = {}
+    bits: dict[str, float] = {}
+    for scores in (each for name in names if has_results(name) for each in run_of(name)["accuracy"]):
+        if scores["metric"] == _BITS:
+            bits = {**scores["by"], **bits}
+        else:
+            columns[f"{scores['metric']}, {scores['what']}"] = scores["by"]
+    lines = [["format", "bits", *columns], ["---", *("--:" for _ in range(len(columns) + 1))]]
+    for name in sorted(bits, key=lambda name: -bits[name]):
+        found = (f"{by[name]:.3g}" if name in by else "" for by in columns.values())
+        lines.append([name, f"{bits[name]:.2f}", *found])
+    return "\n".join([_intro(names), "", *(f"| {' | '.join(line)} |" for line in lines), ""])
+
+
+_BITS = "bits for each weight"
+_MAKE = {"figures": table, "qualities": qualities, "sizes": sizes, "times": times}
 
 
 def updated(page: str) -> str:

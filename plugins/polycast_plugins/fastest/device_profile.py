@@ -185,7 +185,7 @@ class DeviceProfile(Result):
         except (OSError, ValueError) as error:
             reason = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
             raise ValueError(
-                f"{str(path)!r} cannot be used as a profile: {reason}. Write one with `polycast profile --output PATH`."
+                f"{str(path)!r} cannot be used as a profile: {reason}. Write one with `polycast profile --json > PATH`."
             ) from error
 
     def _check(self) -> None:

@@ -72,12 +72,20 @@ def profile(device_type: str, *, refresh: bool = False) -> DeviceProfile:
         >>> polycast.profile("cpu").ratio("linear", 128, "bfloat16")  # doctest: +SKIP
         0.31
     """
+    found, complaint = obtain(device_type, refresh)
+    if complaint:
+        announce(complaint)
+    return found
+
+
+def obtain(device_type: str, refresh: bool) -> tuple[DeviceProfile, str]:
+    """Return a profile as :func:`profile` does, and a sentence if the device was measured, with noise; else ""."""
     found = None if refresh else find(device_type)
     if found is not None:
-        return found
+        return found, ""
     with _lock:
         found = None if refresh else find(device_type)  # another thread may have measured it
-        return _measured(get_backend(device_type), refresh) if found is None else found
+        return _measured(get_backend(device_type), refresh) if found is None else (found, "")
 
 
 def find(device_type: str) -> DeviceProfile | None:
@@ -161,7 +169,7 @@ def _named_by_user(device_type: str) -> DeviceProfile | None:
     return named if named.device_type == device_type else None
 
 
-def _measured(backend: Backend, refresh: bool) -> DeviceProfile:
+def _measured(backend: Backend, refresh: bool) -> tuple[DeviceProfile, str]:
     with _import_lock:
         from .measure import measure  # few programs measure
 
@@ -178,14 +186,15 @@ def _measured(backend: Backend, refresh: bool) -> DeviceProfile:
             forget(key)  # others may be on no disk
             found = find(backend.device_type)  # another process may have measured it
             if found is not None:
-                return found
+                return found, ""
         kept = _kept(backend, conditions)
         if kept.warning is not None:
             announce(kept.warning)
         threads = f"{conditions.threads} thread{'s' * (conditions.threads != 1)}"
         announce(f"measuring what is fast on {backend.device_type} with {threads}, once for this torch ...")
         began = time.perf_counter()
-        measured = _better(measure(backend), kept.profile)
+        new = measure(backend)
+        measured = kept.profile if new.is_noisy and kept.profile and kept.profile.noise <= new.noise else new
         _log.info("%s: the profile was measured in %.1f s", backend.device_type, time.perf_counter() - began)
         if measured is not kept.profile:
             try:
@@ -193,26 +202,22 @@ def _measured(backend: Backend, refresh: bool) -> DeviceProfile:
             except profile_file.ProfileFileError as error:
                 warn_user(f"polycast measured {backend.device_type} for this process alone: {error}")
     forget(key, Lookup(backend, measured) if _named_by_user(backend.device_type) is None else None)
-    return measured
+    return measured, noise_of(new, measured) if new.is_noisy else ""
 
 
-def _better(measured: DeviceProfile, kept: DeviceProfile | None) -> DeviceProfile:
-    """Return the new profile, or the kept one if the new one is noisy and no better; announce a noisy one."""
-    if not measured.is_noisy:
-        return measured
-    better = measured if kept is None or kept.noise > measured.noise else kept
-    used = "the times" if better is measured else f"the profile of {better.date}"
+def noise_of(measured: DeviceProfile, used: DeviceProfile) -> str:
+    """Return a sentence that says why a measurement is noisy, what is used, and what to do."""
     is_busy = measured.other_load > BUSY
     why = (
         f"other processes or a limit took {measured.other_load:.0%} of the processors' time"
         if is_busy
         else "repeated times differ"
     )
-    announce(
-        f"the measurement is noisy ({why}), so {used} will be used until you measure again while the machine is "
-        f"idle: polycast profile {measured.device_type} --refresh. Or set POLYCAST_PROFILE to a profile from --output."
+    return (
+        f"the measurement is noisy ({why}), so {'its times' if used is measured else f'the profile of {used.date}'} "
+        f"will be used until you measure again while the machine is idle: polycast profile {measured.device_type} "
+        "--refresh. Or set POLYCAST_PROFILE to a saved profile."
     )
-    return better
 
 
 def _reset_lock() -> None:

@@ -37,7 +37,7 @@ def kept_profile(profile_of, tmp_path, monkeypatch):
 
 
 def test_a_profile_that_is_wider_than_the_terminal_is_shown_in_words(in_terminal, kept_profile):
-    said = " ".join(in_terminal("profile"))
+    said = " ".join(in_terminal("profile", "--table"))
     assert re.search(r"linear, 1 row of 4 K: float32 [\d.]+ us, bfloat16 [\d.]+, float16 [\d.]+, int8 ", said)
     assert "-----" not in said
 
@@ -52,6 +52,7 @@ def test_a_profile_that_is_wider_than_the_terminal_is_shown_in_words(in_terminal
         ["ops", "cpu", "--drift"],
         ["explain", "model.py:build"],
         ["profile"],
+        ["profile", "--table"],
         ["run", "--help"],
     ],
     ids=" ".join,

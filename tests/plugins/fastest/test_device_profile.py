@@ -159,7 +159,7 @@ def test_a_text_that_is_no_profile_is_refused(tmp_path, subtests):
 
 
 def test_a_file_that_is_not_there_or_not_text_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="No such file or directory. Write one with `polycast profile --output PATH`"):
+    with pytest.raises(ValueError, match="No such file or directory. Write one with `polycast profile --json > PATH`"):
         polycast.DeviceProfile.load(tmp_path / "none.json")
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ValueError, match="cannot be used as a profile"):

@@ -22,8 +22,8 @@ def test_a_noisy_profile_is_kept_with_a_message_until_a_better_one_is_measured(n
     assert first.is_noisy
     why = "repeated times differ" if measured.noisy else "other processes or a limit took 31% of the processors' time"
     assert (
-        f"polycast: the measurement is noisy ({why}), so the times will be used until you measure again while the "
-        "machine is idle: polycast profile cpu --refresh. Or set POLYCAST_PROFILE to a profile from --output.\n"
+        f"polycast: the measurement is noisy ({why}), so its times will be used until you measure again while the "
+        "machine is idle: polycast profile cpu --refresh. Or set POLYCAST_PROFILE to a saved profile.\n"
     ) in capsys.readouterr().err
     forget()  # as in another process
     assert polycast.profile("cpu") == first
@@ -102,7 +102,7 @@ def test_a_named_profile_that_is_bad_is_an_error(text, reason, kept, tmp_path, m
     if text is not None:
         path.write_text(text)
     monkeypatch.setenv("POLYCAST_PROFILE", str(path))
-    expected = rf"^POLYCAST_PROFILE: '{path}' cannot be used as a profile: {reason}.*`polycast profile --output PATH`"
+    expected = rf"^POLYCAST_PROFILE: '{path}' cannot be used as a profile: {reason}.*`polycast profile --json > PATH`"
     with pytest.raises(ValueError, match=expected):
         polycast.profile("cpu")
     with pytest.raises(ValueError, match=expected):
