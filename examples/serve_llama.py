@@ -18,12 +18,12 @@ import contextlib
 import json
 import math
 import multiprocessing
+import multiprocessing.connection
 import os
 import signal
 import socket
 import sys
 import tempfile
-import threading
 import time
 import urllib.request
 import uuid
@@ -76,6 +76,10 @@ class Server:
         if request.text is not None and self.tokenizer is None:
             raise HTTPException(400, "the folder has no tokenizer: send tokens")
         tokens = request.tokens if request.text is None else self.tokenizer(request.text)["input_ids"]
+        if not all(0 <= token < self.model.config.vocab_size for token in tokens):
+            raise HTTPException(400, f"tokens must be from 0 to {self.model.config.vocab_size - 1}")
+        if request.max_new_tokens < 1:
+            raise HTTPException(400, f"max_new_tokens must be at least 1, got {request.max_new_tokens}")
         most = min(KEPT.num_blocks * KEPT.page_size, self.model.config.max_position_embeddings) - request.max_new_tokens
         if not 0 < len(tokens) <= most:
             raise HTTPException(400, f"the prompt has {len(tokens)} tokens: send 1 to {most}")
@@ -86,7 +90,8 @@ class Server:
         outputs: asyncio.Queue[Any] = asyncio.Queue()
         name, sent, started, output = str(uuid.uuid4()), "", time.perf_counter(), None
         self.manager.register_result_handler(name, outputs.put_nowait)
-        self.manager.add_request(prompt, name, request.max_new_tokens, streaming=True)
+        if self.manager.add_request(prompt, name, request.max_new_tokens, streaming=True) is None:
+            raise RuntimeError("the thread that decodes has ended: see its error above")
         try:
             while output is None or not output.is_finished():
                 output = await outputs.get()
@@ -96,9 +101,9 @@ class Server:
                 if request.text is None:
                     text = "".join(f"{token}\n" for token in tokens)
                 else:
-                    text = self.tokenizer.decode(tokens, skip_special_tokens=True).removesuffix(
-                        "\N{REPLACEMENT CHARACTER}"
-                    )
+                    text = self.tokenizer.decode(
+                        tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
+                    ).rstrip("\N{REPLACEMENT CHARACTER}")  # one or more stand for a character that is not complete
                 yield text[len(sent) :]
                 sent = text
         finally:
@@ -210,11 +215,12 @@ def main() -> None:
     parser.add_argument("--try", dest="tries", type=int, default=0, help="answer so many requests, and end")
     options = parser.parse_args()
 
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # which ends the other processes, that are daemons
     processes = multiprocessing.get_context("spawn")
     torch_threads = max(1, torch.get_num_threads() // options.processes)
 
     def run(*call: Any) -> None:  # in a process of its own, so that its memory is returned
-        process = processes.Process(target=call[0], args=call[1:])
+        process = processes.Process(target=call[0], args=call[1:], daemon=True)
         process.start()
         process.join()
         if process.exitcode != 0:
@@ -228,7 +234,7 @@ def main() -> None:
                 run(compare, folder, way, options.compare.read_text(encoding="utf-8"))
             return
         arguments = (folder, options.recipe, torch_threads, listener)
-        workers = [processes.Process(target=serve, args=arguments) for _ in range(options.processes)]
+        workers = [processes.Process(target=serve, args=arguments, daemon=True) for _ in range(options.processes)]
         for worker in workers:
             worker.start()
         port = listener.getsockname()[1]
@@ -239,9 +245,9 @@ def main() -> None:
                     for answer in clients.map(ask, [port] * options.tries, range(options.tries)):
                         print("answer:", answer, flush=True)
             else:
-                signal.signal(signal.SIGTERM, lambda *_: sys.exit())
                 with contextlib.suppress(KeyboardInterrupt):
-                    threading.Event().wait()
+                    multiprocessing.connection.wait([worker.sentinel for worker in workers])
+                    raise SystemExit("a process of the server ended: see its error above")
         finally:
             for worker in workers:
                 worker.terminate()

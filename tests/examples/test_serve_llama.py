@@ -1,11 +1,14 @@
 """The server of a LLaMA: text in, text out, from processes that share what is made of the weights."""
 
+import asyncio
+import importlib.util
 import json
 import os
 import pydoc
 import re
 import subprocess
 import sys
+import types
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -77,7 +80,8 @@ def test_text_is_answered_with_the_text_of_the_tokens_and_a_termination_leaves_n
         assert len(tokens) == 8
         text = post(port, text=PROMPT, max_new_tokens=8)
         assert text == tokenizer.decode(list(map(int, tokens))).removesuffix("\N{REPLACEMENT CHARACTER}")
-        for wrong in ({"text": ""}, {}, {"tokens": [1], "max_new_tokens": 10_000}):
+        lengths = [{"tokens": [1], "max_new_tokens": count} for count in (10_000, 0, -1)]
+        for wrong in ({"text": ""}, {}, *lengths, {"tokens": [512]}, {"tokens": [-1]}):
             with pytest.raises(urllib.error.HTTPError, match="400"):
                 post(port, **wrong)
         process.terminate()
@@ -114,3 +118,36 @@ def test_a_recipe_is_compared_with_float32_on_a_text(folder, tmp_path):
     (first, exact), (second, low) = found
     assert (first, second) == ("float32", "int4")
     assert abs(float(low) / float(exact) - 1) < 0.1
+
+
+def test_a_character_of_several_tokens_is_sent_when_it_is_complete(folder):
+    from tokenizers import decoders
+
+    spec = importlib.util.spec_from_file_location("serve_llama", EXAMPLE)
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])  # that of LLaMA 2
+    tokens = ["a", "<0xE2>", "<0x82>", "<0xAC>", "b"]
+
+    class Manager:
+        def register_result_handler(self, name, put):
+            for count in range(1, len(tokens) + 1):
+                finished = count == len(tokens)
+                put(
+                    types.SimpleNamespace(error=None, generated_tokens=tokens[:count], is_finished=lambda f=finished: f)
+                )
+
+        def add_request(self, prompt, name, *arguments, **options):
+            return name
+
+        def cancel_request(self, name):
+            pass
+
+    server = object.__new__(example.Server)
+    server.manager, server.cache = Manager(), polycast.WeightCache()
+    server.tokenizer = types.SimpleNamespace(decode=lambda tokens, **options: decoder.decode(tokens))
+
+    async def answer():
+        return [text async for text in server.generate(example.Request(text=""), [])]
+
+    assert "".join(asyncio.run(answer())) == "a\N{EURO SIGN}b"
