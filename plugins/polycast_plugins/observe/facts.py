@@ -177,7 +177,7 @@ class Run:
         processors: the names of these devices, such as the processor's.
         num_threads: torch's threads.
         date: when the block was entered, as in ``"2026-05-01 09:30 UTC"``.
-        command: the command line of the process, at most 300 characters.
+        command: the command line of the process, at most 300 characters, ``...`` for values of tokens and passwords.
         emulated: why a fast dtype is slow on a device, by device and dtype, as in ``"cpu bfloat16"``.
         threads: ``"this"`` or ``"all"``.
         timing: whether times were measured.

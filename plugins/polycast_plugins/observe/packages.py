@@ -2,6 +2,7 @@
 
 import contextlib
 import platform
+import re
 import shlex
 import sys
 import textwrap
@@ -27,7 +28,8 @@ def machine() -> dict[str, Any]:
         packages = backends().in_use()
     except ValueError:  # a variable of polycast is invalid
         packages = {}
-    program, *arguments = sys.orig_argv or [""]
+    secret = r"(?i)((?:token|secret|password|passwd|api[-_]?key)(?:=|\0(?!-)))[^\0]*"  # not --max-tokens
+    program, *arguments = re.sub(secret, r"\1...", "\0".join(sys.orig_argv)).split("\0")
     command = " ".join(shlex.join([Path(program).name, *arguments]).split())
     return {
         "versions": {"polycast": __version__, "torch": str(torch.__version__), "python": platform.python_version()},

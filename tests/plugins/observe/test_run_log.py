@@ -313,3 +313,12 @@ def test_records_that_are_written_are_read(path):
     assert polycast.RunHistory.load(path) == history
     assert [record.step for record in history.steps] == [1, 3]
     assert path.read_text().splitlines()[0] == '{"step": 1}'
+
+
+def test_the_command_has_no_values_of_arguments_that_name_secrets(monkeypatch):
+    arguments = ["--api-key", "s3", "HF_TOKEN=s3", "--password=s 3", "--max-tokens", "5", "--use-token", "--lr=1"]
+    monkeypatch.setattr("sys.orig_argv", ["/bin/python", "train.py", *arguments])
+    expected = "python train.py --api-key ... HF_TOKEN=... --password=... --max-tokens 5 --use-token --lr=1"
+    with polycast.observe() as seen:
+        pass
+    assert seen.run.command == expected
