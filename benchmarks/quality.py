@@ -148,9 +148,9 @@ Measured = Iterator[tuple[str, torch.Tensor, float]]
 
 
 def _of_polycast(subject: Subject) -> Measured:
-    def measured(name: str, recipe: Any, in_int8: Sequence[str] = ()) -> tuple[str, torch.Tensor, float]:
+    def measured(name: str, recipe: Any, of_head: Any = None) -> tuple[str, torch.Tensor, float]:
         cache = polycast.WeightCache()
-        rules = polycast.Policy(modules={module: polycast.Int8(min_size=0) for module in in_int8})
+        rules = polycast.Policy(modules={subject.head: of_head} if of_head else {})
         region = polycast.autocast("cpu", recipe=recipe, cache=cache)
         with torch.no_grad(), polycast.apply_policy(subject.model, rules), region:
             logits = subject.logits(subject.model)
@@ -160,8 +160,8 @@ def _of_polycast(subject: Subject) -> Measured:
     yield measured("bfloat16", "none")
     int8 = polycast.Int8(min_size=0)
     yield measured("int8", int8)
-    calibration = polycast.calibrate(subject.model, subject.batches, int8)
-    yield measured("int8, calibrated", int8.with_options(calibration=calibration))
+    calibrated_int8 = int8.with_options(calibration=polycast.calibrate(subject.model, subject.batches, int8))
+    yield measured("int8, calibrated", calibrated_int8)
     for group in (32, 64, 128):
         name, recipe = f"int4, groups of {group}", polycast.Int4(group, min_size=0)
         calibration = polycast.calibrate(subject.model, subject.batches, recipe)
@@ -171,8 +171,8 @@ def _of_polycast(subject: Subject) -> Measured:
         yield measured(f"{name}, with factors only", recipe.with_options(calibration=factors_only))
         yield measured(f"{name}, calibrated", calibrated)
         if group == 32:
-            yield measured(f"{name}, output layer in int8", recipe, [subject.head])
-            yield measured(f"{name}, calibrated, output layer in int8", calibrated, [subject.head])
+            yield measured(f"{name}, output layer in int8", recipe, int8)
+            yield measured(f"{name}, calibrated, output layer in int8", calibrated, calibrated_int8)
 
 
 def _linear_layers(model: nn.Module) -> list[nn.Linear]:

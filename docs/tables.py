@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 DOCS = Path(__file__).parent
-PAGES = (DOCS / "benchmark-tables.md", DOCS / "quantization.md")
+PAGES = (DOCS / "benchmark-tables.md", DOCS / "benchmarks.md")
 FIGURES = DOCS / "figures" / "bench"
 _BETWEEN = re.compile(
     r"(?<=<!-- )(?P<kind>figures|qualities|sizes|times) of (?P<names>[\w -]+) -->\n.*?(?=<!-- end -->)", re.DOTALL
@@ -179,7 +179,7 @@ def qualities(names: Sequence[str]) -> str:
             columns[f"{scores['metric']}, {scores['what']}"] = scores["by"]
     lines = [["format", "bits", *columns], ["---", *("--:" for _ in range(len(columns) + 1))]]
     for name in sorted(bits, key=lambda name: -bits[name]):
-        found = (f"{by[name]:.3g}" if name in by else "" for by in columns.values())
+        found = (f"{by[name]:.4g}" if name in by else "" for by in columns.values())
         lines.append([name, f"{bits[name]:.2f}", *found])
     return "\n".join([_intro(names), "", *(f"| {' | '.join(line)} |" for line in lines), ""])
 
