@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-FORMATS = {"Q4_0": 2, "Q4_K_M": 15, "Q8_0": 7, "F16": 1, "BF16": 32, "Q4_K": 14, "IQ4_XS": 30}
-"""The formats of the benchmarks, with their numbers as `llama_ftype`."""
+FORMATS = {"Q4_0": 2, "Q4_K_M": 15, "Q8_0": 7, "F16": 1, "BF16": 32}
+"""The formats that are timed, with their numbers as `llama_ftype`."""
+_ALL = {**FORMATS, "Q4_K": 14, "IQ4_XS": 30}
 _PURE = {"Q4_K"}
 """Formats that all matrices get; others give some of them more bits."""
 
@@ -68,7 +69,7 @@ def quantize(source: Path, target: Path, name: str) -> None:
 
     _be_quiet()
     options = llama_cpp.llama_model_quantize_default_params()
-    options.ftype = FORMATS[name]
+    options.ftype = _ALL[name]
     options.pure = name in _PURE
     if llama_cpp.llama_model_quantize(bytes(source), bytes(target), ctypes.byref(options)):
         raise RuntimeError(f"llama.cpp did not write {target.name} from {source.name}.")
