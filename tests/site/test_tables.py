@@ -147,3 +147,15 @@ def test_times_stand_side_by_side_for_the_most_threads(tables, save):
         "|  | float32 | copy | int8 |\n| --- | --: | --: | --: |\n"
         "| a | 250 ms | 0.50 | 0.25 |\n| b, small |  | - |  |\n"
     )
+
+
+def test_formats_stand_by_their_bits(tables, tmp_path, monkeypatch):
+    monkeypatch.setattr(tables, "FIGURES", tmp_path)
+    by = {"bits for each weight": {"a": 4.0, "b": 8.25}, "error": {"b": 0.125, "a": 0.5}, "other": {"a": 2.0}}
+    accuracy = [{"what": "model", "metric": metric, "by": values} for metric, values in by.items()]
+    about = {"date": "2026-01-31", "cpu": "a CPU", "cores": 4, "torch": "2.13"}
+    run = {"quick": False, "environment": about, "accuracy": accuracy}
+    (tmp_path / "some.json").write_text(json.dumps(run), encoding="utf-8")
+    text = tables.qualities(["some"])
+    assert "| format | bits | error, model | other, model |" in text
+    assert rows(text) == ["| b | 8.25 | 0.125 |  |", "| a | 4.00 | 0.5 | 2 |"]
