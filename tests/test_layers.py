@@ -208,7 +208,7 @@ def lines_of(function):
     return body[-1].end_lineno - body[0].lineno + 1
 
 
-BOUNDS = [("core", ".py", 16_741), ("core", ".h .cpp", 6_985), ("core backends plugins", ".py", 42_400)]
+BOUNDS = [("core", ".py", 16_735), ("core", ".h .cpp", 6_985), ("core backends plugins", ".py", 42_386)]
 """Folders, kinds of files, and their lines at most, docstrings and comments included. A change that needs more says
 what users gain by it."""
 

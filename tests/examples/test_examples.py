@@ -90,20 +90,16 @@ def test_the_plain_loop_learns_the_same_where_it_is_resumed(train):
     assert stopped + train(*arguments, "--epochs", "2", "--resume", "digits.pt") == whole
 
 
-def test_the_demo_compares_accuracy_dtypes_and_time(run_digits):
-    lines = run_digits("demo.py", EPOCHS=3, FEATURES=256, ROWS=64, ROUNDS=1)  # `make demo` runs it as it is
+def test_the_demo_compares_speed_accuracy_and_dtypes(run_digits):
+    lines = run_digits("demo.py", EPOCHS=3, FEATURES=256, ROWS=[1, 64], ROUNDS=1)  # `make demo` runs it as it is
     said = "\n".join(lines)
+    ways = ["torch.autocast", "polycast.autocast", "polycast, WeightCache"]
+    assert re.findall(r"^(\S.*?)  +[\d.]+  +[\d.]+$", said, re.MULTILINE)[:3] == ways
     accuracy = dict(re.findall(r"^(\S+) +accuracy ([\d.]+)%, loss ", said, re.MULTILINE))
-    assert list(accuracy) == ["float32", "torch.autocast", "polycast.autocast"]
+    assert list(accuracy) == ["float32", *ways[:2]]
     assert min(map(float, accuracy.values())) >= 95
-    dtypes = {layer: each for layer, *each in map(str.split, filter(None, lines)) if len(each) == 3}
-    assert dtypes["conv1"] == ["torch.float32", "torch.bfloat16", "torch.bfloat16"]
-    assert dtypes["loss"] == ["torch.float32"] * 3
-    times = re.findall(r"^(.+?) +[\d.]+ ms, [\d.]+ of float32$", said, re.MULTILINE)
-    assert times[:3] == list(accuracy)
-    assert re.fullmatch(
-        r"On cpu, polycast trains like torch.autocast, and infers in [\d.]+ of float32's time\.", lines[-1]
-    )
+    assert "torch.autocast computes with the old one. polycast.autocast computes with the new one." in said
+    assert "The 11 output dtypes under polycast.autocast are those under torch.autocast." in lines
 
 
 def test_a_program_of_torchs_runs_on_polycast_unchanged(run):

@@ -6,7 +6,6 @@ recipes compile theirs when they are first used.
 
 import os
 import sys
-import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -23,9 +22,6 @@ from .terminal import library_errors
 
 Library: TypeAlias = Any
 """A :class:`polycast.plugin.NativeLibrary`, or what its `of_engine` and `of_ops` return."""
-
-
-_echoing = threading.Lock()
 
 
 def run() -> None:
@@ -82,8 +78,7 @@ def _build(library: Library, shown: Progress) -> str:
     task = shown.add_task(f"compiling {library.description}", total=None)
     try:
         if shown.disable and not library.is_built():
-            with _echoing:  # text files lose lines of threads that write at once
-                typer.echo(f"polycast: compiling {library.description} ...", err=True)
+            typer.echo(f"polycast: compiling {library.description} ...", err=True)
         return f"{library.build()} ({time.perf_counter() - started:.1f} s)"
     finally:
         shown.remove_task(task)

@@ -30,6 +30,7 @@ ALL = [*OWN, OPS]
 def compiler(monkeypatch, tmp_path):
     """Return a function that has a script be the compiler, where nothing is built yet."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr("polycast.toolchain.load._origins", {})  # of libraries that other tests have loaded
 
     def behave(code):
         script = tmp_path / "c++"

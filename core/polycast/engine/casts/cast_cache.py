@@ -17,8 +17,6 @@ from typing import Any, NamedTuple, NoReturn, Protocol, TypeAlias, TypeVar, cast
 import torch
 from typing_extensions import Self
 
-from ...policy.result import html_table
-
 EntryKind: TypeAlias = torch.dtype | int
 """The kind of an entry: the dtype of a cast, or the id of a prepacked weight (`Plan.new_id`, recipes/plan.py)."""
 
@@ -144,6 +142,8 @@ class CastCache:
         return f"<WeightCache: entries {entries}, MiB {size:.1f}, hits {stats.hits}, misses {stats.misses}>"
 
     def _repr_html_(self) -> str:
+        from ...policy.result import html_table  # few regions need it
+
         return html_table(("WeightCache", ""), vars(self.stats()).items())
 
     def __deepcopy__(self, memo: object) -> Self:
