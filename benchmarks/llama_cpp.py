@@ -55,7 +55,7 @@ STEPS: Mapping[Step, int] = {
     Step(1, OF_SEVERAL, 4): 6,
     _SEVERAL: 6,
 }
-"""What is timed, and in how many rounds."""
+"""The steps that are timed, and in how many rounds."""
 _MANY = {Step(8): 0.8, Step(128): 0.6, Step(512): 0.6, _SEVERAL: 0.6, Step(1, LONGEST): 1.0}
 BOUNDS: Mapping[tuple[str, str], Mapping[Step, float]] = {
     (INT4, "Q4_0"): {Step(1): 1.0, **_MANY},

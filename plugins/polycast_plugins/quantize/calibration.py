@@ -67,7 +67,7 @@ class CalibratedWeight:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Calibration(Result):
-    """What :func:`calibrate` found for a model's weights, for ``Int8(calibration=...)`` and ``Int4(calibration=...)``.
+    """The factors and levels that :func:`calibrate` found, for ``Int8(calibration=...)`` and ``Int4(calibration=...)``.
 
     *Factors* for the input channels: a kernel divides activations by them and multiplies the weight by them before it
     quantizes both. This does not change the product, but channels of the activations that are much larger than the

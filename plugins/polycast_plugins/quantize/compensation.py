@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 
 _DAMPING = 0.01
-"""What is added to the diagonal of the moments, relative to its mean: inputs of few rows determine too little."""
+"""The number added to the diagonal of the moments, relative to its mean: few rows of inputs determine too little."""
 
 
 def compensate_errors(

@@ -47,7 +47,7 @@ class Products:
         self._by_values: dict[str, WeightProducts] = {}
         self._last: tuple[torch.Tensor, int] | None = None
         self._given: list[Moments] = []
-        """What was given the last activations."""
+        """The moments that were given the last activations."""
         self._collects_moments = False
         for name, parameter in parameters_by_name(model).items():
             self._names.setdefault(id(parameter), name)
