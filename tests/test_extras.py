@@ -1,4 +1,4 @@
-"""What works with the required libraries only, and what says which extra has the library that it lacks."""
+"""Use without the optional libraries: most of polycast works, and the rest names the extra that it lacks."""
 
 import importlib.metadata
 import json

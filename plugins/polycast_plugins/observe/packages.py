@@ -1,4 +1,4 @@
-"""What computes, for the records of a run: versions, packages, the engine, processors and the command."""
+"""The fields that the records of a run have about versions, packages, the engine, processors and the command."""
 
 import contextlib
 import platform

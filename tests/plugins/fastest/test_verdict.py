@@ -1,4 +1,4 @@
-"""What `polycast profile` concludes from the times of a profile."""
+"""The verdict that `polycast profile` draws from the times of a profile."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""What the summary of an observation and its report say first, set apart, and say once."""
+"""The summary of an observation and its report: which share comes first, and what is set apart and said once."""
 
 import re
 
