@@ -11,6 +11,8 @@ import torch
 FORMATS = {"Q4_0": 2, "Q4_K_M": 15, "Q8_0": 7, "F16": 1, "BF16": 32}
 """The formats that are timed, with their numbers as `llama_ftype`."""
 _ALL = {**FORMATS, "Q4_K": 14, "IQ4_XS": 30}
+_FIRST_BYTE = 3
+"""The token of the character 0, after <unk>, <s> and </s>."""
 _PURE = {"Q4_K"}
 """Formats that all matrices get; others give some of them more bits."""
 
@@ -31,7 +33,7 @@ def permuted(weight: torch.Tensor, heads: int) -> torch.Tensor:
 
 
 def write(model: Any, path: Path) -> None:
-    """Write the weights of a LlamaForCausalLM in float32, without a tokenizer."""
+    """Write the weights of a LlamaForCausalLM in float32, with a vocabulary for :func:`tokens_of`."""
     import gguf
 
     config = model.config
@@ -45,8 +47,7 @@ def write(model: Any, path: Path) -> None:
     writer.add_rope_dimension_count(config.head_dim)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_vocab_size(config.vocab_size)
-    writer.add_tokenizer_model("no_vocab")
+    _add_vocabulary(writer, config.vocab_size)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
     heads = {"q_proj.weight": config.num_attention_heads, "k_proj.weight": config.num_key_value_heads}
     for name, weight in model.state_dict().items():
@@ -57,6 +58,27 @@ def write(model: Any, path: Path) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def _add_vocabulary(writer: Any, size: int) -> None:
+    """Add a vocabulary in which each character of ASCII is a token, and other tokens have names."""
+    from gguf import TokenType
+
+    kinds = [(TokenType.UNKNOWN, "<unk>"), (TokenType.CONTROL, "<s>"), (TokenType.CONTROL, "</s>")]
+    kinds += [(TokenType.BYTE, f"<0x{byte:02X}>") for byte in range(128)]
+    kinds += [(TokenType.NORMAL, f"<{number}>") for number in range(len(kinds), size)]
+    writer.add_vocab_size(size)
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list([name for _, name in kinds[:size]])
+    writer.add_token_scores([0.0] * size)
+    writer.add_token_types([kind for kind, _ in kinds[:size]])
+    writer.add_add_bos_token(False)
+    writer.add_add_space_prefix(False)
+
+
+def tokens_of(text: str) -> list[int]:
+    """Return the tokens of a text of ASCII."""
+    return [_FIRST_BYTE + byte for byte in text.encode("ascii")]
 
 
 def quantize(source: Path, target: Path, name: str) -> None:

@@ -1,4 +1,4 @@
-"""Write the tables of docs/benchmark-tables.md from docs/figures/bench."""
+"""Write the tables of pages from docs/figures/bench."""
 
 import json
 import re
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 DOCS = Path(__file__).parent
-PAGES = (DOCS / "benchmark-tables.md", DOCS / "benchmarks.md")
+PAGES = (DOCS / "benchmark-tables.md", DOCS / "benchmarks.md", DOCS / "serve.md")
 FIGURES = DOCS / "figures" / "bench"
 _BETWEEN = re.compile(
     r"(?<=<!-- )(?P<kind>figures|qualities|sizes|times) of (?P<names>[\w -]+) -->\n.*?(?=<!-- end -->)", re.DOTALL
@@ -92,13 +92,18 @@ def _verdict(results: Sequence[dict[str, Any]], shown: int) -> str:
     return f"{verdict} Of the {len(results)} rows those that missed are shown, and means."
 
 
-def _intro(names: Sequence[str]) -> str:
-    """Return the machines of some benchmarks, the command, and the benchmarks without results."""
+def _intro(names: Sequence[str], threads: int = 0) -> str:
+    """Return the machines of some benchmarks, the command, and the benchmarks without results.
+
+    Args:
+        names: the benchmarks.
+        threads: the number of threads of all shown figures; 0 if it is shown with each.
+    """
     missing = [name for name in names if not has_results(name)]
     machines: dict[str, list[str]] = {}
     for name in names:
         if name not in missing:
-            machines.setdefault(machine(run_of(name)), []).append(name)
+            machines.setdefault(machine(run_of(name), threads), []).append(name)
     lines = [
         where if len(machines) == 1 else f"{', '.join(f'`{name}`' for name in of)}: {where}"
         for where, of in machines.items()
@@ -159,13 +164,16 @@ def _times(results: Sequence[dict[str, Any]]) -> str:
 def sizes(names: Sequence[str]) -> str:
     """Return a Markdown table of the figures that have a unit: a row for each way, and a column for each measure."""
     rows: dict[str, dict[str, str]] = {}
-    for result in (each for run in _results(names) for each in run if each["unit"] and each["measured"] is not None):
+    found = [each for run in _results(names) for each in run if each["unit"] and each["measured"] is not None]
+    numbers = {each["threads"] for each in found}
+    for result in found:
         way, _, measure = result["what"].rpartition(", ")
         rows.setdefault(way, {})[measure] = f"{result['measured']:,.1f}{result['unit']}"
     columns = list(dict.fromkeys(measure for cells in rows.values() for measure in cells))
     lines = [["", *columns], ["---", *("--:" for _ in columns)]] if rows else []
     lines += [[way, *(cells.get(column, "") for column in columns)] for way, cells in rows.items()]
-    return "\n".join([_intro(names), "", *(f"| {' | '.join(line)} |" for line in lines), ""])
+    intro = _intro(names, *(numbers if len(numbers) == 1 else ()))
+    return "\n".join([intro, "", *(f"| {' | '.join(line)} |" for line in lines), ""])
 
 
 def qualities(names: Sequence[str]) -> str:

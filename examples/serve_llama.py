@@ -1,8 +1,9 @@
 """Serve a LLaMA on a CPU: text in, streaming text out, from processes that share its weights and what is made of them.
 
-The weights are mapped into memory from their folder. What polycast makes of them for a recipe is saved there once, and
-mapped too, so that all processes share both. Requests that arrive together are decoded together: transformers'
-continuous batching adds each to the batch that runs. The model, its tokenizer and its loop are those of transformers.
+The weights are mapped into memory from their folder. What polycast makes of them for a recipe is saved there once, or
+in the user's cache if the folder is read-only, and mapped too, so that all processes share both. Requests that arrive
+together are decoded together: transformers' continuous batching adds each to the batch that runs. The model, its
+tokenizer and its loop are those of transformers.
 
     pip install "polycast[serve]"
     python examples/serve_llama.py --weights FOLDER
@@ -27,8 +28,9 @@ import tempfile
 import time
 import urllib.request
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +49,7 @@ SIZES = {
 }
 KEPT = ContinuousBatchingConfig(num_blocks=64, page_size=64, max_batch_tokens=256, use_cuda_graph=False)
 """The tokens whose keys and values are kept, of all requests together: num_blocks * page_size."""
+ENDED = "a process of the server ended: see its error above"
 
 
 class Request(BaseModel):
@@ -124,13 +127,17 @@ def load(folder: Path, dtype: Any) -> tuple[Any, Any]:
 
 def load_cache(folder: Path, recipe: str, model: torch.nn.Module) -> polycast.WeightCache:
     """Return the saved cache; if there is none, or it is of other weights or versions, make and save it."""
-    path = folder / f"polycast-{recipe}.safetensors"
-    if path.exists():
-        try:
-            return polycast.WeightCache.load(path, model)
-        except ValueError as error:
-            print(error, flush=True)
-    print(f"making {path.name}, once", flush=True)
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "polycast" / "packed"
+    folders, name = [folder, caches.joinpath(*folder.resolve().parts[1:])], f"polycast-{recipe}.safetensors"
+    for path in (each / name for each in folders):
+        if path.exists():
+            try:
+                return polycast.WeightCache.load(path, model)
+            except ValueError as error:
+                print(error, flush=True)
+    path = folders[0 if os.access(folder, os.W_OK) else 1] / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    print(f"making {path}, once", flush=True)
     cache = polycast.WeightCache()
     with torch.inference_mode(), polycast.autocast("cpu", recipe=recipe, cache=cache):
         model(torch.tensor([[0]]))
@@ -167,8 +174,8 @@ def compare(folder: Path, recipe: str, text: str) -> None:
     print(f"{recipe}: perplexity {perplexity:.2f}, {count / min(times):.1f} tokens a second, {memory()}", flush=True)
 
 
-def serve(folder: Path, recipe: str, torch_threads: int, listener: socket.socket) -> None:
-    """Answer requests until the process is terminated."""
+def serve(folder: Path, recipe: str, torch_threads: int, listener: socket.socket, ready: Connection) -> None:
+    """Load the model, say so, and answer requests until the process is terminated."""
     # uvicorn stops at these signals, and raises them again: that must not end the process before libraries clean up.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process terminates this one
@@ -179,22 +186,46 @@ def serve(folder: Path, recipe: str, torch_threads: int, listener: socket.socket
     async def generate(request: Request) -> StreamingResponse:
         return StreamingResponse(server.generate(request, server.tokens_of(request)), media_type="text/plain")
 
+    ready.send(None)
     try:
         uvicorn.Server(uvicorn.Config(app, log_level="warning")).run(sockets=[listener])
     finally:
         server.manager.stop(hard_stop=True)
 
 
-def prepare(folder: Path, recipe: str, size: str) -> None:
-    """Write random weights if there are none, and what polycast makes of the weights."""
-    if not (folder / "config.json").exists():
+def prepare(folder: Path, recipe: str, size: str | None) -> None:
+    """Write what polycast makes of the weights, and before it, if a size is given, random weights."""
+    if size is not None:
         # No token ends the answers: with random weights, any may be next.
         LlamaForCausalLM(LlamaConfig(**SIZES[size], eos_token_id=None)).save_pretrained(folder)
     load_cache(folder, recipe, load(folder, "auto")[0])
 
 
+@contextlib.contextmanager
+def started(processes: Any, count: int, arguments: tuple[Any, ...]) -> Iterator[list[Any]]:
+    """Start processes that serve, and yield them when all have loaded the model. They end with the block."""
+    workers, loaded = [], []
+    try:
+        for _ in range(count):
+            ready, told = processes.Pipe(duplex=False)
+            workers.append(processes.Process(target=serve, args=(*arguments, told), daemon=True))
+            workers[-1].start()
+            told.close()  # so that the end of the process ends the pipe
+            loaded.append(ready)
+        try:
+            for ready in loaded:
+                ready.recv()
+        except EOFError:
+            raise SystemExit(ENDED) from None
+        yield workers
+    finally:
+        for worker in workers:
+            worker.terminate()
+            worker.join()
+
+
 def ask(port: int, number: int) -> str:
-    """Return the answer to a request, which waits until a process accepts it."""
+    """Return the answer to a request."""
     content = json.dumps({"tokens": [1, number], "max_new_tokens": 8}).encode()
     request = urllib.request.Request(f"http://127.0.0.1:{port}/generate", content, {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=300) as answer:
@@ -214,6 +245,8 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--try", dest="tries", type=int, default=0, help="answer so many requests, and end")
     options = parser.parse_args()
+    if options.weights and not (options.weights / "config.json").exists():
+        parser.error(f"--weights {options.weights}: expected a folder with config.json, as save_pretrained writes it")
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # which ends the other processes, that are daemons
     processes = multiprocessing.get_context("spawn")
@@ -226,32 +259,28 @@ def main() -> None:
         if process.exitcode != 0:
             raise SystemExit(process.exitcode)
 
-    with tempfile.TemporaryDirectory() as made, socket.create_server(("127.0.0.1", options.port)) as listener:
+    with (
+        contextlib.suppress(KeyboardInterrupt),
+        tempfile.TemporaryDirectory() as made,
+        socket.create_server(("127.0.0.1", options.port)) as listener,
+    ):
         folder = options.weights or Path(made)
-        run(prepare, folder, options.recipe, options.size)
+        run(prepare, folder, options.recipe, None if options.weights else options.size)
         if options.compare:
             for way in ("float32", options.recipe):
                 run(compare, folder, way, options.compare.read_text(encoding="utf-8"))
             return
         arguments = (folder, options.recipe, torch_threads, listener)
-        workers = [processes.Process(target=serve, args=arguments, daemon=True) for _ in range(options.processes)]
-        for worker in workers:
-            worker.start()
-        port = listener.getsockname()[1]
-        print(f"listening on port {port}", flush=True)
-        try:
+        with started(processes, options.processes, arguments) as workers:
+            port = listener.getsockname()[1]
+            print(f"listening on port {port}", flush=True)
             if options.tries:
                 with ThreadPoolExecutor(options.tries) as clients:
                     for answer in clients.map(ask, [port] * options.tries, range(options.tries)):
                         print("answer:", answer, flush=True)
             else:
-                with contextlib.suppress(KeyboardInterrupt):
-                    multiprocessing.connection.wait([worker.sentinel for worker in workers])
-                    raise SystemExit("a process of the server ended: see its error above")
-        finally:
-            for worker in workers:
-                worker.terminate()
-                worker.join()
+                multiprocessing.connection.wait([worker.sentinel for worker in workers])
+                raise SystemExit(ENDED)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import json
 import os
 import pydoc
 import re
+import shutil
 import subprocess
 import sys
 import types
@@ -49,6 +50,15 @@ def folder(tmp_path_factory):
     return folder
 
 
+@pytest.fixture(scope="module")
+def example(folder):
+    """Return the example as a module."""
+    spec = importlib.util.spec_from_file_location("serve_llama", EXAMPLE)
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    return example
+
+
 def started(*arguments):
     """Start the example."""
     environment = {**os.environ, "OMP_NUM_THREADS": "2", "TOKENIZERS_PARALLELISM": "false"}
@@ -86,7 +96,9 @@ def test_text_is_answered_with_the_text_of_the_tokens_and_a_termination_leaves_n
                 post(port, **wrong)
         process.terminate()
         printed, complaints = process.communicate(timeout=100)
-    assert [line for line in lines if line.startswith("making")] == ["making polycast-int4.safetensors, once\n"]
+    assert [line for line in lines if line.startswith("making")] == [
+        f"making {folder}/polycast-int4.safetensors, once\n"
+    ]
     assert "Errno" not in "".join(lines) + printed
     assert "leaked" not in complaints
     assert "Traceback" not in complaints
@@ -99,7 +111,7 @@ def test_processes_serve_tokens_from_one_saved_cache():
     printed = printed.splitlines()
     answers = [line for line in printed if line.startswith("answer:")]
     assert [len(re.findall(r"\d+", answer)) for answer in answers] == [8] * 4
-    assert sum(line.startswith("making polycast-int4.safetensors") for line in printed) == 1
+    assert sum(line.startswith("making ") for line in printed) == 1
     served = [line for line in printed if line.startswith("process ")]
     assert len(served) == 4
     for line in served:
@@ -120,12 +132,75 @@ def test_a_recipe_is_compared_with_float32_on_a_text(folder, tmp_path):
     assert abs(float(low) / float(exact) - 1) < 0.1
 
 
-def test_a_character_of_several_tokens_is_sent_when_it_is_complete(folder):
+def test_without_a_model_in_the_folder_it_says_what_is_expected(example, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["serve_llama.py", "--weights", str(tmp_path)])
+    with pytest.raises(SystemExit, match="2"):
+        example.main()
+    assert f"--weights {tmp_path}: expected a folder with config.json, as save_pretrained" in capsys.readouterr().err
+
+
+def test_beside_a_read_only_folder_the_packed_weights_are_in_the_users_cache(
+    example, folder, tmp_path, monkeypatch, capsys
+):
+    copy = shutil.copytree(folder, tmp_path / "model", ignore=shutil.ignore_patterns("polycast-*"))
+    before = sorted(copy.iterdir())
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
+    monkeypatch.setattr(os, "access", lambda path, mode: (path, mode) != (copy, os.W_OK))
+    model, _ = example.load(copy, "auto")
+    example.load_cache(copy, "int4", model)
+    path = (tmp_path / "caches/polycast/packed").joinpath(*copy.parts[1:]) / "polycast-int4.safetensors"
+    assert capsys.readouterr().out == f"making {path}, once\n"
+    assert example.load_cache(copy, "int4", model).stats().packings > 0
+    assert (capsys.readouterr().out, sorted(copy.iterdir())) == ("", before)
+
+
+class Processes:
+    """A context of multiprocessing whose processes do nothing, and that keeps the order of events."""
+
+    def __init__(self, *, ends_early):
+        self.events, self.ends_early = [], ends_early
+
+    def Pipe(self, duplex):
+        return self, self
+
+    def Process(self, **_):
+        return self
+
+    def recv(self):
+        self.events.append("ready")
+        if self.ends_early:
+            raise EOFError
+
+    def start(self):
+        self.events.append("started")
+
+    def terminate(self):
+        self.events.append("terminated")
+
+    def close(self):
+        pass
+
+    def join(self):
+        pass
+
+
+def test_the_server_listens_when_all_processes_are_ready(example):
+    processes = Processes(ends_early=False)
+    with example.started(processes, 2, ()):
+        processes.events.append("listening")
+    assert processes.events == ["started", "started", "ready", "ready", "listening", "terminated", "terminated"]
+
+
+def test_a_process_that_ends_before_it_is_ready_ends_the_server(example):
+    processes = Processes(ends_early=True)
+    with pytest.raises(SystemExit, match="a process of the server ended"), example.started(processes, 2, ()):
+        raise AssertionError
+    assert processes.events == ["started", "started", "ready", "terminated", "terminated"]
+
+
+def test_a_character_of_several_tokens_is_sent_when_it_is_complete(example):
     from tokenizers import decoders
 
-    spec = importlib.util.spec_from_file_location("serve_llama", EXAMPLE)
-    example = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(example)
     decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])  # that of LLaMA 2
     tokens = ["a", "<0xE2>", "<0x82>", "<0xAC>", "b"]
 

@@ -125,6 +125,7 @@ def test_sizes_have_a_row_for_each_way_and_a_column_for_each_measure(tables, sav
     sizes = [("a, groups of 64, load", 1.25, " s"), ("a, groups of 64, memory", 1234.0, " MB"), ("b, load", 2.0, " s")]
     save("one", result("a", 0.9), *(result(what, size, None) | {"unit": unit} for what, size, unit in sizes))
     page = tables.updated("<!-- sizes of one -->\n<!-- end -->")
+    assert "\na CPU, 4 cores, 1 thread, torch 2.13, 2026-01-31.\n" in page
     assert (
         "|  | load | memory |\n| --- | --: | --: |\n| a, groups of 64 | 1.2 s | 1,234.0 MB |\n| b | 2.0 s |  |" in page
     )
