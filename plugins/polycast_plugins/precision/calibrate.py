@@ -50,8 +50,8 @@ def calibrate(
             kept. A batch is a tensor, a tuple or list of arguments, or a dict of keyword arguments for the model's
             forward.
         recipe: the recipe that will be used, such as ``"int8"`` or ``Int4()``.
-        path: a file to save the calibration to, after each pass over the data. If it exists, the weights that it has
-            are not calibrated again, so a run that was interrupted goes on.
+        path: a file to save the calibration to, after each pass over the data. If it exists, a run with the same recipe
+            that was interrupted goes on: the weights that the file has are not calibrated again.
 
     Returns:
         A calibration, for ``Int8(calibration=...)`` or ``Int4(calibration=...)``. ``print`` shows the error of each
@@ -62,7 +62,7 @@ def calibrate(
         TypeError: `model`, `batches` or a batch is of another type.
         ValueError: there are no batches; the recipe takes no calibration; the model has no parameters, or no
             products that the recipe computes; all activations of a weight have inf or nan; or the file has other
-            weights.
+            weights, or is the calibration for another recipe.
         RuntimeError: the recipe cannot be used on the model's device; or the model's forward writes to its parameters.
 
     Example:
@@ -81,7 +81,7 @@ def calibrate(
         raise ValueError(f"{type(model).__name__} has no parameters, so there is nothing to calibrate")
     region = enabled_region(device_type, None, recipe=plain)
     products = Products(model)
-    known = _calibrated_before(path)
+    known = _calibrated_before(path, plain.format)
     kept: list[ModelCall] = []
 
     def run(calls: Iterable[ModelCall]) -> None:
@@ -119,18 +119,29 @@ def calibrate(
         with isolated(RandomState(device_type, tensors_of(model, ()))):
             part = next(parts, None)
         found |= {each.name: each for each in part or ()}
-        calibration = Calibration(tuple(found[name] for name in products.found if name in found))
+        weights = tuple(found[name] for name in products.found if name in found)
+        calibration = Calibration(weights, recipe=plain.format)
         if path is not None:
             calibration.save(path)
         if part is None:
             return calibration
 
 
-def _calibrated_before(path: str | os.PathLike[str] | None) -> dict[str, CalibratedWeight]:
-    """Return the weights in a file, by fingerprint; none if it does not exist."""
+def _calibrated_before(path: str | os.PathLike[str] | None, recipe: str) -> dict[str, CalibratedWeight]:
+    """Return the weights in a file, by fingerprint; none if it does not exist.
+
+    Raises:
+        OSError, ValueError: as `Calibration.load`; or the file was made for another recipe.
+    """
     if path is None or not os.path.exists(path):
         return {}
-    return {each.fingerprint: each for each in Calibration.load(path).weights}
+    before = Calibration.load(path)
+    if before.recipe != recipe:
+        other = before.recipe or "an unknown recipe"
+        raise ValueError(
+            f"{os.fspath(path)!r} is the calibration for {other}, not for {recipe}: give the path of a new file"
+        )
+    return {each.fingerprint: each for each in before.weights}
 
 
 def _calls(model: torch.nn.Module, batches: object) -> Iterator[ModelCall]:

@@ -17,7 +17,7 @@ from polycast.plugin import Result, memory_of
 from . import tensor_file
 from .weight_matrices import first_of, matrix_in, parameters_by_name
 
-_FORMAT, _VERSION = "polycast.Calibration", "1"
+_FORMAT, _VERSION = "polycast.Calibration", "2"
 _SHOWN = 40
 _saved: dict[str, str] = {}
 """By digest, the file that a calibration was last saved to or loaded from. Equal ones may be different objects."""
@@ -62,7 +62,7 @@ class CalibratedWeight:
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the factors and levels, by their names in a file."""
         factors = {} if self.factors is None else {self.name: self.factors}
-        return {**factors, **{f"{self.name}:{number}": each for number, each in enumerate(self.levels)}}
+        return {**factors, **dict(zip(_names_of_levels(self.name), self.levels, strict=False))}
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -85,11 +85,13 @@ class Calibration(Result):
         weights: the weights whose products were seen.
         path: the absolute path of the file that it was last saved to or loaded from, which policy files have; None if
             there is none.
-        digest: the digest of the contents, 16 hexadecimal digits.
+        recipe: the `format` of the recipe that it was made with; empty if that is not known.
+        digest: the digest of the weights, 16 hexadecimal digits.
     """
 
     weights: tuple[CalibratedWeight, ...]
     path: str | None = None
+    recipe: str = ""
     digest: str = field(init=False)
     _by_fingerprint: Mapping[str, CalibratedWeight] = field(init=False)
 
@@ -150,7 +152,8 @@ class Calibration(Result):
         """
         tensors = {name: tensor for each in self.weights for name, tensor in each.tensors().items()}
         described = json.dumps({each.name: each.described() for each in self.weights})
-        metadata = {"format": _FORMAT, "version": _VERSION, "digest": self.digest, "weights": described}
+        metadata = {"format": _FORMAT, "version": _VERSION, "recipe": self.recipe, "digest": self.digest}
+        metadata["weights"] = described
         tensor_file.write(Path(path), tensors, metadata)
         object.__setattr__(self, "path", os.path.abspath(path))
         _saved[self.digest] = os.path.abspath(path)
@@ -189,10 +192,10 @@ class Calibration(Result):
         """
         if model is not None and not isinstance(model, torch.nn.Module):
             raise TypeError(f"model must be a torch.nn.Module or None, got {type(model).__name__}")
-        tensors, described, digest = _read(Path(path))
+        tensors, described, recipe, digest = _read(Path(path))
         try:
             weights = tuple(_restored(name, fields, tensors[name]) for name, fields in described.items())
-            found = cls(weights, os.path.abspath(path))
+            found = cls(weights, os.path.abspath(path), recipe)
             is_whole = found.digest == digest
         except (TypeError, ValueError, KeyError):
             is_whole = False
@@ -225,7 +228,7 @@ class Calibration(Result):
     @override
     def to_dict(self) -> dict[str, Any]:
         weights = [{"name": each.name, **each.described()} for each in self.weights]
-        return {"digest": self.digest, "path": self.path, "weights": weights}
+        return {"digest": self.digest, "path": self.path, "recipe": self.recipe, "weights": weights}
 
     @override
     def tables(self) -> Iterator[tuple[Sequence[str], Sequence[Sequence[str]]]]:
@@ -256,6 +259,11 @@ def fingerprint_of(weight: torch.Tensor) -> str:
     digest = hashlib.sha256(f"{list(weight.shape)}".encode())
     digest.update(memory_of(values))
     return digest.hexdigest()[:16]
+
+
+def _names_of_levels(name: str) -> Iterator[str]:
+    """Yield the names of a weight's levels in a file. No name of a weight has two dots in succession."""
+    return (f"{name}..{number}" for number in itertools.count())
 
 
 def _restored(name: str, fields: dict[str, Any], tensors: Sequence[torch.Tensor]) -> CalibratedWeight:
@@ -304,8 +312,8 @@ def _digest_in(path: Path) -> str | None:
     return file.metadata.get("digest") if file.metadata.get("format") == _FORMAT else None
 
 
-def _read(path: Path) -> tuple[dict[str, list[torch.Tensor]], dict[str, Any], str]:
-    """Return the tensors, the description of each weight, and the digest in a file.
+def _read(path: Path) -> tuple[dict[str, list[torch.Tensor]], dict[str, Any], str, str]:
+    """Return the tensors, the description of each weight, the recipe and the digest in a file.
 
     Raises:
         OSError: the file cannot be read.
@@ -318,15 +326,15 @@ def _read(path: Path) -> tuple[dict[str, list[torch.Tensor]], dict[str, Any], st
     if file.metadata.get("format") != _FORMAT:
         raise ValueError(f"{str(path)!r} is a safetensors file, but not a calibration that polycast saved")
     if file.metadata.get("version") != _VERSION:
-        raise ValueError(f"{str(path)!r} is of version {file.metadata.get('version')}: install a newer polycast")
+        version = file.metadata.get("version")
+        raise ValueError(f"{str(path)!r} is of version {version}, and this polycast reads version {_VERSION}")
     try:
         described = dict(json.loads(file.metadata["weights"]))
         tensors: dict[str, list[torch.Tensor]] = {name: [] for name in described}
         for name, fields in described.items():
             if fields["strength"]:
                 tensors[name].append(file.tensor(name).clone())
-            parts = itertools.takewhile(file.names.__contains__, (f"{name}:{n}" for n in itertools.count()))
-            tensors[name] += map(file.tensor, parts if fields["format"] else ())
-        return tensors, described, file.metadata["digest"]
+            tensors[name] += map(file.tensor, itertools.takewhile(file.names.__contains__, _names_of_levels(name)))
+        return tensors, described, file.metadata["recipe"], file.metadata["digest"]
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{str(path)!r} is damaged: {error}") from error

@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import re
 from dataclasses import replace
 
 import pytest
@@ -154,7 +155,7 @@ def test_little_memory_for_moments_takes_more_passes_and_gives_the_same(model, c
 
 def test_an_interrupted_run_goes_on_and_a_file_of_another_model_is_kept(model, calibration, tmp_path, caplog):
     batches, path = [correlated(400), correlated(300)], tmp_path / "c"
-    Calibration(calibration.weights[:2]).save(path)
+    replace(calibration, weights=calibration.weights[:2]).save(path)
     log, records = logging.getLogger("polycast.calibrate"), []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())
@@ -171,10 +172,32 @@ def test_an_interrupted_run_goes_on_and_a_file_of_another_model_is_kept(model, c
     assert Calibration.load(path) == calibration
 
 
-def test_a_file_for_another_format_is_made_anew(model, calibration, tmp_path):
-    calibration.save(tmp_path / "c")
-    found = polycast.calibrate(model, [correlated(400), correlated(300)], Int4(64, min_size=0), tmp_path / "c")
-    assert {each.format for each in found.weights} == {"int4, groups of 64"}
+def test_a_file_for_another_recipe_is_refused_and_kept(model, calibration, tmp_path):
+    path = tmp_path / "c"
+    calibration.save(path)
+    text = "is the calibration for int4(group_size=32, calibration=None), not for "
+    for recipe in (Int4(64), Int8()):
+        with pytest.raises(ValueError, match=re.escape(f"{text}{recipe.format}: give the path of a new file")):
+            polycast.calibrate(model, [correlated(300)], recipe.with_options(min_size=0), path)
+    assert Calibration.load(path) == calibration
+
+
+def test_a_weight_named_like_the_levels_of_another_keeps_its_factors(model, tmp_path):
+    class Named(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.q = nn.Parameter(model.q.weight.detach())
+            for name in ("q:0", "q:1", "0:q"):
+                self.register_parameter(name, nn.Parameter(self.q * torch.rand(128)))
+
+        def forward(self, x):
+            return torch.stack([x @ weight.t() for weight in self.parameters()])
+
+    x = correlated(400) * torch.rand(128) ** 4 * 50
+    calibration = polycast.calibrate(Named(), [x], RECIPE, tmp_path / "c")
+    found = {each.name: (each.factors is not None, len(each.levels)) for each in calibration.weights}
+    assert found == dict.fromkeys(("q", "q:0", "q:1", "0:q"), (True, 3))
+    assert Calibration.load(tmp_path / "c") == calibration
 
 
 def test_activations_that_are_written_over_count_each_time():
