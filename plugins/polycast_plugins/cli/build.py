@@ -5,10 +5,13 @@ recipes compile theirs when they are first used.
 """
 
 import os
+import re
 import sys
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import suppress
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import typer
@@ -22,6 +25,10 @@ from .terminal import library_errors
 
 Library: TypeAlias = Any
 """A :class:`polycast.plugin.NativeLibrary`, or what its `of_engine` and `of_ops` return."""
+_MEMORY = (("/proc/meminfo", r"MemAvailable: +(\d+) kB", 1024), ("/sys/fs/cgroup/memory.max", r"(\d+)", 1))
+"""The files that say how much memory there is, and how much for this container: where it stands, and its unit."""
+_COMPILER_MEMORY = 2**31
+"""Bytes that a compiler may take."""
 
 
 def run() -> None:
@@ -37,7 +44,7 @@ def run() -> None:
     for problem in problems:
         typer.echo(f"polycast: {problem}", err=True)
     failed = bool(problems)
-    with _progress() as shown, ThreadPoolExecutor(os.cpu_count()) as pool:  # a compiler for each
+    with _progress() as shown, ThreadPoolExecutor(_compilers()) as pool:
         answers = {pool.submit(_build, each, shown): each for each in sorted(wanted, key=_size, reverse=True)}
         try:
             for answer in as_completed(answers):
@@ -54,6 +61,16 @@ def run() -> None:
         typer.echo(f"{NativeLibrary.of_ops(package).description}: not compiled: {device_type} cannot be used now")
     if failed:
         raise typer.Exit(1)
+
+
+def _compilers() -> int:
+    """Return how many compilers to run at once: as many as there are cores, and memory for them."""
+    numbers = [os.cpu_count() or 1]
+    for path, pattern, unit in _MEMORY:
+        with suppress(OSError):
+            if found := re.search(pattern, Path(path).read_text(encoding="ascii")):
+                numbers.append(int(found[1]) * unit // _COMPILER_MEMORY)
+    return max(1, min(numbers))
 
 
 def _progress() -> Progress:

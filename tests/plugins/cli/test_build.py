@@ -17,7 +17,7 @@ from polycast.toolchain.cache_folder import cache_directory
 from polycast.toolchain.compiler import compile_library, find_compiler
 from polycast.toolchain.cpp_library import BuildError
 from polycast.toolchain.prebuilt import no_compiler
-from polycast_plugins.cli import app
+from polycast_plugins.cli import app, build
 from polycast_plugins.cli.build import common_libraries
 
 WRITES = "open(sys.argv[sys.argv.index('-o') + 1], 'w').write('a library')"
@@ -118,13 +118,29 @@ def test_it_does_not_build_again(compiler, ops):
 
 
 @pytest.mark.skipif((os.cpu_count() or 1) < 2 or not hasattr(os, "mkfifo"), reason="there is one core, or no FIFO")
-def test_libraries_are_compiled_in_parallel(compiler, ops, tmp_path):
+def test_libraries_are_compiled_in_parallel(compiler, ops, monkeypatch, tmp_path):
+    monkeypatch.setattr("polycast_plugins.cli.build._MEMORY", ())
     meeting = tmp_path / "meeting"
     os.mkfifo(meeting)  # whoever opens an end of it waits for the other
     ops(OPS.package)
     end = f"'w' if '/{ENGINE.name}.so' in str(sys.argv) else 'r' if '/{OPS.name}.so' in str(sys.argv) else None"
     compiler(f"end = {end}; signal.alarm(120); end and open({str(meeting)!r}, end).close(); {WRITES}")
     assert run().exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("available", "limit", "most"),
+    [("99999999", "max", 8), ("99999999", str(5 * 2**30), 2), (str(7 * 2**20), "max", 3), ("9", "1000", 1)],
+)
+def test_as_many_compilers_run_as_there_are_cores_and_memory_for_them(monkeypatch, tmp_path, available, limit, most):
+    contents = f"MemTotal:       99999999 kB\nMemAvailable:   {available} kB\n", f"{limit}\n"
+    files = [tmp_path / str(number) for number in range(len(build._MEMORY))]
+    for file, content in zip(files, contents, strict=True):
+        file.write_text(content)
+    there = [(str(file), *rest) for file, (_, *rest) in zip(files, build._MEMORY, strict=True)]
+    monkeypatch.setattr(build, "_MEMORY", [*there, (str(tmp_path / "absent"), "", 1)])
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    assert build._compilers() == most
 
 
 @pytest.mark.parametrize("fails", ALL, ids=lambda library: library.name)
