@@ -58,9 +58,9 @@ def backends(*, refresh: bool = False) -> BackendStatuses:
 
     Args:
         refresh: True to find packages that were installed or removed since the first look. A device in use that the
-            same packages serve keeps its backend. An upgrade of a package that is imported needs a new process, and so
-            do functions that are compiled for a device that other packages serve now: they keep the casts that they
-            were compiled with. It reads the ``POLYCAST_`` variables again, except ``POLYCAST_ENGINE``.
+            same packages serve keeps its backend, and a region that was made before its dtype and recipe. An upgrade of
+            an imported package needs a new process, and so do functions that are compiled for a device that other
+            packages serve now. It reads the ``POLYCAST_`` variables again, except ``POLYCAST_ENGINE``.
 
     Raises:
         ValueError: a ``POLYCAST_`` variable has an invalid value.
@@ -84,7 +84,7 @@ def backends(*, refresh: bool = False) -> BackendStatuses:
 
 
 def refresh(device_type: str) -> None:
-    """Ask the backend of a device again, and resolve the settings of later regions again.
+    """Ask the backend of a device again, for regions that are made later: others keep their dtype and recipe.
 
     That a device, a dtype or a recipe is available is asked once in a process, as torch asks once for a driver; a
     refusal is asked again each time. A backend calls this when such an answer, its `default_dtype`, or what its recipes

@@ -131,6 +131,16 @@ def test_threads_and_collections_in_the_middle_get_the_settings_of_their_argumen
         assert [result.result(timeout=60) for result in results] == [[]] * 4
 
 
+def test_a_region_keeps_its_dtype_when_the_backend_changes_its_own(hand_made):
+    backend = hand_made("cpu", default_dtype=torch.bfloat16)
+    before = made("cpu")
+    backend.default_dtype = torch.float16
+    polycast.plugin.refresh("cpu")
+    assert (before.fast_dtype, made("cpu").fast_dtype) == (torch.bfloat16, torch.float16)
+    with before:
+        assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype is torch.bfloat16
+
+
 def test_regions_of_equal_arguments_are_left_in_any_order():
     regions = [autocast("cpu", torch.float16) for _ in range(4)]
     for region in regions:
