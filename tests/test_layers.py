@@ -20,7 +20,8 @@ SOURCES = Path(__file__).parent.parent
 PLUGINS = Path(polycast_plugins.observe.__file__).parents[1]
 GENERATED = {"docs/modules.md", "docs/benchmark-tables.md"}
 LAYERS = [
-    {"cli", "testing"},
+    {"cli"},
+    {"testing"},
     {"dropin", "integrations"},
     {"distributed", "out_dtype", "precision"},
     {"observe"},
@@ -208,7 +209,7 @@ def lines_of(function):
     return body[-1].end_lineno - body[0].lineno + 1
 
 
-BOUNDS = [("core", ".py", 16_735), ("core", ".h .cpp", 6_985), ("core backends plugins", ".py", 42_386)]
+BOUNDS = [("core", ".py", 16_735), ("core", ".h .cpp", 6_985), ("core backends plugins", ".py", 42_404)]
 """Folders, kinds of files, and their lines at most, docstrings and comments included. A change that needs more says
 what users gain by it."""
 

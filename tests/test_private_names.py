@@ -21,6 +21,7 @@ MAY_READ = {
     "testing/op_checks.py": "the conformance suite runs in tests",
     "testing/recipe_checks.py": "the conformance suite runs in tests",
     "testing/subject.py": "the conformance suite runs in tests",
+    "testing/torch_policies.py": "the conformance suite runs in tests",
     "quantize/cuda/float8.py": "the recipe is available only if the op has the signature that it knows",
     "out_dtype/operator.py": "a type, for type checkers",
     "cuda/out_dtype_kernels.py": "an op that it has looked for",

@@ -17,7 +17,8 @@ plugin = Plugin(
         "doctor": f"{_HERE}.doctor:run",
         "new-backend": f"{_HERE}.new_backend:run",
         "new-plugin": f"{_HERE}.new_plugin:run",
-    }
+    },
+    needs=["testing"],
 )
 
 

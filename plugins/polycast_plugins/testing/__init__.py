@@ -4,7 +4,8 @@ Subclass :class:`BackendConformance` in a test file, or run
 ``pytest -p polycast_plugins.testing.options --pyargs polycast_plugins.testing --polycast-backend DEVICE``.
 """
 
-from .conformance import BackendConformance
-from .samples import Maker, Sample
+from polycast.plugin import Plugin, lazy_names
 
-__all__ = ["BackendConformance", "Maker", "Sample"]
+__getattr__, __dir__, __all__ = lazy_names(__name__)
+
+plugin = Plugin()

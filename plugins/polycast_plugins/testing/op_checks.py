@@ -1,19 +1,19 @@
 """Checks of the op table."""
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from polycast import CastPolicy, Policy, uninstall
-from polycast.plugin import drift_of, dtype_name, find_op
+from polycast.plugin import drift_of, find_op
 
 from .samples import SAMPLES, split
-from .subject import Device, Subject, describe, read_expected, require
+from .subject import Device, Subject, read_expected, require
+from .torch_policies import call_as, copied, described, difference_from_torch, variants
 
 _STATE_DTYPES = (torch.uint8, torch.uint64)
 """The dtypes of a backward's workspace, and of attention's random state, which is for dropout. Ops leave memory of both
@@ -39,7 +39,7 @@ class OpChecks(Subject):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns of ops that it has deprecated, of devices that have no seed
             for fast_dtype in device.fast_dtypes():
-                for name, arguments in _variants(sample, device.type, fast_dtype):
+                for name, arguments in variants(sample, device.type, fast_dtype):
                     call = _Call(device, op, overload, arguments, f"with {name} inputs, in a region of {fast_dtype}")
                     if policy is CastPolicy.BANNED:
                         call.must_be_refused(fast_dtype)
@@ -75,7 +75,7 @@ class OpChecks(Subject):
         left = {*drift.only_in_table, *drift.skipped, *backend.added_ops, *read_expected(self.expected_failures)}
         problems = []
         for name in sorted(backend.policies.keys() & samples.keys() - left):
-            difference = _difference_from_torch(name, split(samples[name](device)), device)
+            difference = difference_from_torch(name, backend.policies[name], split(samples[name](device)), device)
             if difference and name in backend.excluded_ops:
                 print(f"{name}: {backend.policies[name].name} on purpose: {backend.excluded_ops[name]}")
             elif difference:
@@ -86,61 +86,6 @@ class OpChecks(Subject):
             f"the Autocast key of {self.backend}. Correct their policies, or name them in excluded_ops with the "
             "reason:\n" + "\n".join(problems),
         )
-
-
-class _Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records the ops below autocast, each with the dtypes of its tensors."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.calls: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        leaves = tree_leaves((args, kwargs or {}))
-        dtypes = [dtype_name(each.dtype) for each in leaves if isinstance(each, torch.Tensor)]
-        if not func.name().startswith("prim::"):  # asks for metadata
-            self.calls.append(f"{func.name()}({', '.join(dtypes)})")
-        return func(*args, **kwargs or {})
-
-
-def _traced(function: Callable[[], Any]) -> tuple[list[str], str]:
-    """Return the ops that a function calls, and a description of what it returns; or the name of what it raises."""
-    torch.default_generator.manual_seed(0)
-    try:
-        with warnings.catch_warnings(), _Trace() as trace:
-            warnings.simplefilter("ignore")  # torch warns of ops that it has deprecated
-            described = _described(function())
-        return sorted(trace.calls), described
-    except Exception as error:
-        return [], type(error).__name__
-
-
-def _difference_from_torch(name: str, sample: Any, device: Device) -> str:
-    """Return how an op is cast otherwise by torch's kernel than by its policy; an empty text if it is not."""
-    op, policy, fast = find_op(name), device.backend.policies[name], device.backend.default_dtype
-    assert op is not None  # it has a kernel
-    for how, arguments in _variants(sample, device.type, fast):
-
-        def in_torch(op: Any = op, arguments: Any = arguments) -> Any:
-            args, kwargs = _copied(op, arguments)
-            return op(*args, **kwargs)
-
-        before = torch.get_autocast_dtype(device.type)
-        torch.set_autocast_dtype(device.type, fast)
-        torch.set_autocast_enabled(device.type, True)
-        try:
-            theirs = _traced(in_torch)
-        finally:
-            torch.set_autocast_enabled(device.type, False)
-            torch.set_autocast_dtype(device.type, before)
-        if policy is CastPolicy.BANNED:
-            ours: tuple[list[str], str] = [], RuntimeError.__name__
-        else:
-            ours = _traced(lambda arguments=arguments: call_as(policy, op, arguments, device.type, fast))  # type: ignore[misc]
-        if ours[1] == NotImplementedError.__name__ or ours == theirs:
-            continue
-        return f"with {how} inputs torch's kernel gives {theirs[1]} by {theirs[0]}, the policy {ours[1]} by {ours[0]}"
-    return ""
 
 
 class _Call:
@@ -154,7 +99,7 @@ class _Call:
         self.how = f"{name} on {device.type}, {how}"
 
     def in_region(self, fast_dtype: torch.dtype) -> Any:
-        args, kwargs = _copied(self.op, self.arguments)
+        args, kwargs = copied(self.op, self.arguments)
         with self.device.region(fast_dtype):
             return self.op(*args, **kwargs)
 
@@ -191,8 +136,8 @@ class _Call:
         found = self.outcome(lambda: self.in_region(fast_dtype))
         raised = isinstance(expected, Exception) or isinstance(found, Exception)
         require(
-            type(expected) is type(found) if raised else _described(expected) == _described(found),
-            f"{self.how}: {policy.name} gives {_described(expected)}, the region gave {_described(found)}",
+            type(expected) is type(found) if raised else described(expected) == described(found),
+            f"{self.how}: {policy.name} gives {described(expected)}, the region gave {described(found)}",
         )
         if not raised and not self.device.fake:
             for expected_leaf, leaf in zip(tree_leaves(expected), tree_leaves(found), strict=True):
@@ -220,100 +165,3 @@ def _missing(op: str) -> str:
         f"{problem}. Correct the name or, if the op is of another torch or of a library that is not loaded, name it in "
         "optional_ops with the reason."
     )
-
-
-def _described(value: object) -> str:
-    """Return the dtypes, shapes and devices of a result as text."""
-    if isinstance(value, Exception):
-        return f"{type(value).__name__}: {value}"
-    return ", ".join(
-        f"{describe(leaf)} on {leaf.device.type}" if isinstance(leaf, torch.Tensor) else type(leaf).__name__
-        for leaf in tree_leaves(value)
-    )
-
-
-def _variants(sample: Any, device_type: str, fast_dtype: torch.dtype) -> Iterator[tuple[str, Any]]:
-    """Yield a sample's arguments in all dtypes that policies distinguish."""
-    positions = iter(range(1000))
-
-    def first_in_fast(value: Any) -> Any:
-        return value.to(fast_dtype) if _eligible(value, device_type) and next(positions) == 0 else value
-
-    yield "float32", sample
-    yield dtype_name(fast_dtype), _cast(sample, device_type, fast_dtype)
-    yield "mixed", tree_map(first_in_fast, sample)
-    yield "float64", _cast(sample, device_type, torch.float64)
-
-
-def _eligible(value: object, device_type: str) -> bool:
-    """Return whether autocast for a device may cast a value."""
-    return (
-        isinstance(value, torch.Tensor)
-        and value.dtype.is_floating_point
-        and value.dtype is not torch.float64
-        and value.device.type == device_type
-    )
-
-
-def _cast(tree: Any, device_type: str, dtype: torch.dtype) -> Any:
-    """Return arguments with each eligible tensor cast."""
-    return tree_map(lambda value: value.to(dtype) if _eligible(value, device_type) else value, tree)
-
-
-def _copied(op: torch._ops.OpOverload, arguments: Any) -> Any:
-    """Return arguments that an op may write to."""
-    if not op._schema.is_mutable:
-        return arguments
-    return tree_map(lambda value: value.clone() if isinstance(value, torch.Tensor) else value, arguments)
-
-
-def _cast_inputs(
-    op: torch._ops.OpOverload, arguments: Any, device_type: str, dtype: torch.dtype, *, only_first: bool = False
-) -> Any:
-    """Return arguments with each eligible tensor cast, or those of the first argument with one; no written ones."""
-    args, kwargs = arguments
-    given = {**dict(zip((each.name for each in op._schema.arguments), args, strict=False)), **kwargs}
-    written = {each.name for each in op._schema.arguments if each.alias_info is not None and each.alias_info.is_write}
-    names = [
-        name
-        for name, value in given.items()
-        if name not in written and any(_eligible(leaf, device_type) for leaf in tree_leaves(value))
-    ]
-    cast = {name: _cast(given[name], device_type, dtype) for name in (names[:1] if only_first else names)}
-    positional = list({**given, **cast}.values())[: len(args)]
-    return positional, {name: cast.get(name, value) for name, value in kwargs.items()}
-
-
-def call_as(
-    policy: CastPolicy,
-    op: torch._ops.OpOverload,
-    arguments: tuple[tuple[Any, ...], dict[str, Any]],
-    device_type: str,
-    fast_dtype: torch.dtype,
-) -> Any:
-    """Call an op, outside of regions, as a region has to call it. The policy is not BANNED.
-
-    This is the oracle of the op table, written without the engines.
-    """
-    args, kwargs = arguments = _copied(op, arguments)
-    schema = op._schema.arguments
-    first = args[0] if args else kwargs.get(schema[0].name)
-    if policy in (CastPolicy.LOWER_PRECISION_FP, CastPolicy.LOWER_FIRST):
-        only_first = policy is CastPolicy.LOWER_FIRST
-        args, kwargs = _cast_inputs(op, arguments, device_type, fast_dtype, only_first=only_first)
-    elif policy is CastPolicy.FP32:
-        args, kwargs = _cast_inputs(op, arguments, device_type, torch.float32)
-    elif policy is CastPolicy.PROMOTE:
-        dtypes = {leaf.dtype for leaf in tree_leaves(arguments) if _eligible(leaf, device_type)}
-        args, kwargs = _cast_inputs(op, arguments, device_type, torch.float32) if len(dtypes) > 1 else arguments
-    elif policy is CastPolicy.FP32_SET_OPT_DTYPE and _eligible(first, device_type):
-        position = next(at for at, each in enumerate(schema) if str(each.real_type) == "Optional[ScalarType]")
-        if len(args) <= position and kwargs.get(schema[position].name) is None:
-            kwargs = {**kwargs, schema[position].name: torch.float32}
-    elif policy is CastPolicy.FP32_APPEND_DTYPE:
-        assert first is not None
-        named = dict(zip((argument.name for argument in schema), args, strict=False)) | kwargs
-        defaults = {argument.name: argument.default_value for argument in schema if argument.name not in named}
-        dtype = torch.float32 if _eligible(first, device_type) else first.dtype
-        return op.overloadpacket(**named, **defaults, dtype=dtype)
-    return op(*args, **kwargs)

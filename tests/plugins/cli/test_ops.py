@@ -2,12 +2,12 @@
 
 import json
 import re
+import sys
 
 import pytest
 import torch
 
 import polycast
-from polycast.engine.installation import torch_ops
 
 
 def test_ops_json_is_the_policy_table_and_the_matched_ops(polycast_command):
@@ -40,16 +40,6 @@ def test_ops_prints_a_line_for_each_op_and_counts_them(polycast_command, hand_ma
     assert lines[-1] == f"hpu: {3 + count} ops (2 fp32, 1 promote, {count} match)"
 
 
-@pytest.mark.parametrize("policy", ["promote", "PROMOTE"])
-def test_ops_of_one_policy(polycast_command, policy):
-    shown = json.loads(polycast_command("ops", "cpu", "--cast-policy", policy, "--json").stdout)
-    assert [entry["op"] for entry in shown] == ["aten::cat", "aten::index_copy", "aten::stack"]
-
-
-def test_ops_of_a_policy_that_no_op_has(polycast_command):
-    assert polycast_command("ops", "cpu", "--cast-policy", "banned").stdout == "cpu: 0 ops\n"
-
-
 def test_ops_of_a_device_without_a_backend(polycast_command):
     result = polycast_command("ops", "ipu")
     assert result.stderr.startswith("polycast: No polycast backend is installed for 'ipu'. Backends are installed for:")
@@ -64,54 +54,72 @@ def test_ops_of_a_broken_backend(polycast_command, plugin):
     assert result.exit_code == 2
 
 
-def test_no_drift(polycast_command, hand_made):
-    ops = torch_ops("cpu")
-    hand_made("cpu", policies=dict.fromkeys(ops, polycast.CastPolicy.PASSTHROUGH))
-    result = polycast_command("ops", "cpu", "--drift")
-    assert result.stdout == f"cpu: no drift. The table and torch {torch.__version__} have the same {len(ops)} ops.\n"
+@pytest.mark.parametrize("device", ["cpu", "cuda", "xpu"])
+def test_no_drift(polycast_command, device):
+    result = polycast_command("ops", device, "--drift")
+    first, *others = result.stdout.splitlines()
+    text = f"{device}: no drift between the table and torch {torch.__version__}; the policies of "
+    assert re.fullmatch(re.escape(text) + r"(8\d|9\d|1\d\d) ops were compared\.", first)
+    said = " differs from torch on purpose: ", ": policies were not compared for ops that cannot be called here: aten::"
+    assert [line for line in others if not any(text in line for text in said)] == []
+    assert device != "cpu" or others == []
     assert result.exit_code == 0
 
 
-def test_an_excluded_op_is_not_drift(polycast_command, hand_made):
-    table = dict.fromkeys(torch_ops("cpu") - {"aten::mm"}, polycast.CastPolicy.PASSTHROUGH)
-    hand_made("cpu", policies=table, excluded_ops={"aten::mm": "the driver does it", "aten::of_another": "so it is"})
-    first, *left = polycast_command("ops", "cpu", "--drift").stdout.splitlines()
-    assert first == f"cpu: no drift. The table and torch {torch.__version__} have the same {len(table)} ops."
-    assert left == ["cpu: aten::mm runs torch's own kernel on purpose: the driver does it"]
+def test_a_device_for_which_torch_has_no_kernels(polycast_command, hand_made):
+    hand_made("hpu", policies={"aten::exp": polycast.CastPolicy.FP32})
+    said = f"torch {torch.__version__} has no autocast kernels for hpu: there is nothing to compare with."
+    assert polycast_command("ops", "hpu", "--drift").stdout == f"hpu: {said}\n"
+    assert json.loads(polycast_command("ops", "hpu", "--drift", "--json").stdout)["torch_autocasts"] is False
 
 
 @pytest.fixture
-def drifted(hand_made):
-    """A backend of cpu that lacks an op that torch treats, has one that torch leaves alone, and one that is no op."""
-    table = dict.fromkeys(torch_ops("cpu") - {"aten::mm"}, polycast.CastPolicy.PASSTHROUGH)
+def drifted(other_cpu):
+    """A backend of cpu whose table differs from torch's in every way, twice on purpose."""
+    table = {**polycast.plugin.get_backend("cpu").policies, "aten::mse_loss": polycast.CastPolicy.PROMOTE}
     table |= {"aten::relu": polycast.CastPolicy.FP32, "acme::gone": polycast.CastPolicy.PROMOTE}
-    del table["aten::bmm"]
-    return hand_made("cpu", policies=table, excluded_ops={"aten::bmm": "the driver does it"})
+    table["aten::linear"] = polycast.CastPolicy.FP32
+    del table["aten::mm"], table["aten::bmm"]
+    reasons = {"aten::bmm": "the driver does it", "aten::linear": "it is exact", "aten::of_another": "so it is"}
+    return other_cpu(policies=table, excluded_ops=reasons)
 
 
 def test_drift_shows_both_policies_of_each_op(polycast_command, drifted):
     result = polycast_command("ops", "cpu", "--drift")
-    lines = result.stdout.splitlines()
-    assert [" ".join(line.split()) for line in lines if "::" in line] == [
-        "aten::mm - only in torch: torch's own kernel runs",
-        "aten::relu fp32 only in the table: torch does not autocast it",
-        "acme::gone promote this torch lacks the op: skipped",
-        "cpu: aten::bmm runs torch's own kernel on purpose: the driver does it",
+    lines = [" ".join(line.split()) for line in result.stdout.splitlines()]
+    assert [line for line in lines if "::" in line] == [
+        "aten::mm - lower_precision_fp torch's own kernel runs",
+        "aten::relu fp32 - torch does not autocast it",
+        "aten::mse_loss promote fp32 the table's policy is used",
+        "acme::gone promote - skipped: this torch lacks the op",
+        "cpu: aten::bmm differs from torch on purpose: the driver does it",
+        "cpu: aten::linear differs from torch on purpose: it is exact",
     ]
-    assert lines[-2] == (
-        f"cpu: the table differs from torch {torch.__version__}: 1 ops only in torch, 1 only in the table, 1 skipped."
-    )
+    assert f"cpu: 4 differences between the table and torch {torch.__version__}; the policies of " in result.stdout
     assert result.exit_code == 0
 
 
 def test_drift_json(polycast_command, drifted):
-    assert json.loads(polycast_command("ops", "cpu", "--drift", "--json").stdout) == {
+    found = json.loads(polycast_command("ops", "cpu", "--drift", "--json").stdout)
+    assert found.pop("compared_policies") > 100
+    mm, relu, loss, gone = found.pop("differences")
+    assert mm == {
+        "op": "aten::mm",
+        "table": None,
+        "torch": "lower_precision_fp",
+        "difference": "torch's own kernel runs",
+    }
+    assert [(each["op"], each["table"], each["torch"]) for each in (relu, loss, gone)] == [
+        ("aten::relu", "fp32", None),
+        ("aten::mse_loss", "promote", "fp32"),
+        ("acme::gone", "promote", None),
+    ]
+    assert found == {
         "device_type": "cpu",
         "torch": torch.__version__,
-        "only_in_torch": ["aten::mm"],
-        "only_in_table": ["aten::relu"],
-        "skipped": ["acme::gone"],
-        "excluded_ops": {"aten::bmm": "the driver does it"},
+        "torch_autocasts": True,
+        "problems": [],
+        "on_purpose": {"aten::bmm": "the driver does it", "aten::linear": "it is exact"},
     }
 
 
@@ -121,10 +129,15 @@ def test_drift_is_the_same_while_kernels_are_installed(polycast_command, drifted
     assert polycast_command("ops", "cpu", "--drift", "--json").stdout == before
 
 
-def test_drift_of_one_policy_is_refused(polycast_command):
-    result = polycast_command("ops", "cpu", "--drift", "--cast-policy", "fp32")
-    assert "--cast-policy and --drift exclude each other" in result.stderr
-    assert result.exit_code == 2
+def test_ops_are_compared_without_pytest_and_policies_are_not(polycast_command, drifted, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pytest", None)
+    for name in [name for name in sys.modules if name.startswith("polycast_plugins.testing.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delattr("polycast_plugins.testing.policies_of_torch", raising=False)
+    said = polycast_command("ops", "cpu", "--drift").stdout
+    assert "cpu: 3 differences between the table and torch " in said
+    assert "; the policies of 0 ops were compared.\n" in said
+    assert "cpu: policies were not compared. This needs pytest, which comes with polycast[testing]. Install it" in said
 
 
 # ---- --explain
@@ -163,16 +176,11 @@ def test_an_op_is_explained_in_a_region_with_a_recipe(polycast_command):
 
 INVALID = [
     (["--explain", "mm", "--recipe", "int9"], "'int9' is not a recipe: did you mean 'int8'?"),
-    (["--recipe", "int8"], "--recipe needs --explain OP."),
+    (["--recipe", "int8"], "--policy and --recipe need --explain OP."),
     (["--explain", "sofmax"], "has no op 'sofmax'; the nearest are 'softmax', '_softmax', 'fmax'\n"),
-    (["--cast-policy", "fp23"], "'fp23' is not one of 'lower_precision_fp', 'fp32', "),
     (["--explain", "mm", "--policy", "absent.toml"], "No such file or directory: 'absent.toml'\n"),
-    (["--explain", "mm", "--drift"], "--explain is about one op: leave out --cast-policy and --drift."),
-    (["--explain", "mm", "--cast-policy", "fp32"], "--explain is about one op: leave out --cast-policy and --drift."),
-    (
-        ["--policy", "absent.toml"],
-        "--policy FILE needs --explain OP. To see the ops with one cast policy, write --cast-policy NAME.",
-    ),
+    (["--explain", "mm", "--drift"], "--explain is about one op, --drift about all: leave out one of the two."),
+    (["--policy", "absent.toml"], "--policy and --recipe need --explain OP."),
 ]
 
 

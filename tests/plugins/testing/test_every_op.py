@@ -11,8 +11,8 @@ import polycast
 from polycast import CastPolicy, explain
 from polycast.plugin import find_op
 from polycast.policy.schemas import entry_problem, optional_dtype
-from polycast_plugins.testing.op_checks import call_as
 from polycast_plugins.testing.samples import SAMPLES, split
+from polycast_plugins.testing.torch_policies import call_as
 
 
 class Maker:

@@ -12,7 +12,7 @@ from polycast import CastPolicy
 from polycast.torch_internals.builtin_functions import const_data_ptr
 from polycast_backends.cpu import CpuBackend
 from polycast_plugins.testing import BackendConformance
-from polycast_plugins.testing.op_checks import call_as
+from polycast_plugins.testing.torch_policies import call_as
 
 pytestmark = pytest.mark.filterwarnings("ignore::polycast.errors.AutocastDisabledWarning")
 MM_INT8 = (torch.ops.aten.mm.default, torch.int8, torch.int32)
