@@ -23,8 +23,6 @@ from .terminal import (
     print_json,
     print_line,
     print_rows,
-    print_table,
-    table,
 )
 
 _STYLES = {
@@ -145,14 +143,8 @@ def show(
             help="List devices that need a plugin, too, which recipes each device supports, and tracebacks of plugins.",
         ),
     ] = False,
-    no_import: Annotated[
-        bool, typer.Option("--no-import", help="List the installed backends and extensions, and import none of them.")
-    ] = False,
 ) -> None:
     """List the backend of every device: its state, its dtypes and where it comes from."""
-    if no_import:
-        _print_installed(as_json)
-        return
     with library_errors():
         if as_json:
             engine, devices = chosen_engine().name, list(known_devices())
@@ -176,20 +168,6 @@ def _source(entry_point: EntryPoint) -> tuple[str, str]:
     except Exception:  # a half-removed distribution has no metadata: this raises, or is None, as the Python has it
         name = version = ""
     return name or "(nameless)", version or "(no version)"
-
-
-def _print_installed(as_json: bool) -> None:
-    """Print what the metadata of installed packages say: which backends and extensions they have, for which device."""
-    listed = table("device", "kind", "from", "entry point")
-    found = [(kind, each) for kind in ("backend", "extension") for each in entry_points(group=f"polycast.{kind}s")]
-    rows = sorted((each.name.partition(".")[0], kind, *_source(each), each.value) for kind, each in found)
-    for device_type, kind, name, version, value in rows:
-        listed.add_row(device_type, kind, f"{name} {version}", value)
-    if as_json:
-        keys = ("device_type", "kind", "distribution", "version", "entry_point")
-        print_json([dict(zip(keys, row, strict=True)) for row in rows])
-    else:
-        print_table(console(), listed)
 
 
 def _print(everything: bool) -> list[ListedDevice]:

@@ -9,7 +9,7 @@ import typer
 
 from polycast.plugin import STANDARD_POLICIES, Backend, drift_of, get_backend, torch_name
 
-from .scaffold import Directory, check_name, names_of, write_package
+from .scaffold import check_name, names_of, write_package
 from .terminal import library_errors
 
 _privateuse1_name: Callable[[], str] = torch_name(
@@ -34,7 +34,6 @@ def run(
             help="Write an extension of this device instead: an op with a policy, and a recipe with a kernel.",
         ),
     ] = None,
-    directory: Directory = None,
 ) -> None:
     """Write a package with a backend for a device: its entry point, op table, tests and README."""
     with library_errors():
@@ -43,9 +42,9 @@ def run(
             names = check_name(name)
             description = f"An extension of polycast's {device}: policies of ops, and a recipe."
             names |= {"device": device, "description": description}
-            return write_package("extension", names, f"an extension of {device}", directory)
+            return write_package("extension", names, f"an extension of {device}")
         _check_device(name)
-        write_package("backend", _names(name), f"the backend of {name}", directory)
+        write_package("backend", _names(name), f"the backend of {name}")
 
 
 def _check_device(name: str) -> None:

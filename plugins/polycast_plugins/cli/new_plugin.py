@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from .scaffold import Directory, check_name, write_package
+from .scaffold import check_name, write_package
 from .terminal import library_errors
 
 
@@ -12,10 +12,9 @@ def run(
     name: Annotated[
         str, typer.Argument(metavar="NAME", help="The name of the package and of its command, such as acme-weights.")
     ],
-    directory: Directory = None,
 ) -> None:
     """Write a package with a plugin: a function of polycast, a command, tests and README."""
     with library_errors():
         names = check_name(name)
         names["description"] = f"A plugin of polycast: a function, and the command {names['distribution']}."
-        write_package("plugin", names, "a plugin of polycast", directory)
+        write_package("plugin", names, "a plugin of polycast")

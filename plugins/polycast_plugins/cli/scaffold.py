@@ -3,27 +3,18 @@
 import importlib.metadata
 import importlib.util
 import keyword
-import os
 import re
 import shlex
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from string import Template
-from typing import Annotated, TypeAlias
 
 import typer
 
 import polycast
 from polycast.plugin import manifests
 
-Directory: TypeAlias = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="DIR", help="Write it to this directory, new or empty. The default is one here, named as the package."
-    ),
-]
-"""The option ``--directory``."""
 TEMPLATES = Path(__file__).with_name("templates")
 _SUFFIX = ".template"
 
@@ -56,30 +47,28 @@ def check_name(name: str) -> dict[str, str]:
     return names
 
 
-def write_package(kind: str, names: Mapping[str, str], what: str, directory: Path | None) -> None:
+def write_package(kind: str, names: Mapping[str, str], what: str) -> None:
     """Write a package from the templates of a kind, and print what to do with it.
+
+    It is a new folder here, named as its distribution.
 
     Args:
         kind: the folder of the templates.
         names: what to replace in them.
         what: the package, in words.
-        directory: where to write it; None: a new folder here, named as its distribution.
 
     Raises:
         OSError: it exists, or cannot be written. Nothing is written then.
     """
-    target = Path(names["distribution"]) if directory is None else directory
+    target = Path(names["distribution"])
+    if target.exists():
+        raise FileExistsError(f"{target} exists here already. Move it away, or write the package in another folder.")
     try:
-        is_free = not target.exists() or (target.is_dir() and not any(target.iterdir()))
-        if is_free:
-            _write(target.resolve(), _render(kind, names))
+        _write(target.absolute(), _render(kind, names))
     except OSError as error:
         raise OSError(f"{target} cannot be written: {error}") from error
-    if not is_free:
-        raise FileExistsError(f"{target} exists and is not an empty directory. Choose another one with --directory.")
-    folder = str(target) if target.is_absolute() or str(target).startswith(".") else os.path.join(".", target)
     # pip takes a bare name for one in the package index, which anybody may own there.
-    install, test = ["pip", "install", "-e", f"{folder}[test]"], ["pytest", folder]
+    install, test = ["pip", "install", "-e", f"./{target}[test]"], ["pytest", f"./{target}"]
     typer.echo(f"{target}: {what}. Edit it, then: {shlex.join(install)} && {shlex.join(test)}")
 
 
@@ -112,20 +101,9 @@ def _fill(template: Path, names: Mapping[str, str]) -> str:
 
 def _write(target: Path, contents: Mapping[Path, str]) -> None:
     """Write all files or, on an error, none."""
-    target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as folder:
         whole = Path(folder, "whole")
         for path, text in contents.items():
             (whole / path).parent.mkdir(parents=True, exist_ok=True)
             (whole / path).write_text(text, encoding="utf-8")
-        if not target.exists():
-            whole.rename(target)
-            return
-        moved: list[Path] = []  # into the existing directory, which may be the shell's working directory
-        try:
-            for item in whole.iterdir():
-                moved.append(item.rename(target / item.name))
-        except OSError:
-            for item in moved:
-                item.rename(whole / item.name)
-            raise
+        whole.rename(target)

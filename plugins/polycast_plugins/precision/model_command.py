@@ -1,10 +1,8 @@
 """``polycast explain`` and ``polycast tune``, for a model that a function of a script builds."""
 
-import enum
 import importlib.util
 import sys
 import warnings
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias
 
@@ -18,8 +16,6 @@ from .evidence import Tuned
 from .explain import explain
 from .tune import tune
 
-Over = enum.Enum("Over", {"MODULES": "modules", "OPS": "ops"})
-Objective = enum.Enum("Objective", {"ACCURACY": "accuracy", "TIME": "time"})
 Target: TypeAlias = Annotated[
     str,
     typer.Argument(
@@ -94,37 +90,16 @@ def run_tune(
     tolerance: Annotated[
         float, typer.Option(metavar="NUMBER", help="Accept this error of the output, relative to float32.")
     ] = 1e-2,
-    over: Annotated[
-        Over, typer.Option(metavar="NAME", help="Choose the precision of each of these: modules or ops.")
-    ] = Over.MODULES,
-    objective: Annotated[
-        Objective,
-        typer.Option(
-            metavar="NAME",
-            help="Look for a small set in float32 (accuracy), or for the fastest precision of each (time).",
-        ),
-    ] = Objective.ACCURACY,
     recipe: Annotated[
         str | None, typer.Option(metavar="NAME", help="Find what this recipe, such as int8, must leave out.")
     ] = None,
-    exclude: Annotated[
-        list[str] | None, typer.Option(metavar="GLOB", help="Leave these modules, or ops, in float32. Can be repeated.")
-    ] = None,
-    candidates: Annotated[
-        list[str] | None,
-        typer.Option(metavar="GLOB", help="Choose among these only, each block of modules as one. Can be repeated."),
-    ] = None,
-    holdout: Annotated[
-        int, typer.Option(metavar="N", min=0, help="Only measure the last N batches, with the policy that is found.")
-    ] = 0,
-    budget: Annotated[int | None, typer.Option(metavar="N", help="Stop after this number of evaluations.")] = None,
     output: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the policy to a file instead of the standard output.")
     ] = None,
 ) -> None:
-    """Find what must run in float32, or without a recipe, and write a policy for it.
+    """Find the modules that must run in float32, or without a recipe, and write a policy for them.
 
-    The exit status is 1 if no policy keeps the tolerance.
+    The exit status is 1 if no policy keeps the tolerance. polycast.tune has more options.
     """
     with library_errors():
         if output is not None:
@@ -134,27 +109,10 @@ def run_tune(
         fast = None if dtype is None else read_dtype(dtype)
         wanted = None if recipe is None else read_recipe(recipe)
     model, data, metric, loss = built(target, build())
-    held_out = None
-    if holdout:
-        data, held_out = _split(data, holdout)
     try:
         with library_errors(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "no policy keeps the tolerance", UserWarning)  # reported below
-            tuned = tune(
-                model,
-                data,
-                metric,
-                tolerance=tolerance,
-                dtype=fast,
-                over=over.value,
-                objective=objective.value,
-                budget=budget,
-                recipe=wanted,
-                loss=loss,
-                exclude=exclude or (),
-                candidates=candidates or None,
-                holdout=held_out,
-            )
+            tuned = tune(model, data, metric, tolerance=tolerance, dtype=fast, recipe=wanted, loss=loss)
             _write(tuned, output)
     except KeyboardInterrupt:
         typer.echo("polycast: interrupted", err=True)
@@ -162,16 +120,6 @@ def run_tune(
     if not tuned.met:
         typer.echo(f"polycast: {tuned.evidence.reason}. The closest policy is written.", err=True)
         raise typer.Exit(1)
-
-
-def _split(data: Any, holdout: int) -> tuple[list[Any], list[Any]]:
-    """Return the batches of the search, and those held out."""
-    batches = [data] if isinstance(data, (torch.Tensor, tuple, Mapping)) else list(data)
-    if holdout >= len(batches):
-        raise typer.BadParameter(
-            f"--holdout {holdout} leaves no batch of {len(batches)} for the search: return more of them."
-        )
-    return batches[:-holdout], batches[-holdout:]
 
 
 def _write(tuned: Tuned, output: Path | None) -> None:

@@ -280,34 +280,3 @@ def test_a_backend_shows_which_one_it_replaces(polycast_command, plugin, monkeyp
     plugin("acme_chosen", WORKING.format(supported="return (torch.float16,)"))
     plugin("acme_other", "")
     assert "ipu: in place of acme_other 1.5 (acme_other)\n" in polycast_command("devices").stdout
-
-
-def test_without_import_the_metadata_are_listed(polycast_command, plugin):
-    plugin("acme_broken", "raise ValueError('imported')")
-    result = polycast_command("devices", "--no-import")
-    assert result.exit_code == 0
-    version = importlib.metadata.version("polycast")
-    rows = {tuple(line.split()) for line in result.stdout.splitlines()}
-    assert ("ipu", "backend", "acme_broken", "1.5", "acme_broken") in rows
-    assert ("cpu", "backend", "polycast", version, "polycast_backends.cpu") in rows
-    as_json = json.loads(polycast_command("devices", "--no-import", "--json").stdout)
-    assert {
-        "device_type": "ipu",
-        "kind": "backend",
-        "distribution": "acme_broken",
-        "version": "1.5",
-        "entry_point": "acme_broken",
-    } in as_json
-    assert len(as_json) == len(rows - {()}) - 2
-
-
-def test_without_import_distributions_without_metadata_are_listed(polycast_command, plugin, tmp_path):
-    plugin("acme_broken", "raise ValueError('imported')")
-    plugin("acme_removed", "raise ValueError('imported')")
-    (metadata,) = tmp_path.rglob("acme_removed-*/METADATA")
-    metadata.unlink()
-    lines = polycast_command("devices", "--no-import").stdout.splitlines()
-    assert [line.split()[2:-1] for line in lines if line.startswith("ipu")] == [
-        ["(nameless)", "(no", "version)"],
-        ["acme_broken", "1.5"],
-    ]
