@@ -35,6 +35,9 @@ GAIN = 0.98
 """A plain region gains nothing where it takes at least this part of the time of the faster of float32 and
 torch.autocast."""
 
+_LINE = 17
+"""The distance of lines in the footer."""
+
 
 class Bar(NamedTuple):
     """A way to run a model: its name, and the kind of its bar."""
@@ -114,14 +117,18 @@ def without_gain(by_case: Mapping[str, Times]) -> list[tuple[float, str]]:
     return sorted(found, reverse=True)
 
 
-def _footer(picture: Picture, y: float, benchmark: str, mark: str) -> None:
-    """Write the machine, the settings and the command of the measurement, and what the marks mean."""
+def _footer(benchmark: str, mark: str) -> list[str]:
+    """Return lines with what the marks mean, and the machine, the settings and the command of the measurement."""
     run = tables.run_of(benchmark)
-    where = textwrap.wrap(f"{tables.machine(run, threads_of(run))};", 84)
     if any(each.get("spread") for each in run["results"]):
         mark += " Line: up to the time of nine turns in ten."
-    for place, line in enumerate([mark, *where, tables.command([benchmark]).strip("`")]):
-        picture.text(16, y + 16 * place, line, "quiet", size=11)
+    texts = mark, f"{tables.machine(run, threads_of(run))};", tables.command([benchmark]).strip("`")
+    return [line for text in texts for line in textwrap.wrap(text, 70)]
+
+
+def _write(picture: Picture, y: float, footer: list[str]) -> None:
+    for place, line in enumerate(footer):
+        picture.text(16, y + _LINE * place, line, "quiet", size=13)
 
 
 def _bars(benchmark: str, cases: Mapping[str, str], base: str) -> Picture:
@@ -134,10 +141,13 @@ def _bars(benchmark: str, cases: Mapping[str, str], base: str) -> Picture:
     )
     top, rows = 56, sum(map(len, groups.values()))
     bottom = top + 42 * len(groups) + 20 * rows
+    footer = _footer(benchmark, "Bar: the least time.")
     named = f"Time, where {base} takes 1"
-    picture = Picture(540, bottom + 72, f"{named}, of models in every way to run them", f"{named}. {described}.")
+    picture = Picture(
+        540, bottom + 8 + _LINE * len(footer), f"{named}, of models in every way to run them", f"{named}. {described}."
+    )
     picture.text(16, 30, f"Time, {base} = 1", "bold", size=16)
-    picture.text(524, 30, "less is better", "quiet", size=12, anchor="end")
+    picture.text(524, 30, "less is better", "quiet", size=13, anchor="end")
     ends = (end for by_way in groups.values() for time in by_way.values() if time for end in time if end)
     left, full, y = 186, 296 / max(1.0, *ends), top
     for title, by_way in groups.items():
@@ -153,7 +163,7 @@ def _bars(benchmark: str, cases: Mapping[str, str], base: str) -> Picture:
             picture.text(left + end + 7, y + 12, number(time), "bold", size=13)
             y += 20
         y += 22
-    _footer(picture, bottom + 8, benchmark, "Bar: the least time.")
+    _write(picture, bottom + 8, footer)
     return picture
 
 
@@ -188,7 +198,10 @@ def draw_slower() -> Picture:
         for case in cases
     )
     title = "No faster than torch.autocast or float32"
-    picture = Picture(540, bottom + 92, title, f"{title}: time, where float32 takes 1. {described}.")
+    footer = _footer(BENCHMARK, "float32 = 1: less is better. Dot: the least time.")
+    picture = Picture(
+        540, bottom + 38 + _LINE * len(footer), title, f"{title}: time, where float32 takes 1. {described}."
+    )
     picture.text(16, 30, f"{title}: {len(cases)} of {len(found)} cases", "bold", size=16)
     for place, (way, kind) in enumerate(ways.items()):
         picture.dot(22 + 180 * place, 50, kind)
@@ -199,7 +212,7 @@ def draw_slower() -> Picture:
 
     ticks = (0.125, 0.25, 0.5, 1, 2, 4, 8)
     for tick in ticks:
-        picture.text(x_of(tick), bottom + 16, f"{tick:g}", "quiet", size=12, anchor="middle")
+        picture.text(x_of(tick), bottom + 16, f"{tick:g}", "quiet", size=13, anchor="middle")
     for place, case in enumerate(cases):
         y = top + 38 * place
         picture.text(16, y + 8, case, "", size=13)
@@ -211,12 +224,7 @@ def draw_slower() -> Picture:
             if time is not None:
                 picture.line(x_of(time.least), y + 20, x_of(time.most or time.least), y + 20, "spread")
                 picture.dot(x_of(time.least), y + 20, ways[way])
-    _footer(
-        picture,
-        bottom + 38,
-        BENCHMARK,
-        "float32 = 1: less is better. Dot: the least time.",
-    )
+    _write(picture, bottom + 38, footer)
     return picture
 
 
