@@ -36,16 +36,14 @@ bool is_weight(const Tensor& tensor, bool for_prepacking = false) {
   const ScalarType dtype = tensor.scalar_type();
   const bool may_have_dtype = for_prepacking ? is_fast_or_float32(dtype) : dtype == at::kFloat;
   if (!may_have_dtype || tensor.layout() != at::kStrided || !impl->has_storage() || tensor.is_inference() ||
-      tensor.is_nested() || impl->key_set().has_any(c10::DispatchKeySet({DispatchKey::Python, DispatchKey::Negative}))) {
+      tensor.is_nested() || impl->key_set().has_any(c10::DispatchKeySet({DispatchKey::Python, DispatchKey::Negative})) ||
+      at::caching::is_cached_tensor(tensor)) {
     return false;
   }
   // The tensor is held, so its Python object is alive, and its type can be read without the GIL.
   const PyObject* const object = impl->pyobj_slot()->load_pyobj();
   const auto* const type = object == nullptr ? THPVariableClass : reinterpret_cast<const PyObject*>(Py_TYPE(object));
   const auto* const meta = torch::autograd::impl::get_autograd_meta(tensor);
-  if (at::caching::is_cached_tensor(tensor)) {
-    return false;
-  }
   if (meta == nullptr) {
     return type == ParameterClass;
   }

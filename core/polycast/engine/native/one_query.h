@@ -5,6 +5,16 @@
 
 namespace {
 
+// Return the attention by an op of an extension, which takes the arguments without casts; undefined without one, or where torch's way is as good.
+Tensor attention_of_extension(
+    const Tensor& query, const Tensor& key, const Tensor& value, const std::optional<Tensor>& mask, double dropout, bool is_causal,
+    std::optional<double> scale, bool shares_keys) {
+  using Signature = Tensor(const Tensor&, const Tensor&, const Tensor&, const std::optional<Tensor>&, double, bool, std::optional<double>, bool, ScalarType);
+  const auto op = c10::Dispatcher::singleton().findSchema({"polycast::attend_one_query", ""});
+  return !op || !query.is_cpu() ? Tensor() : op->typed<Signature>().redispatch(
+      c10::DispatchKeySet(DispatchKey::CPU), query, key, value, mask, dropout, is_causal, scale, shares_keys, at::autocast::get_autocast_dtype(at::kCPU));
+}
+
 // Return a query of several rows, whose attention has that of one row for `of_one_query`; undefined where torch's way is as good.
 Tensor rows_of_query(
     const Tensor& query, const Tensor& key, const Tensor& value, const std::optional<Tensor>& mask, double dropout, bool is_causal,

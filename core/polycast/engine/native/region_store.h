@@ -166,20 +166,10 @@ class RegionStore {
   }
 
   Dying take_all() {
-    Dying all;
-    for (auto& [key, entry] : cached_) {
-      all.casts.push_back(std::move(entry));
-      if (shares_) {
-        all.shared.push_back(key);
-      }
-    }
-    probation_.take_all([](const CachedCast&) { return true; }, all.casts);
+    Dying all = take([](const CachedCast&) { return true; });
     shares_ = false;
-    // Keep the table for the next region, unless it is unusually large.
-    if (cached_.bucket_count() > kLargeTable) {
+    if (cached_.bucket_count() > kLargeTable) {  // otherwise the next region uses the table
       Cached().swap(cached_);
-    } else {
-      cached_.clear();
     }
     sweep_at_ = kSweepAt;
     return all;

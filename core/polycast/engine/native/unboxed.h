@@ -57,6 +57,12 @@ class PreparedCall {
   c10::DispatchKeySet keys() const { return keys_; }
   bool skips_autograd() const { return below_autograd_.has_value(); }
 
+  // Return whether all that is to be done is to cast to the fast dtype: nothing is recorded or intercepted.
+  static bool is_only_cast(const Kernel& kernel, c10::DispatchKeySet keys, const Arguments& arguments) {
+    const Policy policy = kernel.policy(region_of(kernel.device_));
+    return (policy == Policy::kLowerPrecisionFp || policy == Policy::kRecipe) && kernel.has_only_autograd(keys) && has_nothing_to_record(arguments);
+  }
+
  private:
   static bool has_nothing_to_record(const Arguments& arguments) {
     const Differentiation differentiation;
@@ -231,9 +237,16 @@ struct c10::impl::wrap_kernel_functor_unboxed_<Unboxed<Result(Args...)>, Result(
         }
       }
     }
+    static constexpr bool is_attention = std::is_same_v<Result(Args...), at::_ops::scaled_dot_product_attention::schema>;
+    [[maybe_unused]] const bool is_ours = region_of(kernel.device_).innermost != nullptr;  // torch's regions keep torch's bits
+    if constexpr (is_attention) {
+      const bool may_differ = is_ours && PreparedCall::is_only_cast(kernel, keys, arguments);
+      if (Tensor result = may_differ ? attention_of_extension(args...) : Tensor(); result.defined()) {
+        return result;
+      }
+    }
     const PreparedCall prepared(kernel, keys, arguments);
-    if constexpr (std::is_same_v<Result(Args...), at::_ops::scaled_dot_product_attention::schema>) {
-      const bool is_ours = region_of(kernel.device_).innermost != nullptr;  // torch's regions keep torch's bits
+    if constexpr (is_attention) {
       if (const Tensor& query = *static_cast<const Tensor*>(addresses[0]); is_ours && prepared.skips_autograd()) {
         if (const Tensor rows = rows_of_query(used<Args>(args, addresses[kLayout.of_argument[I]])...); rows.defined()) {
           addresses[0] = &rows;

@@ -32,11 +32,8 @@ C10_ALWAYS_INLINE bool has_tangent(const torch::autograd::AutogradMeta* meta) {
 // Return the weight that a tensor is a plain view of, or null. The most selective checks come first.
 C10_NOINLINE const Tensor* viewed_weight(const Tensor& view, bool for_prepacking) {
   const auto* const meta = torch::autograd::impl::get_autograd_meta(view);
-  if (meta == nullptr || !meta->is_view_) {
-    return nullptr;
-  }
   const auto* const views = static_cast<const torch::autograd::DifferentiableViewMeta*>(meta);
-  if (!views->has_bw_view()) {
+  if (meta == nullptr || !meta->is_view_ || !views->has_bw_view()) {
     return nullptr;
   }
   const Tensor& base = views->get_backward_view().base_;

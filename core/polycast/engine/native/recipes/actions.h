@@ -27,11 +27,8 @@ using Results = torch::jit::Stack;
 
 // Convert a constant of a kernel from Python; return nothing for other types.
 std::optional<c10::IValue> constant_of(PyObject* object) {
-  if (object == Py_None) {
-    return c10::IValue();
-  }
-  if (PyBool_Check(object)) {
-    return c10::IValue(object == Py_True);
+  if (object == Py_None || PyBool_Check(object)) {
+    return object == Py_None ? c10::IValue() : c10::IValue(object == Py_True);
   }
   if (PyLong_Check(object)) {
     const int64_t number = PyLong_AsLongLong(object);

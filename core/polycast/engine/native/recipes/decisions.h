@@ -51,10 +51,8 @@ class CallMetadata {
     if (argument.isTensor()) {
       return add_tensor(argument.toTensor());
     }
-    if (argument.isNone()) {
-      push(kNone);
-    } else if (argument.isBool()) {
-      push(argument.toBool() ? kTrue : kFalse);
+    if (argument.isNone() || argument.isBool()) {
+      push(argument.isNone() ? kNone : argument.toBool() ? kTrue : kFalse);
     } else if (argument.isInt()) {
       push(kInt, argument.toInt());
     } else if (argument.isDouble()) {

@@ -19,11 +19,8 @@ Object for_python(const c10::IValue& value) {
   if (value.isTensor()) {
     return python_tensor(value.toTensor());
   }
-  if (value.isNone()) {
-    return Object::borrow(Py_None);
-  }
-  if (value.isBool()) {
-    return Object::borrow(value.toBool() ? Py_True : Py_False);
+  if (value.isNone() || value.isBool()) {
+    return Object::borrow(value.isNone() ? Py_None : value.toBool() ? Py_True : Py_False);
   }
   if (value.isInt()) {
     return Object::steal(PyLong_FromLongLong(value.toInt()));

@@ -9,6 +9,7 @@
 #include "int4_linear.h"
 #include "isa.h"
 #include "linear.h"
+#include "one_query_attention.h"
 #include "pack.h"
 #include "recorded_lookup.h"
 
@@ -53,6 +54,16 @@ TORCH_LIBRARY(polycast_cpu, library) {
   for (const std::string name : {"mish", "sigmoid", "silu", "tanh"}) {
     library.def(("lookup_" + name + "(Tensor x, Tensor cast, ScalarType dtype) -> Tensor").c_str());
   }
+}
+
+// The engine finds it by this name.
+TORCH_LIBRARY_FRAGMENT(polycast, library) {
+  library.def("attend_one_query(Tensor query, Tensor key, Tensor value, Tensor? mask, float dropout, bool is_causal, float? scale, "
+              "bool shares_keys, ScalarType dtype) -> Tensor");
+}
+
+TORCH_LIBRARY_IMPL(polycast, CPU, library) {
+  library.impl("attend_one_query", attend_one_query);
 }
 
 TORCH_LIBRARY_IMPL(polycast_cpu, CPU, library) {
