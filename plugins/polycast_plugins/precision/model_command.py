@@ -62,7 +62,7 @@ def built(target: str, result: Any) -> tuple[torch.nn.Module, Any, Any, Any]:
 def run_explain(
     target: Target,
     device: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Run the region on this device. The default is the model's.")
+        str | None, typer.Option(metavar="NAME", help="Explain for this device, by default the model's, if not meta.")
     ] = None,
     dtype: FastDtype = None,
     policy: Annotated[Path | None, typer.Option(metavar="FILE", help="Use the policy of this file.")] = None,

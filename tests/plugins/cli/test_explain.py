@@ -12,6 +12,10 @@ import torch
 
 def build():
     return torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh()), torch.ones(2, 8)
+
+def on_meta():
+    with torch.device("meta"):
+        return build()
 """
 
 
@@ -41,6 +45,11 @@ def test_a_table_is_printed(explain):
 def test_a_dtype_and_a_policy_file_are_used(explain):
     assert compute(explain("--json", "--dtype", "float16")) == {"0": {"float16": 1}, "1": {"float16": 1}}
     assert compute(explain("--json", "--policy", "careful.toml"))["0"] == {"float32": 1}
+
+
+def test_a_model_on_meta_is_explained_for_the_device_that_it_will_run_on(explain):
+    result = CliRunner().invoke(app, ["explain", "model.py:on_meta", "--json", "--device", "cpu"])
+    assert compute(result)["0"] == {"bfloat16": 1}
 
 
 def test_gradients_do_not_prevent_a_recipe(explain):
