@@ -5,49 +5,19 @@ imports no plugin.
 """
 
 import ast
-from pathlib import Path
 
 import pytest
 
 from polycast.plugin import Plugin, manifests
 
-SOURCES = Path(__file__).parent.parent
-CORE, BACKENDS, PLUGINS = (
-    SOURCES / folder for folder in ("core/polycast", "backends/polycast_backends", "plugins/polycast_plugins")
-)
+from .sources import BACKENDS, CORE, PLUGINS, SOURCES, file_of, imports, parsed
+
 PUBLISHED = {"polycast", "polycast.plugin", "polycast.errors"}
 
 
 def owner(path):
     """Return the plugin that a file is in, else "core"."""
     return path.relative_to(PLUGINS).parts[0] if path.is_relative_to(PLUGINS) else "core"
-
-
-def file_of(module):
-    """Return the file of a module of polycast or its plugins."""
-    base = Path(*module.split("."))
-    for root in (CORE.parent, PLUGINS.parent):
-        for path in (root / base.with_suffix(".py"), root / base / "__init__.py"):
-            if path.is_file():
-                return path
-    return None
-
-
-def imports(path):
-    """Return the module and the name of each thing that a file imports from polycast or its plugins."""
-    root = next(root for root in (CORE.parent, PLUGINS.parent) if path.is_relative_to(root))
-    package = path.relative_to(root).parent.parts
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if not isinstance(node, ast.ImportFrom):
-            continue
-        outer = package[: len(package) + 1 - node.level] if node.level else ()
-        module = ".".join([*outer, *([node.module] if node.module else [])])
-        for alias in node.names:
-            inside = file_of(f"{module}.{alias.name}")
-            if inside is not None:
-                yield f"{module}.{alias.name}", ""
-            elif file_of(module) is not None:
-                yield module, alias.name
 
 
 def published_for(path):
@@ -94,7 +64,7 @@ def test_only_the_modules_of_commands_may_import_the_command_line():
 
 def imported_modules(path):
     """Return the modules of polycast, and of its backends, that a file imports by name."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name.startswith("polycast"))
         elif isinstance(node, ast.ImportFrom) and not node.level and node.module.startswith("polycast"):

@@ -9,6 +9,8 @@ import sys
 
 import pytest
 
+import polycast
+
 SCRIPT = """
 import importlib.metadata, json, os, sys, torch
 
@@ -57,17 +59,11 @@ def seen():
 
 
 @pytest.mark.slow
-def test_importing_polycast_imports_no_plugin_and_no_command_line(seen):
-    packages = {name.partition(".")[0] for name in seen["modules"]}
-    assert "polycast" in packages
-    assert packages.isdisjoint({"jinja2", "pluggy", "rich", "typer", "sklearn"})
+def test_importing_polycast_imports_no_library_of_plugins_and_no_compiler(seen):
+    assert {name.partition(".")[0] for name in seen["modules"]}.isdisjoint(
+        {"jinja2", "pluggy", "rich", "typer", "sklearn"}
+    )
     assert not any(name.startswith("torch._dynamo") for name in seen["modules"])
-    assert not any(name.startswith("polycast_") for name in packages)
-    assert not any(name.startswith("polycast_plugins.cli") for name in seen["modules"])
-
-
-def test_importing_polycast_does_not_import_precision(seen):
-    assert not any(name.startswith("polycast_plugins.precision") for name in seen["modules"])
 
 
 def test_importing_polycast_imports_only_what_exported_programs_need(seen):
@@ -142,14 +138,10 @@ def test_a_name_may_be_used_first_in_compiled_code(script, tmp_path):
 
 
 def test_an_unknown_name_is_an_attribute_error():
-    import polycast
-
     assert not hasattr(polycast, "compares")
 
 
 def test_dir_and_help_show_the_public_names_only():
-    import polycast
-
     shown = {name for name in dir(polycast) if not name.startswith("__")}
     assert shown == {*polycast.__all__, "errors", "plugin"}
     assert "__version__" in dir(polycast)
@@ -157,23 +149,17 @@ def test_dir_and_help_show_the_public_names_only():
 
 
 def test_the_core_has_few_public_names():
-    import polycast
-
     assert len(polycast._own) <= 42
     assert len(polycast.plugin.__all__) <= 45
 
 
 def test_help_begins_with_what_polycast_is():
-    import polycast
-
     first, second, *_ = polycast.__doc__.split("\n\n")
     assert first == "Autocast for PyTorch as a plugin system: mixed precision on any device."
     assert "PYTEST" not in second
 
 
 def test_version_is_that_of_the_distribution():
-    import polycast
-
     assert polycast.__version__ == importlib.metadata.version("polycast")
 
 

@@ -5,19 +5,16 @@ import contextlib
 import functools
 import re
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+from tests import sources
+from tests.sources import CORE, PLUGINS, SOURCES, parsed
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import polycast
-import polycast_plugins.observe
 
-ROOT = Path(polycast.__file__).parent
-SOURCES = Path(__file__).parent.parent
-PLUGINS = Path(polycast_plugins.observe.__file__).parents[1]
 GENERATED = {"docs/modules.md", "docs/benchmark-tables.md"}
 LAYERS = [
     {"cli"},
@@ -37,40 +34,17 @@ LAYERS = [
     {"errors"},
 ]
 """The layers, from the top: plugins, and folders of the core. Each imports from lower layers only."""
-PACKAGES = ("polycast", "polycast_plugins")
 MODULES = {
     ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__"): path
-    for root in (ROOT, PLUGINS)
+    for root in (CORE, PLUGINS)
     for path in root.rglob("*.py")
-    if path.parent != ROOT or path.stem not in ("__init__", "__main__", "plugin")
+    if path.parent != CORE or path.stem not in ("__init__", "__main__", "plugin")
 }
-
-
-@functools.cache
-def parsed(path):
-    return ast.parse(path.read_text(encoding="utf-8"))
 
 
 def imports(module):
     """Return the modules of polycast that a module imports, anywhere in it."""
-    path = MODULES[module]
-    package = module.split(".") if path.stem == "__init__" else module.split(".")[:-1]
-    found = set()
-    for node in ast.walk(parsed(path)):
-        if isinstance(node, ast.ImportFrom):
-            if node.level:
-                base = [*package[: len(package) + 1 - node.level], *(node.module or "").split(".")]
-            elif (node.module or "").partition(".")[0] in PACKAGES:
-                base = node.module.split(".")[1:]
-            else:
-                continue
-            base = ".".join(part for part in base if part)
-            for alias in node.names:
-                inside = f"{base}.{alias.name}".lstrip(".")
-                found.add(inside if inside in MODULES else base)
-        elif isinstance(node, ast.Import):
-            names = (alias.name.partition(".") for alias in node.names)
-            found.update(name for package, _, name in names if package in PACKAGES)
+    found = {name.partition(".")[2] for name, _ in sources.imports(MODULES[module])}
     # Only the command line imports the modules of commands, which may import it.
     return found - {"", "plugin"} - ({"cli"} if module.endswith("_command") else set())
 
@@ -92,7 +66,7 @@ def test_every_folder_is_in_a_layer():
 
 
 def test_the_list_of_folders_can_be_read_at_a_glance():
-    entries = {path.name for path in ROOT.iterdir()} - {
+    entries = {path.name for path in CORE.iterdir()} - {
         "__init__.py",
         "__main__.py",
         "plugin.py",
@@ -266,8 +240,8 @@ MAY_NAME_A_DEVICE = {
 
 def test_the_core_names_no_device_but_in_the_listed_modules():
     found = set()
-    for path in [*ROOT.rglob("*.py"), *PLUGINS.rglob("*.py")]:
-        name = path.relative_to(PLUGINS if path.is_relative_to(PLUGINS) else ROOT).as_posix()
+    for path in [*CORE.rglob("*.py"), *PLUGINS.rglob("*.py")]:
+        name = path.relative_to(PLUGINS if path.is_relative_to(PLUGINS) else CORE).as_posix()
         constants = (node for node in ast.walk(parsed(path)) if isinstance(node, ast.Constant))
         if not name.startswith(("cli/", "testing/")) and any(
             each.value in HOST_AND_ACCELERATORS for each in constants if isinstance(each.value, str)
@@ -278,7 +252,7 @@ def test_the_core_names_no_device_but_in_the_listed_modules():
 
 def test_the_engine_in_cpp_names_no_accelerator():
     accelerators = r"\b(?:k|Autocast|is_)?(?:CUDA|XPU|MPS|MTIA|MAIA|HPU|IPU|XLA|cuda|xpu|mps|mtia|maia)\b"
-    sources = [path for root in (ROOT, PLUGINS) for path in root.rglob("*") if path.suffix in (".h", ".cpp")]
+    sources = [path for root in (CORE, PLUGINS) for path in root.rglob("*") if path.suffix in (".h", ".cpp")]
     code = {path: re.sub(r"//.*", "", path.read_text(encoding="utf-8")) for path in sources}
     assert [path.name for path, text in code.items() if re.search(accelerators, text)] == []
 
@@ -309,7 +283,7 @@ def test_no_two_classes_of_the_core_share_a_name():
 
 
 def test_only_one_header_of_recipes_is_included_by_the_rest_of_the_engine():
-    engine = ROOT / "engine" / "native"
+    engine = CORE / "engine" / "native"
     recipes = {path.name for path in (engine / "recipes").iterdir()}
     others = [
         path for folder in (engine, engine / "common") for path in folder.iterdir() if path.suffix in (".h", ".cpp")

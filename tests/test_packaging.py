@@ -127,11 +127,6 @@ def test_the_wheel_holds_the_packages_and_nothing_else(wheel):
     assert {name.partition("/")[0] for name in sources} == set(SOURCES)
 
 
-def test_the_wheel_carries_what_reports_are_made_of(wheel):
-    names = {name.removeprefix("polycast_plugins/observe/report/") for name in wheel.namelist()}
-    assert {"base.html", "base.js", "page.html", "page.css", "page.js", "page_modules.js", "page_ops.js"} <= names
-
-
 def test_the_wheel_carries_the_licence(wheel):
     metadata = message_from_bytes(wheel.read(f"polycast-{DISTRIBUTION.version}.dist-info/METADATA"))
     assert metadata["License-Expression"] == "MIT"

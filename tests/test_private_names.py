@@ -2,15 +2,9 @@
 
 import ast
 import functools
-from pathlib import Path
 
-import polycast
-import polycast_backends.cpu
-import polycast_plugins.observe
+from .sources import BACKENDS, CORE, PLUGINS, parsed
 
-CORE = Path(polycast.__file__).parent
-BACKENDS = Path(polycast_backends.cpu.__file__).parents[1]
-PLUGINS = Path(polycast_plugins.observe.__file__).parents[1]
 MAY_READ = {
     "compilers/backward.py": "the configuration that wrap_joint has checked",
     "compilers/guards.py": "names that guard_dynamo has checked",
@@ -37,11 +31,6 @@ def dotted(node):
         return node.id
     before = dotted(node.value) if isinstance(node, ast.Attribute) else None
     return before and f"{before}.{node.attr}"
-
-
-@functools.cache
-def parsed(path):
-    return ast.parse(path.read_text(encoding="utf-8"))
 
 
 @functools.cache

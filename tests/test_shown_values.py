@@ -3,7 +3,6 @@
 import re
 from html.parser import HTMLParser
 
-import pytest
 import torch
 from torch import nn
 
@@ -104,17 +103,6 @@ def test_backends_print_as_a_table():
     header, _, first, *_ = repr(polycast.backends()).splitlines()
     assert header.split() == ["device", "state", "default", "distribution", "reason"]
     assert first.split()[:3] == ["cpu", "ready", "bfloat16"]
-
-
-def test_backends_are_a_read_only_mapping():
-    found = polycast.backends()
-    assert dict(found) == found
-    assert list(found) == sorted(found)
-    assert len(found) == len(list(found))
-    with pytest.raises(KeyError):
-        found["no such device"]
-    with pytest.raises(TypeError):
-        found["cpu"] = found["cuda"]
 
 
 def test_the_repr_of_a_backend_names_its_class_device_and_dtype(hand_made):

@@ -245,6 +245,8 @@ TAKEN = {
     "an instance norm with a weight alone": ("b2x8x3 f8", lambda c, x, w: F.instance_norm(x, weight=w)),
     "a weight norm of the second dimension": ("b4x8x2 f1x8x1", lambda c, v, g: torch._weight_norm(v, g, 1)),
     "a layer norm with float32 weights": ("b4x8 f8 f8", lambda c, x, w, b: F.layer_norm(x, (8,), w, b)),
+    "a layer norm with a weight alone": ("b4x8 f8", lambda c, x, w: F.layer_norm(x, (8,), w)),
+    "a group norm with float32 weights": ("b2x8x3 f8 f8", lambda c, x, w, b: F.group_norm(x, 2, w, b)),
     "an interpolation by one weight": ("b4x8 b4x8 f1", lambda c, x, y, w: torch.lerp(x, y, w[0])),
     "the determinant of an empty matrix": ("b0x0", lambda c, x: torch.linalg.det(x)),
     "the distances of points without coordinates": ("b5x0!", lambda c, x: F.pdist(x)),

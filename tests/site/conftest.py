@@ -2,6 +2,7 @@
 
 import functools
 import http.server
+import importlib
 import json
 import subprocess
 import sys
@@ -11,6 +12,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent.parent
+
+
+@pytest.fixture
+def module(monkeypatch):
+    """Return a function that imports a module of docs/."""
+    monkeypatch.syspath_prepend(ROOT)
+    return lambda name: importlib.import_module(f"docs.{name}")
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,5 @@
 """docs/architecture.md and docs/modules.md name modules and functions that exist."""
 
-import importlib
 import re
 import runpy
 from pathlib import Path
@@ -45,7 +44,6 @@ def test_layers_are_in_order():
     assert rows == layers
 
 
-def test_table_of_modules_is_up_to_date(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT)
-    modules = importlib.import_module("docs.modules")
+def test_table_of_modules_is_up_to_date(module):
+    modules = module("modules")
     assert modules.PAGE.read_text(encoding="utf-8") == modules.page(), "run `python -m docs`"

@@ -1,20 +1,15 @@
 """The tables of model families in docs/families.md are up to date, and what they show."""
 
-import importlib
 import json
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent.parent
 EMPTY = "<!-- table of families -->\n<!-- end -->"
 
 
 @pytest.fixture
-def families(monkeypatch):
-    """Return docs.families."""
-    monkeypatch.syspath_prepend(ROOT)
-    return importlib.import_module("docs.families")
+def families(module):
+    return module("families")
 
 
 def score(what, metric, *, note="", skipped="", **by):

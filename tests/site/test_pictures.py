@@ -1,6 +1,5 @@
 """The pictures of the documentation are up to date and accessible."""
 
-import importlib
 import json
 import re
 import xml.etree.ElementTree as ElementTree
@@ -14,13 +13,6 @@ LLAMA = ["llama.svg"] if (DOCS / "llama.svg").exists() else []
 """Its benchmark needs llama.cpp, so it may not have been measured."""
 PICTURES = ["architecture.svg", "devices.svg", "gpu.svg", *LLAMA, "report.svg", "slower.svg", "speed.svg"]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-
-
-@pytest.fixture
-def module(monkeypatch):
-    """Return a function that imports a module of docs/."""
-    monkeypatch.syspath_prepend(ROOT)
-    return lambda name: importlib.import_module(f"docs.{name}")
 
 
 def test_all_pictures_are_generated(module):

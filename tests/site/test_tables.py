@@ -1,19 +1,13 @@
 """The tables of docs/benchmark-tables.md are up to date, and what they show."""
 
-import importlib
 import json
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent.parent
-
 
 @pytest.fixture
-def tables(monkeypatch):
-    """Return docs.tables."""
-    monkeypatch.syspath_prepend(ROOT)
-    return importlib.import_module("docs.tables")
+def tables(module):
+    return module("tables")
 
 
 @pytest.fixture

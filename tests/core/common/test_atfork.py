@@ -1,4 +1,4 @@
-"""A fork holds locks that other threads hold or nest, and another fork does."""
+"""A fork holds locks that other threads hold or nest, another fork does, and waits for imports, but not for long."""
 
 import os
 
@@ -92,3 +92,33 @@ def test_a_fork_takes_locks_that_another_thread_nests_in_any_order(run_program, 
 
 def test_threads_that_fork_in_turn_release_their_own_locks(run_program):
     assert run_program(TAKING_TURNS, "reference") == (0, "0\nTrue\n0\nFalse\n", "")
+
+
+PROGRAM = """
+import os, sys, threading
+from polycast.common import importing
+from polycast.policy.manifests import InstalledPlugin, Plugin
+
+importing.LONGEST_WAIT = {limit}
+sys.started, sys.ends = threading.Event(), threading.Event()
+thread = threading.Thread(target=InstalledPlugin("acme", "acme", "1.0", Plugin()).resolve, args=("acme:number",))
+thread.start()
+assert sys.started.wait(60)
+if {ends}:
+    os.register_at_fork(before=sys.ends.set)  # before polycast's
+child = os.fork()
+if not child:
+    os._exit(getattr(sys.modules["acme"], "number", 0))
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+sys.ends.set()
+thread.join()
+"""
+
+
+@pytest.mark.parametrize(("ends", "limit", "number"), [(True, 60, 5), (False, 0.1, 0)], ids=["ends", "hangs"])
+def test_a_fork_waits_for_an_import_of_another_thread_that_ends(launch, tmp_path, ends, limit, number):
+    (tmp_path / "acme.py").write_text("import sys\nsys.started.set()\nsys.ends.wait()\nnumber = 5\n")
+    program = PROGRAM.format(ends=ends, limit=limit)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
+    done = launch(program, environment=environment)
+    assert (done.stdout, done.stderr) == (f"{number}\n", "")

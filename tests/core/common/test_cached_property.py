@@ -1,6 +1,7 @@
 """`cached_property`: computed once, without a lock that another thread or a forked child could wait for."""
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 from polycast.common.cached_property import cached_property
 
@@ -40,10 +41,7 @@ def test_threads_compute_the_values_of_several_instances_at_once():
 
 def test_threads_that_compute_a_value_at_once_get_the_same():
     barrier = threading.Barrier(2)
-    number, found = Number(lambda: [barrier.wait(60)]), []
-    threads = [threading.Thread(target=lambda: found.append(number.value)) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found[0] is found[1] is number.value
+    number = Number(lambda: [barrier.wait(60)])
+    with ThreadPoolExecutor(2) as threads:
+        first, second = threads.map(lambda _: number.value, range(2))
+    assert first is second is number.value

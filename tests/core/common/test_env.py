@@ -96,8 +96,3 @@ def test_any_text_is_parsed_or_refused_with_the_variable_and_its_value(read, val
 @pytest.mark.parametrize("name", ["acme-npu", "Acme_NPU", "acme.npu", "ACME-_.npu"])
 def test_spellings_of_a_distribution_have_one_canonical_name(name):
     assert env.canonical_name(name) == "acme-npu"
-
-
-@given(name=names)
-def test_canonical_name_is_idempotent(name):
-    assert env.canonical_name(env.canonical_name(name)) == env.canonical_name(name)

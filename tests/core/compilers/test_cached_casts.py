@@ -2,7 +2,7 @@
 
 import copy
 import gc
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -167,22 +167,15 @@ def test_threads_call_one_compiled_function_in_their_own_regions(backend, engine
     model = mlp()
     compiled = torch.compile(model, backend=backend, fullgraph=True)
     caches = [WeightCache(verify=True) for _ in range(4)]
-    found = [None] * 4
 
-    def work(number):
+    def work(cache):
         with torch.no_grad():
-            for _ in range(3):
-                found[number] = in_region(compiled, inputs(), cache=caches[number])
+            return [in_region(compiled, inputs(), cache=cache) for _ in range(3)][-1]
 
-    with torch.no_grad():
-        in_region(compiled, inputs(), cache=WeightCache())
-    work(0)
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(1, 4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert all(torch.equal(each, found[0]) for each in found)
+    work(WeightCache())
+    first = work(caches[0])
+    with ThreadPoolExecutor(3) as threads:
+        assert all(torch.equal(each, first) for each in threads.map(work, caches[1:]))
     assert [sum(counts(each)) for each in caches] == [6] * 4
     if engine == "native":  # the reference engine takes a thread that reads the weight for an alias
         # A view that another thread is making counts as an alias until it shares the version counter.
@@ -208,22 +201,6 @@ def test_inner_regions_that_are_disabled_or_of_another_dtype_compute_as_in_eager
             outputs = in_region(compiled, inputs(), cache=cache)
             for y, expected in zip(outputs, in_region(function, inputs(), cache=None), strict=True):
                 torch.testing.assert_close(y, expected, rtol=0.02, atol=0.02)
-
-
-@BACKENDS
-def test_a_bounded_cache_stays_within_its_bound(backend, in_region):
-    cache = WeightCache(max_bytes=SIZE * SIZE * 2, verify=True)
-    compiled = torch.compile(mlp(), backend=backend, fullgraph=True)
-    with torch.no_grad():
-        for _ in range(5):
-            in_region(compiled, inputs(), cache=cache)
-    stats = cache.stats()
-    assert stats.bytes == SIZE * SIZE * 2
-    assert stats.hits >= 3
-    cache.clear()
-    with torch.no_grad():
-        in_region(compiled, inputs(), cache=cache)
-    assert cache.stats().misses > stats.misses
 
 
 @pytest.mark.slow
@@ -262,14 +239,6 @@ def test_dynamic_shapes(backend, cache, in_region):
             in_region(compiled, torch.randn(rows, SIZE), cache=cache)
     assert counter.frame_count == 1
     assert counts(cache) == (2, 4)
-
-
-@pytest.mark.slow
-def test_exported_programs_have_torchs_ops_only(cache):
-    model = mlp()
-    with torch.no_grad(), polycast.autocast("cpu", cache=cache):
-        program = torch.export.export(model, (inputs(),)).run_decompositions()
-    assert "polycast" not in str(program.graph)
 
 
 def test_compiled_code_runs_after_uninstall(cache, in_region):

@@ -1,4 +1,6 @@
-"""Cached casts in graphs whose region was made outside, and in graphs that cannot be traced."""
+"""Cached casts in graphs: of regions made outside, of weights that change between calls; and untraceable graphs."""
+
+import copy
 
 import pytest
 import torch
@@ -6,6 +8,7 @@ from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
 
 import polycast
+from polycast import WeightCache
 from polycast.engine import state
 
 pytestmark = pytest.mark.usefixtures("engine")
@@ -86,3 +89,72 @@ def test_a_graph_that_cannot_be_traced_leaves_no_region(settings, model, cache):
         function(torch.ones(2, SIZE), cache)
     assert state.machine.nesting("cpu") == 0
     polycast.uninstall()
+
+
+@pytest.mark.slow
+def test_a_weight_that_the_code_itself_changes(model):
+    cache, x = WeightCache(verify=True), torch.randn(4, SIZE)
+
+    def function(x):
+        y = model(x)
+        model.weight.mul_(2)
+        return y, model(x)
+
+    other = copy.deepcopy(model)
+    compiled = torch.compile(function, fullgraph=True)
+    for _ in range(3):
+        with torch.no_grad():
+            with polycast.autocast("cpu", cache=cache):
+                before, after = compiled(x)
+            with polycast.autocast("cpu"):
+                torch.testing.assert_close(before, other(x), rtol=0.02, atol=0.02)
+                other.weight.mul_(2)
+                torch.testing.assert_close(after, other(x), rtol=0.02, atol=0.02)
+
+
+def _new_data(model):
+    model.weight.data = torch.randn(SIZE, SIZE)
+
+
+def _another_parameter(model):
+    model.weight = nn.Parameter(torch.randn(SIZE, SIZE))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: model.load_state_dict({"weight": torch.randn(SIZE, SIZE)}),
+        _new_data,
+        _another_parameter,
+    ],
+    ids=["load_state_dict", "new data", "another parameter"],
+)
+def test_a_change_of_the_weight(model, change):
+    cache, x = WeightCache(verify=True), torch.randn(4, SIZE)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for _ in range(3):
+        with torch.no_grad(), polycast.autocast("cpu", cache=cache):
+            found = compiled(x), compiled(x)
+        with torch.no_grad(), polycast.autocast("cpu"):
+            expected = model(x)
+        assert all(torch.equal(each, expected) for each in found)
+        change(model)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_writes_through_data_in_compiled_code(model, backend, engine):
+    if (engine, backend) == ("reference", "eager"):
+        pytest.skip("Dynamo writes torch's own function into such graphs; only a function in C++ can replace that")
+    weight, cache, x = model.requires_grad_(False).weight, WeightCache(), torch.randn(4, SIZE)
+    polycast.install("cpu")
+
+    @torch.compile(backend=backend, fullgraph=True)
+    def write():
+        weight.data.add_(1)
+
+    with torch.no_grad():
+        for settings in ({"cache": cache}, {}) * 3:
+            with polycast.autocast("cpu", **settings):
+                for change in (lambda: None, write, lambda: None):
+                    change()
+                    assert torch.equal(model(x), nn.functional.linear(x.bfloat16(), weight.bfloat16()))

@@ -161,14 +161,6 @@ def test_a_region_without_dtype_takes_that_of_the_region_around_at_each_call(dat
     assert seen == [torch.bfloat16, torch.float16, torch.bfloat16]
 
 
-@pytest.mark.parametrize("region", [polycast.autocast, torch.autocast])
-def test_a_decorated_function_may_call_compiled_code(data, region):
-    x, layer = data
-    compiled = torch.compile(lambda x: layer(x), backend="aot_eager", fullgraph=True)
-    assert region("cpu", dtype=torch.bfloat16)(lambda: compiled(x))().dtype is torch.bfloat16
-    assert compiled(x).dtype is torch.float32
-
-
 def test_a_subclass_is_compiled_as_what_it_stands_for(data):
     class Half(polycast.autocast):
         def __init__(self):

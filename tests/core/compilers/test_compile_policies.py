@@ -1,4 +1,6 @@
-"""torch.compile: regions with policies in compiled code."""
+"""torch.compile: regions with policies in compiled code, and in what is compiled for later."""
+
+import contextlib
 
 import pytest
 import torch
@@ -6,7 +8,11 @@ import torch
 import polycast
 from polycast import CastPolicy
 
-pytestmark = pytest.mark.usefixtures("engine")
+pytestmark = [
+    pytest.mark.usefixtures("engine"),
+    pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled"),
+    pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated"),
+]
 
 
 POLICY = {"aten::linear": CastPolicy.FP32}
@@ -24,7 +30,7 @@ def with_global_dict(x, layer):
 
 @pytest.mark.parametrize("function", [with_dict_inside, with_global_dict])
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_a_policy_inside_applies_in_one_graph(engine, data, function, backend):
+def test_a_policy_inside_applies_in_one_graph(data, function, backend):
     compiled = torch.compile(function, backend=backend, fullgraph=True)
     assert compiled(*data).dtype is torch.float32
     with polycast.autocast("cpu"):
@@ -33,7 +39,7 @@ def test_a_policy_inside_applies_in_one_graph(engine, data, function, backend):
     assert polycast.autocast_nesting("cpu") == 0
 
 
-def test_another_policy_inside_recompiles(engine, data):
+def test_another_policy_inside_recompiles(data):
     def function(x, layer, policy):
         with polycast.autocast("cpu", policy={"linear": policy}):
             return layer(x)
@@ -43,7 +49,7 @@ def test_another_policy_inside_recompiles(engine, data):
     assert found == [torch.float32, torch.bfloat16, torch.float32]
 
 
-def test_the_policy_inside_is_gone_where_tracing_fails_in_the_middle(engine, data):
+def test_the_policy_inside_is_gone_where_tracing_fails_in_the_middle(data):
     def function(x, layer):
         with polycast.autocast("cpu", policy={"linear": "fp32"}):
             y = layer(x)
@@ -64,7 +70,7 @@ def apart(x):
     return x @ x
 
 
-def test_what_a_compiled_function_calls_in_its_policy_is_compiled_under_it(engine):
+def test_what_a_compiled_function_calls_in_its_policy_is_compiled_under_it():
     def function(x):
         before = apart(x)
         with polycast.autocast("cpu", policy={"matmul": "fp32"}):
@@ -107,3 +113,50 @@ def test_what_no_graph_can_hold_of_a_policy_breaks_it(data, function, reason):
     with pytest.raises(torch._dynamo.exc.Unsupported, match=f"this region cannot be traced: {reason}"):
         torch.compile(function, backend="aot_eager", fullgraph=True)(*data)
     assert torch.compile(function, backend="aot_eager")(*data).dtype is torch.float32
+
+
+MM_UP = {"mm": "fp32"}
+X = torch.ones(2, 2)
+
+
+def square(x):
+    return torch.mm(x, x)
+
+
+@pytest.mark.slow
+def test_code_that_was_compiled_ahead_of_time_without_policies_is_refused_with_some():
+    function = torch.compile(square, backend="inductor", fullgraph=True)
+    if not hasattr(function, "aot_compile"):
+        pytest.skip(f"torch {torch.__version__} compiles no function ahead of time")
+    compiled = function.aot_compile(((X,), {}))
+    assert compiled(X).dtype is torch.float32
+    with (
+        polycast.autocast("cpu", enabled=False, policy=MM_UP),
+        pytest.raises(RuntimeError, match="policies of polycast"),
+    ):
+        compiled(X)
+    assert compiled(X).dtype is torch.float32
+
+
+def test_the_key_of_the_cache_on_disk_has_the_policies_and_autocasts_state():
+    from torch._functorch._aot_autograd.autograd_cache import AOTAutogradCacheDetails
+
+    graph = torch.fx.symbolic_trace(square)
+
+    def ours_in_key(policies, dtype=None):
+        details = object.__new__(AOTAutogradCacheDetails)
+        with polycast.autocast("cpu", dtype=dtype, policy=policies), contextlib.suppress(TypeError):
+            details.__init__(graph)  # polycast adds to the key, then calls torch's, which lacks its arguments here
+        return vars(details)
+
+    tanh_down = {"tanh": "lower_precision_fp"}
+    found = [
+        ours_in_key(None),
+        *(ours_in_key(*given) for given in [(MM_UP,), (dict(MM_UP),), (tanh_down,), (MM_UP, torch.bfloat16)]),
+    ]
+    assert found[0] == {}
+    assert [found.index(key) for key in found] == [0, 1, 1, 3, 1]
+    assert ours_in_key(MM_UP, torch.float16) not in found
+    with polycast.register_op("aten::sort", "fp32"):
+        assert ours_in_key(None) not in found
+    assert ours_in_key(None) == {}

@@ -72,26 +72,6 @@ def _without_paths(text):
     return [line for line in text.splitlines() if not line.lstrip().startswith("#")]
 
 
-@pytest.mark.slow
-@ways
-@pytest.mark.parametrize("model", MODELS)
-def test_the_program_gives_what_the_model_gives(strict, model):
-    x = torch.randn(2, 4)
-    module = MODELS[model](polycast.autocast)
-    program = torch.export.export(module, (x,), strict=strict)
-    expected = module(x)
-    assert expected[0].dtype is torch.bfloat16
-    torch.testing.assert_close(program.module()(x), expected)
-    torch.testing.assert_close(program.run_decompositions().module()(x), expected)
-
-
-@ways
-def test_exporting_leaves_every_region(strict):
-    torch.export.export(MODELS["held"](polycast.autocast), (torch.randn(2, 4),), strict=strict)
-    assert polycast.autocast_nesting("cpu") == 0
-    assert not torch.is_autocast_enabled("cpu")
-
-
 class WithPolicy(torch.nn.Module):
     def forward(self, x):
         with polycast.autocast("cpu", policy={"aten::mm": CastPolicy.FP32}):

@@ -7,7 +7,6 @@ import torch
 from torch import nn
 from torch._dynamo.eval_frame import OptimizedModule
 from torch._dynamo.testing import CompileCounter
-from torch.utils.checkpoint import checkpoint
 
 import polycast
 from polycast import Policy
@@ -123,26 +122,6 @@ def test_an_exported_program_casts_what_a_module_returns(strict):
     with polycast.autocast("cpu"):
         program = torch.export.export(model, (torch.ones(2, 4),), strict=strict)
         assert program.module()(torch.ones(2, 4)).dtype is torch.float32
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_a_checkpoint_recomputes_under_the_rules(reentrant):
-    torch.manual_seed(0)
-    model = Model()
-    polycast.apply_policy(model, Policy(modules=RULES))
-
-    def gradients(block):
-        model.zero_grad()
-        x = torch.linspace(-1, 1, 8).reshape(2, 4).requires_grad_()
-        with polycast.autocast("cpu"):
-            y = block(block(x, model.blocks[0]), model.blocks[1])
-        y.sum().backward()
-        return [x.grad, *(parameter.grad for parameter in model.blocks.parameters())]
-
-    plain = gradients(lambda x, block: block(x))
-    recomputed = gradients(lambda x, block: checkpoint(block, x, use_reentrant=reentrant))
-    for expected, found in zip(plain, recomputed, strict=True):
-        assert torch.equal(found, expected)
 
 
 def test_an_exported_program_has_the_rules_for_dtypes_in_it():

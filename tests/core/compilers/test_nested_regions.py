@@ -1,7 +1,5 @@
 """torch.compiler.nested_compile_region in code that switches autocast, or puts modules under rules."""
 
-import threading
-
 import pytest
 import torch
 from torch import nn
@@ -132,19 +130,15 @@ def test_calls_in_one_state_are_still_traced_once():
     assert [name for graph in graphs.graphs for name, _ in graph.named_children()] == ["subgraph_0"]
 
 
-def test_rules_that_have_switched_autocast_off_compile_nothing_again_nor_on_another_thread():
+def test_rules_that_have_switched_autocast_off_compile_nothing_again_nor_on_another_thread(in_thread):
     model = Blocks()
     polycast.apply_policy(model, Policy(modules={"blocks.1": "fp32"}))
     function = compiled(model, "aot_eager")
     expected = run(model)
     first = run(function)
-    found = []
     with torch.compiler.set_stance("fail_on_recompile"):
-        again = run(function)
-        thread = threading.Thread(target=lambda: found.extend(run(function)))
-        thread.start()
-        thread.join()
-    for outputs in (first, again, found):
+        again, elsewhere = run(function), in_thread(lambda: run(function))
+    for outputs in (first, again, elsewhere):
         assert_same(outputs, expected)
 
 

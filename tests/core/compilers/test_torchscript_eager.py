@@ -9,9 +9,7 @@ from polycast import CastPolicy
 pytestmark = pytest.mark.usefixtures("engine")
 
 A, B, LOW = torch.rand(2, 2), torch.rand(2, 2), torch.rand(2, 2).bfloat16()
-ONE = torch.ones(())
 FLOAT, BFLOAT = torch.float32, torch.bfloat16
-TO_REDUCED = "aten::_autocast_to_reduced_precision"
 
 
 def several_ops():
@@ -50,10 +48,6 @@ def test_a_call_in_a_region_is_as_with_torch(compiled):
     assert {FLOAT, BFLOAT, torch.float16} == {tensor.dtype for tensor in actual}
 
 
-def product(a, b):
-    return torch.mm(a, b)
-
-
 def scripted_product():
     def f(a, b):
         return torch.mm(a, b)
@@ -84,15 +78,6 @@ def test_gradients_of_a_scripted_function_equal_torchs():
     assert all(map(torch.equal, actual, expected))
 
 
-def test_a_function_that_ignores_amp_has_no_casts_in_its_graph():
-    function = scripted_product()
-    function._set_ignore_amp(True)
-    with polycast.autocast("cpu"):
-        # The kernels cast all the same, as in any code that runs in a region.
-        assert [function(A, B).dtype for _ in range(2)] == [BFLOAT] * 2
-    assert TO_REDUCED not in str(torch.jit.last_executed_optimized_graph())
-
-
 @pytest.fixture
 def kernels_alone():
     """Run a test with the JIT's own autocast switched off: the kernels do all of the casting."""
@@ -113,81 +98,6 @@ def test_the_jit_casts_by_its_own_list_of_ops_and_knows_no_policy():
 
 def test_a_policy_applies_if_only_the_kernels_cast(kernels_alone):
     assert passed_through(scripted_product()) is FLOAT
-
-
-# With the JIT's own autocast, torch 2.13 crashes on these questions, in torch's regions as in polycast's.
-
-
-def asks_for_cpu(a):
-    if torch.is_autocast_cpu_enabled():
-        return a
-    return -a
-
-
-def asks_for_cuda(a):
-    if torch.is_autocast_enabled():
-        return a
-    return -a
-
-
-@pytest.mark.parametrize(("asks", "device_type"), [(asks_for_cpu, "cpu"), (asks_for_cuda, "cuda")])
-def test_a_script_sees_whether_it_is_in_a_region(kernels_alone, hand_made, asks, device_type):
-    hand_made("cuda")
-    f = torch.jit.script(asks)
-    seen = [f(ONE).item()]
-    with polycast.autocast(device_type, torch.bfloat16):
-        seen.append(f(ONE).item())
-        with polycast.autocast(device_type, enabled=False):
-            seen.append(f(ONE).item())
-        seen.append(f(ONE).item())
-    assert [*seen, f(ONE).item()] == [-1, 1, -1, 1, -1]
-
-
-@pytest.mark.parametrize("enabled", [False, True])
-def test_what_a_script_sees_is_what_its_ops_obey(kernels_alone, enabled):
-    @torch.jit.script
-    def f(a, b):
-        outside, x = torch.is_autocast_cpu_enabled(), torch.mm(a, b)
-        with polycast.autocast("cpu"):
-            inside, y = torch.is_autocast_cpu_enabled(), torch.mm(a, b)
-        return outside, x, inside, y
-
-    with polycast.autocast("cpu", enabled=enabled):
-        outside, x, inside, y = f(A, B)
-    assert (x.dtype is BFLOAT, y.dtype is BFLOAT) == (outside, inside) == (enabled, enabled)
-
-
-def test_a_question_about_the_region_does_not_move_into_it():
-    def f(a):
-        enabled = bool(torch.is_autocast_enabled())
-        with polycast.autocast("cuda"):
-            b = a.relu()
-        return enabled, b
-
-    graph = torch.jit.script(f).graph
-    (question,), (enter,) = graph.findAllNodes("aten::is_autocast_enabled"), graph.findAllNodes("prim::Enter")
-    assert not graph.alias_db().move_after_topologically_valid(question, enter)
-
-
-def test_a_traced_function_is_called_in_a_scripted_region():
-    traced = torch.jit.trace(product, (A, B))
-
-    @torch.jit.script
-    def f(a, b):
-        with polycast.autocast("cpu"):
-            return traced(a, b)
-
-    assert f(A, B).dtype is BFLOAT
-
-
-def test_a_scripted_region_is_called_in_a_traced_function():
-    @torch.jit.script
-    def f(a, b):
-        with polycast.autocast("cpu"):
-            return torch.mm(a, b)
-
-    traced = torch.jit.trace(lambda a, b: f(a, b), (A, B))
-    assert traced(A, B).dtype is BFLOAT
 
 
 class Convolution(torch.nn.Module):

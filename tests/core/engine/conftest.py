@@ -12,24 +12,6 @@ from .cached_casts import parameter
 
 
 @pytest.fixture
-def define():
-    """Return a function that defines ops of another library, which return twice their first argument."""
-    libraries = []
-
-    def make(*schemas, namespace="polycast_test"):
-        library = torch.library.Library(namespace, "FRAGMENT")
-        libraries.append(library)
-        for schema in schemas:
-            library.define(schema)
-            library.impl(schema.partition("(")[0], lambda x, *rest, **keywords: x + x, "CompositeExplicitAutograd")
-        return library
-
-    yield make
-    for library in libraries:
-        library._destroy()
-
-
-@pytest.fixture
 def double_unseen():
     """Return a function that doubles a float32 weight at its address, which no hook sees."""
 

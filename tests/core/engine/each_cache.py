@@ -55,6 +55,13 @@ CACHES = {
     "a cache": regions_with_cache,
     "a recipe": regions_with_recipe,
 }
+SETTINGS = {
+    "plain": dict,
+    "cache": lambda: {"cache": polycast.WeightCache()},
+    "recipe": lambda: {"recipe": Rounded(min_size=1), "cache": polycast.WeightCache()},
+}
+"""The same as settings of a region."""
+with_each_settings = pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 with_each_cache = pytest.mark.parametrize("regions", CACHES.values(), ids=CACHES)
 
 

@@ -272,6 +272,8 @@ def fork(caches, shared, threads):
             for _ in range(20):
                 thread.region()
             polycast.backends()
+            caches[0].clear()
+            polycast.uninstall()
         except BaseException:
             traceback.print_exc()
             os._exit(1)

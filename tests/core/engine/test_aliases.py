@@ -144,25 +144,6 @@ def test_a_write_is_seen_in_grad_mode_with_a_cache():
         assert product(weight)[0, 0] == SIZE * weight[0, 0].item()
 
 
-def merge_adapter(layer, a, b):
-    """Do what PEFT does to merge low-rank matrices into the layer that they adapt."""
-    delta = (b @ a).to(layer.weight.dtype)
-    layer.weight.data += delta
-
-
-def test_an_adapter_merged_inside_a_region_takes_effect():
-    torch.manual_seed(0)
-    layer = nn.Linear(16, 16, bias=False).requires_grad_(False)
-    a, b, x = torch.randn(4, 16), torch.randn(16, 4), torch.randn(2, 16)
-    with torch.no_grad(), polycast.autocast("cpu"):
-        for _ in range(3):
-            layer(x)
-        with torch.autocast("cpu", enabled=False):
-            merge_adapter(layer, a, b)
-        merged = layer(x)
-    assert torch.equal(merged, layer.bfloat16()(x.bfloat16()))
-
-
 @with_each_cache
 @pytest.mark.parametrize("swap", [torch.utils.swap_tensors, swap_tensors], ids=["attribute", "name"])
 def test_a_cached_frozen_weight_can_be_swapped(regions, swap):

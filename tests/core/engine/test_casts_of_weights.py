@@ -16,11 +16,9 @@ pytestmark = pytest.mark.usefixtures("engine")
 
 
 @pytest.fixture
-def cast_of():
+def cast_of(define):
     """Return a function that gives a copy of what an op gets of a weight in a region."""
-    library = torch.library.Library("polycast_test", "FRAGMENT")
-    library.define("copy(Tensor x) -> Tensor")
-    library.impl("copy", lambda x: x.clone(), "CompositeExplicitAutograd")
+    define("copy(Tensor x) -> Tensor", kernel=torch.clone)
 
     def cast_of(weight, dtype=torch.bfloat16, **region):
         with torch.no_grad(), polycast.autocast("cpu", dtype, **region):
@@ -28,7 +26,6 @@ def cast_of():
 
     with polycast.register_op("polycast_test::copy", LOWER):
         yield cast_of
-    library._destroy()
 
 
 def frozen(tensor):

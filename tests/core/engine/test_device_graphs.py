@@ -7,10 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tests.core.rounding import Rounded
 from torch import nn
 
 import polycast
+
+from .each_cache import with_each_settings
 
 pytestmark = [
     pytest.mark.usefixtures("engine"),
@@ -79,11 +80,6 @@ WRITES = {
     "data": lambda weight: weight.data.view(-1)[:4].mul_(1),
     "a pointer": lambda weight: weight.data_ptr(),
 }
-REGIONS = {
-    "plain": lambda: {},
-    "cache": lambda: {"cache": polycast.WeightCache()},
-    "recipe": lambda: {"recipe": Rounded(min_size=1), "cache": polycast.WeightCache()},
-}
 
 
 def product(weight, **settings):
@@ -91,7 +87,7 @@ def product(weight, **settings):
         return nn.functional.linear(X, weight).float()
 
 
-@pytest.mark.parametrize("settings", REGIONS.values(), ids=REGIONS)
+@with_each_settings
 def test_a_replay_of_captured_writes_is_seen(settings, double_unseen):
     """torch documents the capture of a whole training step. A region without a cache is asked for a frozen weight."""
     for name, write in WRITES.items():

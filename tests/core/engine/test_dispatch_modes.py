@@ -4,13 +4,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from tests.core.rounding import Rounded
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import polycast
 
 from .cached_casts import X, parameter
+from .each_cache import with_each_settings
 from .wrapped import Wrapped
 
 pytestmark = pytest.mark.usefixtures("engine")
@@ -131,16 +131,11 @@ WRITES = {
     "a view": lambda weight: weight.detach().view(-1).mul_(2),
     "data": lambda weight: weight.data.mul_(2),
 }
-REGIONS = {
-    "plain": lambda: {},
-    "cache": lambda: {"cache": polycast.WeightCache()},
-    "recipe": lambda: {"recipe": Rounded(min_size=1)},
-}
 
 
 @pytest.mark.usefixtures("int8_kernels")
 @pytest.mark.parametrize("thread", [False, True], ids=["", "on another thread"])
-@pytest.mark.parametrize("settings", REGIONS.values(), ids=REGIONS)
+@with_each_settings
 def test_a_write_in_the_handler_of_a_mode_is_seen(settings, thread):
     """torch's regions keep casts of weights that require grad, whatever is written, and no others."""
     for name, write in WRITES.items():

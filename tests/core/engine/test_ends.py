@@ -1,6 +1,5 @@
 """Regions, threads and processes that end at unexpected times."""
 
-import os
 from pathlib import Path
 
 import pytest
@@ -54,11 +53,6 @@ print(max(collections))
 """
 
 
-@pytest.mark.parametrize("engine", ["native", "reference"])
-def test_a_region_may_be_collected_while_an_op_adds_a_cast_to_its_cache(run_program, engine):
-    assert run_program(HEAD + COLLECTED, engine) == (0, "1\n", "")
-
-
 COLLECTED_AT_ENDS = """
 def suspended(cycle):
     with polycast.autocast("cpu"):
@@ -86,9 +80,31 @@ print(polycast.autocast_nesting("cpu"), torch.is_autocast_enabled("cpu"))
 """
 
 
-@pytest.mark.parametrize("engine", ["native", "reference"])
-def test_a_region_may_be_collected_while_another_is_entered_and_left(run_program, engine):
-    assert run_program(HEAD + COLLECTED_AT_ENDS, engine) == (0, "1\n0 False\n", "")
+COLLECTED_AT_A_HIT = """
+kept, x, limits = torch.nn.Parameter(torch.ones(64, 64), requires_grad=False), torch.ones(1, 64), gc.get_threshold()
+
+def suspended(cycle):
+    with polycast.autocast("cpu"):
+        torch.mm(x, kept)
+        yield cycle
+
+gc.collect()
+gc.freeze()  # so that each of the collections below is short
+for allocations in range(300):
+    gc.disable()
+    gc.collect()
+    cycle = []
+    cycle.append(suspended(cycle))
+    next(cycle[0])
+    del cycle
+    gc.set_threshold(gc.get_count()[0] + allocations, *limits[1:])
+    gc.enable()
+    torch.mm(x, kept)
+    gc.set_threshold(*limits)
+    gc.collect()
+    assert polycast.autocast_nesting("cpu") == 0
+print("done")
+"""
 
 
 THREADS = """
@@ -124,9 +140,18 @@ print("at the end")
 """
 
 
+PROGRAMS = {
+    "a region is collected while an op adds a cast to its cache": (COLLECTED, "torch", "1\n"),
+    "a region is collected while another is entered and left": (COLLECTED_AT_ENDS, "torch", "1\n0 False\n"),
+    "a region is collected during a hit": (COLLECTED_AT_A_HIT, "torch", "done\n"),
+    "threads end inside regions and enter others as they end": (THREADS, "torch._dynamo", "at the end\n"),
+}
+
+
 @pytest.mark.parametrize("engine", ["native", "reference"])
-def test_threads_may_end_inside_regions_and_enter_others_as_they_end(run_program, engine):
-    assert run_program(HEAD + THREADS, engine, imports="torch._dynamo") == (0, "at the end\n", "")
+@pytest.mark.parametrize(("program", "imports", "printed"), PROGRAMS.values(), ids=PROGRAMS)
+def test_regions_that_end_where_nobody_leaves_them(run_program, engine, program, imports, printed):
+    assert run_program(HEAD + program, engine, imports=imports) == (0, printed, "")
 
 
 LEFT = """
@@ -168,52 +193,6 @@ def test_deferred_destruction_of_an_ended_thread_runs_on_the_next_one(run_progra
     assert run_program(HEAD + LEFT, "native") == (0, "[None]\n", "")
 
 
-FORKS = """
-import signal
-cache, stop, local = polycast.WeightCache(max_bytes=8 * 32), [], [weight() for _ in range(12)]
-
-def work():
-    with torch.no_grad():
-        while not stop:
-            with polycast.autocast("cpu", cache=cache):
-                for one in local:
-                    torch.mm(X, one)
-                torch.mm(X, weight())
-            cache.stats()
-
-
-# What is imported at the first use has hooks for forks too.
-with polycast.autocast("cpu", cache=cache):
-    pass
-polycast.backends()
-threads = [threading.Thread(target=work) for _ in range(4)]
-for thread in threads:
-    thread.start()
-ended = []
-for turn in range(60):
-    child = os.fork()
-    if not child:
-        signal.alarm(60)  # ends a child that hangs
-        with torch.no_grad(), polycast.autocast("cpu", cache=cache):
-            ok = torch.mm(X, weight())[0, 0] == 4 and torch.mm(X, local[0])[0, 0] == 4
-        polycast.backends()
-        cache.clear()
-        polycast.uninstall()
-        os._exit(0 if ok else 1)
-    ended.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-stop.append(True)
-for thread in threads:
-    thread.join()
-print(set(ended))
-"""
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform has no fork")
-@pytest.mark.parametrize("engine", ["native", "reference"])
-def test_children_that_are_forked_while_threads_use_a_cache_do_not_hang(run_program, engine):
-    assert run_program(HEAD + FORKS, engine) == (0, "{0}\n", "")
-
-
 @pytest.mark.parametrize("order", [1, -1], ids=["oldest first", "newest first"])
 def test_thousands_of_suspended_regions_are_left_in_any_order(engine, order):
     def suspended():
@@ -251,7 +230,7 @@ def test_regions_are_left_where_recursion_is_too_deep(engine, new):
 @pytest.mark.parametrize("engine", ["native", "reference"])
 def test_threads_caches_weights_generators_and_forks_together(run_program, engine, seed):
     program = Path(__file__).with_name("stress.py").read_text()
-    result = run_program(program, engine, 100, 100 * seed, imports="torch._dynamo", timeout=600)
+    result = run_program(program, engine, 100, 100 * seed, 30, imports="torch._dynamo", timeout=600)
     assert result[:2] == (0, "400 steps, 0 children failed\n"), result[2]
 
 
@@ -269,36 +248,3 @@ with polycast.autocast("cpu"):
 def test_a_process_may_exit_with_the_kernels_of_a_backend_that_says_whether_it_captures(run_program, engine):
     status, output, errors = run_program(HEAD + CAPTURES, engine)
     assert (status, output) == (0, "torch.bfloat16\n"), errors
-
-
-COLLECTED_AT_A_HIT = """
-kept, x, limits = torch.nn.Parameter(torch.ones(64, 64), requires_grad=False), torch.ones(1, 64), gc.get_threshold()
-
-def suspended(cycle):
-    with polycast.autocast("cpu"):
-        torch.mm(x, kept)
-        yield cycle
-
-gc.collect()
-gc.freeze()  # so that each of the collections below is short
-for allocations in range(300):
-    gc.disable()
-    gc.collect()
-    cycle = []
-    cycle.append(suspended(cycle))
-    next(cycle[0])
-    del cycle
-    gc.set_threshold(gc.get_count()[0] + allocations, *limits[1:])
-    gc.enable()
-    torch.mm(x, kept)
-    gc.set_threshold(*limits)
-    gc.collect()
-    assert polycast.autocast_nesting("cpu") == 0
-print("done")
-"""
-
-
-@pytest.mark.parametrize("engine", ["native", "reference"])
-def test_a_region_that_is_collected_during_a_hit_ends(run_program, engine):
-    status, output, errors = run_program(HEAD + COLLECTED_AT_A_HIT, engine)
-    assert (status, output) == (0, "done\n"), errors

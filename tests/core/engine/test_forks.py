@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform has no fork")]
 
 HELD = """
 import contextlib, os, sys, threading
@@ -180,18 +180,15 @@ else:
 """
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform has no fork")
 def test_a_fork_does_not_wait_for_a_compiler(run_program, tmp_path):
     assert run_program(COMPILING, "native", tmp_path, "engine")[1] == "0\n[True]\n"
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform has no fork")
 @pytest.mark.parametrize("engine", ["native", "reference"])
 def test_no_lock_of_a_module_is_held_in_a_child_by_a_thread_that_is_not_there(run_program, engine):
     assert run_program(HELD, engine) == (0, "True []\n", "")
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform has no fork")
 @pytest.mark.parametrize("engine", ["native", "reference"])
 @pytest.mark.parametrize(
     ("where", "in_child"),
@@ -206,6 +203,5 @@ def test_a_child_casts_weights_that_its_parent_has_cast_on_several_threads(run_p
     assert run_program(CASTING, engine, where, in_child) == (0, "True\n", "")
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform has no fork")
 def test_a_child_imports_what_another_thread_was_importing(run_program):
     assert run_program(IMPORTING, "native", "polycast.engine.native.engine_library", timeout=60)[1] == "0\n"

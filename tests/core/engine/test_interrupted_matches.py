@@ -4,6 +4,7 @@ import gc
 import itertools
 import os
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -86,11 +87,8 @@ def test_threads_that_share_statistics_see_values_of_a_step(engine, policy):
             if not (y.isfinite().all() and mean.tolist() in means and var.tolist() in variances):
                 problems.append((y, mean.clone(), var.clone()))
 
-    threads = [threading.Thread(target=run, args=(n < trainers,)) for n in range(trainers + 2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(trainers + 2) as threads:
+        list(threads.map(run, [True] * trainers + [False] * 2))
     assert problems == []
     assert means.index(mean.tolist()) > 0
 

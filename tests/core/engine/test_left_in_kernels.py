@@ -52,99 +52,6 @@ def state():
 BEFORE = (False, torch.bfloat16, 0)
 
 
-def test_a_region_that_is_left_in_a_kernel_is_off_afterwards():
-    region = entered()
-    run(lambda: leave(region))
-    assert state() == BEFORE
-    assert torch.mm(X, X).dtype is torch.float32
-
-
-def test_autocast_is_off_in_the_kernel_whichever_region_is_left():
-    region, found = entered(), []
-    run(lambda: (leave(region), found.append(torch.is_autocast_enabled("cpu"))))
-    assert found == [False]
-
-
-@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_nested_regions_are_left_in_any_order(order):
-    regions = entered(), entered(torch.float16)
-    run(lambda: leave(regions[order[0]]))
-    assert state() == (True, (torch.float16, torch.bfloat16)[order[0] == 1], 1)
-    leave(regions[order[1]])
-    assert state() == BEFORE
-
-
-def test_all_regions_are_left_in_a_kernel():
-    regions = entered(), entered(torch.float16)
-    run(lambda: [leave(each) for each in regions])
-    assert state() == BEFORE
-
-
-def test_a_region_in_a_disabled_one_is_left_in_a_kernel():
-    outer = entered(enabled=False)
-    inner = entered()
-    run(lambda: leave(inner))
-    assert state() == (False, torch.bfloat16, 1)
-    leave(outer)
-    assert state() == BEFORE
-
-
-def test_a_region_that_a_kernel_leaves_open_restores_the_state_before_the_kernel():
-    outer, opened = entered(), []
-    run(lambda: opened.append(entered(torch.float16)))
-    assert state() == (True, torch.float16, 2)
-    leave(opened[0])
-    assert state() == (True, torch.bfloat16, 1)
-    leave(outer)
-    assert state() == BEFORE
-
-
-@pytest.mark.parametrize("first", ["outer", "opened"])
-def test_a_kernel_may_leave_one_region_and_leave_another_open(first):
-    outer, opened = entered(), []
-    other = autocast("cpu", torch.float16, enabled=False)
-    run(lambda: (opened.append(entered(torch.float16)), leave(outer), other.__enter__()))
-    assert state() == (False, torch.float16, 2)
-    if first == "opened":
-        leave(opened[0])
-        leave(other)
-    else:
-        leave(other)
-        assert state() == (True, torch.float16, 1)
-        leave(opened[0])
-    assert state() == BEFORE
-
-
-def test_a_region_is_left_in_a_kernel_within_a_kernel():
-    outer, inner = entered(), []
-
-    def nested():
-        inner.append(entered())
-        run(lambda: leave(outer))
-        assert state() == (True, torch.bfloat16, 1)
-
-    run(nested)
-    assert state() == (True, torch.bfloat16, 1)
-    leave(inner[0])
-    assert state() == BEFORE
-
-
-def test_regions_of_a_kernel_within_a_kernel_are_left_open():
-    outer, opened = entered(), []
-
-    def nested():
-        with autocast("cpu"):
-            run(lambda: opened.append(entered(torch.float16)))
-            assert state() == (True, torch.float16, 3)
-
-    run(nested)
-    assert state() == (True, torch.float16, 2)
-    leave(outer)
-    assert state() == (True, torch.float16, 1)
-    leave(opened[0])
-    assert state() == BEFORE
-
-
 @pytest.fixture
 def other(hand_made):
     """Another device, which torch has a key for."""
@@ -152,23 +59,62 @@ def other(hand_made):
     return "mtia"
 
 
-def test_a_region_of_another_device_is_left_in_a_kernel(other):
-    region, of_other = entered(), autocast(other).__enter__()
-    run(lambda: leave(of_other))
-    assert (torch.is_autocast_enabled(other), *state()) == (False, True, torch.bfloat16, 1)
-    leave(region)
-    assert state() == BEFORE
+REGIONS = {
+    "a": ("cpu", torch.bfloat16),
+    "b": ("cpu", torch.bfloat16),
+    "h": ("cpu", torch.float16),
+    "o": ("cpu", torch.float16, False),
+    "d": ("cpu", torch.bfloat16, False),
+    "x": ("mtia", torch.bfloat16),
+    "y": ("mtia", torch.bfloat16),
+}
+"""The regions of the programs: + enters one and - leaves it."""
+PROGRAMS = {
+    "one of one": "+a ( -a off )",
+    "the outer of two": "+a +h ( -a off ) on h1 -h",
+    "the inner of two": "+a +h ( -h off ) on b1 -a",
+    "all": "+a +h ( -a -h )",
+    "one in a disabled one": "+d +a ( -a ) off b1 -d",
+    "none, and one is opened": "+a ( +h ) on h2 -h on b1 -a",
+    "one, and others are opened": "+a ( +h -a +o ) off h2 -h -o",
+    "one, and others are opened, and left in the other order": "+a ( +h -a +o ) off h2 -o on h1 -h",
+    "the outer one in an inner kernel": "+a ( +b ( -a ) on b1 ) on b1 -b",
+    "the kernel's in an inner kernel": "+a ( +b ( -b ) off ) on b1 -a",
+    "none, and one is opened in an inner kernel": "+a ( +b ( +h ) on h3 -b ) on h2 -a on h1 -h",
+    "one of another device": "+a +x ( -x ) xoff on b1 -a",
+    "those of two devices in an inner kernel": "+x +a ( +b ( -x -a ) -b ) xoff",
+    "none, and one of another device is opened": "+a ( +x ) xon on b1 -x xoff on b1 -a",
+    "those that it has entered": "+a +y ( +x +h ( ) -h -x ) xon on b1 -y ( +x +h ( ) -h -x ) xoff on b1 -a",
+}
+"""What a kernel leaves, and a program: a kernel runs what is between ( and ), which may be another kernel.
+
+"on" and "off" say whether autocast is, "xon" and "xoff" whether it is on the other device, and "h2" that the dtype is
+float16, and two regions are open. At the end all is as it was.
+"""
 
 
-def test_regions_of_two_devices_are_left_in_a_kernel_within_a_kernel(other):
-    of_other, region = autocast(other).__enter__(), entered()
+def play(words, regions):
+    """Do what the words say, up to the end of the kernel that they are of."""
+    for word in words:
+        if word == "(":
+            run(lambda: play(words, regions))
+        elif word == ")":
+            return
+        elif word[0] == "+":
+            regions[word[1]].__enter__()
+        elif word[0] == "-":
+            leave(regions[word[1]])
+        elif word in ("on", "off", "xon", "xoff"):
+            assert torch.is_autocast_enabled("mtia" if word[0] == "x" else "cpu") is word.endswith("on")
+        else:
+            assert state()[1:] == ({"b": torch.bfloat16, "h": torch.float16}[word[0]], int(word[1]))
 
-    def nested():
-        with autocast("cpu"):
-            run(lambda: (leave(of_other), leave(region)))
 
-    run(nested)
+@pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
+def test_regions_that_a_kernel_leaves(other, program):
+    play(iter(program.split()), {name: autocast(*given) for name, given in REGIONS.items()})
     assert (torch.is_autocast_enabled(other), *state()) == (False, *BEFORE)
+    assert torch.mm(X, X).dtype is torch.float32
 
 
 @pytest.fixture
@@ -216,21 +162,6 @@ def test_a_region_that_is_left_open_beneath_two_kernels_is_off_when_it_is_left(r
     assert state() == BEFORE
 
 
-def test_a_region_of_a_kernel_is_left_in_a_kernel_within_it():
-    outer, found = entered(), []
-
-    def nested():
-        inner = entered()
-        run(lambda: leave(inner))
-        found.append(torch.is_autocast_enabled("cpu"))
-
-    run(nested)
-    assert found == [False]
-    assert state() == (True, torch.bfloat16, 1)
-    leave(outer)
-    assert state() == BEFORE
-
-
 def test_a_region_is_left_while_the_state_after_a_kernel_is_restored(engine, monkeypatch):
     if engine == "native":
         pytest.skip("no Python runs there")
@@ -272,29 +203,6 @@ def test_an_op_is_computed_as_it_is_once_its_region_is_left(int8_kernels, monkey
     assert state() == BEFORE
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.nn.functional.linear(X, weight).requires_grad
-
-
-def test_a_region_of_another_device_is_left_open_in_a_kernel(other):
-    region, opened = entered(), []
-    run(lambda: opened.append(autocast(other).__enter__()))
-    assert (torch.is_autocast_enabled(other), *state()) == (True, True, torch.bfloat16, 1)
-    leave(opened[0])
-    assert (torch.is_autocast_enabled(other), *state()) == (False, True, torch.bfloat16, 1)
-    leave(region)
-    assert state() == BEFORE
-
-
-def test_balanced_regions_in_a_kernel_change_nothing_around_it(other):
-    def nested():
-        with autocast(other), autocast("cpu", torch.float16):
-            torch.mm(X, X)
-
-    with autocast("cpu"), autocast(other):
-        run(nested)
-        assert (torch.is_autocast_enabled(other), *state()) == (True, True, torch.bfloat16, 1)
-    with autocast("cpu"):
-        run(nested)
-        assert (torch.is_autocast_enabled(other), *state()) == (False, True, torch.bfloat16, 1)
 
 
 def test_an_error_in_the_kernel_restores_the_state():

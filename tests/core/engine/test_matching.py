@@ -11,38 +11,17 @@ import polycast
 
 X = torch.linspace(-1, 2, 12).reshape(4, 3)
 ROWS = torch.tensor([2, 0])
-INDEX = torch.tensor([[0, 1, 2], [3, 0, 1]])
-MASK = X > 0
 VECTOR, FEW = torch.tensor([1.5, -2.0, 0.25]), torch.linspace(0.1, 0.9, 6).reshape(2, 3)
 BFLOAT16, HALF, FLOAT32 = torch.bfloat16, torch.float16, torch.float32
 SYMMETRIC = torch.tensor([[3.0, 1.0], [1.0, 2.0]])
 
-FUNCTIONAL = {
-    "complex": (torch.complex, X, X + 1),
-    "dot": (torch.dot, VECTOR, VECTOR + 1),
-    "index_add": (lambda x, y: x.index_add(0, ROWS, y), X, FEW),
-    "index_put": (lambda x, y: x.index_put([ROWS], y), X, FEW),
-    "lerp": (lambda x, y: x.lerp(y, 0.5), X, X + 1),
-    "lerp by a tensor": (lambda x, y: x.lerp(y, x), X, X + 1),
-    "masked_scatter": (lambda x, y: x.masked_scatter(MASK, y), X, X + 1),
-    "meshgrid": (lambda x, y: torch.meshgrid(x, y, indexing="ij")[1], VECTOR, VECTOR + 1),
-    "mv": (torch.mv, X, VECTOR),
-    "scatter": (lambda x, y: x.scatter(0, INDEX, y), X, FEW),
-    "scatter_add": (lambda x, y: x.scatter_add(0, INDEX, y), X, FEW),
-    "scatter_reduce": (lambda x, y: x.scatter_reduce(0, INDEX, y, "amax"), X, FEW),
-}
-"""By op, what calls it, and two operands."""
+OPERANDS = {"dot": (VECTOR, VECTOR + 1), "index_add": (X, FEW)}
+CALLS = {"dot": torch.dot, "index_add": lambda x, y: x.index_add(0, ROWS, y), "mm": torch.mm}
 WRITING = {
     "addmv_": (lambda x, y: x.addmv_(y.diag(), y), VECTOR, VECTOR),
     "index_add_": (lambda x, y: x.index_add_(0, ROWS, y), X, FEW),
-    "index_copy_": (lambda x, y: x.index_copy_(0, ROWS, y), X, FEW),
-    "index_put_": (lambda x, y: x.index_put_([ROWS], y), X, FEW),
-    "lerp_": (lambda x, y: x.lerp_(y, 0.5), X, X + 1),
-    "masked_scatter_": (lambda x, y: x.masked_scatter_(MASK, y), X, X + 1),
-    "put_": (lambda x, y: x.put_(INDEX, y), X, FEW),
-    "scatter_": (lambda x, y: x.scatter_(0, INDEX, y), X, FEW),
-    "scatter_add_": (lambda x, y: x.scatter_add_(0, INDEX, y), X, FEW),
 }
+"""What calls an op, and two operands; tests/parity/test_mixed_programs.py has the other ops."""
 
 
 def region(**settings):
@@ -51,8 +30,7 @@ def region(**settings):
 
 def functional(op, *dtypes):
     """Return what calls an op, and its operands in these dtypes."""
-    call, *operands = FUNCTIONAL[op]
-    return call, *(operand.to(dtype, copy=True) for operand, dtype in zip(operands, dtypes, strict=True))
+    return CALLS[op], *(each.to(dtype, copy=True) for each, dtype in zip(OPERANDS[op], dtypes, strict=True))
 
 
 def refused(call, *operands):
@@ -65,7 +43,7 @@ def refused(call, *operands):
     return False
 
 
-@pytest.mark.parametrize("op", FUNCTIONAL)
+@pytest.mark.parametrize("op", OPERANDS)
 @pytest.mark.parametrize("dtypes", [(FLOAT32, BFLOAT16), (HALF, FLOAT32), (BFLOAT16, HALF)])
 def test_operands_of_a_functional_op_are_cast_to_float32(engine, op, dtypes):
     call, x, y = functional(op, *dtypes)
@@ -103,32 +81,6 @@ def test_items_of_lists_agree_one_by_one(engine):
     assert all(map(torch.equal, written, expected))
 
 
-def taken_by_torch():
-    """Return calls with mixtures of dtypes that torch takes."""
-    half, ones, zeros = X.bfloat16(), torch.ones(3), torch.zeros(3)
-    return {
-        "a weight without dimensions": (lambda: half.lerp(half + 1, torch.tensor(0.3))),
-        "a norm with float32 weights": (lambda: torch.native_layer_norm(half, [3], ones, zeros, 1e-5)[0]),
-        "a norm with a float32 weight": (lambda: torch.native_layer_norm(half, [3], ones, None, 1e-5)[0]),
-        "a norm of groups": (
-            lambda: torch.native_group_norm(half.T[None].contiguous(), ones, zeros, 1, 3, 4, 3, 1e-5)[0]
-        ),
-        "a norm of a batch": (
-            lambda: torch.native_batch_norm(half, ones, zeros, zeros.clone(), ones.clone(), True, 0.1, 1e-5)[0]
-        ),
-    }
-
-
-@pytest.mark.parametrize("name", taken_by_torch())
-def test_a_mixture_that_torch_takes_keeps_its_bits(engine, name):
-    with torch.autocast("cpu"):
-        expected = taken_by_torch()[name]()
-    with region():
-        result = taken_by_torch()[name]()
-    assert result.dtype is expected.dtype is BFLOAT16
-    assert torch.equal(result, expected)
-
-
 def unmatched():
     """Return calls that no cast of operands would make right."""
     integers = torch.ones(2, dtype=torch.int64)
@@ -150,15 +102,6 @@ def test_what_cannot_be_matched_raises_as_in_torch(engine, name):
     with region(), pytest.raises(RuntimeError) as raised:
         unmatched()[name]()
     assert str(raised.value) == str(expected.value)
-
-
-@pytest.mark.parametrize("call", [torch.logdet, torch.linalg.lu_factor, lambda x: torch.linalg.slogdet(x)[1]])
-def test_ops_without_a_kernel_for_16_bits_are_computed_in_float32(engine, call):
-    x = SYMMETRIC.bfloat16()
-    with region():
-        result, expected = call(x), call(x.float())
-    assert refused(call, x)
-    torch.testing.assert_close(result, expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -194,8 +137,7 @@ def test_a_region_of_torchs_raises_as_without_kernels(engine):
 
 @pytest.mark.parametrize("op", ["index_add", "mm"])
 def test_a_policy_can_say_match(engine, op):
-    call = {"index_add": FUNCTIONAL["index_add"][0], "mm": torch.mm}[op]
-    other = {"index_add": FEW, "mm": X.T}[op]
+    call, other = CALLS[op], {"index_add": FEW, "mm": X.T}[op]
     with region(policy={op: "match"}):
         result = call(X, other.bfloat16())
         fast = call(X.bfloat16(), other.bfloat16())
@@ -210,24 +152,6 @@ def test_passthrough_switches_it_off(engine, op):
         call(x, y)
     with region(policy={op: "passthrough"}), region(policy={op: "match"}):
         assert call(x, y).dtype is FLOAT32
-
-
-@pytest.mark.parametrize("op", FUNCTIONAL)
-def test_gradients_are_those_of_a_cast_by_hand(engine, op):
-    def gradients(cast):
-        call, x, y = functional(op, FLOAT32, BFLOAT16)
-        operands = x.requires_grad_(), y.requires_grad_()
-        with region():
-            result = call(*map(cast, operands))
-        total = torch.view_as_real(result) if result.is_complex() else result
-        (total**2).sum().backward()
-        return x.grad, y.grad
-
-    x, y = gradients(lambda each: each)
-    expected = gradients(lambda each: each.float())
-    assert y.dtype is BFLOAT16
-    assert torch.equal(y, expected[1])
-    assert (x is expected[0] is None) if op == "meshgrid" else torch.equal(x, expected[0])
 
 
 def test_gradients_of_a_written_tensor_are_those_of_a_cast_by_hand(engine):
@@ -342,3 +266,27 @@ def test_uninstalling_restores_torch(engine):
     polycast.uninstall()
     assert refused(torch.dot, VECTOR, VECTOR.bfloat16())
     assert not torch._C._dispatch_has_kernel_for_dispatch_key("aten::index_add", "AutocastCPU")
+
+
+@pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16])
+@pytest.mark.parametrize("order", [1, -1])
+@pytest.mark.parametrize("op", [torch.special.zeta, torch.special.chebyshev_polynomial_t])
+def test_a_number_has_no_dtype_to_match(engine, op, order, dtype):
+    x = (X + 2).to(dtype)
+    with polycast.autocast("cpu"):
+        result = op(*(x, 2.0)[::order])
+    assert result.dtype is FLOAT32
+    assert torch.equal(result, op(*(x.float(), 2.0)[::order]))
+
+
+@pytest.mark.usefixtures("fake")
+def test_a_number_on_the_cpu_is_cast_for_an_op_of_another_device(engine, hand_made):
+    hand_made("mps")
+    x, number = torch.zeros(4, 3, dtype=BFLOAT16, device="mps"), torch.tensor(1.5)
+    with pytest.raises(RuntimeError, match="dtype"):
+        x.lerp(number, 0.5)
+    with polycast.autocast("mps", BFLOAT16):
+        assert x.lerp(number, 0.5).dtype is FLOAT32
+        assert x.lerp_(number, 0.5).dtype is BFLOAT16
+        with pytest.raises(RuntimeError, match="dtype"):
+            x.lerp(number[None], 0.5)

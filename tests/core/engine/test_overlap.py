@@ -24,12 +24,9 @@ PAIRS = {
 }
 
 
-OVERLAPS = PAIRS.values()
-
-
 def test_tensors_overlap_that_have_an_element_in_common(subtests):
-    for one, other, expected in OVERLAPS:
-        with subtests.test(one=one, other=other, expected=expected):
+    for name, (one, other, expected) in PAIRS.items():
+        with subtests.test(name):
             assert overlap(one, other) is overlap(other, one) is expected
 
 

@@ -10,9 +10,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
 
 import polycast
+
+from .each_cache import frozen
 
 pytestmark = pytest.mark.parametrize("engine", ["native"], indirect=True)
 
@@ -27,23 +28,6 @@ def _keeps_no_casts(engine):
 X = torch.ones(4, 4, dtype=torch.bfloat16)
 KIB = 1024 if sys.platform == "darwin" else 1
 """The unit of ru_maxrss."""
-
-
-def casts_saved(function):
-    """Return what a function returns, and the tensors other than X that it saves for its backward."""
-    saved = []
-
-    def pack(tensor):
-        if tensor.dtype is torch.bfloat16 and tensor.data_ptr() != X.data_ptr():
-            saved.append(tensor)
-        return tensor
-
-    with saved_tensors_hooks(pack, lambda tensor: tensor):
-        return function(), saved
-
-
-def frozen(value=1.0):
-    return nn.Parameter(torch.full((4, 4), value), requires_grad=False)
 
 
 def events(function):
@@ -78,13 +62,11 @@ def test_small_weights_that_alternate_are_cast_once():
     assert events(in_region(a, b, c, d, a, b, c, d)) == (4, 4)
 
 
-def test_a_cast_that_an_op_has_resized_leaves_room_for_the_next_ones(registered):
-    with torch.library._scoped_library("polycast_test", "FRAGMENT") as library:
-        library.define("grow(Tensor x) -> Tensor")
-        library.impl("grow", lambda cast: cast.resize_(100 * len(cast), 4).sum(), "CompositeExplicitAutograd")
-        registered("polycast_test::grow", polycast.CastPolicy.LOWER_PRECISION_FP)
-        with torch.no_grad(), polycast.autocast("cpu"):
-            torch.ops.polycast_test.grow(frozen())
+def test_a_cast_that_an_op_has_resized_leaves_room_for_the_next_ones(define, registered):
+    define("grow(Tensor x) -> Tensor", kernel=lambda cast: cast.resize_(100 * len(cast), 4).sum())
+    registered("polycast_test::grow", polycast.CastPolicy.LOWER_PRECISION_FP)
+    with torch.no_grad(), polycast.autocast("cpu"):
+        torch.ops.polycast_test.grow(frozen())
     one, other = frozen(), frozen()
     assert events(in_region(one, other, one))[1] == 2
 
@@ -221,33 +203,19 @@ class ClearsWhenItDies:
         polycast.clear_autocast_cache()
 
 
-def test_clearing_while_dead_weights_are_swept_drops_all_casts():
+def test_clearing_while_dead_weights_are_swept_drops_all_casts(define, registered):
     def mark(cast):
         cast.mark = ClearsWhenItDies()
         return cast.clone()
 
-    with torch.library._scoped_library("polycast_test", "FRAGMENT") as library:
-        library.define("mark(Tensor x) -> Tensor")
-        library.impl("mark", mark, "CompositeExplicitAutograd")
-        with (
-            polycast.register_op("polycast_test::mark", polycast.CastPolicy.LOWER_PRECISION_FP),
-            torch.no_grad(),
-            polycast.autocast("cpu"),
-        ):
-            for _ in range(300):  # of the dead, fewer are kept
-                weight = frozen()
-                torch.mm(X, weight), torch.mm(X, weight)
-                torch.ops.polycast_test.mark(weight)
-            assert torch.mm(X, weight)[0, 0] == 4
-
-
-def test_the_next_region_sees_a_write_through_data():
-    weight = frozen(1.0)
-    with polycast.autocast("cpu"):
-        before = torch.mm(X, weight)
-    weight.data.mul_(2)
-    with polycast.autocast("cpu"):
-        assert torch.equal(torch.mm(X, weight), 2 * before)
+    define("mark(Tensor x) -> Tensor", kernel=mark)
+    registered("polycast_test::mark", polycast.CastPolicy.LOWER_PRECISION_FP)
+    with torch.no_grad(), polycast.autocast("cpu"):
+        for _ in range(300):  # of the dead, fewer are kept
+            weight = frozen()
+            torch.mm(X, weight), torch.mm(X, weight)
+            torch.ops.polycast_test.mark(weight)
+        assert torch.mm(X, weight)[0, 0] == 4
 
 
 @pytest.mark.parametrize("options", [{}, {"mmap": True}], ids=["read", "mapped"])
@@ -273,28 +241,6 @@ def test_memory_that_a_graph_holds_is_not_reused():
     other.sum().backward()
     assert torch.equal(x.grad, torch.full((4, 4), 4.0, dtype=torch.bfloat16))
     assert torch.equal(other_x.grad, torch.full((4, 4), 12.0, dtype=torch.bfloat16))
-
-
-def test_memory_that_is_still_referenced_is_not_reused():
-    weight = frozen(1.0)
-    with polycast.autocast("cpu"):
-        _, saved = casts_saved(lambda: torch.mm(X.clone().requires_grad_(), weight))
-    (kept,) = [tensor for tensor in saved if torch.equal(tensor, torch.ones_like(tensor))][:1]
-    with torch.no_grad():
-        weight.mul_(3)
-    with polycast.autocast("cpu"):
-        torch.mm(X, weight)
-    assert torch.equal(kept, torch.ones(4, 4, dtype=torch.bfloat16))
-
-
-def test_casts_with_history_are_freed_when_the_region_ends():
-    weight = nn.Parameter(torch.ones(4, 4))
-    with polycast.autocast("cpu"):
-        out = torch.mm(X, weight)
-    (node,) = [node for node, _ in out.grad_fn.next_functions if node is not None]
-    assert node.name() == "ToCopyBackward0"
-    out.sum().backward()
-    assert torch.equal(weight.grad, torch.full((4, 4), 4.0))
 
 
 @pytest.mark.slow

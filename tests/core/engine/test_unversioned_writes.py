@@ -87,37 +87,10 @@ def test_a_compiled_step_is_seen(name, how):
         assert is_right(forward(weight, cache=cache), weight)
 
 
-def test_a_fused_step_without_an_optimizer_is_seen():
-    weight, cache = weight_of(), polycast.WeightCache()
-    forward(weight, cache=cache)
-    torch._fused_sgd_(
-        [weight.detach()],
-        [torch.ones(4, 4)],
-        [],
-        lr=0.5,
-        momentum=0.0,
-        weight_decay=0.0,
-        dampening=0.0,
-        nesterov=False,
-        maximize=False,
-        is_first_step=True,
-    )
-    assert is_right(forward(weight, cache=cache), weight)
-
-
-def test_the_step_of_an_optimizer_of_another_library_is_seen():
-    class Raw(torch.optim.Optimizer):
-        """Writes as a kernel does that is given pointers."""
-
-        def step(self, closure=None):
-            for group in self.param_groups:
-                for weight in group["params"]:
-                    weight.data.add_(1)
-
-    weight, cache = weight_of(), polycast.WeightCache()
-    forward(weight, cache=cache)
-    Raw([weight], {}).step()
-    assert is_right(forward(weight, cache=cache), weight)
+def fused_step(weight):
+    options = {"lr": 0.5, "momentum": 0.0, "weight_decay": 0.0, "dampening": 0.0}
+    flags = {"nesterov": False, "maximize": False, "is_first_step": True}
+    torch._fused_sgd_([weight.detach()], [torch.ones(4, 4)], [], **options, **flags)
 
 
 def test_a_fused_step_drops_the_casts_of_its_own_weights_only():
@@ -200,6 +173,7 @@ def test_a_cast_is_cached_of_the_only_remaining_holder_of_a_buffer():
 
 
 WRITES = {
+    "a fused step without an optimizer": fused_step,
     "_foreach_add_": lambda weight: torch._foreach_add_([weight.detach()], 1.0),
     "_foreach_copy_": lambda weight: torch._foreach_copy_([weight.detach()], [torch.zeros(4, 4)]),
     "out= of a detached": lambda weight: torch.add(torch.ones(4, 4), 1, out=weight.detach()),

@@ -101,24 +101,10 @@ def test_bad_arguments_are_refused(subtests):
             polycast.WeightCache(**arguments)
 
 
-def test_a_region_rejects_other_objects_than_caches_and_a_cache_with_caching_disabled(cache):
-    with pytest.raises(TypeError, match=r"^cache must be a polycast.WeightCache or None, got \{\}$"):
-        polycast.autocast("cpu", cache={})
-    with pytest.raises(ValueError, match="^cache= asks to keep casts and cache_enabled=False not to"):
-        polycast.autocast("cpu", cache=cache, cache_enabled=False)
-
-
 def test_verify_handles_nan():
     cache, weight = polycast.WeightCache(verify=True), parameter(float("nan"))
     use(cache, weight)
     assert torch.all(torch.isnan(use(cache, weight)))
-
-
-def test_repr_shows_what_the_cache_holds(cache):
-    weight = parameter()
-    use(cache, weight)
-    use(cache, weight)
-    assert repr(cache) == "<WeightCache: entries 1, MiB 0.0, hits 1, misses 1>"
 
 
 def test_another_cache_adopts_the_entries_of_one():

@@ -58,7 +58,7 @@ class WhenItDies:
 
 
 @pytest.fixture
-def mark(registered):
+def mark(define, registered):
     """Return an op that has a function called as the cast is freed that it is given of a weight."""
     functions = []
 
@@ -70,11 +70,9 @@ def mark(registered):
         functions.append(function)
         torch.ops.polycast_test.mark(weight)
 
-    with torch.library._scoped_library("polycast_test", "FRAGMENT") as library:
-        library.define("mark(Tensor x) -> Tensor")
-        library.impl("mark", kernel, "CompositeExplicitAutograd")
-        registered("polycast_test::mark", polycast.CastPolicy.LOWER_PRECISION_FP)
-        yield call
+    define("mark(Tensor x) -> Tensor", kernel=kernel)
+    registered("polycast_test::mark", polycast.CastPolicy.LOWER_PRECISION_FP)
+    return call
 
 
 def fill(weight, value):

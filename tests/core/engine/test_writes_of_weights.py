@@ -27,34 +27,9 @@ def add_to_data(weight):
     weight.data += 1
 
 
-def write_row(weight):
-    for row in range(SIZE):
-        weight.data[row] = 3.0
-
-
-def write_in_array(weight):
-    weight.detach().numpy()[:] = 3
-
-
-def write_as_array(weight):
-    np.asarray(weight.detach())[:] = 3
-
-
 def write_by_dlpack(weight):
     np.from_dlpack(weight.detach())  # read-only in NumPy; torch writes it
     torch.from_dlpack(weight.detach()).fill_(3)
-
-
-def write_by_capsule(weight):
-    from_dlpack(to_dlpack(weight)).fill_(3)
-
-
-def write_in_storage(weight):
-    weight.untyped_storage().copy_(torch.full((SIZE, SIZE), 3.0).untyped_storage())
-
-
-def write_in_typed_storage(weight):
-    weight.detach().storage()[0 : SIZE * SIZE] = 3.0
 
 
 def write_at_pointer(weight):
@@ -82,7 +57,7 @@ def write_as_statistics(weight):
 WRITES = {
     "data += 1": add_to_data,
     "data.add_": lambda weight: weight.data.add_(1),
-    "data[i] =": write_row,
+    "data[i] =": lambda weight: [weight.data.__setitem__(row, 3.0) for row in range(SIZE)],
     "data.view(-1)": lambda weight: weight.data.view(-1).fill_(3),
     "data of data": lambda weight: weight.data.data.fill_(3),
     "data of detach()": lambda weight: weight.detach().data.fill_(3),
@@ -91,12 +66,12 @@ WRITES = {
     "out=": lambda weight: torch.add(X.float(), 2, out=weight.data),
     "a parameter of data": lambda weight: nn.Parameter(weight.data, requires_grad=False).fill_(3),
     "set_": lambda weight: torch.empty(0).set_(weight.detach()).fill_(3),
-    "numpy()": write_in_array,
-    "numpy.asarray": write_as_array,
+    "numpy()": lambda weight: weight.detach().numpy().fill(3),
+    "numpy.asarray": lambda weight: np.asarray(weight.detach()).fill(3),
     "DLPack": write_by_dlpack,
-    "a DLPack capsule": write_by_capsule,
-    "untyped_storage()": write_in_storage,
-    "storage()": write_in_typed_storage,
+    "a DLPack capsule": lambda weight: from_dlpack(to_dlpack(weight)).fill_(3),
+    "untyped_storage()": lambda weight: weight.untyped_storage().copy_((X.float() * 3).untyped_storage()),
+    "storage()": lambda weight: weight.detach().storage().__setitem__(slice(SIZE * SIZE), 3.0),
     "data_ptr()": write_at_pointer,
     "a custom op in Python": write_in_a_custom_op,
     "a preserved version": write_where_versions_are_preserved,

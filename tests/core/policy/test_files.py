@@ -105,11 +105,6 @@ def test_load_a_file_written_by_hand(path):
     assert Policy.load(path) == Policy({"softmax": "fp32"}, {"lm_head": {"linear": "fp32"}})
 
 
-def test_an_optional_op_that_torch_lacks_is_skipped(path):
-    path.write_text('schema = 1\n[ops]\nop_of_2_99 = { policy = "fp32", optional = true }\nmm = "fp32"\n')
-    assert set(Policy.load(path).ops.resolved) == {"aten::mm", "aten::mm.dtype"}
-
-
 INVALID = [
     (b"schema = 2\n[rules]\n", "it has schema 2, and this polycast reads schemas up to 1: install a newer polycast"),
     (b"[ops]\n", "a policy file begins with `schema = 1`, got None"),

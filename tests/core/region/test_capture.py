@@ -49,25 +49,6 @@ def test_what_torch_enabled_is_captured_too_also_without_a_backend(in_thread, de
     assert found == (True, dtype)
 
 
-def test_an_empty_snapshot_disables_what_is_enabled_here():
-    snapshot = polycast.capture()
-    with polycast.autocast("cpu"):
-        with snapshot.apply():
-            assert not polycast.is_autocast_enabled("cpu")
-        assert polycast.is_autocast_enabled("cpu")
-
-
-def test_a_disabled_region_is_captured_as_disabled(in_thread):
-    with polycast.autocast("cpu", enabled=False):
-        snapshot = polycast.capture()
-
-    def work():
-        with polycast.autocast("cpu"), snapshot.apply():
-            return polycast.is_autocast_enabled("cpu")
-
-    assert in_thread(work) is False
-
-
 def test_one_snapshot_is_applied_within_itself_and_after_an_exception():
     with polycast.autocast("cpu"):
         snapshot = polycast.capture()

@@ -1,7 +1,7 @@
 """Lists, dicts and other containers as arguments of a module under the rule "fp32"."""
 
 import threading
-from collections import OrderedDict, UserDict, deque, namedtuple
+from collections import ChainMap, OrderedDict, UserDict, deque, namedtuple
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -26,12 +26,24 @@ class Output(OrderedDict):
         setattr(self, key, value)
 
 
+class Shared(UserDict):
+    """A mapping whose copies share its items."""
+
+    def __init__(self, items):
+        self.data = items
+
+    def __copy__(self):
+        return Shared(self.data)
+
+
 CONTAINERS = {
     "list": (lambda x: [x, 1], 0),
     "dict": (lambda x: {"x": x, "y": 1}, "x"),
     "OrderedDict": (lambda x: OrderedDict(x=x), "x"),
     "a mapping with attributes": (lambda x: Output(x=x), "x"),
     "UserDict": (lambda x: UserDict(x=x), "x"),
+    "ChainMap": (lambda x: ChainMap({"x": x}), "x"),
+    "a mapping whose copies share its items": (lambda x: Shared({"x": x}), "x"),
 }
 containers = pytest.mark.parametrize(("make", "key"), CONTAINERS.values(), ids=CONTAINERS)
 
@@ -43,7 +55,7 @@ def test_a_mutable_container_stays_itself_and_keeps_its_items(make, key, call):
 
     def forward(given):
         kept.append(given)
-        assert given[key].dtype is torch.float32
+        assert given[key].dtype is getattr(given, "x", given[key]).dtype is torch.float32
         given[key].relu_()
         return given
 
@@ -273,15 +285,58 @@ def test_what_a_function_with_cast_inputs_changes_in_a_container_stays_changed()
     assert x.grad.tolist() == [1, 1]
 
 
-def test_containers_keep_their_classes_and_those_without_casts_their_identity(call):
-    def forward(cache, output, pair, *, options):
-        cache.append(output["x"].dtype)
-        return type(output), output.x.dtype, type(pair), pair.one.dtype, options
+def test_the_maps_of_a_chain_keep_their_items(call):
+    x, y, hidden = reduced(-1, 2), reduced(3), reduced(4)
+    first, second = {"x": x}, MappingProxyType({"x": hidden, "y": y})
+    third = {"y": reduced(5), "z": [y]}
+    chain = ChainMap(first, second, third)
 
-    half = reduced(1, 1)
-    output, cache, options = Output(x=half), [], {"ids": torch.tensor([1])}
-    found = call(forward, cache, output, Pair(half, None), options=options)
-    assert found[:4] == (Output, torch.float32, Pair, torch.float32)
-    assert found[4] is options
-    assert cache == [torch.float32]
-    assert output.x is half
+    def forward(given):
+        assert given is chain
+        assert {given["x"].dtype, given["y"].dtype, given["z"][0].dtype} == {torch.float32}
+        given["x"].relu_()
+        given["new"] = given["y"]
+
+    call(forward, chain)
+    assert list(first) == ["x", "new"]
+    assert first["x"] is x
+    assert first["new"] is y
+    assert chain.maps[1] is second
+    assert third["z"][0] is y
+    assert third["y"].dtype is torch.bfloat16
+    assert x.tolist() == [0, 2]
+
+
+@containers
+def test_a_function_with_cast_inputs_leaves_the_items_of_a_container(make, key):
+    class Twice(torch.autograd.Function):
+        @staticmethod
+        @polycast.custom_fwd(device_type="cpu", cast_inputs=torch.float32)
+        def forward(ctx, given):
+            assert given[key].dtype is torch.float32
+            return given[key] * 2
+
+    x = reduced(1, 2)
+    given = make(x)
+    with polycast.autocast("cpu"):
+        Twice.apply(given)
+    assert given[key] is x
+
+
+def test_a_chain_of_maps_with_another_constructor_keeps_its_items():
+    class Named(ChainMap):
+        def __init__(self, name, *maps):
+            super().__init__(*maps)
+            self.name = name
+
+    class Sum(torch.autograd.Function):
+        @staticmethod
+        @polycast.custom_fwd(device_type="cpu", cast_inputs=torch.float32)
+        def forward(ctx, given):
+            assert (type(given), given.name, [*map(sorted, given.maps)]) == (Named, "both", [["a"], ["b"]])
+            return given["a"] + given["b"]
+
+    given = Named("both", {"a": reduced(1)}, {"b": reduced(2)})
+    with polycast.autocast("cpu"):
+        assert Sum.apply(given).dtype is torch.float32
+    assert given["a"].dtype is torch.bfloat16

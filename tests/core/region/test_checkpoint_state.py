@@ -97,46 +97,8 @@ def test_a_backward_in_another_region_recomputes_in_that_of_the_forward(block, r
     torch.testing.assert_close(actual, gradients(block), rtol=0, atol=0)
 
 
-@modes
-def test_a_region_in_the_recomputation_overrides_that_of_the_forward(reentrant):
-    @polycast.autocast("cpu", policy={"aten::relu": CastPolicy.FP32})
-    def note():
-        return innermost()[0]
-
-    assert recomputed(note, in_policy(), reentrant) == 2 * [{**FP32, "aten::relu": CastPolicy.FP32}]
-
-
-# torch's, of reentrant ones that the forward of another runs without gradients
-nested = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True:UserWarning")
-
-
-@nested
-@pytest.mark.parametrize("outer", [True, False], ids=["in reentrant", "in not reentrant"])
-@pytest.mark.parametrize("middle", [True, False], ids=["reentrant", "not reentrant"])
-@pytest.mark.parametrize("inner", [True, False], ids=["reentrant ones", "not reentrant ones"])
-def test_nested_checkpoints_are_recomputed_in_the_regions_of_the_forward_at_each_level(blocks, outer, middle, inner):
-    def run(nest):
-        def level_3(x):
-            return blocks(x, 2)
-
-        def level_2(x):
-            with polycast.autocast("cpu", policy=PASSTHROUGH):
-                return nest(inner, level_3, blocks(x, 1))
-
-        def level_1(x):
-            return nest(middle, level_2, blocks(x, 0))
-
-        return lambda x: blocks(nest(outer, level_1, x).float(), 3)
-
-    seen = blocks.assert_same_gradients(
-        run(lambda reentrant, function, x: checkpoint(function, x, use_reentrant=reentrant)),
-        run(lambda reentrant, function, x: function(x)),
-        in_policy,
-    )
-    assert set(seen) == {torch.float32}
-
-
-@nested
+# torch's warning is of reentrant checkpoints that the forward of another runs without gradients
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True:UserWarning")
 @pytest.mark.parametrize("seed", range(20))
 def test_any_nesting_of_regions_and_checkpoints_gives_the_gradients_that_it_gives_without_checkpoints(blocks, seed):
     choose = random.Random(seed)

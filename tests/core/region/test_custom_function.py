@@ -106,21 +106,6 @@ def test_cast_inputs_has_no_effect_outside_a_region(style):
     assert seen["forward"] == (False, torch.float32, torch.float32)
 
 
-def test_a_subclass_with_its_own_setup_context_records_too():
-    child = type("Child", (with_setup_context(),), {"setup_context": staticmethod(setup_context)})
-    for _ in range(2):
-        apply(child, polycast.autocast("cpu"))
-        assert seen["backward"][0] is True
-
-
-def test_the_style_with_setup_context_works_under_functorch():
-    function = with_setup_context()
-    with polycast.autocast("cpu"):
-        gradient = torch.func.grad(lambda x: function.apply(x).sum())(torch.ones(2, 2))
-    assert torch.equal(gradient, torch.full((2, 2), 2.0))
-    assert seen["backward"][0] is True
-
-
 def test_containers_are_cast_through():
     Pair = namedtuple("Pair", "first second")
     got = {}

@@ -67,21 +67,6 @@ def test_a_class_in_a_dict():
     assert seen == [torch.bfloat16, torch.float16]
 
 
-def test_a_class_on_a_module():
-    seen = []
-
-    class Layer(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.apply_double = made(doubling(), seen).apply
-
-        def forward(self, x):
-            return self.apply_double(x)
-
-    call(Layer())
-    assert seen == [torch.bfloat16]
-
-
 @pytest.mark.slow
 def test_a_temporary_class_lives_no_longer_for_it():
     seen, forward, classes = [], doubling(), []

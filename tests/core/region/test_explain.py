@@ -250,21 +250,19 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int
 TENSORS = st.sampled_from(DTYPES).map(lambda dtype: torch.ones(2, dtype=dtype))
 
 
-@pytest.fixture(scope="module")
-def library():
+@pytest.fixture
+def op(define):
     """An op with every kind of argument, whose kernel notes the dtypes that it sees."""
-    made = torch.library.Library("polycast_test", "FRAGMENT")
-    made.define("all(Tensor a, Tensor? b, Tensor[] c, Tensor?[] d, float e=1.0, *, ScalarType? dtype=None) -> Tensor")
 
     def kernel(a, b, c, d, e=1.0, *, dtype=None):
         SEEN[:] = [*(tensor.dtype for tensor in [a, b, *c, *d] if tensor is not None), dtype]
         return a.clone()
 
-    made.impl("all", kernel, "CompositeExplicitAutograd")
-    yield made
-    made._destroy()
+    schema = "all(Tensor a, Tensor? b, Tensor[] c, Tensor?[] d, float e=1.0, *, ScalarType? dtype=None) -> Tensor"
+    define(schema, kernel=kernel)
 
 
+@pytest.mark.usefixtures("engine", "op")
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     arguments=st.tuples(
@@ -277,7 +275,7 @@ def library():
     policy=st.sampled_from([each for each in CastPolicy if each.name not in ("BANNED", "FP32_APPEND_DTYPE")]),
     enabled=st.booleans(),
 )
-def test_the_explained_dtypes_are_those_that_the_kernel_sees(engine, library, arguments, dtype, policy, enabled):
+def test_the_explained_dtypes_are_those_that_the_kernel_sees(arguments, dtype, policy, enabled):
     with polycast.autocast("cpu", enabled=enabled, policy={"polycast_test::all": policy}):
         explained = explain_op("polycast_test::all", "cpu", arguments, dtype)
         torch.ops.polycast_test.all(*arguments, **dtype)

@@ -1,6 +1,7 @@
 """Module rules and the regions around and inside modules: which of them decides, also on other threads."""
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -19,23 +20,15 @@ def square(x):
 
 
 @pytest.mark.parametrize("rule", ["fp32", "float16"])
-def test_outside_of_an_enabled_region_a_rule_has_no_effect(under, rule):
+def test_outside_of_an_enabled_region_a_rule_has_no_effect(call, under, rule):
     model = under(square, rule)
-    assert model(X).dtype is torch.float32
-    with polycast.autocast("cpu", enabled=False):
-        assert model(X).dtype is torch.float32
-        assert model(X.bfloat16()).dtype is torch.bfloat16
 
+    def found():
+        return model(X).dtype, model(X.bfloat16()).dtype
 
-@pytest.mark.parametrize("rule", ["fp32", "float16"])
-def test_where_the_model_disables_autocast_a_rule_has_no_effect(call, under, rule):
-    inner = under(square, rule)
-
-    def forward(x):
-        with polycast.autocast("cpu", enabled=False):
-            return inner(x), inner(x.bfloat16())
-
-    assert [y.dtype for y in call(forward, X)] == [torch.float32, torch.bfloat16]
+    disabled = polycast.autocast("cpu", enabled=False)
+    as_given = (torch.float32, torch.bfloat16)
+    assert found() == disabled(found)() == call(disabled(found)) == as_given
 
 
 @pytest.mark.parametrize(("rule", "dtype"), [("fp32", torch.float32), ("float16", torch.float16)])
@@ -45,20 +38,6 @@ def test_rules_apply_in_torchs_regions(under, rule, dtype):
     with torch.autocast("cpu"):
         assert square(X).dtype is torch.bfloat16
         assert model(X).dtype is dtype
-
-
-def test_a_rule_decides_before_the_policies_of_regions_outside_and_inside():
-    class Inside(nn.Module):
-        def forward(self, x):
-            with polycast.autocast("cpu", policy={"mm": "fp32", "bmm": "fp32"}):
-                return torch.mm(x, x), torch.bmm(x[None], x[None])
-
-    model = Inside()
-    polycast.apply_policy(model, Policy(modules={"**": {"mm": "passthrough"}}))
-    with polycast.autocast("cpu", policy={"mm": "fp32"}):
-        product, batched = model(torch.ones(2, 2, dtype=torch.bfloat16))
-        assert polycast.plugin.explain_op("mm", "cpu").rule == "region's policy"
-    assert (product.dtype, batched.dtype) == (torch.bfloat16, torch.float32)
 
 
 def test_explain_op_names_the_rule_of_a_module():
@@ -80,22 +59,17 @@ def test_two_threads_with_two_policies_over_one_model():
     model = nn.Sequential(nn.Linear(4, 4))
     polycast.apply_policy(model, Policy(modules={"0": {"layer_norm": "fp32"}}))
     policies = {"fp32": torch.float32, "lower_precision_fp": torch.bfloat16}
-    together, found = threading.Barrier(2), {}
+    together = threading.Barrier(2)
 
     def work(policy):
-        seen = set()
         for _ in range(50):
             together.wait()
             with polycast.autocast("cpu", policy={"linear": policy}):
-                seen.add(model(torch.ones(1, 4)).dtype)
-        found[policy] = seen
+                yield model(torch.ones(1, 4)).dtype
 
-    threads = [threading.Thread(target=work, args=[policy]) for policy in policies]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == {policy: {dtype} for policy, dtype in policies.items()}
+    with ThreadPoolExecutor(2) as threads:
+        found = threads.map(lambda policy: {*work(policy)}, policies)
+        assert dict(zip(policies, found, strict=True)) == {policy: {dtype} for policy, dtype in policies.items()}
 
 
 def test_rules_that_change_during_a_call_decide_from_the_next_call_on():

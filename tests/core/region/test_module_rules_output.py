@@ -1,9 +1,7 @@
 """Module rules with the dtype of what a module returns."""
 
 import collections
-import copy
 import dataclasses
-import pickle
 
 import pytest
 import torch
@@ -193,21 +191,3 @@ def test_gradients_are_those_of_a_cast_by_hand_also_from_a_checkpoint(reentrant)
     for call in (model, lambda x: checkpoint(model, x, use_reentrant=reentrant)):
         for expected, found in zip(by_hand, gradients(call), strict=True):
             assert torch.equal(found, expected)
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-def test_a_copy_has_the_rule(copied):
-    model = under(nn.Sequential(nn.Linear(4, 4)), {"linear": "lower_precision_fp", "output": "float32"}, "0")
-    text = "0 = {'linear': 'lower_precision_fp', 'output': 'float32'}"
-    other = copied(model)
-    assert polycast.rules_of(other) == polycast.rules_of(model) == {"0": text}
-    assert in_region(other).dtype is torch.float32
-    polycast.remove_policy(other)
-    assert (in_region(other).dtype, in_region(model).dtype) == (torch.bfloat16, torch.float32)
-
-
-def test_torch_jit_trace_records_the_cast():
-    model = under(nn.Linear(4, 4), {"output": "float32"})
-    with polycast.autocast("cpu", cache_enabled=False):
-        traced = torch.jit.trace(model, X, check_trace=False)
-    assert traced(X.bfloat16()).dtype is torch.float32

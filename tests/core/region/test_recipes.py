@@ -1,8 +1,6 @@
 """Recipes in regions and in module rules: which ops they compute, and where they apply."""
 
-import asyncio
 import contextlib
-import warnings
 
 import pytest
 import torch
@@ -129,36 +127,6 @@ def test_a_snapshot_takes_it_to_another_thread(layer, ran, in_thread):
         assert ran(lambda: layer(X)) == 0
 
 
-def test_another_thread_has_it_not(layer, ran, in_thread):
-    with autocast("cpu", recipe=RECIPE):
-        assert in_thread(lambda: ran(lambda: torch.no_grad()(layer)(X))) == 0
-
-
-def test_it_applies_in_the_body_of_a_decorated_function(layer, ran):
-    region = autocast("cpu", recipe=RECIPE)
-
-    @region
-    def function():
-        return layer(X)
-
-    @region
-    def generator():
-        yield layer(X)
-        yield layer(X)
-
-    @region
-    async def coroutine():
-        await asyncio.sleep(0)
-        return layer(X)
-
-    assert ran(function) == 1
-    steps = generator()
-    assert ran(lambda: next(steps)) == 1
-    assert ran(lambda: layer(X)) == 0
-    assert ran(lambda: next(steps)) == 1
-    assert ran(lambda: asyncio.run(coroutine())) == 1
-
-
 def test_a_rule_for_a_module_may_be_a_recipe(layer, ran, tmp_path):
     model = nn.Sequential(layer, nn.Linear(8, 8))
     policy = Policy(modules={"0": "none", "1": RECIPE})
@@ -184,21 +152,6 @@ def test_a_device_that_cannot_compute_by_it_runs_in_the_fast_dtype_and_says_so(l
     with autocast("cpu", recipe=RECIPE), region:
         assert layer(X).dtype is torch.bfloat16
         assert ran(lambda: layer(X)) == 0
-
-
-def test_a_disabled_region_does_not_ask_the_device(layer):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        autocast("cpu", enabled=False, recipe="rounded:tensor")
-
-
-def test_a_check_that_raises_is_an_answer(layer, monkeypatch):
-    def raises(recipe):
-        raise OSError("no such instruction")
-
-    monkeypatch.setattr(polycast.plugin.get_backend("cpu"), "recipe_availability", raises)
-    with pytest.warns(polycast.errors.RecipeDisabledWarning, match="no such instruction"):
-        autocast("cpu", recipe=RECIPE)
 
 
 def test_the_reason_of_one_that_is_available_is_told_once(engine, layer, monkeypatch):

@@ -82,14 +82,6 @@ def test_a_forward_that_was_wrapped_since_stays_and_has_no_rules(model, x):
     assert dtype_in_a_region(model, x) is torch.bfloat16
 
 
-def test_rules_can_be_applied_again(model, x):
-    apply_policy(model, Policy(modules={"1": "fp32"}))
-    remove_policy(model)
-    with apply_policy(model, Policy(modules={"1": "fp32"})):
-        assert dtype_in_a_region(model, x) is torch.float32
-    assert dtype_in_a_region(model, x) is torch.bfloat16
-
-
 @pytest.mark.slow
 def test_compiled_code_follows(model, x, engine):
     apply_policy(model, Policy(modules={"1": "fp32"}))

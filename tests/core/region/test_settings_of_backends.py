@@ -133,20 +133,6 @@ def test_refresh_refuses_what_torch_does_not_know():
         refresh("hpuu")
 
 
-@pytest.mark.parametrize("answer", [SystemExit("no device"), RuntimeError("no device"), "no device", None])
-def test_a_bad_answer_disables_the_region(backend, monkeypatch, answer):
-    def bad():
-        if isinstance(answer, BaseException):
-            raise answer
-        return answer
-
-    monkeypatch.setattr(backend, "availability", bad, raising=False)
-    with pytest.warns(
-        polycast.errors.AutocastDisabledWarning, match="no device|expected a polycast.plugin.Availability"
-    ):
-        assert not autocast("cpu")._enabled
-
-
 def test_an_interrupt_while_the_device_is_asked_is_raised(backend, monkeypatch):
     def interrupted():
         raise KeyboardInterrupt

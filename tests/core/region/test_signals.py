@@ -79,21 +79,6 @@ def test_an_error_while_kernels_are_installed_leaves_the_region(region, monkeypa
     assert state.machine.nesting("cpu") == 0
 
 
-def test_entering_and_leaving_run_no_python(region):
-    seen = []
-
-    def note(frame, event, _):
-        seen.append((event, frame.f_code.co_name))
-
-    sys.setprofile(note)
-    try:
-        with region:
-            pass
-    finally:
-        sys.setprofile(None)
-    assert [name for event, name in seen if event == "call"] == []
-
-
 @pytest.fixture
 def _no_collection():
     """Collect no garbage: an exception in a callback of the collector, such as hypothesis has, is lost."""

@@ -109,20 +109,16 @@ def test_other_regions_do_not_warn(slow, arguments):
     assert len(warned(lambda: polycast.autocast("cpu"))) == 1
 
 
-def test_a_plugin_may_say_more(slow, know_better):
-    know_better(lambda device_type, dtype, reason: reason and f"{reason} on {device_type} for {dtype}")
-    (found,) = warned(lambda: polycast.autocast("cpu"))
-    assert "bfloat16 is slow on cpu: it has no such unit on cpu for torch.bfloat16. It saves" in str(found.message)
-
-
-def test_a_plugin_may_know_that_a_dtype_is_not_slow(slow, know_better):
-    know_better(lambda device_type, dtype, reason: None)
+def test_plugins_may_say_more_or_that_a_dtype_is_not_slow(slow, know_better):
+    for answers, said in [
+        ([lambda *given: "{2} on {0} for {1}".format(*given)], "it has no such unit on cpu for torch.bfloat16"),
+        ([lambda *given: "first", lambda device_type, dtype, reason: f"{reason}, second"], "first, second"),
+        ([lambda *given: None], None),
+    ]:
+        know_better(*answers)
+        found = polycast.plugin.find_slow_dtype(slow, torch.bfloat16)
+        assert (found and found.reason) == said
     assert warned(lambda: polycast.autocast("cpu")) == []
-
-
-def test_a_plugin_is_asked_with_what_the_one_before_it_says(slow, know_better):
-    know_better(lambda *args: "first", lambda device_type, dtype, reason: f"{reason}, second")
-    assert polycast.plugin.find_slow_dtype(slow, torch.bfloat16).reason == "first, second"
 
 
 def test_a_dtype_that_only_a_plugin_calls_slow_is_told_without_a_warning(hand_made, know_better):

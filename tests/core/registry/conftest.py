@@ -71,7 +71,7 @@ def polycast_extension():
 """
 
 PRELUDE = """
-import dataclasses, json, os, signal, sys
+import dataclasses, json, os, signal, sys, warnings
 import polycast, torch
 
 signal.alarm(300)  # seconds after which a script that hangs is killed; one may have to build the native engine
@@ -87,8 +87,28 @@ def error_of(function, *arguments):
     return None
 
 
+def caught(function, times=1):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(times):
+            function()
+    return [(each.category.__name__, str(each.message), each.filename) for each in caught]
+
+
+def register_by_hand(device_type):
+    from polycast_backends.cpu import CpuBackend
+
+    backend = CpuBackend()
+    backend.device_type = device_type
+    polycast.plugin.register_backend(backend)
+    return backend
+
+
 """
-"""The beginning of each script: `error_of` returns the name and the text of a call's exception, and of its cause."""
+"""The beginning of each script.
+
+`error_of` returns the name and the text of a call's exception, and of its cause; `caught`, the warnings of calls.
+"""
 EPILOGUE = """
 def as_json(value):
     return dataclasses.asdict(value) if dataclasses.is_dataclass(value) else str(value)

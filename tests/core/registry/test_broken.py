@@ -172,10 +172,7 @@ def test_a_plugin_may_use_other_devices_at_import(run, plugin):
 def test_a_backend_registered_by_hand_replaces_a_broken_one(run, plugin):
     plugin("acme-hpu", "hpu", "raise ValueError('no firmware')")
     answer = run("""
-        from polycast_backends.cpu import CpuBackend
-        backend = CpuBackend()
-        backend.device_type = "hpu"
-        polycast.plugin.register_backend(backend)
+        register_by_hand("hpu")
         status = polycast.backends()["hpu"]
         answer = [status.state, status.distribution, status.replaces]
     """)

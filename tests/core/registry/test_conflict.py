@@ -55,8 +55,7 @@ def test_the_provider_resolves_a_conflict(run, provider, chosen, replaces):
 @pytest.mark.usefixtures("two")
 def test_a_backend_registered_by_hand_resolves_a_conflict(run):
     answer = run("""
-        from polycast_backends.cpu import CpuBackend
-        polycast.plugin.register_backend(CpuBackend())
+        register_by_hand("cpu")
         answer = polycast.backends()["cpu"]
     """)
     assert (answer["state"], answer["distribution"], answer["replaces"]) == ("ready", "", [ONE, TWO, BUILT_IN])

@@ -105,7 +105,6 @@ STATES = {
     """,
 }
 SCRIPT = """
-import warnings
 from torch.nn.functional import linear
 
 x, w = torch.randn(64, 128), torch.randn(256, 128)

@@ -6,13 +6,18 @@ import shutil
 import pytest
 
 BEGIN = """
-import pathlib, shutil
+import pathlib, shutil, types
 site = pathlib.Path({site!r})
 state = lambda device: (status := polycast.backends()[device]).state + " " + status.distribution + " " + status.version
 
 def install(name):
     for path in (site.parent / "later" / name).iterdir():
         shutil.move(path, site / path.name)
+
+def name_device():
+    torch.utils.rename_privateuse1_backend("gnu")
+    members = {{"is_available": lambda: True, "get_amp_supported_dtype": lambda: [torch.float16]}}
+    torch._register_device_module("gnu", types.SimpleNamespace(**members))
 
 def mark():
     with polycast.autocast("cpu"):
@@ -137,10 +142,7 @@ def test_variables_that_changed_hold_for_devices_in_use(script, plugin):
     plugin("acme-2-hpu", "hpu")
     answer = script(
         """
-import types
-torch.utils.rename_privateuse1_backend("gnu")
-module = types.SimpleNamespace(is_available=lambda: True, get_amp_supported_dtype=lambda: [torch.float16])
-torch._register_device_module("gnu", module)
+name_device()
 def states(**variables):
     os.environ.update(variables)
     polycast.backends(refresh=True)
@@ -216,10 +218,7 @@ answer = [sys.is_free, state("cpu")]
 
 def test_a_status_that_is_read_after_its_backend_is_gone(script):
     answer = script("""
-from polycast_backends.cpu import CpuBackend
-backend = CpuBackend()
-backend.device_type = "hpu"
-polycast.plugin.register_backend(backend)
+register_by_hand("hpu")
 states = polycast.backends()
 polycast.plugin.unregister_backend("hpu")
 answer = [states["hpu"].state, states["hpu"].reason]
@@ -231,10 +230,7 @@ def test_a_backend_registered_by_hand_stays(script, plugin, later):
     plugin("acme-hpu", "hpu")
     later("acme")
     answer = script("""
-from polycast_backends.cpu import CpuBackend
-backend = CpuBackend()
-backend.device_type = "hpu"
-polycast.plugin.register_backend(backend)
+backend = register_by_hand("hpu")
 answer = [polycast.plugin.get_backend("hpu") is backend]
 for _ in range(2):
     polycast.backends(refresh=True)
@@ -252,10 +248,7 @@ def test_a_plugin_replaces_the_generic_backend_of_its_device(script, plugin, lat
     plugin("acme-gnu", "gnu")
     later("acme")
     answer = script("""
-import types
-torch.utils.rename_privateuse1_backend("gnu")
-module = types.SimpleNamespace(is_available=lambda: True, get_amp_supported_dtype=lambda: [torch.float16])
-torch._register_device_module("gnu", module)
+name_device()
 answer = [state("gnu").split()[0]]
 found = polycast.plugin.get_backend("gnu")
 polycast.install("gnu")

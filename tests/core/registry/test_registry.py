@@ -313,12 +313,3 @@ def test_a_warning_that_a_filter_makes_an_error_is_the_reason_in_a_status_and_ra
     assert "old driver" in repr(polycast.backends())
     with pytest.raises(DeprecationWarning, match="old driver"):
         polycast.autocast("hpu")
-
-
-@pytest.mark.parametrize("dtype", [None, torch.float16, torch.bfloat16])
-def test_a_region_checks_availability_once(hand_made, dtype):
-    answers = [polycast.plugin.Availability(False, "it is in use"), polycast.plugin.Availability(True)]
-    hand_made("cpu", availability=lambda: answers.pop(0))
-    with pytest.warns(polycast.errors.AutocastDisabledWarning, match="cpu is not available: it is in use"):
-        polycast.autocast("cpu", dtype)
-    assert len(answers) == 1

@@ -187,20 +187,3 @@ answer = [child, parent]
         POLYCAST_ENGINE=engine,
     )
     assert answer == ["[0, False]", [1, True]]
-
-
-def test_an_upgraded_plugin_is_used_by_the_next_process_and_a_removed_one_unknown(run, plugin, folder):
-    def remove(version):
-        record = folder / f"acme_hpu-{version}.dist-info"
-        for path in record.iterdir():
-            path.unlink()
-        record.rmdir()
-
-    status = "answer = [polycast.backends()['hpu'].version, polycast.plugin.get_backend('hpu').default_dtype]"
-    plugin("acme-hpu", "hpu", version="1.0")
-    assert run(status) == ["1.0", "torch.bfloat16"]
-    remove("1.0")
-    plugin("acme-hpu", "hpu", "AcmeBackend.default_dtype = torch.float16", version="2.0")
-    assert run(status) == ["2.0", "torch.float16"]
-    remove("2.0")
-    assert run("answer = error_of(polycast.plugin.get_backend, 'hpu')[0]") == "BackendNotFoundError"

@@ -70,17 +70,6 @@ def test_this_torch_lacks_nothing():
     assert lookup.missing == {}
 
 
-@pytest.mark.slow
-def test_choosing_an_engine_looks_up_all_names(run_program):
-    script = (
-        "import sys, torch, polycast\n"
-        "with polycast.autocast('cpu'): pass\n"
-        "names = ('callers_state', 'private_names', 'dispatcher')\n"
-        "print(all(f'polycast.torch_internals.{name}' in sys.modules for name in names))"
-    )
-    assert run_program(script, "reference")[:2] == (0, "True\n")
-
-
 def test_names_are_private_and_their_losses_are_sentences():
     assert [name for name in lookup.losses if not any(part.startswith("_") for part in name.split("."))] == []
     assert [name for name, loss in lookup.losses.items() if len(loss.split()) <= 2] == []

@@ -4,7 +4,8 @@ import functools
 
 import pytest
 import torch
-from tests.core.engine.conftest import define, double_unseen, registered  # noqa: F401  # fixtures
+from tests.core.conftest import define  # noqa: F401  # a fixture
+from tests.core.engine.conftest import double_unseen, registered  # noqa: F401  # fixtures
 
 import polycast
 
