@@ -5,11 +5,10 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from tests.plugins.models import Defined, Does
 from torch import nn
 
 import polycast
-
-from .models import Defined
 
 IN_FLOAT32 = {"linear": "fp32", "mm": "fp32"}
 """Policies under which the region computes the same as float32, so that an error means a lost write."""
@@ -26,15 +25,6 @@ class Calls(nn.Module):
         return self.outer(
             self.inner, torch.mm(self.layer(x), torch.eye(4))
         )  # in the fast dtype, even if the modules are not
-
-
-class Does(nn.Module):
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, *args, **kwargs):
-        return self.function(*args, **kwargs)
 
 
 @dataclass(slots=True)
@@ -184,21 +174,18 @@ def test_tune_tries_modules_that_write_to_their_arguments(over):
 
 
 def test_tune_finds_a_module_that_writes_a_cache():
-    class Attention(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.eye(4) * 1e5)  # more than float16 can hold
+    def attend(self, x, cache):
+        cache["k"][:2].copy_(x[:2])
+        return torch.mm(x, self.weight) * 1e-5
 
-        def forward(self, x, cache):
-            cache["k"][:2].copy_(x[:2])
-            return torch.mm(x, self.weight) * 1e-5
+    attention = Defined(attend, weight=nn.Parameter(torch.eye(4) * 1e5))  # more than float16 can hold
 
     def forward(self, x):
         h = self.first(x)
         cache = {"k": torch.zeros(3, 4, dtype=h.dtype)}
         return self.attn(h, cache) + cache["k"] * 10
 
-    model = Defined(forward, first=nn.Linear(4, 4), attn=Attention())
+    model = Defined(forward, first=nn.Linear(4, 4), attn=attention)
     tuned = polycast.tune(model, torch.randn(3, 4), tolerance=0.01, dtype=torch.float16)
     assert tuned.policy.modules == {"attn": "fp32"}
     assert tuned.met

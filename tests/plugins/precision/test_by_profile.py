@@ -2,14 +2,13 @@
 
 import pytest
 import torch
+from tests.plugins.models import Defined
 from torch import nn
 
 import polycast
 from polycast_plugins.fastest import estimates
 from polycast_plugins.precision.timing import BY_PROFILE, PLAIN_REGION
 from polycast_plugins.precision.tuner import modules_faster_in_float32
-
-from .models import Defined
 
 
 @pytest.fixture
@@ -52,8 +51,7 @@ def test_modules_that_stay_in_float32_anyway_are_not_chosen(engine, profiled):
         assert faster_in_float32(model) == ["out"]
 
 
-def test_without_a_profile_there_is_no_choice(monkeypatch):
-    monkeypatch.setattr(estimates, "find_profile", lambda device_type: None)
+def test_without_a_profile_there_is_no_choice():
     assert faster_in_float32(new_model()) is None
 
 

@@ -1,10 +1,11 @@
 """``polycast.calibrate``: what it sees of a model, and what it leaves as it was."""
 
-import threading
+import re
 
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.plugins.models import Defined
 from torch import nn
 
 import polycast
@@ -12,8 +13,6 @@ from polycast import Int8
 from polycast.plugin import events
 from polycast_plugins.fastest import estimates
 from polycast_plugins.quantize.products import Activations
-
-from .models import Defined
 
 AVAILABLE = polycast.plugin.check(polycast.plugin.get_backend("cpu"), polycast.Int8())
 pytestmark = pytest.mark.skipif(not AVAILABLE, reason=f"no int8 here: {AVAILABLE.reason}")
@@ -35,16 +34,8 @@ def small_channels(weight, dim=1):
     return weight
 
 
-class Functional(nn.Module):
-    """Multiplies by its parameters in each of the ways that a recipe computes."""
-
-    def __init__(self):
-        super().__init__()
-        for name in ("linear", "transposed", "rows"):
-            setattr(self, name, nn.Parameter(small_channels(torch.randn(24, 32))))
-        for name in ("addmm", "mm", "matmul"):
-            setattr(self, name, nn.Parameter(small_channels(torch.randn(32, 24), 0)))
-        self.experts = nn.Parameter(small_channels(torch.randn(3, 24, 32), 2))
+def functional():
+    """Return a model that multiplies by its parameters in each of the ways that a recipe computes."""
 
     def forward(self, x):
         expert = F.linear(x, self.experts[1])
@@ -52,13 +43,21 @@ class Functional(nn.Module):
         outputs = F.linear(x, self.linear), x @ self.transposed.t(), torch.mm(x, self.mm), x[None] @ self.matmul
         return *outputs, torch.addmm(torch.zeros(24), x, self.addmm), expert, rows
 
+    sizes = {
+        **dict.fromkeys(("linear", "transposed", "rows"), (24, 32)),
+        **dict.fromkeys(("addmm", "mm", "matmul"), (32, 24)),
+        "experts": (3, 24, 32),
+    }
+    weights = {name: small_channels(torch.randn(size), size.index(32)) for name, size in sizes.items()}
+    return Defined(forward, **{name: nn.Parameter(weight) for name, weight in weights.items()})
+
 
 def named(calibration):
     return {each.name: each for each in calibration.weights}
 
 
 def test_products_of_every_op_are_seen_also_outside_of_modules(engine):
-    model = Functional()
+    model = functional()
     found = named(polycast.calibrate(model, [with_outliers()], RECIPE))
     assert found.keys() == {
         *("linear", "transposed", "mm", "matmul", "addmm"),
@@ -69,7 +68,7 @@ def test_products_of_every_op_are_seen_also_outside_of_modules(engine):
 
 
 def test_factors_are_found_by_the_matrix_that_is_multiplied():
-    model = Functional()
+    model = functional()
     e = polycast.calibrate(model, [with_outliers()], RECIPE)
     for matrix in (model.linear, model.transposed, model.mm.t(), model.matmul.t(), model.experts[1], model.rows[:8]):
         factors = e.factors(matrix)
@@ -93,15 +92,8 @@ def test_equal_weights_share_the_factors_for_the_activations_of_both():
     first, second = nn.Linear(32, 24, bias=False), nn.Linear(32, 24, bias=False)
     second.load_state_dict(first.state_dict())
 
-    class Both(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.second = first, second
-
-        def forward(self, x):
-            return self.first(x), self.second(x.flip(1))
-
-    found = named(polycast.calibrate(Both(), [with_outliers()], RECIPE))
+    both = Defined(lambda self, x: (self.first(x), self.second(x.flip(1))), first=first, second=second)
+    found = named(polycast.calibrate(both, [with_outliers()], RECIPE))
     factors = found["first.weight"].factors
     assert torch.equal(found["second.weight"].factors, factors)
     assert factors.topk(4).indices.sort().values.tolist() == sorted([*LARGE, *(31 - each for each in LARGE)])
@@ -184,21 +176,18 @@ def test_small_weights_and_modules_with_a_rule_are_left_out():
     assert [each.name for each in found.weights] == ["2.weight"]
 
 
-class Stateful(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm, self.drop, self.layer = nn.BatchNorm1d(32), nn.Dropout(0.5), linear()
-        self.calls, self.last = 0, None
-
+def stateful():
     def forward(self, x):
         self.calls += 1
         self.last = self.layer(self.drop(self.norm(x)))
         return self.last
 
+    return Defined(forward, norm=nn.BatchNorm1d(32), drop=nn.Dropout(0.5), layer=linear(), calls=0, last=None)
+
 
 @pytest.mark.parametrize("training", [True, False])
 def test_the_model_is_left_as_it_was(training, engine):
-    model = Stateful().train(training)
+    model = stateful().train(training)
     model.drop.train(not training)
     modes = [module.training for module in model.modules()]
     state = {name: (value.clone(), value._version) for name, value in model.state_dict().items()}
@@ -219,7 +208,7 @@ def test_the_model_is_left_as_it_was(training, engine):
 
 
 def test_an_error_of_the_model_propagates_and_leaves_the_model_as_it_was():
-    model = Stateful().train()
+    model = stateful().train()
     with pytest.raises(RuntimeError, match="running_mean"):
         polycast.calibrate(model, [with_outliers(), torch.randn(4, 31)], RECIPE)
     assert (model.calls, model.training, bool(events.calibration)) == (0, True, False)
@@ -240,7 +229,15 @@ def test_the_products_are_computed_in_float32(engine):
     assert torch.equal(seen[0], F.linear(x, layer.weight, layer.bias).bfloat16())
 
 
-def test_products_of_other_threads_are_computed_as_before(engine):
+def test_the_sample_of_activations_does_not_grow_and_is_of_all_rows_alike():
+    found = Activations(1, torch.device("cpu"), torch.Generator().manual_seed(0))
+    for each in torch.arange(20000.0).split(700):
+        found.add(each[:, None])
+    assert len(found.rows) == len(found.rows.unique()) == 64
+    assert 8000 < found.rows.mean() < 12000
+
+
+def test_products_of_other_threads_are_computed_as_before(engine, in_thread):
     layer, other, x = linear(), linear(), with_outliers()
     with torch.no_grad(), polycast.autocast("cpu", recipe=RECIPE):
         expected = other(x)
@@ -250,18 +247,11 @@ def test_products_of_other_threads_are_computed_as_before(engine):
         with torch.no_grad(), polycast.autocast("cpu", recipe=RECIPE):
             results.append(other(x))
 
-    class Both(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer, self.other = layer, other
+    def forward(self, x):
+        in_thread(run)
+        return self.layer(x)
 
-        def forward(self, x):
-            thread = threading.Thread(target=run)
-            thread.start()
-            thread.join()
-            return self.layer(x)
-
-    found = polycast.calibrate(Both(), [x], RECIPE)
+    found = polycast.calibrate(Defined(forward, layer=layer, other=other), [x], RECIPE)
     assert [each.name for each in found.weights] == ["layer.weight"]
     assert torch.equal(results[0], expected)
 
@@ -271,6 +261,35 @@ def test_a_compiled_model_has_the_names_of_the_model():
     model = nn.Sequential(linear(), nn.ReLU())
     x = [with_outliers()]
     assert polycast.calibrate(torch.compile(model, backend="eager"), x, RECIPE) == polycast.calibrate(model, x, RECIPE)
+
+
+def branches():
+    """Return a model that multiplies one part of its inputs by each layer."""
+    first, second = nn.Linear(32, 24), nn.Linear(32, 24)
+    return Defined(lambda self, x, y: (self.first(x), self.second(y)), first=first, second=second)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_data_without_finite_values_are_refused(value):
+    x = torch.full((8, 32), 1.0)
+    x[:, 3] = value
+    message = (
+        "'second.weight' got inf or nan in each row of the activations: check the batches. polycast.observe() names "
+        "the op that makes the first of them."
+    )
+    with pytest.raises(ValueError, match=re.escape(message)):
+        polycast.calibrate(branches(), [(torch.randn(8, 32), x)], RECIPE)
+
+
+def test_rows_with_nan_do_not_matter_beside_others():
+    x = torch.randn(8, 32)
+    x[:7, 3] = torch.nan
+    assert polycast.calibrate(nn.Linear(32, 24), [x], RECIPE).weights[0].error > 0
+
+
+def test_a_weight_that_is_multiplied_by_no_rows_is_left_out():
+    found = polycast.calibrate(branches(), [(torch.randn(8, 32), torch.randn(0, 32))], RECIPE)
+    assert [each.name for each in found.weights] == ["first.weight"]
 
 
 X = torch.randn(2, 32)
@@ -305,31 +324,3 @@ def test_a_calibration_in_the_recipe_is_not_used():
     layer, x = linear(), [with_outliers()]
     first = polycast.calibrate(layer, x, RECIPE)
     assert polycast.calibrate(layer, x, Int8(min_size=0, calibration=first)) == first
-
-
-class TestActivations:
-    def make(self, terms=4):
-        return Activations(terms, torch.device("cpu"), torch.Generator().manual_seed(0))
-
-    def test_the_largest_magnitudes_are_of_all_rows(self):
-        found, rows = self.make(), torch.randn(10, 50, 4).bfloat16()
-        for each in rows:
-            found.add(each)
-        assert torch.equal(found.amax, rows.abs().flatten(0, 1).amax(0).float())
-
-    def test_the_sample_does_not_grow_and_is_of_all_rows_alike(self):
-        found = self.make(1)
-        for each in torch.arange(20000.0).split(700):
-            found.add(each[:, None])
-        assert len(found.rows) == 64
-        assert len(found.rows.unique()) == 64
-        assert 8000 < found.rows.mean() < 12000
-
-    def test_rows_with_inf_or_nan_are_left_out(self):
-        found, rows = self.make(), torch.randn(5, 4)
-        rows[1, 2], rows[3, 0] = torch.inf, torch.nan
-        found.add(rows)
-        found.add(torch.full((2, 4), torch.nan))
-        found.add(torch.empty(0, 4))
-        assert torch.equal(found.amax, rows[[0, 2, 4]].abs().amax(0))
-        assert sorted(found.rows[:, 0].tolist()) == sorted(rows[[0, 2, 4], 0].tolist())

@@ -1,17 +1,16 @@
 """``polycast.calibrate`` for `Int4`: levels that compensate rounding errors, and when they are used."""
 
 import copy
-import logging
 import re
 from dataclasses import replace
 
 import pytest
 import torch
+from tests.plugins.models import Defined
 from torch import nn
 
 import polycast
 from polycast import Calibration, Int4, Int8
-from polycast_plugins.fastest import estimates
 from polycast_plugins.quantize import products
 
 AVAILABLE = polycast.plugin.check(polycast.plugin.get_backend("cpu"), Int4())
@@ -20,15 +19,10 @@ pytestmark = pytest.mark.skipif(not AVAILABLE, reason=f"no int4 here: {AVAILABLE
 RECIPE = Int4(min_size=0)
 
 
-class Attention(nn.Module):
-    """Queries, keys and values of the same activations, and a layer of others."""
-
-    def __init__(self):
-        super().__init__()
-        self.q, self.k, self.v, self.out = (nn.Linear(128, 96 if each < 3 else 64) for each in range(4))
-
-    def forward(self, x):
-        return self.out(torch.cat((self.q(x) + self.k(x) * self.v(x), x[..., :32]), -1))
+def attention():
+    """Return a model with queries, keys and values of the same activations, and a layer of others."""
+    layers = {name: nn.Linear(128, 64 if name == "out" else 96) for name in ("q", "k", "v", "out")}
+    return Defined(lambda self, x: self.out(torch.cat((self.q(x) + self.k(x) * self.v(x), x[..., :32]), -1)), **layers)
 
 
 def correlated(rows):
@@ -38,18 +32,9 @@ def correlated(rows):
     return torch.randn(rows, 16, generator=generator) @ mixing + 0.3 * torch.randn(rows, 128, generator=generator)
 
 
-@pytest.fixture(autouse=True)
-def _fresh(monkeypatch):
-    monkeypatch.setattr(estimates, "find", lambda device_type: None)  # a profile may say that small products are slower
-    torch.manual_seed(0)
-    polycast.clear_autocast_cache()
-    yield
-    polycast.clear_autocast_cache()
-
-
 @pytest.fixture
 def model():
-    return Attention().eval()
+    return attention().eval()
 
 
 @pytest.fixture
@@ -80,10 +65,7 @@ def test_errors_fall_on_other_data_in_each_group_size(model, subtests):
         with subtests.test(group_size=group_size):
             recipe = Int4(group_size, min_size=0)
             calibration = polycast.calibrate(model, [correlated(700)], recipe)
-            print(
-                [(each.error, each.plain_error) for each in calibration.weights],
-                error(model, other, calibration, recipe) / error(model, other, None, recipe),
-            )
+
             assert error(model, other, calibration, recipe) < 0.75 * error(model, other, None, recipe)
             assert reason(model, calibration, recipe).endswith("rounding errors compensated")
 
@@ -153,22 +135,14 @@ def test_little_memory_for_moments_takes_more_passes_and_gives_the_same(model, c
     assert Calibration.load(tmp_path / "c") == calibration
 
 
-def test_an_interrupted_run_goes_on_and_a_file_of_another_model_is_kept(model, calibration, tmp_path, caplog):
+def test_an_interrupted_run_goes_on_and_a_file_of_another_model_is_kept(model, calibration, tmp_path, logged):
     batches, path = [correlated(400), correlated(300)], tmp_path / "c"
     replace(calibration, weights=calibration.weights[:2]).save(path)
-    log, records = logging.getLogger("polycast.calibrate"), []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())
-    log.addHandler(handler)
-    log.setLevel(logging.INFO)
-    try:
-        assert polycast.calibrate(model, batches, RECIPE, path) == calibration
-    finally:
-        log.removeHandler(handler)
-        log.setLevel(logging.NOTSET)
-    assert records == ["calibrated 1 of 2 weights", "calibrated 2 of 2 weights"]
+    assert polycast.calibrate(model, batches, RECIPE, path) == calibration
+    said = [text for _, text in logged.take() if text.startswith("calibrated")]
+    assert said == ["calibrated 1 of 2 weights", "calibrated 2 of 2 weights"]
     with pytest.raises(ValueError, match="is the calibration of other weights: give the path of a new file"):
-        polycast.calibrate(Attention(), batches, RECIPE, path)
+        polycast.calibrate(attention(), batches, RECIPE, path)
     assert Calibration.load(path) == calibration
 
 
@@ -183,41 +157,24 @@ def test_a_file_for_another_recipe_is_refused_and_kept(model, calibration, tmp_p
 
 
 def test_a_weight_named_like_the_levels_of_another_keeps_its_factors(model, tmp_path):
-    class Named(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.q = nn.Parameter(model.q.weight.detach())
-            for name in ("q:0", "q:1", "0:q"):
-                self.register_parameter(name, nn.Parameter(self.q * torch.rand(128)))
-
-        def forward(self, x):
-            return torch.stack([x @ weight.t() for weight in self.parameters()])
-
+    weight = model.q.weight.detach()
+    weights = {"q": nn.Parameter(weight)} | {n: nn.Parameter(weight * torch.rand(128)) for n in ("q:0", "q:1", "0:q")}
+    named = Defined(lambda self, x: torch.stack([x @ weight.t() for weight in self.parameters()]), **weights)
     x = correlated(400) * torch.rand(128) ** 4 * 50
-    calibration = polycast.calibrate(Named(), [x], RECIPE, tmp_path / "c")
+    calibration = polycast.calibrate(named, [x], RECIPE, tmp_path / "c")
     found = {each.name: (each.factors is not None, len(each.levels)) for each in calibration.weights}
     assert found == dict.fromkeys(("q", "q:0", "q:1", "0:q"), (True, 3))
     assert Calibration.load(tmp_path / "c") == calibration
 
 
-def test_activations_that_are_written_over_count_each_time():
-    class InPlace(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.second = nn.Linear(128, 96), nn.Linear(128, 96)
+def test_activations_that_are_written_over_count_each_time(model):
+    def in_place(self, x):
+        x = x.clone()
+        return self.q(x) + self.k(x.copy_(x.flip(-1)))
 
-        def forward(self, x):
-            x = x.clone()
-            first = self.first(x)
-            return first + self.second(x.flip(-1) if isinstance(self, Copied) else x.copy_(x.flip(-1)))
-
-    class Copied(InPlace):
-        pass
-
-    model, x = InPlace(), correlated(400)
-    other = Copied()
-    other.load_state_dict(model.state_dict())
-    assert polycast.calibrate(model, [x], RECIPE) == polycast.calibrate(other, [x], RECIPE)
+    x, parts = correlated(400), {"q": model.q, "k": model.k}
+    apart = Defined(lambda self, x: self.q(x) + self.k(x.flip(-1)), **parts)
+    assert polycast.calibrate(Defined(in_place, **parts), [x], RECIPE) == polycast.calibrate(apart, [x], RECIPE)
 
 
 @pytest.mark.parametrize("value", [torch.inf, torch.nan])

@@ -7,11 +7,10 @@ import threading
 
 import pytest
 import torch
+from tests.plugins.models import Defined, by_name
 from torch import nn
 
 import polycast
-
-from .models import Defined, by_name
 
 
 def residual(width):
@@ -126,15 +125,9 @@ def test_the_same_inf_and_nan_as_in_float32_are_no_error():
 
 
 def test_a_module_with_two_names_and_several_calls_is_one_row():
-    class Twice(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first = self.second = nn.Linear(4, 4)
-
-        def forward(self, x):
-            return self.second(self.first(x).tanh())
-
-    found = by_name(polycast.compare(Twice(), torch.randn(3, 4)))
+    layer = nn.Linear(4, 4)
+    twice = Defined(lambda self, x: self.second(self.first(x).tanh()), first=layer, second=layer)
+    found = by_name(polycast.compare(twice, torch.randn(3, 4)))
     assert (list(found), found["first"].calls) == (["first", ""], 2)
 
 
@@ -251,15 +244,14 @@ def test_calls_in_threads_of_the_model_are_ignored(in_thread):
 def test_both_runs_are_in_the_context_of_the_caller():
     scale = contextvars.ContextVar("scale", default=0.0)
 
-    class Scaled(nn.Module):
-        def forward(self, x):
-            y = x * scale.get()
-            scale.set(100.0)
-            return y
+    def forward(self, x):
+        y = x * scale.get()
+        scale.set(100.0)
+        return y
 
     def compared():
         scale.set(3.0)
-        return polycast.compare(nn.Sequential(nn.Linear(4, 4), Scaled()), torch.randn(2, 4), policy=FLOAT32)
+        return polycast.compare(nn.Sequential(nn.Linear(4, 4), Defined(forward)), torch.randn(2, 4), policy=FLOAT32)
 
     comparison = contextvars.copy_context().run(compared)
     assert {(module.own.relative, module.total.relative) for module in comparison.modules} == {(0.0, 0.0)}

@@ -6,48 +6,42 @@ import math
 
 import pytest
 import torch
+from tests.plugins.models import Defined
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import polycast
 
-from .models import Defined
 from .planted_gradients import Planted, by_name, compare, mean_square
 
 
-class InPlace(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.act, self.last = nn.Linear(8, 8), nn.ReLU(inplace=True), nn.Linear(8, 8)
-
+def in_place():
     def forward(self, x):
         h = self.first(x)
         self.act(h)
         return self.last(h)
 
+    return Defined(forward, first=nn.Linear(8, 8), act=nn.ReLU(inplace=True), last=nn.Linear(8, 8))
 
-class Outputs(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(8)
 
+def outputs():
     def forward(self, x, *, pair):
         a, b = (self.layer(each) for each in pair["both"])
         with torch.no_grad():
             c = self.layer(x)
         return {"logits": self.norm(a + b), "other": (c, [b.detach()]), "count": 3}
 
+    return Defined(forward, layer=nn.Linear(8, 8), norm=nn.BatchNorm1d(8))
 
-class Chunks(nn.Module):
-    """Modules that get several outputs of one node, a view, and twice the same tensor."""
 
-    def __init__(self):
-        super().__init__()
-        self.layer, self.add = nn.Linear(8, 16), Defined(lambda self, a, b: a * 2 if a is b else a + b)
+def chunks():
+    """Return a model whose modules get several outputs of one node, a view, and twice the same tensor."""
 
     def forward(self, x):
         a, b = self.layer(x).chunk(2, -1)
         return self.add(self.add(a, b), self.add(x, x))
+
+    return Defined(forward, layer=nn.Linear(8, 16), add=Defined(lambda self, a, b: a * 2 if a is b else a + b))
 
 
 def dropped(rate=0.5):
@@ -55,9 +49,9 @@ def dropped(rate=0.5):
 
 
 MODELS = {
-    "in place": (InPlace, lambda: torch.randn(3, 8)),
-    "outputs": (Outputs, lambda: {"x": torch.randn(3, 8), "pair": {"both": [torch.randn(3, 8), torch.randn(3, 8)]}}),
-    "chunks": (Chunks, lambda: torch.randn(3, 8, requires_grad=True)),
+    "in place": (in_place, lambda: torch.randn(3, 8)),
+    "outputs": (outputs, lambda: {"x": torch.randn(3, 8), "pair": {"both": [torch.randn(3, 8), torch.randn(3, 8)]}}),
+    "chunks": (chunks, lambda: torch.randn(3, 8, requires_grad=True)),
     "dropout": (dropped, lambda: torch.randn(3, 8)),
     "spectral norm": (
         lambda: nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8)), nn.Linear(8, 8)),
@@ -111,20 +105,17 @@ def test_batches_add_up():
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True:UserWarning")
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_nested_checkpoints(use_reentrant):
-    class Inner(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = nn.Linear(8, 8), Planted()
-
-        def forward(self, x):
-            return checkpoint(self.b, self.a(x), use_reentrant=use_reentrant)
+    def inner():
+        return Defined(
+            lambda self, x: checkpoint(self.b, self.a(x), use_reentrant=use_reentrant), a=nn.Linear(8, 8), b=Planted()
+        )
 
     def forward(self, x):
         for inner in self.inner:
             x = checkpoint(inner, x, use_reentrant=use_reentrant)
         return x
 
-    outer = Defined(forward, inner=nn.ModuleList([Inner(), Inner()]))
+    outer = Defined(forward, inner=nn.ModuleList([inner(), inner()]))
     found = by_name(compare(outer, torch.randn(3, 8, requires_grad=True)))
     own = {name: each.own.relative for name, each in found.items() if not math.isclose(each.own.relative, 0.0)}
     assert set(own) == {f"inner.{n}.b{part}" for n in (0, 1) for part in ("", ".weight")}

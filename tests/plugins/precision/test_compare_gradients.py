@@ -4,16 +4,13 @@ import math
 
 import pytest
 import torch
+from tests.plugins.models import Defined
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import polycast
 
-from .models import Defined
 from .planted_gradients import Planted, Wrong, by_name, compare, mean_square
-
-IN_FLOAT32 = {"linear": "fp32"}
-"""Policies under which the region computes the same as float32."""
 
 
 def relative(error):
@@ -126,19 +123,14 @@ def test_a_shared_module_adds_up_its_calls():
 def test_tied_weights_have_one_gradient(checkpointed):
     """A weight that the embedding and the output use, once in its own module and once as a function's argument."""
 
-    class Tied(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.embed, self.layer = nn.Embedding(10, 8), nn.Linear(8, 8)
-            self.head = nn.Linear(8, 10, bias=False)
-            self.head.weight = self.embed.weight
+    def forward(self, ids):
+        h = self.embed(ids)
+        h = checkpoint(self.layer, h, use_reentrant=False) if checkpointed else self.layer(h)
+        return self.head(h) + nn.functional.linear(h, self.embed.weight)
 
-        def forward(self, ids):
-            h = self.embed(ids)
-            h = checkpoint(self.layer, h, use_reentrant=False) if checkpointed else self.layer(h)
-            return self.head(h) + nn.functional.linear(h, self.embed.weight)
-
-    model, ids = Tied(), torch.randint(10, (2, 5))
+    parts = {"embed": nn.Embedding(10, 8), "layer": nn.Linear(8, 8), "head": nn.Linear(8, 10, bias=False)}
+    model, ids = Defined(forward, **parts), torch.randint(10, (2, 5))
+    model.head.weight = model.embed.weight
     found = by_name(compare(model, ids))
     assert {(each.own.relative, each.inherited, each.total.relative) for each in found.values()} == {(0.0, 0.0, 0.0)}
     assert [name for name in found if name.endswith("weight")].count("embed.weight") == 1
@@ -148,20 +140,11 @@ def test_tied_weights_have_one_gradient(checkpointed):
 
 
 def test_weights_of_modules_that_are_not_called_count_for_those_that_use_them():
-    model = nn.MultiheadAttention(8, 2, batch_first=True)
-
-    class Attends(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.attend = model
-
-        def forward(self, x):
-            return self.attend(x, x, x)[0]
-
+    model = Defined(lambda self, x: self.attend(x, x, x)[0], attend=nn.MultiheadAttention(8, 2, batch_first=True))
     policy = dict.fromkeys(("linear", "bmm", "baddbmm", "matmul", "scaled_dot_product_attention"), "fp32")
-    found = by_name(compare(Attends(), torch.randn(2, 3, 8, requires_grad=True), policy=policy))
+    found = by_name(compare(model, torch.randn(2, 3, 8, requires_grad=True), policy=policy))
     assert found["attend.out_proj.weight"].own.relative == found["attend.out_proj.weight"].inherited == 0.0
-    found = by_name(compare(Attends(), torch.randn(2, 3, 8, requires_grad=True), policy=None))
+    found = by_name(compare(model, torch.randn(2, 3, 8, requires_grad=True), policy=None))
     assert 0 < found["attend.out_proj.weight"].own.relative < 0.05
 
 

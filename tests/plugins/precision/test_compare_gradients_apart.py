@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tests.plugins.models import Does
 from torch import nn
 
 import polycast
@@ -20,17 +21,6 @@ def compare(model, x, loss=cubes, **settings):
 def own_errors(comparison):
     """Return the own errors of gradients by name; None where they are unknown."""
     return {each.name: None if each.own is None else each.own.relative for each in comparison.gradients}
-
-
-class Does(nn.Module):
-    """Calls a function with its layers and arguments."""
-
-    def __init__(self, function, *layers):
-        super().__init__()
-        self.function, self.layers = function, nn.ModuleList(layers)
-
-    def forward(self, *args, **kwargs):
-        return self.function(*self.layers, *args, **kwargs)
 
 
 def linear():

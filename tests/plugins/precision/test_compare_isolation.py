@@ -6,11 +6,10 @@ import types
 
 import pytest
 import torch
+from tests.plugins.models import Defined
 from torch import nn
 
 import polycast
-
-from .models import Defined
 
 
 def everything(model):
@@ -21,15 +20,8 @@ def everything(model):
     return [(name, id(t), t._version, t.tolist()) for name, t in tensors], str(dicts), hooks
 
 
-class Counting(nn.Module):
-    """Its forward depends on earlier calls: on a buffer that it writes, one that it replaces, and attributes."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-        self.register_buffer("written", torch.zeros(4))
-        self.register_buffer("replaced", torch.zeros(4))
-        self.calls = 0
+def counting():
+    """Return a model that depends on earlier calls: on a buffer that it writes, one that it replaces, attributes."""
 
     def forward(self, x):
         self.calls += 1
@@ -38,11 +30,14 @@ class Counting(nn.Module):
         self.last = x
         return self.layer(x) + self.written + self.replaced + self.calls
 
+    buffers = {name: nn.Buffer(torch.zeros(4)) for name in ("written", "replaced")}
+    return Defined(forward, layer=nn.Linear(4, 4), **buffers, calls=0)
+
 
 MODELS = {
     "batch norm": lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)),
     "spectral norm": lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4)),
-    "attributes": lambda: nn.Sequential(Counting(), Counting()),
+    "attributes": lambda: nn.Sequential(counting(), counting()),
     "in place": lambda: nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 4), nn.ReLU(inplace=True)),
     "dropout": lambda: nn.Sequential(nn.Dropout(), nn.Linear(4, 4), nn.Dropout()),
 }
@@ -68,19 +63,6 @@ class OnSecond(torch.Tensor):
     device = torch.device("xpu", 1)
 
 
-class Drawing(nn.Module):
-    """Draws from the generator of the second device, whose states it is given."""
-
-    def __init__(self, states):
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-        self._states = states
-
-    def forward(self, x, on_second):
-        self._states[1] = self._states[1] + 1
-        return self.layer(x) * self._states[1]
-
-
 @pytest.mark.parametrize(
     ("run", "what"), [("compare", "parameter"), ("compare", "input"), ("tune", "buffer"), ("calibrate", "buffer")]
 )
@@ -93,7 +75,12 @@ def test_runs_draw_the_same_numbers_on_every_device_of_a_model_and_restore_its_g
         set_rng_state=lambda state, device="xpu": states.__setitem__(index(device), state),
     )
     monkeypatch.setattr(torch, "xpu", fake)
-    model, on_second = Drawing(states), torch.ones(1).as_subclass(OnSecond)
+
+    def draw(self, x, on_second):
+        states[1] = states[1] + 1
+        return self.layer(x) * states[1]
+
+    model, on_second = Defined(draw, layer=nn.Linear(4, 4)), torch.ones(1).as_subclass(OnSecond)
     if what == "parameter":
         model.held = nn.Parameter(on_second)
     if what == "buffer":

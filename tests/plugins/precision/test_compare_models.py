@@ -2,12 +2,12 @@
 
 import pytest
 import torch
+from tests.plugins.models import Defined
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import polycast
 
-from .models import Defined
 from .planted_gradients import mean_square
 
 

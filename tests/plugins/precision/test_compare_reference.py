@@ -6,12 +6,11 @@ import threading
 
 import pytest
 import torch
+from tests.plugins.models import Defined, by_name
 from torch import nn
 
 import polycast
 from polycast import Reference
-
-from .models import Defined, by_name
 
 RECIPE = polycast.Int8(min_size=0)
 

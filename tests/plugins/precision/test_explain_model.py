@@ -8,27 +8,22 @@ import threading
 
 import pytest
 import torch
+from tests.plugins.models import Defined, by_name
 from torch import nn
 
 import polycast
 from polycast import Int8, Policy
 
-from .models import Defined, by_name
 
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm, self.inner = nn.LayerNorm(16), nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
-
-    def forward(self, x):
-        return x + self.inner(self.norm(x))
+def block():
+    inner = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
+    return Defined(lambda self, x: x + self.inner(self.norm(x)), norm=nn.LayerNorm(16), inner=inner)
 
 
 @pytest.fixture
 def model():
     torch.manual_seed(0)
-    return nn.Sequential(Block(), nn.Linear(16, 4))
+    return nn.Sequential(block(), nn.Linear(16, 4))
 
 
 @pytest.fixture
@@ -61,18 +56,15 @@ def test_outputs_have_the_dtypes_of_a_real_run(model, x, dtype, engine):
     assert explained["0.norm"].compute == {"float32": 1}
 
 
-class Matched(nn.Module):
-    """Writes to a tensor of another dtype, and interpolates between two dtypes."""
-
+def test_matched_ops_compute_in_the_dtype_of_their_operands(x, engine):
     def forward(self, x):
         to = torch.zeros(2, 16, dtype=torch.bfloat16)
         return torch.lerp(to.index_copy_(0, torch.arange(2), x), x, 0.5)
 
-
-def test_matched_ops_compute_in_the_dtype_of_their_operands(x, engine):
-    explained = by_name(polycast.explain(Matched(), x))[""]
+    model = Defined(forward)
+    explained = by_name(polycast.explain(model, x))[""]
     assert explained.compute == {"bfloat16": 1, "float32": 1}
-    assert explained.output == (torch.float32,) == dtypes_of_outputs(Matched(), x)[""]
+    assert explained.output == (torch.float32,) == dtypes_of_outputs(model, x)[""]
 
 
 def test_nothing_is_computed_or_changed(model, x, engine):
@@ -146,12 +138,14 @@ def test_the_region_of_the_thread_decides(model, x, engine):
 
 
 def test_the_ops_whose_inputs_match_casts_are_named(engine, x):
-    class Averaging(nn.Module):
-        def forward(self, x, y):
-            torch.lerp(x, x, 0.5)
-            return torch.tensordot(x.lerp(y, 0.5), y, ([1], [1]))
+    def average(self, x, y):
+        torch.lerp(x, x, 0.5)
+        return torch.tensordot(x.lerp(y, 0.5), y, ([1], [1]))
 
-    model = Defined(lambda self, x: self.inner(x, x.bfloat16()).index_put_((torch.arange(2),), x[0]), inner=Averaging())
+    def forward(self, x):
+        return self.inner(x, x.bfloat16()).index_put_((torch.arange(2),), x[0])
+
+    model = Defined(forward, inner=Defined(average))
     explanation = polycast.explain(model, x)
     assert {name: each.matched for name, each in by_name(explanation).items()} == {
         "": {"aten::index_put_": 1},
@@ -197,19 +191,9 @@ def test_compiled_modules_are_explained_without_compiling_them(model, x):
     assert by_name(explained)["_orig_mod.1"].compute == {"bfloat16": 1}
 
 
-def test_modules_of_other_threads_do_not_count(model, x):
-    class Threaded(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.model = model
-
-        def forward(self, x):
-            thread = threading.Thread(target=self.model, args=(torch.randn(2, 16),))
-            thread.start()
-            thread.join()
-            return x
-
-    assert polycast.explain(Threaded(), x).modules == ()
+def test_modules_of_other_threads_do_not_count(model, x, in_thread):
+    threaded = Defined(lambda self, x: (in_thread(lambda: self.model(torch.randn(2, 16))), x)[1], model=model)
+    assert polycast.explain(threaded, x).modules == ()
 
 
 def test_the_table_has_a_line_for_each_module(model, x):

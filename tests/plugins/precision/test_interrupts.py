@@ -8,12 +8,11 @@ import time
 
 import pytest
 import torch
+from tests.plugins.models import Defined
 from torch import nn
 
 import polycast
 from polycast_plugins.precision import sides
-
-from .models import Defined
 
 CALLS = {
     "compare": lambda model, x: polycast.compare(model, x),
@@ -44,20 +43,17 @@ def run_on():
         pass
 
 
-class Interrupted(nn.Module):
-    """Interrupts the run if `when` returns true, and continues to compute."""
-
-    def __init__(self, when, then=run_on):
-        super().__init__()
-        self.when, self.then = when, then
-        self.layer, self.other = nn.Linear(4, 4), nn.Linear(4, 4)
+def interrupted(when, then=run_on, interrupt=interrupt):
+    """Return a model that interrupts the run if `when` returns true, and continues to compute."""
 
     def forward(self, x):
         y = self.layer(x)
-        if self.when(y):
+        if when(y):
             interrupt()
-            self.then()
+            then()
         return self.other(y)
+
+    return Defined(forward, layer=nn.Linear(4, 4), other=nn.Linear(4, 4))
 
 
 def ends_at_once(call, model):
@@ -74,11 +70,11 @@ def ends_at_once(call, model):
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 def test_an_interrupt_of_the_run_in_the_region_ends_both(call):
-    ends_at_once(call, nn.Sequential(nn.Linear(4, 4), Interrupted(lambda y: in_worker())))
+    ends_at_once(call, nn.Sequential(nn.Linear(4, 4), interrupted(lambda y: in_worker())))
 
 
 def test_an_interrupt_of_the_run_in_float32_ends_both():
-    model = nn.Sequential(nn.Linear(4, 4), Interrupted(lambda y: not in_worker() and threads() > 0))
+    model = nn.Sequential(nn.Linear(4, 4), interrupted(lambda y: not in_worker() and threads() > 0))
     ends_at_once(CALLS["compare"], model)
 
 
@@ -92,7 +88,7 @@ def test_an_interrupt_while_the_runs_call_different_modules_ends_both(call):
         lambda self, x: self.one(x) if self.gate(x).dtype is torch.float32 else self.two(x),
         gate=nn.Linear(4, 4),
         one=nn.Linear(4, 4),
-        two=Interrupted(lambda y: in_worker(), lambda: None),
+        two=interrupted(lambda y: in_worker(), lambda: None),
     )
     ends_at_once(call, nn.Sequential(nn.Linear(4, 4), chooses, *(nn.Linear(4, 4) for _ in range(3))))
 
@@ -128,8 +124,7 @@ def test_a_timeout_of_another_signal_handler_ends_both_runs():
 
     before = signal.signal(signal.SIGUSR1, handler)
     try:
-        model = Interrupted(lambda y: False)
-        model.when = lambda y: in_worker() and os.kill(os.getpid(), signal.SIGUSR1) is None and run_on()
+        model = interrupted(lambda y: in_worker(), interrupt=lambda: os.kill(os.getpid(), signal.SIGUSR1))
         with pytest.raises(Timeout):
             polycast.compare(model, torch.randn(2, 4))
         with pytest.raises(Timeout):

@@ -5,6 +5,7 @@ import time
 
 import pytest
 import torch
+from tests.plugins.models import Defined
 from torch import nn
 
 import polycast
@@ -14,8 +15,6 @@ from polycast_plugins.precision.candidates import Blocks
 from polycast_plugins.precision.minimal_set import NO_POLICY, Choice
 from polycast_plugins.precision.profiling_run import profile_runs
 from polycast_plugins.precision.timing import FLOAT32, PLAIN_REGION, ModelTimer, ModuleClock, Race, pick_fastest
-
-from .models import Defined
 
 
 class Made(Race):
@@ -112,21 +111,14 @@ def test_a_module_that_needs_float32_gets_it_at_any_cost(model, monkeypatch):
 
 
 def test_a_module_is_timed_without_the_modules_that_it_calls():
-    class Waits(nn.Module):
-        def __init__(self, seconds, *inner):
-            super().__init__()
-            self.seconds, self.inner = seconds, nn.ModuleList(inner)
+    def wait(self, x):
+        end = time.perf_counter() + 0.02
+        while time.perf_counter() < end:
+            pass
+        return x
 
-        def forward(self, x):
-            end = time.perf_counter() + self.seconds
-            while time.perf_counter() < end:
-                pass
-            for layer in self.inner:
-                x = layer(x)
-            return x
-
-    inner = Waits(0.02)
-    model, clock = Waits(0.0, inner, inner), ModuleClock("cpu")
+    inner = Defined(wait)
+    model, clock = nn.Sequential(inner, inner), ModuleClock("cpu")
     with watched(model, in_this_thread(clock)):
         model(torch.ones(1))
     assert clock.seconds[inner] >= 0.04

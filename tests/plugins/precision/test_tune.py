@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from tests.plugins.models import FLOAT16, Defined, distance, scaled
 from torch import nn
 
 import polycast
@@ -12,8 +13,6 @@ from polycast_plugins.precision.calls import ModelCall
 from polycast_plugins.precision.candidates import Blocks, ModuleCandidates
 from polycast_plugins.precision.minimal_set import Choice
 from polycast_plugins.precision.profiling_run import profile_runs
-
-from .models import FLOAT16, Defined, distance, scaled
 
 
 def tune(model, inputs, metric=None, **arguments):
@@ -48,20 +47,10 @@ def test_layers_that_overflow_are_found(culprits, seed, engine):
 def test_two_layers_that_overflow_only_together_are_found(seed):
     torch.manual_seed(seed)
 
-    class Sum(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
-            for layer in (self.a, self.b):
-                nn.init.constant_(layer.weight, 5000.0)
-
-        def forward(self, x):  # 40,000 each
-            return (self.a(x) + self.b(x)).float() / 80_000
-
-    model = nn.Sequential(nn.Linear(8, 8), Sum(), nn.Linear(8, 8))
-    with torch.no_grad():
-        model[0].weight.zero_()
-        model[0].bias.fill_(1.0)
+    both = Defined(lambda self, x: (self.a(x) + self.b(x)).float() / 80_000, a=nn.Linear(8, 8), b=nn.Linear(8, 8))
+    model = nn.Sequential(nn.Linear(8, 8), both, nn.Linear(8, 8))
+    for parameter, value in ((model[0].weight, 0), (model[0].bias, 1), (both.a.weight, 5000), (both.b.weight, 5000)):
+        nn.init.constant_(parameter, value)  # each layer returns 40,000
     members = tune(model, torch.randn(4, 8)).evidence.members
     assert members in {("1.a",), ("1.b",)}  # a sum with a float32 one is in float32
 
@@ -78,17 +67,14 @@ def test_two_layers_one_behind_the_other_that_overflow_only_together_are_found()
 
 @pytest.mark.parametrize("over", ["modules", "ops"])
 def test_a_softmax_with_large_logits_is_found(over, engine):
-    class Attention(nn.Module):
-        def __init__(self, scale):
-            super().__init__()
-            self.q, self.k, self.v, self.out = (nn.Linear(16, 16) for _ in range(4))
-            self.scale = scale
+    def forward(self, x):
+        logits = (self.q(x) * self.scale) @ (self.k(x) * self.scale).transpose(-1, -2)
+        return x + self.out(torch.softmax(logits / self.scale**2, -1) @ self.v(x))
 
-        def forward(self, x):
-            logits = (self.q(x) * self.scale) @ (self.k(x) * self.scale).transpose(-1, -2)
-            return x + self.out(torch.softmax(logits / self.scale**2, -1) @ self.v(x))
+    def attention(scale):
+        return Defined(forward, **{name: nn.Linear(16, 16) for name in ("q", "k", "v", "out")}, scale=scale)
 
-    model = nn.Sequential(Attention(1.0), Attention(600.0), Attention(1.0))
+    model = nn.Sequential(attention(1.0), attention(600.0), attention(1.0))
     tuned = tune(model, torch.randn(2, 5, 16), over=over)
     if over == "modules":
         assert tuned.policy.modules["1"] == "fp32"
@@ -98,12 +84,10 @@ def test_a_softmax_with_large_logits_is_found(over, engine):
 
 
 def test_a_layer_norm_over_a_large_sum_is_found():
-    class Norm(nn.Module):
-        def forward(self, x):
-            return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)
+    def norm(self, x):
+        return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)
 
-    layers = [layer for _ in range(4) for layer in (nn.Linear(64, 64), Norm())]
-    model = nn.Sequential(*layers)
+    model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(64, 64), Defined(norm))))
     with torch.no_grad():
         model[4].weight.mul_(1000.0)
     assert tune(model, torch.randn(4, 64)).policy.modules == {"5": "fp32"}

@@ -5,12 +5,11 @@ import math
 
 import pytest
 import torch
+from tests.plugins.models import FLOAT16, Defined, scaled
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import polycast
-
-from .models import FLOAT16, Defined, scaled
 
 
 @pytest.fixture
@@ -76,17 +75,13 @@ def test_the_mean_over_batches_can_be_the_distance(model):
 def test_each_batch_sees_the_state_of_the_model_that_the_first_one_sees():
     seen = []
 
-    class Counts(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.register_buffer("count", torch.zeros(()))
+    def forward(self, x):
+        self.count += 1
+        seen.append((self.count.item(), torch.rand(()).item()))
+        return x
 
-        def forward(self, x):
-            self.count += 1
-            seen.append((self.count.item(), torch.rand(()).item()))
-            return x
-
-    polycast.tune(nn.Sequential(nn.Linear(8, 8), Counts()), [usual(), large(), usual()], **FLOAT16)
+    counts = Defined(forward, count=nn.Buffer(torch.zeros(())))
+    polycast.tune(nn.Sequential(nn.Linear(8, 8), counts), [usual(), large(), usual()], **FLOAT16)
     assert len(set(seen)) == 1
 
 

@@ -4,25 +4,22 @@ import math
 
 import pytest
 import torch
+from tests.plugins.models import FLOAT16, Defined
 from torch import nn
 
 import polycast
 
-from .models import FLOAT16, Defined
 
-
-class Strict(nn.Module):
-    """Raises an exception where its layer computes in float16."""
-
-    def __init__(self, error):
-        super().__init__()
-        self.layer, self.error = nn.Linear(4, 4), error
+def strict(error):
+    """Return a model that raises an exception where its layer computes in float16."""
 
     def forward(self, x):
         y = self.layer(x)
         if y.dtype is torch.float16:
-            raise self.error
+            raise error
         return y
+
+    return Defined(forward, layer=nn.Linear(4, 4))
 
 
 class OwnError(Exception):
@@ -35,7 +32,7 @@ PLAIN_FAILED = {"members": [], "distance": "inf", "error": "no float16 here"}
 @pytest.mark.parametrize("over", ["modules", "ops"])
 @pytest.mark.parametrize("error", [RuntimeError, ValueError, AssertionError, IndexError, OwnError])
 def test_the_distance_is_infinite_where_the_model_raises(error, over):
-    model = nn.Sequential(Strict(error("no float16 here\nat all")))
+    model = nn.Sequential(strict(error("no float16 here\nat all")))
     tuned = polycast.tune(model, torch.randn(2, 4), **FLOAT16, over=over)
     assert tuned.evidence.members == (("0.layer",) if over == "modules" else ("linear",))
     assert tuned.evidence.trials[0].to_dict() == PLAIN_FAILED
@@ -44,24 +41,20 @@ def test_the_distance_is_infinite_where_the_model_raises(error, over):
 @pytest.mark.slow
 @pytest.mark.parametrize("over", ["modules", "ops"])
 def test_the_fastest_is_found_where_the_model_cannot_run_in_the_region(over):
-    model = nn.Sequential(Strict(ValueError("no float16 here")))
+    model = nn.Sequential(strict(ValueError("no float16 here")))
     tuned = polycast.tune(model, torch.randn(2, 4), **FLOAT16, over=over, objective="time")
     assert tuned.met
     assert tuned.evidence.trials[0].to_dict() == PLAIN_FAILED
 
 
-class Masked(nn.Module):
-    """Returns some values that are not finite."""
-
-    def __init__(self, value, all_of_them=False):
-        super().__init__()
-        self.layer, self.value, self.all_of_them = nn.Linear(4, 4), value, all_of_them
+def masked(value, all_of_them=False):
+    """Return a model that returns some values that are not finite."""
 
     def forward(self, x):
         y = self.layer(x)
-        if self.all_of_them:
-            return torch.full_like(y, self.value)
-        return torch.cat([y, torch.full_like(y[:1], self.value)])
+        return torch.full_like(y, value) if all_of_them else torch.cat([y, torch.full_like(y[:1], value)])
+
+    return Defined(forward, layer=nn.Linear(4, 4))
 
 
 SOUND = lambda output, reference: 0.0  # noqa: E731
@@ -71,7 +64,7 @@ SOUND = lambda output, reference: 0.0  # noqa: E731
 @pytest.mark.parametrize(("value", "text"), [(math.nan, "4 nan"), (-math.inf, "4 inf")], ids=["nan", "inf"])
 def test_a_reference_that_is_not_finite_is_warned_about(metric, value, text):
     with pytest.warns(UserWarning, match=rf"^float32's own output has {text} among its 12 elements") as caught:
-        tuned = polycast.tune(Masked(value), torch.randn(2, 4), metric, **FLOAT16)
+        tuned = polycast.tune(masked(value), torch.randn(2, 4), metric, **FLOAT16)
     assert len(caught) == 1
     assert caught[0].filename == __file__
     assert tuned.met
@@ -83,7 +76,7 @@ def test_a_reference_without_a_finite_element_is_refused():
         r"region cannot be compared with it\. polycast\.observe\(\) names the op that makes the first of "
         r"them\.$"
     )
-    model = Masked(math.nan, True)
+    model = masked(math.nan, all_of_them=True)
     with pytest.raises(ValueError, match=expected):
         polycast.tune(model, torch.randn(1, 4), **FLOAT16)
     with pytest.warns(UserWarning, match="has 4 nan among its 4 elements"):
@@ -110,23 +103,22 @@ def test_the_distance_is_infinite_where_an_attention_refuses_mixed_dtypes():
 
 @pytest.mark.parametrize("when", ["always", "after the first call"])
 def test_exceptions_that_do_not_depend_on_the_policy_are_raised(when):
-    class Fails(nn.Module):
-        calls = 0
+    calls = []
 
-        def forward(self, x):
-            type(self).calls += 1
-            if when == "always" or self.calls > 1:
-                raise ValueError("it is broken")
-            return x
+    def forward(self, x):
+        calls.append(x)
+        if when == "always" or len(calls) > 1:
+            raise ValueError("it is broken")
+        return x
 
     with pytest.raises(ValueError, match=r"^it is broken$"):
-        polycast.tune(nn.Sequential(nn.Linear(4, 4), Fails()), torch.randn(2, 4), **FLOAT16)
+        polycast.tune(nn.Sequential(nn.Linear(4, 4), Defined(forward)), torch.randn(2, 4), **FLOAT16)
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("full"), MemoryError("full"), KeyboardInterrupt("full")])
 def test_running_out_of_memory_and_interrupts_end_the_search(error):
     with pytest.raises(type(error), match="full"):
-        polycast.tune(nn.Sequential(Strict(error)), torch.randn(2, 4), **FLOAT16)
+        polycast.tune(nn.Sequential(strict(error)), torch.randn(2, 4), **FLOAT16)
 
 
 def test_a_banned_op_is_found_behind_another_exception():

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from tests.plugins.models import Defined, distance
 from torch import nn
 
 import polycast
@@ -14,8 +15,6 @@ from polycast_plugins.precision.candidates import Blocks, ModuleCandidates, OpCa
 from polycast_plugins.precision.minimal_set import Choice
 from polycast_plugins.precision.profiling_run import profile_runs
 from polycast_plugins.precision.timing import PLAIN_REGION
-
-from .models import Defined, distance
 
 pytestmark = pytest.mark.usefixtures("int8_in_python")
 RECIPE = Int8(min_size=0)
@@ -28,20 +27,16 @@ def outliers(layer, norm, factor=3000.0):
         layer.weight[:, :2] /= factor
 
 
-class Block(nn.Module):
-    def __init__(self, width, much):
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, width), nn.Linear(width, width)
-        if much:
-            outliers(self.up, self.norm)
-
-    def forward(self, x):
-        return x + self.down(self.up(self.norm(x)).relu())
+def block(width, much):
+    norm, up, down = nn.LayerNorm(width), nn.Linear(width, width), nn.Linear(width, width)
+    if much:
+        outliers(up, norm)
+    return Defined(lambda self, x: x + self.down(self.up(self.norm(x)).relu()), norm=norm, up=up, down=down)
 
 
 def planted(*culprits, blocks=5):
     torch.manual_seed(0)
-    return nn.Sequential(*(Block(32, n in culprits) for n in range(blocks))).eval(), torch.randn(16, 32)
+    return nn.Sequential(*(block(32, n in culprits) for n in range(blocks))).eval(), torch.randn(16, 32)
 
 
 def tune(model, x, **arguments):

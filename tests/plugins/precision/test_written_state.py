@@ -6,6 +6,7 @@ import pickle
 
 import pytest
 import torch
+from tests.plugins.models import Defined
 
 import polycast
 
@@ -57,23 +58,15 @@ def test_buffers_in_an_ordered_dict_are_restored():
     assert torch.equal(model.running_mean, before)
 
 
-class Shared(torch.nn.Module):
-    """A model with a buffer that is a view of another."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = torch.nn.Linear(4, 4)
-        self.register_buffer("cache", torch.zeros(2, 4))
-        self.register_buffer("keys", self.cache[0])
-
+def test_buffers_that_share_memory_do_so_in_each_run():
     def forward(self, x):
         self.keys.copy_(x[0])
         assert torch.equal(self.cache[0], self.keys)
         return self.layer(x) + self.cache.sum()
 
-
-def test_buffers_that_share_memory_do_so_in_each_run():
-    model, x = Shared(), torch.ones(1, 4)
+    cache = torch.zeros(2, 4)
+    buffers = {"cache": torch.nn.Buffer(cache), "keys": torch.nn.Buffer(cache[0])}
+    model, x = Defined(forward, layer=torch.nn.Linear(4, 4), **buffers), torch.ones(1, 4)
     found = polycast.compare(model, x)
     assert found.outputs["output"].relative < 0.1
     assert torch.equal(model.cache, torch.zeros(2, 4))

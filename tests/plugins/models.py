@@ -22,6 +22,17 @@ class Defined(nn.Module):
         return self.function(self, *args, **kwargs)
 
 
+class Does(nn.Module):
+    """Calls a function with its layers and arguments."""
+
+    def __init__(self, function, *layers):
+        super().__init__()
+        self.function, self.layers = function, nn.ModuleList(layers)
+
+    def forward(self, *args, **kwargs):
+        return self.function(*self.layers, *args, **kwargs)
+
+
 def scaled(factor, width=8, bias=False):
     """Return a block of two layers, with a value between them that is `factor` times as large."""
     up, down = nn.Linear(width, width, bias), nn.Linear(width, width, bias)
