@@ -86,14 +86,6 @@ def quick(profile_of):
     return polycast.Fastest(profile_of(overhead=1e-15, cast=1e-15, bfloat16=0.1, float16=0.1))
 
 
-@pytest.fixture
-def threads():
-    """Return torch.set_num_threads, undone after the test."""
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
-
-
 class Clock:
     """A clock that runs only when a function says how long it takes."""
 

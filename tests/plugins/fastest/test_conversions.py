@@ -20,8 +20,8 @@ SHAPES = [(1, 1, 1, 1), (2, 3, 5, 7), (0, 3, 4, 4), (4, 8, 33, 31), (2, 16, 64, 
 
 
 @pytest.fixture(params=[1, 2, 3])
-def some_threads(request, threads):
-    threads(request.param)
+def some_threads(request):
+    torch.set_num_threads(request.param)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

@@ -1,7 +1,5 @@
 """The recipe "fastest" in compiled code."""
 
-import copy
-
 import pytest
 import torch
 from torch import nn
@@ -10,15 +8,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import polycast
 from polycast import Fastest, WeightCache, autocast
 
-pytestmark = pytest.mark.usefixtures("engine")
+pytestmark = pytest.mark.usefixtures("engine", "fresh_dynamo")
 X = torch.randn(16, 64)
-
-
-@pytest.fixture(autouse=True)
-def _fresh():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 @pytest.fixture
@@ -147,10 +138,8 @@ class Kernel(polycast.plugin.LowBitKernel):
         return nn.functional.linear(x.to(cast.dtype), cast) + 1
 
 
-def test_a_backends_kernel_gets_the_cached_cast_in_compiled_code(model, profile_of):
-    backend = copy.copy(polycast.plugin.get_backend("cpu"))
-    vars(backend).update(low_bit_kernels=lambda recipe: {"aten::linear": Kernel()} if recipe.kind == "fastest" else {})
-    polycast.plugin.register_backend(backend)
+def test_a_backends_kernel_gets_the_cached_cast_in_compiled_code(model, profile_of, other_cpu):
+    other_cpu(low_bit_kernels=lambda recipe: {"aten::linear": Kernel()} if recipe.kind == "fastest" else {})
     recipe = Fastest(profile_of(overhead=1e-15, cast=1e-15, bfloat16=9.0, bfloat16_kernel=0.01))
     graphs, cache = Graphs(), WeightCache()
     compiled = torch.compile(model, backend=graphs, fullgraph=True)

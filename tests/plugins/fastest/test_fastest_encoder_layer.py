@@ -1,7 +1,5 @@
 """The recipe "fastest" on the op that computes a layer of nn.TransformerEncoder in eval mode, which has no policy."""
 
-import copy
-
 import pytest
 import torch
 from torch import nn
@@ -245,10 +243,8 @@ def test_a_layer_whose_inner_ops_another_library_computes_is_not_one(slow, inner
 
 @pytest.mark.parametrize("inner", ["native_layer_norm", "_addmm_activation"])
 @pytest.mark.parametrize("policy", [polycast.CastPolicy.FP32, polycast.CastPolicy.BANNED], ids=str)
-def test_a_table_with_other_policies_for_inner_ops_applies(slow, inner, policy):
-    backend = copy.copy(polycast.plugin.get_backend("cpu"))
-    vars(backend).update(policies={**backend.policies, f"aten::{inner}": policy})
-    polycast.plugin.register_backend(backend)
+def test_a_table_with_other_policies_for_inner_ops_applies(slow, other_cpu, inner, policy):
+    other_cpu(policies={**polycast.plugin.get_backend("cpu").policies, f"aten::{inner}": policy})
     for recipe in (None, slow):
         with autocast("cpu", recipe=recipe):
             declined = polycast.explain(OP.removeprefix("aten::"), device_type="cpu").declined

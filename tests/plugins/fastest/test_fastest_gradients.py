@@ -1,6 +1,7 @@
 """Gradients of the recipe "fastest": those of the products of what is saved, in each way, rounded once."""
 
 import itertools
+import random
 from contextlib import nullcontext
 
 import pytest
@@ -43,9 +44,9 @@ def product(function, x, weight, way):
         return function(*(each.detach().to(dtype_of(way)).double() for each in (x, weight)))
 
 
-def gradients(function, x, weight, gradient):
+def gradients(function, *args, gradient):
     """Return the gradients of a product in float64."""
-    given = [each.detach().double().requires_grad_() for each in (x, weight)]
+    given = [each.detach().double().requires_grad_() for each in args]
     return torch.autograd.grad(function(*given), given, gradient.double())
 
 
@@ -79,12 +80,68 @@ def test_gradients_are_those_of_the_products_in_each_way(op, ways, is_weight, pr
 
     assert rounded_otherwise(result, product(function, x, weight, forward)) < ROUNDED_OTHERWISE
     # The casts are saved.
-    expected_x, expected_weight = gradients(function, x.bfloat16(), weight.bfloat16(), gradient)
+    expected_x, expected_weight = gradients(function, x.bfloat16(), weight.bfloat16(), gradient=gradient)
     assert rounded_otherwise(of_x, expected_x) < ROUNDED_OTHERWISE
     if is_weight and of_second is FLOAT32:
         torch.testing.assert_close(of_weight, expected_weight.float(), rtol=1e-4, atol=1e-4)
     else:
         assert rounded_otherwise(of_weight, expected_weight) < ROUNDED_OTHERWISE
+
+
+def laid_out(pick, tensor):
+    """Return a tensor with strides of some kind."""
+    kind = pick.choice(["dense", "transposed", "every second"])
+    if kind == "transposed" and tensor.dim() > 1:
+        return tensor.mT.contiguous().mT
+    return torch.stack([tensor, tensor], -1)[..., 0] if kind == "every second" else tensor
+
+
+def random_call(pick):
+    """Return a function of an op, and random arguments: an activation, a weight, and for some ops a bias."""
+    rows, inner, columns, batch = (pick.choice([1, 2, 3, 7, 16, 33]) for _ in range(4))
+    function, *shapes = pick.choice(
+        [
+            (F.linear, (batch, rows, inner), (columns, inner), (columns,)),
+            (torch.mm, (rows, inner), (inner, columns)),
+            (lambda x, w, b: torch.addmm(b, x, w), (rows, inner), (inner, columns), (columns,)),
+            (torch.matmul, (batch, rows, inner), (inner, columns)),
+            (torch.bmm, (batch, rows, inner), (batch, inner, columns)),
+            (lambda x, w, b: torch.baddbmm(b, x, w), (batch, rows, inner), (batch, inner, columns), (columns,)),
+            (F.conv1d, (batch, inner, rows + 2), (columns, inner, 3), (columns,)),
+            (F.conv2d, (2, inner, rows + 2, 5), (columns, inner, 3, 2), (columns,)),
+        ]
+    )
+    args = [laid_out(pick, torch.randn(shape) * pick.choice([1.0, 1e-2, 1e2])) for shape in shapes]
+    if pick.random() < 0.3:
+        args[0] = args[0].bfloat16()
+    if pick.random() < 0.5:
+        args[1] = nn.Parameter(args[1])
+    return function, [each.requires_grad_() for each in args]
+
+
+@pytest.mark.parametrize("fast", [torch.bfloat16, torch.float16], ids=str)
+def test_gradients_of_random_products_err_by_roundings_alone(fast, float32_way):
+    pick = random.Random(0)
+    torch.manual_seed(0)
+    for _ in range(60):
+        function, args = random_call(pick)
+        with autocast("cpu", fast, recipe=float32_way):
+            result = function(*args)
+        gradient = torch.randn(result.shape).to(fast)
+        found = torch.autograd.grad(result, args, gradient)
+        saved = [each.detach().to(fast) if at < 2 else each for at, each in enumerate(args)]
+        expected = gradients(function, *saved, gradient=gradient)
+        magnitudes = gradients(function, *(each.detach().abs() for each in saved), gradient=gradient.abs())
+        for one, exact, magnitude, arg in zip(found, expected, magnitudes, args, strict=True):
+            assert (one.dtype, one.shape) == (arg.dtype, arg.shape)
+            error = magnitude * 4e-6  # of a sum in float32
+            if arg is args[0] or (
+                arg is args[1] and not isinstance(arg, nn.Parameter)
+            ):  # others are float32 as they are
+                for dtype in {fast, arg.dtype} - {torch.float32}:
+                    limits = torch.finfo(dtype)
+                    error += (exact.abs() + limits.smallest_normal) * limits.eps / 2
+            assert bool(((one.double() - exact).abs() <= 1.01 * error).all())
 
 
 def test_an_attention_has_a_second_derivative_where_torch_computes_it_by_other_kernels(float32_way):

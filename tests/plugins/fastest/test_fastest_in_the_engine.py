@@ -22,11 +22,12 @@ def test_a_view_has_the_tangent_that_its_base_has_got(engine):
 
 
 @pytest.mark.parametrize("engine", ["native"], indirect=True)
-@pytest.mark.parametrize("ratio", [0.5, 2.0])
-def test_a_backward_inside_of_a_region_asks_once(engine, asked, profile_of, ratio):
-    model, x = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), torch.randn(32, 64)
-    recipe = polycast.Fastest(profile=profile_of(bfloat16=ratio), min_size=1)
-    steps = []
+@pytest.mark.parametrize("ratio", [None, 0.5, 2.0], ids=["int8", "a quick dtype", "a slow dtype"])
+def test_a_backward_inside_of_a_region_asks_once(engine, asked, profile_of, ratio, request):
+    model, x, steps = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), torch.randn(32, 64), []
+    if ratio is None:
+        request.getfixturevalue("int8_kernels")
+    recipe = polycast.Int8(min_size=1) if ratio is None else polycast.Fastest(profile_of(bfloat16=ratio), min_size=1)
     for inside in (True, True, False):
         model.zero_grad()
         with autocast("cpu", recipe=recipe):

@@ -108,17 +108,6 @@ def test_gradients_are_as_exact_as_torchs(op, recipe, narrow):
         assert error <= 1.1 * of_torch + 1e-4
 
 
-def test_the_gradient_of_a_weight_is_that_of_the_float32_product(float32_way):
-    layer, x = nn.Linear(32, 16), torch.randn(64, 32)
-    with autocast("cpu", recipe=float32_way):
-        result = layer(x)
-    gradient = torch.randn(64, 16).bfloat16()
-    result.backward(gradient)
-    expected = gradient.float().t() @ x.bfloat16().float()
-    assert torch.equal(layer.weight.grad, expected)
-    assert torch.equal(layer.bias.grad, gradient.float().sum(0))
-
-
 def test_a_forward_in_float32_has_the_bits_of_inference(op, float32_way):
     function, x, weight = op
     with autocast("cpu", recipe=float32_way):
@@ -234,17 +223,6 @@ def _sizes(layer):
     return (layer.in_features, layer.out_features) if isinstance(layer, nn.Linear) else ()
 
 
-def test_hooks_see_gradients_in_their_dtypes(float32_way):
-    layer, x, seen = nn.Linear(16, 16), torch.randn(4, 16, requires_grad=True), []
-    layer.weight.register_hook(lambda gradient: seen.append(gradient.dtype))
-    with autocast("cpu", recipe=float32_way):
-        result = layer(x)
-    result.register_hook(lambda gradient: seen.append(gradient.dtype))
-    x.register_hook(lambda gradient: seen.append(gradient.dtype))
-    result.sum().backward()
-    assert sorted(map(str, seen)) == ["torch.bfloat16", "torch.float32", "torch.float32"]
-
-
 def test_batched_gradients(recipe):
     layer, x = nn.Linear(8, 4), torch.randn(3, 8, requires_grad=True)
     with autocast("cpu", recipe=recipe):
@@ -265,30 +243,6 @@ def test_transforms_and_forward_mode_use_the_fast_dtype(float32_way, recipe_coun
         _, tangent = torch.func.jvp(layer, (x,), (x,))
     assert tangent.dtype is torch.bfloat16
     assert "something records, transforms or watches the ops" in {record.declined for record in counts.records()}
-
-
-def test_a_scaled_loss_has_scaled_gradients(model, float32_way):
-    x = torch.randn(8, 16)
-    expected = step(model, x, autocast("cpu", recipe=float32_way))
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    model.zero_grad()
-    with autocast("cpu", recipe=float32_way):
-        loss = model(x).float().pow(2).mean()
-    scaler.scale(loss).backward()
-    scaler.unscale_(optimizer)
-    assert equal([parameter.grad for parameter in model.parameters()], expected)
-
-
-def test_frozen_weights_and_no_grad_inside(float32_way):
-    layer, x = nn.Linear(16, 16), torch.randn(4, 16, requires_grad=True)
-    layer.requires_grad_(False)
-    with autocast("cpu", recipe=float32_way):
-        with torch.no_grad():
-            assert not layer(x).requires_grad
-        layer(x).sum().backward()
-    assert x.grad.dtype is torch.float32
-    assert layer.weight.grad is None
 
 
 def test_what_has_no_gradients_here_runs_in_the_fast_dtype(float32_way, recipe_counts):

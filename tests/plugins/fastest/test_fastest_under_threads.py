@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.plugins.models import Defined
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -17,16 +18,15 @@ pytestmark = pytest.mark.usefixtures("engine")
 THREADS = 4
 
 
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.images = nn.Conv1d(8, 8, 3, padding="same")
-        self.first, self.last = nn.Linear(16, 32), nn.Linear(32, 16)
-
+def new_model():
     def forward(self, x):
         x = self.first(self.images(x))
         x = F.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None])[:, 0]
         return torch.matmul(self.last(x.relu()), x.mT[:, :16])
+
+    torch.manual_seed(0)
+    images, first, last = nn.Conv1d(8, 8, 3, padding="same"), nn.Linear(16, 32), nn.Linear(32, 16)
+    return Defined(forward, images=images, first=first, last=last)
 
 
 def train(model, number, recipe, cache=None):
@@ -51,9 +51,7 @@ def recipes(profile_of):
 
 @pytest.mark.parametrize("cached", [True, False])
 def test_threads_train_as_one_does(recipes, cached):
-    torch.manual_seed(0)
-    model = Model()
-    cache = WeightCache() if cached else None
+    model, cache = new_model(), WeightCache() if cached else None
     expected = [train(copy.deepcopy(model), at, recipes[at % len(recipes)]) for at in range(THREADS)]
     together = threading.Barrier(THREADS)
 
@@ -71,8 +69,7 @@ def test_threads_train_as_one_does(recipes, cached):
 
 
 def test_threads_share_a_model(recipes):
-    torch.manual_seed(0)
-    model, x = Model(), torch.randn(4, 8, 16)
+    model, x = new_model(), torch.randn(4, 8, 16)
 
     def gradients(_):
         with autocast("cpu", recipe=recipes[2]):

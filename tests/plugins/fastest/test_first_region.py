@@ -17,9 +17,9 @@ MEASURING = "polycast: measuring what is fast on cpu with 1 thread, once for thi
 
 
 @pytest.fixture(autouse=True)
-def one_thread(threads, engine, capsys):
+def one_thread(engine, capsys):
     """Run on one thread; leave out what is said while the engine is built."""
-    threads(1)
+    torch.set_num_threads(1)
     polycast.install("cpu")
     capsys.readouterr()
 
@@ -49,18 +49,18 @@ def test_what_is_measured_decides(measured, times, way):
     assert torch.equal(result, expected)
 
 
-def test_each_number_of_threads_is_measured(measured, threads):
+def test_each_number_of_threads_is_measured(measured):
     layer = nn.Sequential(nn.Linear(16, 16))
     with polycast.apply_policy(layer, polycast.Policy(modules={"0": "fastest"})):
         for number in (1, 2):
-            threads(number)
+            torch.set_num_threads(number)
             region()
             with autocast("cpu"):
                 layer(X)
             assert measured.count == number
     with polycast.apply_policy(layer, polycast.Policy(modules={"0": "fastest"})), autocast("cpu"):
         for number in (3, 4):
-            threads(number)
+            torch.set_num_threads(number)
             layer(X)
             assert measured.count == number
 

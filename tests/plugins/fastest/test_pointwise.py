@@ -6,8 +6,8 @@ import threading
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.plugins.modes import Seen
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import polycast
@@ -237,22 +237,14 @@ def test_a_float32_dtype_that_is_set_inside_of_a_region(x):
 
 
 def test_modes_and_subclasses_see_the_op_of_torch(function, x):
-    seen = []
-
-    class Mode(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            seen.append(func.namespace)
-            return func(*args, **(kwargs or {}))
-
     with torch.no_grad(), fastest():
         function(x)
-        with Mode():
+        with Seen() as seen:
             function(x)
-    assert seen == ["aten"]
+    assert [op.namespace for op in seen.ops] == ["aten"]
 
 
-def test_compiled_code_has_the_op_of_torch(function, x):
-    torch._dynamo.reset()
+def test_compiled_code_has_the_op_of_torch(function, x, fresh_dynamo):
     graphs = []
 
     def backend(graph, example_inputs):
@@ -267,7 +259,6 @@ def test_compiled_code_has_the_op_of_torch(function, x):
     expected = function(x)
     assert torch.equal(run(x), expected)
     assert not any("lookup" in str(node.target) for graph in graphs for node in graph.graph.nodes)
-    torch._dynamo.reset()
 
 
 def test_explain(x):
@@ -276,14 +267,3 @@ def test_explain(x):
         other = str(polycast.explain("gelu", x.float(), device_type="cpu"))
     assert "the recipe fastest computes it in bfloat16 kernel: the backend's kernel has the same results" in text
     assert "its input is not in the fast dtype" in other
-
-
-def test_threads_share_the_tables(function, x, in_thread):
-    expected = function(x)
-
-    def run():
-        with torch.no_grad(), fastest():
-            return function(x)
-
-    results = [in_thread(run) for _ in range(3)]
-    assert all(torch.equal(result, expected) for result in results)

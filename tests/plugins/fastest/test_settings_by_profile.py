@@ -3,7 +3,6 @@
 import sys
 
 import pytest
-import torch
 from tests.core.region.made_region import made
 
 import polycast
@@ -32,13 +31,6 @@ def profile_used():
     return made("cpu", recipe="fastest")._settings.override.recipe.profile
 
 
-def test_the_variable_is_read_once(named, monkeypatch):
-    first = named(0.5)
-    assert profile_used() == first
-    monkeypatch.setenv("POLYCAST_PROFILE", "/nowhere.json")
-    assert profile_used() == first
-
-
 def test_a_profile_that_is_forgotten_is_read_again(named, tmp_path, profile_of):
     named(0.5)
     profile_used()
@@ -46,21 +38,6 @@ def test_a_profile_that_is_forgotten_is_read_again(named, tmp_path, profile_of):
     other.save(tmp_path / "0.5.json")
     forget()
     assert profile_used() == other
-
-
-def test_each_number_of_threads_has_its_own(named, monkeypatch):
-    named(0.5)
-    profile_used()
-    seen = []
-    monkeypatch.setattr(polycast.region.resolve, "usable_recipe", lambda *args: seen.append(args) or 1 / 0)
-    before = torch.get_num_threads()
-    torch.set_num_threads(before + 1)
-    try:
-        with pytest.raises(ZeroDivisionError):
-            autocast("cpu", recipe="fastest")
-    finally:
-        torch.set_num_threads(before)
-    assert len(seen) == 1
 
 
 def test_fastest_is_read_once_for_each_profile(profile_of, monkeypatch, tmp_path):

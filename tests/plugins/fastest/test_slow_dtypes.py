@@ -50,20 +50,9 @@ def test_dtype_that_was_not_measured_is_left_to_the_backend(profiled):
     assert find_slow_dtype(profiled({128: 0.5}, reason="why"), torch.float16).reason == "why"
 
 
-HINT = "(`polycast profile cpu` measures how much)"
-
-
-def test_without_a_profile_the_backend_is_asked(hand_made):
-    backend = hand_made("cpu", slow_reason=lambda dtype: "it says so")
-    assert find_slow_dtype(backend, torch.bfloat16).reason == f"it says so {HINT}"
-
-
-def test_named_profile_that_is_bad_is_as_none(hand_made, monkeypatch):
-    monkeypatch.setenv("POLYCAST_PROFILE", "/nowhere.json")
-    backend = hand_made("cpu", slow_reason=lambda dtype: "it says so")
-    assert find_slow_dtype(backend, torch.bfloat16).reason == f"it says so {HINT}"
-
-
-def test_warning_suggests_the_recipe(hand_made):
-    backend = hand_made("cpu", slow_reason=lambda dtype: "it says so")
-    assert find_slow_dtype(backend, torch.bfloat16).faster_recipes() == {"fastest": ""}
+@pytest.mark.parametrize("named", ["", "/nowhere.json"], ids=["none", "a bad one"])
+def test_without_a_profile_the_backend_is_asked_and_the_recipe_suggested(hand_made, monkeypatch, named):
+    monkeypatch.setenv("POLYCAST_PROFILE", named)
+    found = find_slow_dtype(hand_made("cpu", slow_reason=lambda dtype: "it says so"), torch.bfloat16)
+    assert found.reason == "it says so (`polycast profile cpu` measures how much)"
+    assert found.faster_recipes() == {"fastest": ""}

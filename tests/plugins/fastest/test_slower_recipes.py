@@ -71,14 +71,10 @@ def test_another_number_of_threads_decides_again_for_known_sizes(monkeypatch, pr
         for threads, seconds in ((1, 0.5), (2, 2.0))
     }
     monkeypatch.setattr(estimates, "find", lambda device: by_threads[torch.get_num_threads()])
-    before = torch.get_num_threads()
-    try:
-        with autocast("cpu", recipe=RECIPE):
-            for threads in (1, 1, 2, 2, 1):
-                torch.set_num_threads(threads)
-                assert torch.equal(F.linear(X, WEIGHT), EXPECTED) == (threads == 2)
-    finally:
-        torch.set_num_threads(before)
+    with autocast("cpu", recipe=RECIPE):
+        for threads in (1, 1, 2, 2, 1):
+            torch.set_num_threads(threads)
+            assert torch.equal(F.linear(X, WEIGHT), EXPECTED) == (threads == 2)
 
 
 COMPUTED = {
