@@ -8,7 +8,6 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 
-import polycast
 from polycast import Int8, WeightCache, autocast
 from polycast.engine.recipes.actions import forget_actions
 
@@ -127,39 +126,6 @@ def test_training_falls_back_without_python(layer, kernel, asked):
 # ---- Weights.
 
 
-@pytest.mark.parametrize("cached", [False, True], ids=["", "cached"])
-@pytest.mark.parametrize(
-    "write",
-    [
-        lambda weight: weight.mul_(2),
-        lambda weight: weight.data.mul_(2),
-        lambda weight: weight.detach()[2:].zero_(),
-        lambda weight: setattr(weight, "data", torch.randn(8, 8)),
-        lambda weight: weight.numpy(force=True).fill(1),
-        lambda weight: torch.optim.SGD([weight], lr=1, fused=True).step(),
-        lambda weight: weight.set_(torch.randn(8, 8)),
-    ],
-    ids=["in place", ".data in place", "a view", ".data =", "an array", "fused SGD", "set_"],
-)
-def test_a_written_weight_is_prepacked_again(layer, kernel, write, cached):
-    settings = {"cache": WeightCache()} if cached else {}
-    for _ in range(2):
-        run(layer, X, **settings)
-    layer.weight.grad = torch.ones(8, 8)
-    write(layer.weight)
-    for _ in range(2):
-        assert torch.equal(run(layer, X, **settings), expected(layer))
-    assert kernel.prepared == 2
-
-
-def test_views_of_a_weight_are_told_apart(asked, int8_operators):
-    weight = nn.Parameter(torch.randn(16, 8))
-    for _ in range(3):
-        for rows in (slice(0, 8), slice(8, 16)):
-            assert torch.equal(run(linear, X, weight[rows]), expected(weight[rows]))
-    assert len(asked) == 2
-
-
 def test_a_weight_and_a_tensor_of_its_metadata_are_told_apart(layer, kernel, asked):
     plain = layer.weight.detach().clone()
     with autocast("cpu"):
@@ -202,50 +168,7 @@ def test_a_weight_that_was_evicted_is_asked_for(kernel, asked):
     assert cache.stats().packings == 1
 
 
-def test_a_stale_weight_is_found_by_verify(layer, asked, double_unseen):
-    cache = WeightCache(verify=True)
-    run(layer, X, cache=cache)
-    run(layer, X, cache=cache)
-    double_unseen(layer.weight)
-    with pytest.raises(polycast.errors.StaleWeightError):
-        run(layer, X, cache=cache)
-    assert asked == ["linear"]
-
-
-def test_a_weight_that_cannot_be_prepacked_asks_each_time(layer, kernel, asked):
-    layer.weight[0, 0] = float("inf")
-    for _ in range(3):
-        run(layer, X)
-    assert (len(asked), kernel.prepared, kernel.ran) == (3, 1, 0)
-
-
 # ---- What makes the engine forget.
-
-
-def test_clearing_caches_asks_for_the_weights(layer, kernel, asked):
-    run(layer, X)
-    polycast.clear_autocast_cache()
-    assert torch.equal(run(layer, X), expected(layer))
-    assert (len(asked), kernel.prepared) == (2, 2)
-
-
-def test_uninstalling_forgets(layer, kernel, asked):
-    run(layer, X)
-    polycast.uninstall()
-    assert torch.equal(run(layer, X), expected(layer))
-    assert (len(asked), kernel.prepared) == (2, 2)
-
-
-def test_another_backend_decides_anew(layer, kernel, hand_made):
-    run(layer, X)
-    polycast.plugin.unregister_backend("cpu")
-    backend = hand_made("cpu")
-    backend.recipe_availability = lambda recipe: polycast.plugin.Availability(True)
-    backend.low_bit_kernels = lambda recipe: {}
-    with autocast("cpu"):
-        fast = layer(X)
-    assert torch.equal(run(layer, X), fast)
-    assert kernel.ran == 1
 
 
 def test_forgetting_asks_again(layer, asked):

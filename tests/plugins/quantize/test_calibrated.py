@@ -4,7 +4,7 @@ import copy
 import functools
 import os
 import pickle
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -13,7 +13,6 @@ from torch import nn
 
 import polycast
 from polycast import Int8
-from polycast_plugins.fastest import estimates
 
 from .matmul_kinds import INT8
 from .matmul_kinds import Int8 as MatmulOfInt8
@@ -68,12 +67,8 @@ class Model(nn.Module):
 
 
 @pytest.fixture(autouse=True)
-def _fresh(monkeypatch):
-    monkeypatch.setattr(estimates, "find", lambda device_type: None)  # a profile may say that small products are slower
+def _seed():
     torch.manual_seed(0)
-    polycast.clear_autocast_cache()
-    yield
-    polycast.clear_autocast_cache()
 
 
 @pytest.fixture
@@ -201,13 +196,10 @@ def test_one_scale_for_all_rows_is_equalized_too(model):
 
 
 def test_threads_compute_alike(model, e, equalized):
-    x, results = with_outliers(), []
+    x = with_outliers()
     run(model, x, equalized)  # a view that another thread makes keeps a weight from being prepacked
-    threads = [threading.Thread(target=lambda: results.append(run(model, x, equalized))) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as threads:
+        results = list(threads.map(lambda _: run(model, x, equalized), range(4)))
     assert [torch.equal(each, expected(model, x, e)) for each in results] == [True] * 4
 
 
@@ -240,16 +232,15 @@ def test_explain_says_whether_a_weight_is_equalized(model, e, equalized):
     assert explained("linear", x, nn.Parameter(other.to("meta"))).reason == ""
 
 
-def test_compiled_code_computes_with_the_factors(engine, model, e, equalized):
+def test_compiled_code_computes_with_the_factors(engine, model, e, equalized, fresh_dynamo):
     x = with_outliers()
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     for recipe, given in ((equalized, e), (PLAIN, None), (equalized, e)):
         run(compiled, x, recipe)  # while it is compiled, the tracer holds the weights' memory
         assert torch.equal(run(compiled, x, recipe), expected(model, x, given))
-    torch._dynamo.reset()
 
 
-def test_a_region_with_a_calibration_may_be_in_compiled_code(model, e, equalized):
+def test_a_region_with_a_calibration_may_be_in_compiled_code(model, e, equalized, fresh_dynamo):
     @torch.compile(backend="aot_eager", fullgraph=True)
     def function(x):
         with polycast.autocast("cpu", recipe=equalized):
@@ -258,7 +249,6 @@ def test_a_region_with_a_calibration_may_be_in_compiled_code(model, e, equalized
     x = with_outliers()
     function(x)
     assert torch.equal(function(x), expected(model, x, e))
-    torch._dynamo.reset()
 
 
 def test_compiled_code_of_another_process_needs_the_calibration(model):

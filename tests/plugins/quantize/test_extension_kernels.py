@@ -8,68 +8,40 @@ class Nf4(polycast_plugins.quantize.LowBitRecipe):
     min_size = 0
 """
 
-LIBRARY = """
-@torch.library.custom_op("acme::attend", mutates_args=())
-def attend(x: torch.Tensor) -> torch.Tensor:
-    return x.clone()
-"""
 
 LINEAR = """
 layer, x = torch.nn.Linear(16, 16), torch.ones(2, 16)
-def computed(recipe):
-    with torch.no_grad(), polycast.autocast("cpu", recipe=recipe):
+def computed():
+    with torch.no_grad(), polycast.autocast("cpu", recipe="nf4"):
         return layer(x)[0, 0].item(), explained().package
 
 def explained():
-    return polycast.plugin.explain_op("linear", "cpu", (x, layer.weight, layer.bias))
+    with torch.no_grad(), polycast.autocast("cpu", recipe="nf4"):
+        return polycast.plugin.explain_op("linear", "cpu", (x, layer.weight, layer.bias))
+
+polycast.plugin.get_backend("cpu")
 """
 
 
 def test_a_recipe_and_kernels_of_an_extension_compute_ops_on_the_cpu(run, extension, engine):
     extension("acme-nf4", amendment=NF4, kind="nf4", mark=4.0)
-    answer = run(
-        LINEAR + 'polycast.plugin.get_backend("cpu")\nanswer = [*computed("nf4"), *computed("nf4")]',
-        POLYCAST_ENGINE=engine,
-    )
+    *answer, explained = run(f"{LINEAR}answer = [*computed(), *computed(), str(explained())]", POLYCAST_ENGINE=engine)
     assert answer == [4.0, "acme-nf4"] * 2
-
-
-def test_explain_op_says_which_package_computes(run, extension):
-    extension("acme-nf4", amendment=NF4, kind="nf4", mark=4.0)
-    answer = run(
-        LINEAR
-        + """
-polycast.plugin.get_backend("cpu")
-with torch.no_grad(), polycast.autocast("cpu", recipe="nf4"):
-    answer = str(explained())
-"""
-    )
-    assert "the recipe nf4 computes it by acme-nf4" in answer
+    assert "the recipe nf4 computes it by acme-nf4" in explained
 
 
 def test_kernels_are_asked_in_order_and_the_first_that_supports_a_call_computes(run, extension, engine):
     extension("acme-one", amendment=NF4, kind="nf4", mark=1.0, refusal="one refuses")
     extension("acme-two", kind="nf4", mark=2.0)
     extension("acme-three", kind="nf4", mark=3.0)
-    answer = run(
-        LINEAR + 'polycast.plugin.get_backend("cpu")\nanswer = [*computed("nf4"), *computed("nf4")]',
-        POLYCAST_ENGINE=engine,
-    )
+    answer = run(f"{LINEAR}answer = [*computed(), *computed()]", POLYCAST_ENGINE=engine)
     assert answer == [3.0, "acme-three"] * 2
 
 
 def test_the_reasons_of_all_kernels_are_given_if_none_supports_a_call(run, extension):
     extension("acme-one", amendment=NF4, kind="nf4", refusal="one refuses")
     extension("acme-two", kind="nf4", refusal="two refuses")
-    answer = run(
-        LINEAR
-        + """
-polycast.install("cpu")
-with polycast.autocast("cpu", recipe="nf4"), torch.no_grad():
-    answer = explained().declined
-"""
-    )
-    assert answer == "one refuses; two refuses"
+    assert run(f"{LINEAR}answer = explained().declined") == "one refuses; two refuses"
 
 
 def test_a_recipe_that_no_package_has_kernels_for_is_not_supported(run):
@@ -97,7 +69,7 @@ def test_a_backend_registered_by_hand_is_extended_too(run, extension):
     answer = run(
         "from polycast_backends.cpu import CpuBackend\npolycast.plugin.register_backend(CpuBackend())\n"
         + LINEAR
-        + 'polycast.install("cpu")\nanswer = computed("nf4")'
+        + "answer = computed()"
     )
     assert answer == [4.0, "acme-nf4"]
 
@@ -107,7 +79,6 @@ def test_a_saved_cache_names_the_extension_that_prepacked_its_weights(run, exten
     answer = run(
         LINEAR
         + f"""
-polycast.install("cpu")
 cache = polycast.WeightCache()
 with torch.no_grad(), polycast.autocast("cpu", recipe="nf4", cache=cache):
     layer(x)

@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import polycast
 from polycast_plugins.quantize.cpu.few_rows import FewRowsMatmul
 
 from .matmul_kinds import FEW_ROWS, LAYOUTS, FewRows
@@ -69,16 +68,14 @@ def test_columns_have_the_same_bits_among_more_than_are_computed_at_once(simd, i
     assert torch.equal(actual, torch.cat(parts, dim=1))
 
 
-def test_threads_may_have_small_stacks(simd):
-    before, products = threading.stack_size(128 * 1024), []
+def test_threads_may_have_small_stacks(simd, in_thread):
+    x, weight = torch.randn(8, 64), torch.randn(64, 7000).t()
+    before = threading.stack_size(128 * 1024)
     try:
-        x, weight = torch.randn(8, 64), torch.randn(64, 7000).t()
-        thread = threading.Thread(target=lambda: products.append(FewRows(simd).linear(x, weight)))
-        thread.start()
-        thread.join()
+        product = in_thread(lambda: FewRows(simd).linear(x, weight))
     finally:
         threading.stack_size(before)
-    assert torch.equal(products[0], FewRows(simd).linear(x, weight))
+    assert torch.equal(product, FewRows(simd).linear(x, weight))
 
 
 @pytest.mark.parametrize("dtype", FAST, ids=str)
@@ -142,11 +139,6 @@ def test_the_best_instruction_set_is_used_by_default():
 
 
 X, WEIGHT, BIAS = torch.randn(5, 70), torch.randn(33, 70), torch.randn(33)
-
-
-def test_a_kernel_multiplies_the_cast_and_prepacks_nothing():
-    assert all(kernel.uses_cast for kernel in FewRowsMatmul().kernels().values())
-    assert not polycast.plugin.LowBitKernel.uses_cast
 
 
 @pytest.mark.parametrize(

@@ -117,16 +117,6 @@ def test_explain_shows_it(by_kernel):
     assert "bfloat16 kernel takes 0.01 of bfloat16's time" in told.reason
 
 
-@pytest.mark.parametrize("engine", ["native"], indirect=True)  # the reference engine cannot be observed
-def test_observe_shows_it(by_kernel):
-    layer = nn.Linear(300, 200)
-    with autocast("cpu", recipe=by_kernel, cache=WeightCache()), polycast.observe() as seen:
-        layer(torch.ones(1, 300))
-        layer(torch.ones(64, 300))
-    shares = {each.recipe: each.calls for each in seen.matmuls}
-    assert shares == {"fastest:bfloat16 kernel": 1, "fastest:float32": 1}
-
-
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("recipe", ["by_kernel", "by_float32_kernel"])
 def test_a_row_has_the_same_bits_in_any_batch(call, recipe, weight, request):

@@ -27,6 +27,13 @@ def encoder():
     return nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2).eval()
 
 
+def is_fused(model, recipe, **region):
+    with torch.autograd.profiler.profile() as profile, polycast.autocast("cpu", recipe=recipe, **region):
+        model(X)
+    ops = {event.key for event in profile.key_averages()}
+    return not ops.isdisjoint(("aten::_native_multi_head_attention", "aten::_transformer_encoder_layer_fwd"))
+
+
 @pytest.mark.parametrize(("make", "linears"), [(attention, 2), (encoder, 8)])
 def test_the_linears_of_attention_modules_in_eval_mode_are_computed_by_the_recipe(recipe_counts, make, linears):
     model = make()
@@ -55,22 +62,15 @@ def test_no_weight_that_the_recipe_declines_is_copied_for_each_batch():
     ids=["no recipe", "disabled", "not for linears", "a policy for linears"],
 )
 def test_regions_whose_recipe_computes_no_linears_have_the_fused_path(make, recipe, region):
-    model = make()
-    with torch.autograd.profiler.profile() as profile, polycast.autocast("cpu", recipe=recipe, **region):
-        model(X)
-    fused = {"aten::_native_multi_head_attention", "aten::_transformer_encoder_layer_fwd"}
-    assert fused & {event.key for event in profile.key_averages()}
+    assert is_fused(make(), recipe, **region)
 
 
 @pytest.mark.parametrize("make", [attention, encoder])
 def test_a_recipe_without_changes_to_torch_has_the_fused_path_after_one_with_them(make, monkeypatch):
-    fused = {"aten::_native_multi_head_attention", "aten::_transformer_encoder_layer_fwd"}
     model = make()
-    for features, is_fused in ((polycast.Int8.features, False), ((), True)):
+    for features, fused in ((polycast.Int8.features, False), ((), True)):
         monkeypatch.setattr(polycast.Int8, "features", features)
-        with torch.autograd.profiler.profile() as profile, polycast.autocast("cpu", recipe=RECIPE):
-            model(X)
-        assert bool(fused & {event.key for event in profile.key_averages()}) is is_fused
+        assert is_fused(model, RECIPE) is fused
 
 
 def test_what_a_program_has_switched_off_stays_off():

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -119,22 +120,9 @@ def test_tied_views_and_layouts_and_dtypes_stay(path):
 
 
 def test_threads_map_models_of_equal_weights_from_one_file(path, model):
-    models = [copy.deepcopy(model) for _ in range(4)]
-    start, errors = threading.Barrier(4), []
-
-    def run(each):
-        start.wait()
-        try:
-            map_weights(each, path)
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(each,)) for each in models]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert errors == []
+    models, start = [copy.deepcopy(model) for _ in range(4)], threading.Barrier(4)
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(lambda each: (start.wait(), map_weights(each, path)), models))
     assert os.listdir(path.parent) == [path.name]
     for each in models:
         assert_state(each, state_of(model))

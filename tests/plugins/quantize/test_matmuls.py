@@ -162,13 +162,6 @@ def test_an_operator_is_as_its_fake_one(kind, op, subtests):
 # ---- Of prepacked weights.
 
 
-@pytest.mark.parametrize("kind", [Int8, Int4])
-def test_ops_with_the_same_weight_layout_share_prepacked_weights(kind):
-    linear, *others = (kind().kernel(op).prepack_key for op in ("linear", "matmul", "mm", "addmm"))
-    assert linear not in others
-    assert len(set(others)) == 1
-
-
 def test_activations_and_weights_of_any_size_are_right(quantized, subtests):
     for factor, rows in itertools.product([1e-45, 1e-40, 1e-30, 1e29, 1e30], [5, 20]):
         with subtests.test(factor=factor, rows=rows):

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import polycast
 from polycast import Int8, autocast
 from polycast.engine.casts.cast_cache import process_cache
+from polycast.plugin import explain_op
 
 X = torch.randn(3, 8)
 
@@ -75,8 +76,28 @@ def test_no_kernel_is_asked_of_a_tensor_that_is_not_strided(layer, linear, spars
     given = {"input": X, "weight": layer.weight}
     given[sparse] = nn.Parameter(given[sparse].to_sparse(), requires_grad=False)
     with torch.no_grad(), autocast("cpu"):
-        explained = polycast.plugin.explain_op("linear", "cpu", (*given.values(), None), recipe=Int8(min_size=1))
+        explained = explain_op("linear", "cpu", (*given.values(), None), recipe=Int8(min_size=1))
     assert explained.declined == "a tensor is not strided"
+
+
+@pytest.mark.usefixtures("no_grad")
+def test_a_call_is_explained(layer):
+    with autocast("cpu", recipe=Int8(min_size=1)):
+        assert "the recipe int8 computes it, or its inputs are cast" in str(explain_op("linear", "cpu"))
+        explained = explain_op("linear", "cpu", (X, layer.weight))
+        assert (explained.recipe, explained.declined) == ("int8", None)
+        assert [argument.is_cast for argument in explained.arguments] == [False, False]
+        assert explain_op("linear", "cpu", (X[:, :4], layer.weight[:, :4])).declined is None
+        explained = explain_op("linear", "cpu", (X, layer.weight * 1))
+        assert "its weight is not a cacheable parameter" in explained.declined
+        assert "declines: its weight is not a cacheable parameter" in str(explained)
+        odd = nn.Parameter(torch.ones(2, 7))
+        assert explain_op("linear", "cpu", (X[:, :7], odd)).declined == "its features are odd in number"
+        meta = torch.ones(2, 8, device="meta"), torch.ones(2, 8, device="meta")
+        assert explain_op("linear", "cpu", meta).declined is None
+        assert explain_op("softmax", "cpu").recipe == ""
+    assert explain_op("linear", "cpu", (X, layer.weight), recipe=Int8(min_size=1)).recipe == "int8"
+    assert explain_op("linear", "cpu", (X, layer.weight)).recipe == ""
 
 
 def test_a_tangent_is_that_of_the_fast_dtype(layer, linear):

@@ -108,20 +108,6 @@ def test_small_weights_run_in_the_fast_dtype(model, x, recipe, recipe_counts):
     assert [(each.calls, each.declined) for each in counts.records()] == [(3, "")]
 
 
-def test_ops_that_it_does_not_name_run_in_the_fast_dtype(model, x, recipe):
-    assert torch.equal(run(model, x, recipe.with_options(ops=("mm",))), run(model, x))
-
-
-def test_a_written_weight_is_packed_again(model, x, recipe):
-    cache = WeightCache()
-    first = run(model, x, recipe, cache=cache)
-    model[0].weight.mul_(2), model[0].bias.mul_(2)
-    second = run(model, x, recipe, cache=cache)
-    assert cache.stats().packings == 2
-    assert not torch.equal(first, second)
-    assert torch.equal(second, run(model, x, recipe, cache=WeightCache()))
-
-
 def test_a_rule_of_a_policy_file_uses_it(model, x, recipe, tmp_path):
     path = tmp_path / "policy.toml"
     Policy(modules={"0": recipe, "2": "none"}).save(path)
@@ -226,25 +212,3 @@ def test_observing_counts_its_share(model, x, recipe):
     large, small = 2 * 300 * 256, 300 * 8
     assert seen.recipe_share == pytest.approx(large / (large + small))
     assert {each.recipe for each in seen.low_bit} == {recipe.short}
-
-
-def test_views_of_parameters_are_packed(recipe):
-    weight, x = nn.Parameter(torch.randn(400, 300)), torch.randn(3, 300)
-    part = nn.Parameter(weight.detach()[:256].clone())
-    with autocast("cpu", recipe=recipe):
-        assert torch.equal(nn.functional.linear(x, weight[:256]), nn.functional.linear(x, part))
-
-
-def test_a_weight_with_inf_runs_in_the_fast_dtype(model, x, recipe):
-    model[0].weight[0, 0] = torch.inf
-    layer = model[0]
-    assert torch.equal(run(layer, x, recipe), run(layer, x))
-
-
-def test_without_kernels_a_warning_says_why(recipe, other_cpu, model, x):
-    other_cpu(recipe_availability=lambda each: polycast.plugin.Availability(False, f"no {each.kind} here."))
-    with pytest.warns(polycast.errors.RecipeDisabledWarning, match=rf"no {recipe.kind} here\. The region runs"):
-        region = autocast("cpu", recipe=recipe)
-    with region:
-        result = model(x)
-    assert torch.equal(result, run(model, x))

@@ -34,12 +34,6 @@ def refused(path, model):
     return text.partition("cannot be used: ")[2].partition(". Save a new one")[0]
 
 
-@pytest.mark.parametrize("write", [lambda x: x.add_(1), lambda x: x.data.add_(1)], ids=["in place", "through .data"])
-def test_other_values(engine, saved, model, write):
-    write(model[1].weight[:1])
-    assert refused(saved, model) == "the values of '1.weight' are not those that it was made of"
-
-
 def _write_all(model):
     for weight in model.parameters():
         weight.add_(1)

@@ -181,13 +181,12 @@ def test_an_lstm_is_scripted_in_a_region_with_a_recipe():
     torch.testing.assert_close(scripted(x), model(x))
 
 
-def test_a_compiled_lstm_is_computed_as_without_compiling(small_pays):
+def test_a_compiled_lstm_is_computed_as_without_compiling(small_pays, fresh_dynamo):
     layer, x = nn.LSTM(24, 16).eval(), torch.randn(3, 5, 24)
     compiled = torch.compile(lambda x: layer(x), backend="eager")
     for _ in range(2):
         with polycast.autocast("cpu", recipe=RECIPE):
             torch.testing.assert_close(compiled(x)[0], layer(x)[0], rtol=0.05, atol=0.05)
-    torch.compiler.reset()
 
 
 def test_uninstalling_gives_torch_its_functions_back():
@@ -221,12 +220,10 @@ def test_torchs_scripts_are_as_before_after_uninstalling():
     )  # by address: an entry that stays would be taken for another function
 
 
-def test_an_lstm_trains_in_compiled_code_whose_recipe_computes_no_linears():
+def test_an_lstm_trains_in_compiled_code_whose_recipe_computes_no_linears(fresh_dynamo):
     layer = nn.LSTM(4, 4)
-    torch._dynamo.reset()
     with torch.enable_grad():
         with polycast.autocast("cpu", recipe=polycast.Int8(ops=["mm"])):
             output = torch.compile(layer, backend="aot_eager")(torch.randn(3, 2, 4))[0]
         output.float().sum().backward()
-    torch._dynamo.reset()
     assert layer.weight_ih_l0.grad.isfinite().all()

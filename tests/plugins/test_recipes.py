@@ -1,4 +1,4 @@
-"""Recipes: immutable values, their names, and rules in policy files."""
+"""The recipes of plugins: immutable values, their names, and rules in policy files."""
 
 import copy
 import pickle
@@ -6,11 +6,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from polycast import Float8, Int8, NoRecipe, Policy
+from polycast import Fastest, Float8, Int8, NoRecipe, Policy
 from polycast.plugin import Recipe
 from polycast.policy.recipe import kinds, read_recipe
 
-RECIPES = [Int8(), Int8("tensor"), Int8(ops=("linear",)), Int8(min_size=1), Float8(), NoRecipe()]
+RECIPES = [
+    *(Int8(), Int8("tensor"), Int8(ops=("linear",)), Int8(min_size=1), Float8(), NoRecipe()),
+    *(Fastest(), Fastest("a folder/profile.json"), Fastest(ops=("mm",), min_size=7)),
+    Fastest(SimpleNamespace(digest="0123456789abcdef")),
+]
 
 
 def test_equality_of_recipes(subtests):
@@ -31,8 +35,9 @@ def test_the_spelling_of_ops_does_not_matter():
     assert "aten::mm" in Int8(ops=("mm",)).overloads
 
 
-def test_the_order_of_the_default_ops_does_not_matter():
-    assert Int8(ops=Int8().ops[::-1]) == Int8()
+@pytest.mark.parametrize("kind", [Int8, Fastest])
+def test_the_order_of_the_default_ops_does_not_matter(kind):
+    assert kind(ops=kind().ops[::-1]) == kind()
 
 
 def test_it_cannot_be_changed():
@@ -81,6 +86,9 @@ INVALID = [
     (lambda: Int8(min_size=2.0), TypeError, "min_size must be an int, got 2.0"),
     (lambda: Int8(keep=()), TypeError, "unexpected keyword argument 'keep'"),
     (lambda: Recipe(), TypeError, "Recipe is no kind of recipe: use one such as polycast.Int8"),
+    (lambda: Fastest(7), TypeError, "profile must be a DeviceProfile, the path of a saved one, or None, got 7"),
+    (lambda: read_recipe("fastest:row"), ValueError, "'fastest:row' is not a recipe: did you mean"),
+    (lambda: Fastest(SimpleNamespace(digest="0")).written, ValueError, "cannot be written: its profile is an object"),
 ]
 
 
@@ -101,6 +109,7 @@ def test_regions_share_a_recipe_given_by_name():
         (NoRecipe(), 'head = "none"'),
         (Int8(), 'head = "int8"'),
         ("int8:tensor", 'head = "int8:tensor"'),
+        ("fastest", 'head = "fastest"'),
     ],
     ids=str,
 )
@@ -113,8 +122,8 @@ def test_a_policy_file_has_the_name_of_a_recipe(rule, line, tmp_path):
 
 
 def test_a_policy_file_has_a_table_for_a_recipe_with_settings(tmp_path):
-    modules = {"head": Int8(ops=("linear",), min_size=0), "*": Float8("tensor", min_size=9)}
-    policy = Policy(modules=modules)
+    modules = {"head": Int8(ops=("linear",), min_size=0), "tail": Float8("tensor", min_size=9)}
+    policy = Policy(modules={**modules, "body": Fastest("machine.json"), "*": Fastest(min_size=9)})
     policy.save(tmp_path / "policy.toml")
     assert Policy.load(tmp_path / "policy.toml") == policy
 
