@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+from tests.plugins.models import Defined
 from torch import nn
 
 import polycast
@@ -36,15 +37,9 @@ def test_trained_weights_have_no_finding(engine, findings):
     assert findings("weights_cast_again", train, net) == []
 
 
-class Norm(nn.Module):
-    """Ends in float32, as a layer that is kept there does."""
-
-    def forward(self, x):
-        return x.float().exp().log()
-
-
 def test_round_trip_of_activation_is_found(engine, findings, in_region):
-    net, x = nn.Sequential(Norm(), nn.Linear(8, 8), nn.LogSoftmax(-1)), torch.ones(2, 8)
+    kept = Defined(lambda self, x: x.float().exp().log())  # ends in float32, as a layer that is kept there does
+    net, x = nn.Sequential(kept, nn.Linear(8, 8), nn.LogSoftmax(-1)), torch.ones(2, 8)
     policy = {"log_softmax": "fp32", "exp": "fp32", "log": "fp32"}
     (found,) = findings("round_trip", in_region(lambda: net(x), 2, policy=policy), net)
     assert found.ops == ("aten::linear", "aten::log_softmax.int")
@@ -58,22 +53,17 @@ def test_round_trip_of_activation_is_found(engine, findings, in_region):
     assert findings("round_trip", in_region(lambda: net(x), 2, policy=stays), net) == []
 
 
-class Scaled(nn.Module):
-    def __init__(self, dtype):
-        super().__init__()
-        self.scale = torch.ones(8, dtype=dtype)
-
-    def forward(self, x):
-        return x * self.scale
+def scaled(dtype):
+    return Defined(lambda self, x: x * self.scale, scale=torch.ones(8, dtype=dtype))
 
 
 def test_op_in_float32_by_one_input_is_found(engine, findings, in_region):
     x = torch.ones(2, 8)
-    net = nn.Sequential(nn.Linear(8, 8), Scaled(torch.float32))
+    net = nn.Sequential(nn.Linear(8, 8), scaled(torch.float32))
     (found,) = findings("float32_by_one_input", in_region(lambda: net(x)), net)
     assert (found.where, found.ops, found.count, found.bytes) == ("1", ("aten::mul.Tensor",), 1, 64)
     assert "because one input is float32 and the others are bfloat16" in found.what
-    net = nn.Sequential(nn.Linear(8, 8), Scaled(torch.bfloat16))
+    net = nn.Sequential(nn.Linear(8, 8), scaled(torch.bfloat16))
     assert findings("float32_by_one_input", in_region(lambda: net(x)), net) == []
 
 
@@ -90,18 +80,13 @@ def test_op_with_float32_policy_has_no_finding(engine, findings, in_region):
     assert findings("float32_by_one_input", in_region(lambda: loss(narrow, wide))) == []
 
 
-class Activation(nn.Module):
-    def __init__(self, cast):
-        super().__init__()
-        self.cast = cast
-
-    def forward(self, x):
-        return nn.functional.gelu(x.float() if self.cast else x)
+def gelu(cast):
+    return Defined(lambda self, x: nn.functional.gelu(x.float() if cast else x))
 
 
 @pytest.mark.parametrize("cast", [True, False])
 def test_unlisted_op_between_ops_in_fast_dtype_is_found(engine, cast, findings, in_region):
-    net, x = nn.Sequential(nn.Linear(8, 8), Activation(cast), nn.Linear(8, 8)), torch.ones(2, 8)
+    net, x = nn.Sequential(nn.Linear(8, 8), gelu(cast), nn.Linear(8, 8)), torch.ones(2, 8)
     found = findings("unlisted_float32_op", in_region(lambda: net(x)), net)
     assert [each.ops for each in found] == [("aten::linear", "aten::gelu", "aten::linear")] * cast
     for each in found:
@@ -114,28 +99,23 @@ def test_unlisted_op_between_ops_in_fast_dtype_is_found(engine, cast, findings, 
         )
 
 
-class RMSNorm(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(8))
-
+def rms_norm():
     def forward(self, x):
         x = x.float()
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True)) * self.weight
 
+    return Defined(forward, weight=nn.Parameter(torch.ones(8)))
 
-class Attention(nn.Module):
-    """A residual block, as in a transformer whose residuals stay in float32."""
 
-    def __init__(self, norm, consumers=("q", "k", "v")):
-        super().__init__()
-        self.norm = norm
-        self.consumers = nn.ModuleDict({name: nn.Linear(8, 8) for name in consumers})
+def attention(norm, consumers=("q", "k", "v")):
+    """Return a residual block, as in a transformer whose residuals stay in float32."""
 
     def forward(self, x):
         h = self.norm(x)
         first, *others = [linear(h) for linear in self.consumers.values()]
         return x + sum(others, first)
+
+    return Defined(forward, norm=norm, consumers=nn.ModuleDict({name: nn.Linear(8, 8) for name in consumers}))
 
 
 @pytest.mark.parametrize(
@@ -150,7 +130,7 @@ class Attention(nn.Module):
     ids=["few", "many"],
 )
 def test_unlisted_op_is_found_once_with_the_modules_that_cast_its_output(engine, names, said, findings, in_region):
-    net, x = nn.Sequential(nn.Linear(8, 8), Attention(RMSNorm(), names)), torch.randn(4, 16, 8)
+    net, x = nn.Sequential(nn.Linear(8, 8), attention(rms_norm(), names)), torch.randn(4, 16, 8)
     (found,) = findings("unlisted_float32_op", in_region(lambda: net(x)), net)
     assert (found.where, found.module, found.count) == ("1.norm", "1.norm", 1)
     assert found.ops == ("aten::linear", "aten::mul.Tensor", "aten::linear")
@@ -158,16 +138,12 @@ def test_unlisted_op_is_found_once_with_the_modules_that_cast_its_output(engine,
 
 
 def test_consumers_of_several_kinds_are_in_one_finding(engine, findings, in_region):
-    class Both(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.norm, self.linear, self.conv = RMSNorm(), nn.Linear(8, 8), nn.Conv1d(4, 4, 1)
+    def forward(self, x):
+        h = self.norm(x)
+        return self.linear(h) + self.conv(h)
 
-        def forward(self, x):
-            h = self.norm(x)
-            return self.linear(h) + self.conv(h)
-
-    net, x = nn.Sequential(nn.Linear(8, 8), Both()), torch.randn(2, 4, 8)
+    both = Defined(forward, norm=rms_norm(), linear=nn.Linear(8, 8), conv=nn.Conv1d(4, 4, 1))
+    net, x = nn.Sequential(nn.Linear(8, 8), both), torch.randn(2, 4, 8)
     (found,) = findings("unlisted_float32_op", in_region(lambda: net(x)), net)
     assert (found.module, found.count) == ("1.norm", 1)
     assert "between aten::linear and aten::linear and aten::conv1d, which run in bfloat16" in found.what
@@ -175,7 +151,7 @@ def test_consumers_of_several_kinds_are_in_one_finding(engine, findings, in_regi
 
 
 def test_each_observer_names_the_producer_itself(engine, findings, in_region):
-    net, x = nn.Sequential(nn.Linear(8, 8), Attention(RMSNorm())), torch.randn(4, 16, 8)
+    net, x = nn.Sequential(nn.Linear(8, 8), attention(rms_norm())), torch.randn(4, 16, 8)
     with polycast.observe(net[1]) as inner:
         (found,) = findings("unlisted_float32_op", in_region(lambda: net(x)), net)
     assert [each.module for each in inner.findings if each.kind == "unlisted_float32_op"] == ["norm"]
@@ -193,34 +169,23 @@ def offered(seen):
     return {text for found in seen.findings for text in re.findall(r"policy=(\{.*?\})", found.remedy)}
 
 
-class PostNorm(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.dense, self.norm = nn.Linear(8, 8), nn.LayerNorm(8)
-
-    def forward(self, x):
-        return self.norm(x + self.dense(x))
+def normed():
+    return Defined(lambda self, x: self.norm(x + self.dense(x)), dense=nn.Linear(8, 8), norm=nn.LayerNorm(8))
 
 
-class Mixed(nn.Module):
-    """Concatenates what is in float32 with what is not, as rotary embeddings do."""
-
-    def __init__(self):
-        super().__init__()
-        self.dense = nn.Linear(8, 8)
-
-    def forward(self, x):
-        return torch.cat([x, self.dense(x)], 0)
+def mixed():
+    """Return a model that concatenates what is in float32 with what is not, as rotary embeddings do."""
+    return Defined(lambda self, x: torch.cat([x, self.dense(x)], 0), dense=nn.Linear(8, 8))
 
 
 NETS = {
-    "norm before": lambda: [Attention(nn.LayerNorm(8)), Attention(nn.LayerNorm(8)), nn.Linear(8, 8)],
-    "one consumer": lambda: [Attention(nn.LayerNorm(8), ["c"]), Attention(nn.LayerNorm(8), ["c"]), nn.Linear(8, 8)],
-    "norm after": lambda: [PostNorm(), Attention(nn.Identity()), PostNorm(), Attention(nn.Identity()), nn.Linear(8, 8)],
-    "custom norm": lambda: [nn.Linear(8, 8), Attention(RMSNorm()), Attention(RMSNorm())],
-    "scaled": lambda: [nn.Linear(8, 8), Scaled(torch.float32), nn.Linear(8, 8)],
-    "converted": lambda: [nn.Linear(8, 8), Activation(True), nn.Linear(8, 8)],
-    "concatenated": lambda: [Mixed(), nn.Linear(8, 8), Mixed(), nn.LogSoftmax(-1)],
+    "norm before": lambda: [attention(nn.LayerNorm(8)), attention(nn.LayerNorm(8)), nn.Linear(8, 8)],
+    "one consumer": lambda: [attention(nn.LayerNorm(8), ["c"]), attention(nn.LayerNorm(8), ["c"]), nn.Linear(8, 8)],
+    "norm after": lambda: [normed(), attention(nn.Identity()), normed(), attention(nn.Identity()), nn.Linear(8, 8)],
+    "custom norm": lambda: [nn.Linear(8, 8), attention(rms_norm()), attention(rms_norm())],
+    "scaled": lambda: [nn.Linear(8, 8), scaled(torch.float32), nn.Linear(8, 8)],
+    "converted": lambda: [nn.Linear(8, 8), gelu(True), nn.Linear(8, 8)],
+    "concatenated": lambda: [mixed(), nn.Linear(8, 8), mixed(), nn.LogSoftmax(-1)],
 }
 
 
@@ -261,11 +226,8 @@ def test_without_flows_no_policy_is_suggested(engine):
 
 
 def test_no_policy_is_suggested_for_op_that_cannot_have_one(engine):
-    class InPlace(nn.Module):
-        def forward(self, x):
-            return x.float().add_(1)
-
-    net, x = nn.Sequential(nn.Linear(8, 8), InPlace(), nn.Linear(8, 8), nn.Linear(8, 8)), torch.randn(4, 16, 8)
+    in_place = Defined(lambda self, x: x.float().add_(1))
+    net, x = nn.Sequential(nn.Linear(8, 8), in_place, nn.Linear(8, 8), nn.Linear(8, 8)), torch.randn(4, 16, 8)
     seen = a_run(net, x)
     assert [found.ops[1] for found in seen.findings if found.kind == "unlisted_float32_op"] == ["aten::add_.Tensor"]
     assert offered(seen) == set()

@@ -1,10 +1,9 @@
 """Matmuls: their floating-point operations, and the share that a recipe computed."""
 
-import threading
-
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.plugins.models import Defined
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
@@ -178,20 +177,13 @@ def test_call_after_one_that_raised_is_counted():
     assert sum(each.flops for each in seen.matmuls if each.op == "aten::mm") == 240
 
 
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.head = nn.Linear(8, 8), nn.Linear(8, 4)
-
+@pytest.fixture
+def model(engine, int8_kernels, no_grad):
     def forward(self, x):
         y = self.first(x)
         return self.head(torch.bmm(y[None], x.T[None])[0] @ y)
 
-
-@pytest.fixture
-def model(engine, int8_kernels):
-    with torch.no_grad():
-        yield Model().eval()
+    return Defined(forward, first=nn.Linear(8, 8), head=nn.Linear(8, 4)).eval()
 
 
 def seen_of(model, recipe=RECIPE, x=None, **region):
@@ -249,11 +241,9 @@ def test_policy_for_the_op_is_the_reason(model):
 
 @pytest.mark.skipif(not hasattr(torch, "_grouped_mm"), reason="this torch has no grouped products")
 def test_ops_without_policy_are_named(model):
-    class Experts(nn.Module):
-        def forward(self, x):
-            return torch._grouped_mm(x, r(2, 8, 8).bfloat16(), offs=torch.tensor([8, 16], dtype=torch.int32))
-
-    seen = seen_of(Experts(), x=r(16, 8).bfloat16())
+    offsets = torch.tensor([8, 16], dtype=torch.int32)
+    experts = Defined(lambda self, x: torch._grouped_mm(x, r(2, 8, 8).bfloat16(), offs=offsets))
+    seen = seen_of(experts, x=r(16, 8).bfloat16())
     assert list(matmul_lines(seen.matmuls))[1:] == ["100% not: _grouped_mm in the model: autocast has no policy for it"]
 
 
@@ -281,11 +271,9 @@ def test_compiled_code_has_a_share(model, backend):
     assert sum(each.flops for each in seen.matmuls) == 2 * 3 * 8 * 8
 
 
-def test_matmuls_of_other_threads_count_if_observed(model):
+def test_matmuls_of_other_threads_count_if_observed(model, in_thread):
     with polycast.observe(model, threads="all") as all_threads, polycast.observe(model) as this:
-        thread = threading.Thread(target=lambda: model.first(r(3, 8)))
-        thread.start()
-        thread.join()
+        in_thread(lambda: model.first(r(3, 8)))
     assert sum(each.flops for each in all_threads.matmuls) == 2 * 3 * 8 * 8
     assert this.matmuls == ()
 

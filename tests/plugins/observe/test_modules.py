@@ -7,6 +7,7 @@ import weakref
 import pytest
 import torch
 import torch._dynamo.testing
+from tests.plugins.models import Defined
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -108,13 +109,12 @@ def test_ops_outside_of_modules_have_no_module(engine):
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
 def test_exception_leaves_a_module(engine, error):
-    class Raises(nn.Module):
-        def forward(self, x):
-            if x.numel() == 1:
-                raise error
-            return x.relu()
+    def forward(self, x):
+        if x.numel() == 1:
+            raise error
+        return x.relu()
 
-    net = nn.Sequential(Raises())
+    net = nn.Sequential(Defined(forward))
     with polycast.observe(net) as seen:
         with pytest.raises(error):
             net(torch.ones(1))
@@ -142,11 +142,8 @@ def test_model_may_be_collected_while_observed(engine):
 
 
 def test_unknown_modules_are_part_of_their_caller(engine):
-    class Calls(nn.Module):
-        def forward(self, x):
-            return copy.deepcopy(helper)(x)
-
-    helper, net = nn.ReLU(), nn.Sequential(Calls())
+    helper = nn.ReLU()
+    net = nn.Sequential(Defined(lambda self, x: copy.deepcopy(helper)(x)))
     with polycast.observe(net) as seen:
         net(torch.ones(2))
     assert calls(seen, "0", "aten::relu") == 1
@@ -198,35 +195,19 @@ def test_another_wrapper_of_module_calls_may_stay(engine):
 X = torch.ones(1, 4)
 
 
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Linear(4, 4)
-        self.rest = nn.Sequential(nn.ReLU(), nn.Linear(4, 2))
-
-    def forward(self, x):
-        return self.rest(self.first(x))
-
-
 def entries(seen):
     return {module.module: module.entries for module in seen.modules if module.entries}
 
 
 def test_model_is_named_after_its_class(engine):
-    net = Net()
+    net = model()
     with observe_program() as seen:
         net(X)
         nn.MSELoss()(net(X), torch.ones(1, 2))
-    assert entries(seen) == {
-        "Net": 2,
-        "Net.first": 2,
-        "Net.rest": 2,
-        "Net.rest.0": 2,
-        "Net.rest.1": 2,
-        "MSELoss": 1,
-    }
-    (top,) = [module for module in seen.modules if module.module == "Net"]
-    assert (top.kind, top.calls) == ("Net", 0)
+    names = ("Sequential", *(f"Sequential.{name}" for name in ("0", "1", "1.0", "1.1", "2")))
+    assert entries(seen) == {**dict.fromkeys(names, 2), "MSELoss": 1}
+    (top,) = [module for module in seen.modules if module.module == "Sequential"]
+    assert (top.kind, top.calls) == ("Sequential", 0)
     assert top.total.calls > 0
 
 
@@ -251,11 +232,11 @@ def test_temporary_models_do_not_grow_memory(engine):
 
 
 def test_module_called_before_its_model_is_renamed(engine):
-    net = Net()
+    net = model()
     with observe_program() as seen:
-        net.first(X)
+        net[0](X)
         net(X)
-    assert (entries(seen)["Linear"], entries(seen)["Net.first"]) == (1, 1)
+    assert (entries(seen)["Linear"], entries(seen)["Sequential.0"]) == (1, 1)
 
 
 def test_added_module_is_named_when_called(engine):
@@ -270,14 +251,10 @@ def test_added_module_is_named_when_called(engine):
 
 
 def test_module_outside_of_models_is_part_of_its_caller(engine):
-    class Calls(nn.Module):
-        def forward(self, x):
-            return hidden[0](x)
-
     hidden = [nn.ReLU()]
     with observe_program() as seen:
-        Calls()(X)
-    assert entries(seen) == {"Calls": 1}
+        Defined(lambda self, x: hidden[0](x))(X)
+    assert entries(seen) == {"Defined": 1}
     assert [op.op for op in seen.modules[0].ops] == ["aten::relu"]
 
 
@@ -296,20 +273,19 @@ def test_model_that_cannot_be_traversed_runs(engine):
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
 def test_model_that_raises_is_left(engine, error):
-    class Raises(nn.Module):
-        def forward(self, x):
-            raise error
+    def forward(self, x):
+        raise error
 
     with observe_program() as seen:
         with pytest.raises(error):
-            nn.Sequential(Raises())(X)
+            nn.Sequential(Defined(forward))(X)
         nn.ReLU()(X)
     assert entries(seen) == {"Sequential": 1, "Sequential.0": 1, "ReLU": 1}
 
 
-def test_compiled_models_are_compiled_once(engine):
+def test_compiled_models_are_compiled_once(engine, fresh_dynamo):
     counter = torch._dynamo.testing.CompileCounter()
-    compiled = torch.compile(Net(), backend=counter)
+    compiled = torch.compile(model(), backend=counter)
     with torch.no_grad(), observe_program() as seen:
         compiled(X)
         compiled(X)
@@ -317,4 +293,3 @@ def test_compiled_models_are_compiled_once(engine):
         compiled(X)
     assert counter.frame_count == 1
     assert [code.module for code in seen.compiled] == ["OptimizedModule"]
-    torch._dynamo.reset()

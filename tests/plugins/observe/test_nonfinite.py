@@ -4,8 +4,9 @@ from functools import partial
 
 import pytest
 import torch
+from tests.plugins.models import Defined
+from tests.plugins.modes import Seen
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import polycast
 
@@ -13,19 +14,17 @@ INF, NAN = float("inf"), float("nan")
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
-class Overflows(nn.Module):
-    def forward(self, x):
-        return (x * 100).exp()
+def overflows():
+    return Defined(lambda self, x: (x * 100).exp())
 
 
 def test_first_op_is_found_with_module_and_stack(engine):
-    net = nn.Sequential(nn.ReLU(), Overflows())
+    net = nn.Sequential(nn.ReLU(), overflows())
     with polycast.observe(net, nonfinite="record") as seen:
         net(torch.ones(4)).log()
     found = seen.nonfinite
     assert (found.op, found.phase, found.module, found.what) == ("aten::exp", "forward", "1", "inf")
     assert (found.dtype, found.count) == ("float32", 1)
-    assert found.stack[-1].endswith(" forward")
     assert "test_nonfinite.py" in found.stack[-1]
 
 
@@ -112,7 +111,7 @@ def test_inf_and_nan_that_an_op_was_given_are_ignored(engine, subtests):
 
 
 def test_error_names_op_and_module_and_restores_the_state(engine):
-    net, later = nn.Sequential(Overflows(), nn.ReLU()), []
+    net, later = nn.Sequential(overflows(), nn.ReLU()), []
     net[1].register_forward_hook(lambda *_: later.append(1))
     raises = pytest.raises(FloatingPointError)
     with raises as raised, polycast.observe(net, nonfinite="raise") as seen, polycast.autocast("cpu"):
@@ -131,7 +130,7 @@ def test_error_is_raised_after_the_module_without_a_model_too(engine):
     after = []
     with pytest.raises(FloatingPointError, match=r"^aten::exp outside of the model's modules "):  # noqa: PT012, SIM117
         with polycast.observe(nonfinite="raise"):
-            Overflows()(torch.ones(4))
+            overflows()(torch.ones(4))
             after.append(1)
     assert after == []
     assert nn.Module.__call__ is nn.Module._wrapped_call_impl
@@ -154,16 +153,7 @@ def test_error_is_raised_at_the_end_of_the_block_unless_there_is_another(engine,
 
 
 def test_modes_do_not_see_the_checks(engine):
-    class Mode(TorchDispatchMode):
-        def __init__(self):
-            super().__init__()
-            self.seen = []
-
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            self.seen.append(str(func))
-            return func(*args, **(kwargs or {}))
-
-    with polycast.observe(nonfinite="record") as seen, Mode() as mode:
+    with polycast.observe(nonfinite="record") as seen, Seen() as mode:
         torch.zeros(4).log()
-    assert mode.seen == ["aten.zeros.default", "aten.log.default"]
+    assert mode.ops == [torch.ops.aten.zeros.default, torch.ops.aten.log.default]
     assert (seen.nonfinite.what, seen.nonfinite.count) == ("inf", 1)

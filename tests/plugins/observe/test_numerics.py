@@ -82,10 +82,7 @@ def the_record(seen, **fields):
 
 @pytest.fixture(autouse=True)
 def two_threads():
-    before = torch.get_num_threads()
     torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize(("source", "target"), CASTS, ids=[f"{a}-{b}".replace("torch.", "") for a, b in CASTS])
@@ -172,13 +169,6 @@ def test_nothing_is_counted_outside_of_regions_in_the_forward_pass(engine):
     assert seen.numerics == ()
 
 
-def test_nothing_is_counted_without_the_option(engine):
-    with polycast.observe() as seen, polycast.autocast("cpu"):
-        torch.mm(torch.ones(2, 2), torch.ones(2, 2))
-    assert seen.numerics == ()
-    assert not seen.run.numerics
-
-
 def _net():
     torch.manual_seed(0)
     return torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 8))
@@ -251,17 +241,3 @@ def test_nested_observers_count_the_same(engine):
     assert (the_record(outer, dtype="float16").count, the_record(inner, dtype="float16").count) == (10, 5)
     assert the_record(outer, dtype="float32") == the_record(inner, dtype="float32")
     assert plain.numerics == ()
-
-
-def test_interrupted_run_keeps_what_it_counted(engine):
-    def run(seen):
-        with seen as observation, polycast.autocast("cpu"):
-            runs.append(observation)
-            torch.ones(2).half()
-            raise KeyboardInterrupt
-
-    runs = []
-    with pytest.raises(KeyboardInterrupt):
-        run(polycast.observe(numerics=True))
-    (seen,) = runs
-    assert the_record(seen, dtype="float16").count == 2

@@ -87,11 +87,6 @@ def test_invalid_file_is_refused_by_name(tmp_path, subtests):
             assert problem in str(raised.value)
 
 
-def test_missing_file_is_refused(tmp_path):
-    with pytest.raises(FileNotFoundError):
-        Observation.load(tmp_path / "none.json")
-
-
 def test_what_a_later_version_wrote_is_ignored():
     said = json.loads(SAMPLE.read_text(encoding="utf-8"))
     said["ops"][0]["news"] = 1
@@ -124,10 +119,9 @@ def test_difference_has_the_additional_findings(run):
 
 
 def test_nothing_else_can_be_added(run):
-    with pytest.raises(TypeError):
-        run(1) + 1
-    with pytest.raises(TypeError):
-        run(1) - None
+    for change in (lambda seen: seen + 1, lambda seen: seen - None):
+        with pytest.raises(TypeError):
+            change(run(1))
 
 
 def test_ops_of_a_recipe_that_different_packages_compute_stay_apart_in_sums():

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tests.plugins.modes import Seen
 
 import polycast
 
@@ -22,14 +23,6 @@ def test_op_with_policy_is_counted_with_its_casts(engine):
     assert mm.compute_dtypes == mm.output_dtypes == {"bfloat16": 2}
     assert (mm.casts, mm.cast_bytes, mm.hits, mm.misses) == (2, 2 * 16 * 2, 0, 0)
     assert (mm.policy, mm.rule) == ("lower_precision_fp", "backend's table")
-
-
-def test_op_without_policy_is_counted(engine):
-    with polycast.observe() as seen, polycast.autocast("cpu"):
-        torch.ones(4).relu()
-    relu = row(seen, "aten::relu")
-    assert (relu.calls, relu.policy, relu.rule) == (1, None, "none")
-    assert relu.output_dtypes == {"float32": 1}
 
 
 def test_ops_without_tensors_are_not_counted(engine):
@@ -90,6 +83,7 @@ def test_backward_pass_is_separate(engine):
     ("op", "call"),
     [
         ("aten::exp", lambda x: x.exp()),
+        ("aten::relu", lambda x: x.relu()),
         ("aten::cat", lambda x: torch.cat([x, x.float()])),
         ("aten::cumsum", lambda x: x.cumsum(0)),
     ],
@@ -222,13 +216,7 @@ def test_running_op_has_no_time_when_timing_starts(engine):
 
 
 def test_an_op_under_a_dispatch_mode_is_counted_once(engine):
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    class Mode(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            return func(*args, **(kwargs or {}))
-
-    with polycast.observe() as seen, polycast.autocast("cpu"), Mode():
+    with polycast.observe() as seen, polycast.autocast("cpu"), Seen():
         torch.ones(4).relu()
         torch.mm(torch.ones(4, 4), torch.ones(4, 4))
     assert (row(seen, "aten::relu").calls, row(seen, "aten::mm").calls) == (1, 1)
@@ -239,14 +227,6 @@ def test_op_that_raises_is_counted(engine):
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"), observer as seen:
         torch.mm(torch.ones(4).relu().view(2, 2), torch.ones(3, 3))
     assert (row(seen, "aten::relu").calls, row(seen, "aten::mm").calls) == (1, 1)
-
-
-def test_observation_can_be_read_inside_the_block(engine):
-    with polycast.observe() as seen:
-        torch.ones(4).relu()
-        before = row(seen, "aten::relu").calls
-        torch.ones(4).relu()
-        assert (before, row(seen, "aten::relu").calls) == (1, 2)
 
 
 def test_program_in_removed_directory_is_observed(engine, tmp_path, monkeypatch):

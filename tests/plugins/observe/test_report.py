@@ -274,11 +274,6 @@ def test_to_html_writes_the_page(sample, tmp_path):
     assert "before and after" in (tmp_path / "two.html").read_text(encoding="utf-8")
 
 
-def test_to_html_refuses_missing_folder(sample, tmp_path):
-    with pytest.raises(FileNotFoundError):
-        sample.to_html(tmp_path / "missing" / "report.html")
-
-
 def test_to_html_compares_with_observations_only(sample, tmp_path):
     with pytest.raises(TypeError, match=r"^before must be an Observation or None, got dict$"):
         sample.to_html(tmp_path / "report.html", before={})

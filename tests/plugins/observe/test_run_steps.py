@@ -27,6 +27,13 @@ def backward(scaler, layer, factor=1.0):
     scaler.scale((layer(torch.ones(1, 2)) * factor).sum()).backward()
 
 
+def take(scaler, layer, optimizer, factor=1.0):
+    optimizer.zero_grad()
+    backward(scaler, layer, factor)
+    scaler.step(optimizer)
+    scaler.update()
+
+
 def test_a_step_with_two_scalers_is_skipped_if_one_of_them_skips():
     (first, one), (second, two) = layer_and_optimizer(), layer_and_optimizer()
     scalers = scaler_of(), scaler_of()
@@ -46,10 +53,8 @@ def test_updates_of_one_scaler_in_one_step_are_one_record():
     (first, one), (second, two) = layer_and_optimizer(), layer_and_optimizer()
     scaler, log = scaler_of(), polycast.RunLog()
     with log.step():
-        for layer, optimizer, factor in ((first, one, INF), (second, two, 1.0)):
-            backward(scaler, layer, factor)
-            scaler.step(optimizer)
-            scaler.update()
+        take(scaler, first, one, INF)
+        take(scaler, second, two)
     (record,) = log.history.steps
     assert (record.skipped, record.scale) == (True, 8.0)
 
@@ -86,10 +91,7 @@ def test_a_fused_optimizer_on_a_device_names_its_parameters_in_a_log(monkeypatch
     log = polycast.RunLog(model=layer)
     for factor in (1.0, INF):
         with log.step():
-            optimizer.zero_grad()
-            backward(scaler, layer, factor)
-            scaler.step(optimizer)
-            scaler.update()
+            take(scaler, layer, optimizer, factor)
     assert [record.skipped for record in log.history.steps] == [False, True]
     assert log.history.skipped[0].parameters == ("bias", "weight")[: log.history.skipped[0].count]
     assert scaler.history.skipped == log.history.skipped
@@ -100,9 +102,7 @@ def test_parameters_are_frozen_and_groups_edited_between_steps():
     optimizer = torch.optim.SGD(layer.named_parameters(), lr=0.1)
     layer.bias.requires_grad_(False)
     optimizer.param_groups[0]["params"].pop()  # as pruning does; "param_names" has two names now
-    backward(scaler, layer, INF)
-    scaler.step(optimizer)
-    scaler.update()
+    take(scaler, layer, optimizer, INF)
     (skip,) = scaler.history.skipped
     assert skip.parameters == ("group 0, parameter 0 (1, 2)",)
 
@@ -154,9 +154,7 @@ def test_a_scale_that_is_infinite_is_written(tmp_path):
     with log.step():
         backward(scaler, layer)
         scaler.update(INF)
-        backward(scaler, layer)
-        scaler.step(optimizer)
-        scaler.update()
+        take(scaler, layer, optimizer)
     (record,) = log.history.steps
     assert (record.skip.scale, record.skipped) == (INF, True)
 
@@ -175,10 +173,7 @@ def test_the_step_after_a_skipped_one_is_observed_to_find_the_first_op():
     log = polycast.RunLog(model=layer, nonfinite="record")
     for factor in (1.0, 1e38, 1e38, 1.0, 1.0):
         with log.step():
-            optimizer.zero_grad()
-            backward(scaler, layer, factor)
-            scaler.step(optimizer)
-            scaler.update()
+            take(scaler, layer, optimizer, factor)
     steps = log.history.steps
     assert [record.fast_time_share is None for record in steps] == [True, True, False, False, True]
     assert [skip.origin is None for skip in log.history.skipped] == [True, False]

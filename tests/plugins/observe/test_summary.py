@@ -4,6 +4,7 @@ import re
 
 import pytest
 import torch
+from tests.plugins.models import Defined
 
 import polycast
 from polycast_plugins.observe.report import render
@@ -68,21 +69,12 @@ def test_a_remedy_is_given_once():
     assert " ".join(str(seen).split()).count("As for nonfinite.") == 1
 
 
-class Overflows(torch.nn.Module):
-    """Its linear overflows in float16; what it returns does not."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = torch.nn.Linear(4, 4)
-        torch.nn.init.constant_(self.linear.weight, 3e4)
-
-    def forward(self, x):
-        return self.linear(x) / 1e6
-
-
 @pytest.mark.parametrize("options", [{"nonfinite": "record"}, {"numerics": True}], ids=["nonfinite", "numerics"])
 def test_a_log_and_an_observation_give_the_same_remedy_which_works(engine, options):
-    model = torch.nn.Sequential(torch.nn.Linear(4, 4), Overflows(), torch.nn.Linear(4, 1))
+    linear = torch.nn.Linear(4, 4)
+    torch.nn.init.constant_(linear.weight, 3e4)  # overflows in float16; what its block returns does not
+    block = Defined(lambda self, x: self.linear(x) / 1e6, linear=linear)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), block, torch.nn.Linear(4, 1))
     torch.nn.init.constant_(model[0].weight, 0.25)
     scaler = polycast.grad_scaler("cpu", torch.float16, init_scale=4.0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
