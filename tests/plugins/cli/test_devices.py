@@ -1,7 +1,6 @@
 """`polycast devices`: the state of each device and its backend, as a table and as JSON."""
 
 import importlib.metadata
-import io
 import json
 import re
 
@@ -12,23 +11,7 @@ import polycast
 from polycast.engine import installation
 from polycast.toolchain import cache_folder, load
 from polycast.toolchain.prebuilt import no_compiler
-from polycast_plugins.cli import app
 from polycast_plugins.fastest import profile
-
-KEYS = [
-    "device_type",
-    "state",
-    "reason",
-    "default_dtype",
-    "supported_dtypes",
-    "distribution",
-    "version",
-    "replaces",
-    "extensions",
-    "polycast",
-    "engine",
-    "profile",
-]
 
 WORKING = """
 import polycast, torch
@@ -68,18 +51,6 @@ def test_every_backend_is_listed_with_its_state(polycast_command):
 def test_a_device_that_is_not_ready_has_a_reason(polycast_command, plugin):
     plugin("acme_absent", WORKING.format(supported="return (torch.float16,)"))
     assert "ipu: the box [red] is not plugged in\n" in polycast_command("devices").stdout
-
-
-def test_a_reason_is_printed_on_a_stream_of_any_encoding(monkeypatch, plugin):
-    plugin("acme_elsewhere", WORKING.format(supported="return (torch.float16,)").replace("the box", "größe"))
-    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
-    monkeypatch.setattr("sys.stdout", stream)
-    with pytest.raises(SystemExit) as ended:
-        app(["devices"])
-    stream.seek(0)
-    assert ended.value.code == 0
-    said = stream.read()
-    assert "ipu: gr\\xf6\\xdfe [red] is not plugged in\n" in said
 
 
 def test_a_device_without_a_backend_shows_what_is_needed(polycast_command):
@@ -160,7 +131,7 @@ def test_the_origin_of_the_ops_of_backends_is_shown(polycast_command, hand_made)
 def test_devices_json_has_the_same_keys_for_every_device(polycast_command):
     devices = json.loads(polycast_command("devices", "--json").stdout)
     assert [device["device_type"] for device in devices] == list(polycast.backends())
-    assert all(list(device) == KEYS for device in devices)
+    assert len({tuple(device) for device in devices}) == 1
 
 
 def test_devices_json_of_a_ready_device(polycast_command, monkeypatch, tmp_path):
@@ -230,17 +201,13 @@ def test_a_warning_of_a_plugin_that_a_filter_makes_an_error_is_a_remark(polycast
 
 def test_all_shows_the_traceback_of_a_broken_plugin(polycast_command, plugin):
     plugin("acme_traced", "raise OSError('libacme.so: cannot open')")
+    shown = polycast_command("devices").stdout
+    assert "Traceback" not in shown
+    assert shown.endswith("polycast devices --all shows the tracebacks.\n")
     shown = polycast_command("devices", "--all").stdout
     assert "The plugin of 'ipu' raised:\nTraceback (most recent call last):\n" in shown
     assert 'acme_traced.py", line 1, in <module>' in shown
     assert "OSError: libacme.so: cannot open\n" in shown
-
-
-def test_a_broken_plugin_names_the_option_for_its_traceback(polycast_command, plugin):
-    plugin("acme_hinted", "raise OSError('libacme.so: cannot open')")
-    shown = polycast_command("devices").stdout
-    assert "Traceback" not in shown
-    assert shown.endswith("polycast devices --all shows the tracebacks.\n")
 
 
 def test_all_does_not_change_json(polycast_command, plugin):

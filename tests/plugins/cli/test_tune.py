@@ -2,36 +2,11 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
+from tests.plugins.precision.conftest import int8_in_python  # noqa: F401  # a fixture
 from typer.testing import CliRunner
 
 import polycast
-from polycast_backends.cpu import CpuBackend
 from polycast_plugins.cli import app
-
-
-class PythonCpu(CpuBackend):
-    """A CPU with a linear for int8 in Python, so that what is found does not depend on the processor."""
-
-    def recipe_availability(self, recipe):
-        return polycast.plugin.Availability(True)
-
-    def low_bit_kernels(self, recipe):
-        return {"aten::linear": Linear()}
-
-
-class Linear(polycast.plugin.LowBitKernel):
-    def prepack(self, weight):
-        return (quantized(weight),)
-
-    def run(self, prepared, x, weight, bias):
-        return F.linear(quantized(x.float()), prepared[0], bias).to(torch.get_autocast_dtype("cpu"))
-
-
-def quantized(values):
-    scale = values.abs().amax(1, keepdim=True) / 127
-    return (values / scale).round() * scale
-
 
 SCRIPT = """
 import torch
@@ -110,8 +85,8 @@ def test_the_policy_is_written_to_a_file_and_the_evidence_printed(run, tmp_path)
     assert polycast.Policy.load(tmp_path / "policy.toml").modules == {"2": "fp32", "3": "fp32"}
 
 
+@pytest.mark.usefixtures("int8_in_python")
 def test_modules_that_must_leave_a_recipe_are_found(run, tmp_path):
-    polycast.plugin.register_backend(PythonCpu())
     result = run("script.py:outliers", "--recipe", "int8", "--tolerance", "0.02", "--output", "policy.toml")
     assert (result.exit_code, result.stderr) == (0, "")
     first = result.stdout.splitlines()[0]
@@ -150,8 +125,12 @@ INVALID = [
     (["script.py:only_a_model"], "returned Sequential. It must return (model, data), (model, data, metric) or"),
     (["script.py:build", "--dtype", "float17"], "'float17' is not a dtype"),
     (["script.py:build", "--recipe", "int9"], "'int9' is not a recipe: did you mean 'int8'?"),
-    (["script.py:build", "--output", "nowhere/policy.toml"], "policy.toml cannot be written: nowhere does not exist"),
-    (["script.py:build", "--output", "."], ". is a folder: name a file in it, such as policy.toml"),
+    # Before the search, which `interrupted` would end:
+    (
+        ["script.py:interrupted", "--output", "nowhere/policy.toml"],
+        "policy.toml cannot be written: nowhere does not exist",
+    ),
+    (["script.py:interrupted", "--output", "."], ". is a folder: name a file in it, such as policy.toml"),
 ]
 
 
@@ -161,11 +140,6 @@ def test_invalid_arguments_are_refused(run, subtests):
             result = run(*arguments)
             assert result.exit_code == 2
             assert problem in " ".join(result.stderr.replace("│", "").split())
-
-
-def test_an_output_that_cannot_be_written_is_refused_before_the_search(run):
-    result = run("script.py:interrupted", "--output", "nowhere/policy.toml")
-    assert result.exit_code == 2
 
 
 def test_the_search_can_be_done_twice_in_a_process(run):

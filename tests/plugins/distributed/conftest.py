@@ -1,8 +1,9 @@
-"""A fixture that runs a script in two ranks."""
+"""A fixture that runs a script in two ranks, and one of the tests of recipes."""
 
 import os
 
 import pytest
+from tests.plugins.quantize.conftest import declined  # noqa: F401  # a fixture
 
 RANKS = """
 import os, runpy, signal, sys

@@ -1,4 +1,4 @@
-"""Train and run replicated and sharded models with recipe "fastest", in the processes that test_fastest.py starts."""
+"""Train and run replicated and sharded models with recipe "fastest", in the processes that the tests start."""
 
 import gc
 import json
@@ -6,8 +6,7 @@ import sys
 
 import torch
 from torch import distributed, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from training import WRAP
 
 import polycast
 from polycast_plugins.fastest.measurement import Measurement
@@ -49,13 +48,6 @@ def made():
     return nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 8))
 
 
-def sharded(model):
-    mesh = init_device_mesh("cpu", (2,))
-    for layer in (model[0], model[2]):
-        fully_shard(layer, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
-
-
 if __name__ == "__main__":
     distributed.init_process_group("gloo")
     results = {}
@@ -63,7 +55,7 @@ if __name__ == "__main__":
         x = torch.randn(rows, 64, generator=torch.Generator().manual_seed(rows))
         model = made()
         expected = gradients(model, model, x)
-        for name, wrap in (("replicated", nn.parallel.DistributedDataParallel), ("sharded", sharded)):
+        for name, wrap in WRAP.items():
             model = made()
             wrapped = wrap(model)
             pairs = zip(outputs(wrapped, x), outputs(made(), x), strict=True)

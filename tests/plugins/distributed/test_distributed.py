@@ -167,6 +167,17 @@ def test_writes_of_collectives_into_weights_are_detected(results, collective):
     assert results[f"collected {collective}"] == 0
 
 
+@pytest.mark.parametrize("engine", ["native", "reference"])
+def test_the_recipe_fastest_has_the_outputs_and_gradients_of_one_process(engine, tmp_path, run_in_two_ranks):
+    results = tmp_path / "results.json"
+    run_in_two_ranks(HERE / "fastest.py", results, engine=engine)
+    labels = [f"{name} {rows}" for rows in (16, 256) for name in ("ddp", "fsdp2")]
+    assert json.loads(results.read_text(encoding="utf-8")) == {
+        **{label: [True] * 2 for label in labels},
+        **{f"{label}, outputs": [True] * 6 for label in labels},
+    }
+
+
 def test_sharding_needs_a_process_group():
     model = nn.Linear(2, 2)
     with pytest.raises(RuntimeError) as raised:

@@ -1,26 +1,22 @@
 """Graph breaks in regions of compiled functions while torch is patched: Dynamo makes and enters the regions again."""
 
 import contextlib
-import inspect
 import subprocess
 import sys
 
 import pytest
 import torch
+from tests.plugins.dropin.conftest import needs_its_signature
 from torch._dynamo import graph_break
 
 import polycast
 
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.cpu.amp.autocast:FutureWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`torch.cpu.amp.autocast:FutureWarning"),
+    pytest.mark.usefixtures("fresh_dynamo"),
+]
 X = torch.ones(2, 2)
-HALF, BFLOAT, FLOAT = torch.float16, torch.bfloat16, torch.float32
-
-
-@pytest.fixture(autouse=True)
-def _fresh_dynamo():
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
+HALF, BFLOAT = torch.float16, torch.bfloat16
 
 
 def products(x):
@@ -137,12 +133,6 @@ def in_a_region_of_torchs_own(x):
         graph_break()
         return y, torch.is_autocast_enabled("hpu")
 
-
-# Python 3.13.0 has not the signature of a deprecated class, which Dynamo reads.
-needs_its_signature = pytest.mark.skipif(
-    "dtype" not in inspect.signature(torch.cpu.amp.autocast).parameters,
-    reason="torch's own Dynamo cannot tell the arguments of torch.cpu.amp.autocast on this Python",
-)
 
 FUNCTIONS = [
     in_a_region,

@@ -1,13 +1,13 @@
 """torch's own uses of autocast while it is patched: checkpoint, compile, script, export."""
 
 import contextlib
-import inspect
 import subprocess
 import sys
 import warnings
 
 import pytest
 import torch
+from tests.plugins.dropin.conftest import needs_its_signature
 from torch.utils.checkpoint import checkpoint
 
 import polycast
@@ -54,13 +54,6 @@ def test_data_parallel_runs_in_the_region():
         assert torch.nn.DataParallel(model())(torch.ones(3, 4)).dtype is torch.bfloat16
 
 
-@pytest.fixture
-def dynamo():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
 def in_region(x):
     with torch.autocast("cpu", dtype=torch.bfloat16):
         return x @ x
@@ -71,19 +64,12 @@ def in_deprecated_region(x):
         return x @ x
 
 
-# Dynamo and TorchScript read the signature of the class, which on Python 3.13.0 that of a deprecated one is not.
-needs_its_signature = pytest.mark.skipif(
-    "dtype" not in inspect.signature(torch.cpu.amp.autocast).parameters,
-    reason="torch's own Dynamo cannot tell the arguments of torch.cpu.amp.autocast on this Python",
-)
-
-
 def in_region_given(x, region):
     with region:
         return x @ x
 
 
-@pytest.mark.usefixtures("dynamo", "engine")
+@pytest.mark.usefixtures("fresh_dynamo", "engine")
 @pytest.mark.parametrize("function", [in_region, pytest.param(in_deprecated_region, marks=needs_its_signature)])
 @pytest.mark.filterwarnings("ignore:`torch.cpu.amp.autocast:FutureWarning")
 def test_torch_compile_takes_the_regions_of_a_function_into_its_graph_with_and_without_the_patch(function):
@@ -93,7 +79,7 @@ def test_torch_compile_takes_the_regions_of_a_function_into_its_graph_with_and_w
             assert not torch.is_autocast_enabled("cpu")
 
 
-@pytest.mark.usefixtures("dynamo", "engine")
+@pytest.mark.usefixtures("fresh_dynamo", "engine")
 def test_torch_compile_takes_a_region_that_was_made_outside():
     compiled = torch.compile(in_region_given, backend="aot_eager", fullgraph=True)
     with polycast.patch_torch():
@@ -101,7 +87,7 @@ def test_torch_compile_takes_a_region_that_was_made_outside():
         assert compiled(X, torch.autocast("cpu", enabled=False)).dtype is torch.float32
 
 
-@pytest.mark.usefixtures("dynamo", "engine")
+@pytest.mark.usefixtures("fresh_dynamo", "engine")
 def test_a_compiled_model_runs_and_trains_in_a_region():
     net = model()
     compiled = torch.compile(net, backend="aot_eager", fullgraph=True)
@@ -212,7 +198,7 @@ def test_torch_jit_traces_the_casts_of_a_region():
     assert traced(torch.ones(3, 4)).dtype is torch.bfloat16
 
 
-@pytest.mark.usefixtures("patched", "engine", "dynamo")
+@pytest.mark.usefixtures("patched", "engine", "fresh_dynamo")
 @pytest.mark.parametrize("strict", [True, False])
 def test_torch_export_exports_the_casts_of_a_region(strict):
     class Net(torch.nn.Module):

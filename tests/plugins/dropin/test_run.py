@@ -64,10 +64,7 @@ ARGUMENTS = ["--flag", "value", "--quiet", "--", "-m"]
 @pytest.mark.parametrize(
     ("name", "arguments", "said"),
     [
-        *(
-            (name, [name, *ARGUMENTS], str(ARGUMENTS)[1:])
-            for name in ("program.py", "./program.py", "folder/program.py")
-        ),
+        *((name, [name, *ARGUMENTS], str(ARGUMENTS)[1:]) for name in SCRIPTS),
         ("package/program.py", ["-m", "package.program", "--flag"], "package.program"),
         ("package/__main__.py", ["-m", "package"], "package.__main__"),
         ("folder/__main__.py", ["folder", "x"], "__main__.py"),

@@ -4,12 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import polycast
 from polycast.plugin import LowBitKernel
-from polycast_backends.cpu import CpuBackend
-from polycast_plugins.testing import BackendConformance
 
-from .test_recipe_checks_can_fail import Linear, check, quantized
+from .test_recipe_checks_can_fail import Linear, changed, check, quantized
 
 
 class Equalized(Linear):
@@ -37,16 +34,6 @@ class WithLevels(Equalized):
         return super().prepack(weight, factors) if levels is None else (levels, factors.reciprocal())
 
 
-class OtherLevels(WithLevels):
-    def compensate(self, weight, moments):
-        return quantized(weight, 1) * 1.5
-
-
-class IgnoresFactors(Equalized):
-    def prepack(self, weight, factors=None):
-        return super().prepack(weight)
-
-
 class OfCast(Linear):
     """A kernel of the fast dtype that is right."""
 
@@ -57,16 +44,17 @@ class OfCast(Linear):
         return product.to(torch.get_autocast_dtype("cpu"))
 
 
-class OfOtherCast(OfCast):
-    def run(self, prepared, x, weight, bias):
-        return super().run((prepared[0].flip(0),), x, weight, bias)
-
-
 @pytest.mark.parametrize(
     ("kernel", "message"),
     [
-        (IgnoresFactors(), "with the factors of a calibration: the error is"),
-        (OtherLevels(), "with levels of the kernel's own: the error is"),
+        (
+            changed(Equalized, prepack=lambda self, weight, factors=None: Equalized.prepack(self, weight)),
+            "with the factors of a calibration: the error is",
+        ),
+        (
+            changed(WithLevels, compensate=lambda self, weight, moments: quantized(weight, 1) * 1.5),
+            "with levels of the kernel's own: the error is",
+        ),
         (Linear(), "takes the factors of a"),
     ],
     ids=["ignores", "other levels", "takes none"],
@@ -78,26 +66,13 @@ def test_a_kernel_that_equalizes(kernel, message):
         check("test_recipe_calibration", kernel)
 
 
-def check_fast(kernel, name="test_kernels_of_the_fast_dtype", op="aten::linear"):
-    class Own(CpuBackend):
-        def low_bit_kernels(self, recipe):
-            return {op: kernel}
-
-    polycast.plugin.register_backend(Own())
-    suite = type("TestOwn", (BackendConformance,), {"backend": "cpu"})()
-    try:
-        with suite.opened() as device:
-            getattr(suite, name)(device)
-    finally:
-        polycast.plugin.unregister_backend("cpu")
-
-
 def test_a_kernel_of_the_fast_dtype():
-    check_fast(OfCast())
+    name = "test_kernels_of_the_fast_dtype"
+    check(name, OfCast())
     with pytest.raises(AssertionError, match="aten::linear by the kernel of torch.bfloat16 on cpu: the error is"):
-        check_fast(OfOtherCast())
+        check(name, changed(OfCast, run=lambda self, rows, *args: OfCast.run(self, (rows[0].flip(0),), *args)))
     with pytest.raises(pytest.skip.Exception, match="has no kernels of the fast dtype"):
-        check_fast(Linear())
+        check(name, Linear())
 
 
 class Pointwise(LowBitKernel):
@@ -110,22 +85,12 @@ class Pointwise(LowBitKernel):
         return F.silu(x)
 
 
-class WrongResult(Pointwise):
-    def run(self, prepared, x):
-        return F.silu(x) * 1.01
-
-
-class WrongGradient(Pointwise):
-    def run(self, prepared, x):
-        return F.silu(x.detach()) + 0 * x
-
-
 def test_a_kernel_of_a_pointwise_op():
     name, op = "test_kernels_of_pointwise_ops", "aten::silu"
-    check_fast(Pointwise(), name, op)
+    check(name, Pointwise(), op=op)
     with pytest.raises(AssertionError, match="aten::silu by the kernel of torch.bfloat16 on cpu: the result is not"):
-        check_fast(WrongResult(), name, op)
+        check(name, changed(Pointwise, run=lambda self, prepared, x: F.silu(x) * 1.01), op=op)
     with pytest.raises(AssertionError, match="aten::silu by the kernel of torch.bfloat16 on cpu: the gradient is not"):
-        check_fast(WrongGradient(), name, op)
+        check(name, changed(Pointwise, run=lambda self, prepared, x: F.silu(x.detach()) + 0 * x), op=op)
     with pytest.raises(pytest.skip.Exception, match="has no kernels of pointwise ops"):
-        check_fast(OfCast(), name)
+        check(name, OfCast())

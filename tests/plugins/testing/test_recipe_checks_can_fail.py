@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses import FakeTensor
 
 import polycast
 from polycast.policy import recipe
@@ -38,96 +39,58 @@ class Linear(polycast.plugin.LowBitKernel):
         return product.to(torch.get_autocast_dtype("cpu"))
 
 
-class NotTransposed(Linear):
-    def run(self, prepared, x, weight, bias):
-        return super().run((prepared[0].flip(0),), x, weight, bias)
+def changed(kernel=Linear, **attributes):
+    """Return a kernel with other attributes."""
+    return type("Changed", (kernel,), attributes)()
 
 
-class OneScale(Linear):
-    dim = None
+def with_sign_of_the_first(self, weight):
+    first = self.__dict__.setdefault("sign", weight[0, 0].sign())
+    return (quantized(weight, 1) * first * weight[0, 0].sign(),)
 
 
-class NoBias(Linear):
-    def run(self, prepared, x, weight, bias):
-        return super().run(prepared, x, weight, None)
+def with_other_strides(self, *args):
+    result = Linear.run(self, *args)
+    return result.mT.contiguous().mT if result.dim() > 1 else result
 
 
-class InFloat32(Linear):
-    def run(self, *args):
-        return super().run(*args).float()
+def without_rows(self, prepared, x, *others):
+    result = Linear.run(self, prepared, x, *others)
+    return result if x.numel() else result.new_zeros(0)
 
 
-class LosesNan(Linear):
-    def run(self, prepared, x, weight, bias):
-        return super().run(prepared, x.nan_to_num(), weight, bias)
+def with_nan_in_all_rows(self, prepared, x, *others):
+    return Linear.run(self, prepared, x, *others) + (x * 0).sum().to(torch.get_autocast_dtype("cpu"))
 
 
-class SpreadsNan(Linear):
-    def run(self, prepared, x, weight, bias):
-        return super().run(prepared, x, weight, bias) + (x * 0).sum().to(torch.get_autocast_dtype("cpu"))
+def not_for_fake_tensors(self, x, weight, bias):
+    return "it is fake" if isinstance(x, FakeTensor) else Linear.unsupported_reason(self, x, weight, bias)
 
 
-class LooksAtValues(Linear):
-    def unsupported_reason(self, x, weight, bias):
-        from torch._subclasses import FakeTensor
-
-        return "it is fake" if isinstance(x, FakeTensor) else super().unsupported_reason(x, weight, bias)
-
-
-class NeverDeclines(Linear):
-    def unsupported_reason(self, *args):
-        return None
-
-
-class SaysNothing(Linear):
-    def unsupported_reason(self, x, weight, bias):
-        return "" if x.shape[-1] != weight.shape[-1] else None
-
-
-class OtherStrides(Linear):
-    def run(self, *args):
-        result = super().run(*args)
-        return result.mT.contiguous().mT if result.dim() > 1 else result
-
-
-class NoRows(Linear):
-    def run(self, prepared, x, weight, bias):
-        result = super().run(prepared, x, weight, bias)
-        return result if x.numel() else result.new_zeros(0)
-
-
-class KeepsTheWeight(Linear):
-    def prepack(self, weight):
-        return (weight,)
-
-
-class ReadsTheWeight(Linear):
-    def run(self, prepared, x, weight, bias):
-        return super().run((quantized(weight, 1),), x, weight, bias)
-
-
-class WritesToTheInput(Linear):
-    def run(self, prepared, x, weight, bias):
-        return super().run(prepared, x.mul_(2), weight, bias)
-
-
-class PacksNothing(Linear):
-    def prepack(self, weight):
-        return None
-
-
-class PacksNoTensor(Linear):
-    def prepack(self, weight):
-        return (weight, None)
-
-
-class ForgetsTheSign(Linear):
-    def prepack(self, weight):
-        return (quantized(weight, 1) * self.__dict__.setdefault("sign", weight[0, 0].sign()) * weight[0, 0].sign(),)
-
-
-class Second(Linear):
-    weight = 2
+WRONG = {
+    "no kernel": max,
+    "no tensor as weight": changed(weight=2),
+    "not transposed": changed(run=lambda self, prepared, *args: Linear.run(self, (prepared[0].flip(0),), *args)),
+    "without the bias": changed(
+        run=lambda self, prepared, x, weight, bias: Linear.run(self, prepared, x, weight, None)
+    ),
+    "in float32": changed(run=lambda self, *args: Linear.run(self, *args).float()),
+    "loses nan": changed(run=lambda self, prepared, x, *args: Linear.run(self, prepared, x.nan_to_num(), *args)),
+    "spreads nan": changed(run=with_nan_in_all_rows),
+    "looks at values": changed(unsupported_reason=not_for_fake_tensors),
+    "never declines": changed(unsupported_reason=lambda *_: None),
+    "declines without a reason": changed(unsupported_reason=lambda *args: Linear.unsupported_reason(*args) and ""),
+    "other strides": changed(run=with_other_strides),
+    "no rows": changed(run=without_rows),
+    "keeps the weight": changed(prepack=lambda self, weight: (weight,)),
+    "reads the weight": changed(
+        run=lambda self, prepared, x, weight, bias: Linear.run(self, self.prepack(weight), x, weight, bias)
+    ),
+    "writes to the input": changed(run=lambda self, prepared, x, *args: Linear.run(self, prepared, x.mul_(2), *args)),
+    "packs nothing": changed(prepack=lambda self, weight: None),
+    "packs no tensor": changed(prepack=lambda self, weight: (weight, None)),
+    "forgets the sign": changed(prepack=with_sign_of_the_first),
+}
 
 
 def check(name, kernel, recipe="int8", op="aten::linear", **answers):
@@ -150,10 +113,11 @@ def check(name, kernel, recipe="int8", op="aten::linear", **answers):
         patch.setattr("polycast_plugins.testing.recipe_checks._SIZES", [(5, 32, 16)])
         try:
             parameters = inspect.signature(method).parameters
+            given = [recipe] * ("recipe" in parameters)
             if "device" not in parameters:
-                return method(*[recipe] * ("recipe" in parameters))
+                return method(*given)
             with suite.opened() as device:
-                return method(device, recipe)
+                return method(device, *given)
         finally:
             polycast.plugin.unregister_backend("cpu")
 
@@ -169,52 +133,43 @@ def test_a_kernel_that_is_right_passes(name, engine):
 @pytest.mark.parametrize(
     ("name", "kernel", "message"),
     [
+        ("test_recipe", "no tensor as weight", "its weight is argument 2, which is not a tensor. Set the attribute `w"),
         (
             "test_recipe",
-            Second(),
-            "says that its weight is argument 2, which is not a tensor. Set the attribute `weight`",
+            "no kernel",
+            "must map names of ops to instances of polycast.plugin.LowBitKernel, at least one",
         ),
-        ("test_recipe", max, "must map names of ops to instances of polycast.plugin.LowBitKernel, at least one"),
         (
             "test_recipe_product",
-            NotTransposed(),
+            "not transposed",
             "aten::linear by int8 on cpu, of shapes [5, 32], [16, 32], [16], with",
         ),
-        ("test_recipe_product", NoBias(), "times the bound of the recipe"),
-        ("test_recipe_product", InFloat32(), "the result is torch.float32, not torch.bfloat16"),
-        ("test_recipe_product", PacksNothing(), "a tuple of tensors for a finite weight, got None"),
-        ("test_recipe_product", PacksNoTensor(), "a tuple of tensors for a finite weight, got ("),
+        ("test_recipe_product", "without the bias", "times the bound of the recipe"),
+        ("test_recipe_product", "in float32", "the result is torch.float32, not torch.bfloat16"),
+        ("test_recipe_product", "packs nothing", "a tuple of tensors for a finite weight, got None"),
+        ("test_recipe_product", "packs no tensor", "a tuple of tensors for a finite weight, got ("),
         (
             "test_recipe_unsupported_reason",
-            LooksAtValues(),
-            "answers None, and 'it is fake' for the same as fake tensors. It may use",
+            "looks at values",
+            "answers None, and 'it is fake' for the same as fake ten",
         ),
-        (
-            "test_recipe_unsupported_reason",
-            NeverDeclines(),
-            "must decline activations that do not fit the weight, so that torch",
-        ),
-        ("test_recipe_unsupported_reason", SaysNothing(), "unsupported_reason() must return None or a reason, got ''"),
-        ("test_recipe_in_compiled_code", OtherStrides(), "strides [1, 5], on cpu, and compiled code expects"),
-        (
-            "test_recipe_in_compiled_code",
-            PacksNothing(),
-            "did not run in compiled code: the weight cannot be prepacked",
-        ),
-        ("test_recipe_inf_and_nan", LosesNan(), "a finite number where the op returns inf or nan"),
-        ("test_recipe_inf_and_nan", SpreadsNan(), "times the bound of the recipe"),
-        ("test_recipe_empty_batch", NoRows(), "with no rows, returned the shape (0,), expected (0, 16)"),
-        ("test_recipe_packing", KeepsTheWeight(), "prepack() returned memory of the weight"),
-        ("test_recipe_packing", ReadsTheWeight(), "run() read the weight, or returned another result the second time"),
-        ("test_recipe_packing", WritesToTheInput(), "run() wrote to its arguments"),
-        ("test_recipe_in_a_region", PacksNothing(), "did not run in a region with Int8("),
-        ("test_recipe_in_a_region", ForgetsTheSign(), "after the weight was negated: the error is "),
+        ("test_recipe_unsupported_reason", "never declines", "must decline activations that do not fit the weight, so"),
+        ("test_recipe_unsupported_reason", "declines without a reason", "must return None or a reason, got ''"),
+        ("test_recipe_in_compiled_code", "other strides", "strides [1, 5], on cpu, and compiled code expects"),
+        ("test_recipe_in_compiled_code", "packs nothing", "did not run in compiled code: the weight cannot be prepack"),
+        ("test_recipe_inf_and_nan", "loses nan", "a finite number where the op returns inf or nan"),
+        ("test_recipe_inf_and_nan", "spreads nan", "times the bound of the recipe"),
+        ("test_recipe_empty_batch", "no rows", "with no rows, returned the shape (0,), expected (0, 16)"),
+        ("test_recipe_packing", "keeps the weight", "prepack() returned memory of the weight"),
+        ("test_recipe_packing", "reads the weight", "run() read the weight, or returned another result the second"),
+        ("test_recipe_packing", "writes to the input", "run() wrote to its arguments"),
+        ("test_recipe_in_a_region", "packs nothing", "did not run in a region with Int8("),
+        ("test_recipe_in_a_region", "forgets the sign", "after the weight was negated: the error is "),
     ],
-    ids=lambda value: type(value).__name__ if isinstance(value, polycast.plugin.LowBitKernel) else "",
 )
 def test_a_kernel_that_is_wrong(name, kernel, message):
     with pytest.raises(AssertionError, match=re.escape(message)):
-        check(name, kernel)
+        check(name, WRONG[kernel])
 
 
 def test_an_operator_that_differs_from_run():
@@ -236,7 +191,7 @@ def test_one_scale_for_all_rows_is_not_what_a_scale_for_each_row_gives(monkeypat
     monkeypatch.setattr(recipe_checks, "arguments_of", rows_of_very_different_size)
     check("test_recipe_product", Linear())
     with pytest.raises(AssertionError, match="times the bound of the recipe"):
-        check("test_recipe_product", OneScale())
+        check("test_recipe_product", changed(dim=None))
 
 
 def test_a_recipe_that_is_refused_without_a_reason():
