@@ -1,6 +1,5 @@
 """Compiled code runs only under the policies that it was compiled for, and equal ones."""
 
-import gc
 import inspect
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +18,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled"),
     pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated"),
 ]
-DEVICES = torch._C._autocast_supported_devices()
 HALF, SINGLE = torch.bfloat16, torch.float32
 TANH_DOWN, MM_UP = {"aten::tanh": CastPolicy.LOWER_PRECISION_FP}, {"aten::mm": CastPolicy.FP32}
 X = torch.ones(2, 2)
@@ -151,24 +149,6 @@ def test_the_guard_follows_regions_left_out_of_order():
     assert compiled() == (SINGLE, SINGLE)
 
 
-@pytest.mark.slow
-def test_the_policies_of_a_suspended_generator_end_when_it_is_collected():
-    def suspended():
-        with policy(MM_UP):
-            yield
-
-    compiled, generator = Compiled(), suspended()
-    next(generator)
-    cycle = [generator]
-    cycle.append(cycle)
-    assert compiled() == (SINGLE, SINGLE)
-    del generator, cycle
-    gc.collect()
-    assert overrides_text() == ""
-    with policy():
-        assert compiled() == (HALF, SINGLE)
-
-
 def test_policies_of_a_disabled_region_reach_a_region_in_compiled_code():
     """Autocast is off, as outside of all regions, but the compiled code enables it."""
 
@@ -213,18 +193,6 @@ def test_threads_have_their_own_policies_over_one_compiled_function():
     assert compiled.compilations == 3
 
 
-def test_a_thread_that_ended_in_policies_leaves_none(in_thread):
-    compiled = Compiled()
-
-    def work():
-        policy(MM_UP).__enter__()
-        return compiled()
-
-    assert in_thread(work) == (SINGLE, SINGLE)
-    with policy():
-        assert compiled() == (HALF, SINGLE)
-
-
 def test_a_guard_names_the_policies_that_it_was_made_for():
     reasons = []
     compiled = torch._dynamo.optimize("eager", guard_fail_fn=lambda failure: reasons.append(failure.reason))(dtypes)
@@ -263,18 +231,3 @@ def test_code_being_compiled_while_the_guard_is_installed_is_for_no_policies():
     with polycast.autocast("cpu", enabled=False, policy=MM_UP):
         assert not entry.guard_manager.check({"x": X})
     assert entry.guard_manager.check({"x": X})
-
-
-def test_uninstall_removes_the_guard_and_the_next_policies_install_it_again():
-    from torch._dynamo.output_graph import OutputGraph
-
-    compiled, own = Compiled(), vars(OutputGraph)["init_ambient_guards"]
-    for _ in range(2):
-        with policy(MM_UP):
-            assert compiled() == (SINGLE, SINGLE)
-        assert vars(OutputGraph)["init_ambient_guards"] is not own
-        polycast.uninstall()
-        assert vars(OutputGraph)["init_ambient_guards"] is own
-        with policy():
-            assert compiled() == (HALF, SINGLE)
-    assert compiled.compilations == 2

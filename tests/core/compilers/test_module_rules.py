@@ -5,7 +5,6 @@ from dataclasses import dataclass
 import pytest
 import torch
 from torch import nn
-from torch._dynamo.eval_frame import OptimizedModule
 from torch._dynamo.testing import CompileCounter
 
 import polycast
@@ -164,14 +163,6 @@ def test_a_model_that_is_compiled_with_a_rule_and_first_called_without_it_is_com
     with polycast.autocast("cpu"):
         assert compiled(torch.ones(1, 4)).dtype is torch.bfloat16
     assert counter.frame_count == 1
-
-
-def test_uninstall_gives_torch_compile_back_what_it_had():
-    initialize = OptimizedModule._initialize
-    polycast.apply_policy(nn.Linear(4, 4), Policy(modules={"": "fp32"}))
-    assert OptimizedModule._initialize is not initialize
-    polycast.uninstall()
-    assert OptimizedModule._initialize is initialize
 
 
 @pytest.mark.slow

@@ -140,13 +140,3 @@ def test_rules_that_have_switched_autocast_off_compile_nothing_again_nor_on_anot
         again, elsewhere = run(function), in_thread(lambda: run(function))
     for outputs in (first, again, elsewhere):
         assert_same(outputs, expected)
-
-
-def test_polycast_takes_back_what_it_has_changed_for_nested_regions():
-    from torch._guards import InvokeSubgraphCache
-
-    before = dict(vars(InvokeSubgraphCache))
-    run(compiled(Switching(), "aot_eager"))
-    assert dict(vars(InvokeSubgraphCache)) != before
-    polycast.uninstall()
-    assert dict(vars(InvokeSubgraphCache)) == before

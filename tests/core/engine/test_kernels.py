@@ -159,9 +159,11 @@ def test_an_op_of_another_namespace_is_cast_with_autocast_off_for_its_device_onl
 def test_install_and_uninstall_give_torch_its_own_kernels_back():
     mixed = [tensor("cpu", torch.float16), tensor("cpu", torch.bfloat16)]
     before = {device: torch_ops(device) for device in ("cpu", "cuda", "xpu")}
+    held = []  # the kernels of a device would go with its object, too
     for _ in range(5):
         for device in before:
             polycast.install(device)
+            held.append(kernels_of(device))
         with torch.autocast("cpu"):
             assert torch.cat(mixed).dtype is torch.float32
         polycast.uninstall("cpu")

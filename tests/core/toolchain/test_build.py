@@ -56,17 +56,18 @@ def test_other_sources_or_another_torch_need_another_build(compiler, home, monke
     assert len(builds) == compiler.calls == 4
 
 
-@pytest.mark.parametrize("damage", ["truncated", "another", "no_checksum", "half_a_checksum"])
+DAMAGES = {
+    "truncated": lambda library: os.truncate(library, 1000),
+    "another": lambda library: library.write_bytes(b"of a build that was killed"),
+    "no checksum": lambda library: library.with_suffix(".sha256").unlink(),
+    "half a checksum": lambda library: os.truncate(library.with_suffix(".sha256"), 10),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
 def test_a_damaged_build_is_built_again(compiler, home, damage):
     library = get_or_build(home, ENGINE)
-    if damage == "truncated":
-        os.truncate(library, 1000)
-    elif damage == "another":
-        library.write_bytes(b"of a build that was killed")
-    elif damage == "no_checksum":
-        library.with_suffix(".sha256").unlink()
-    else:
-        os.truncate(library.with_suffix(".sha256"), 10)
+    damage(library)
     assert get_or_build(home, ENGINE) == library
     assert library.stat().st_size > 1000
     assert compiler.calls == 2
