@@ -63,6 +63,10 @@ template <int Columns, typename T>
     }
     return;
   }
+  constexpr int64_t page = 4096 / sizeof(T);
+  if (of.ahead == 0 && Columns == 1 && k % page == 0) {  // the processor's prefetcher then finds the address of that page looked up
+    _mm_prefetch(reinterpret_cast<const char*>(of.weight + k + 4 * page), _MM_HINT_T1);
+  }
   if (of.ahead > 0) {
     const int64_t place = k + of.ahead;
     const T* const later = of.weight + (place < of.terms ? place : Columns * of.stride + place - of.terms);
