@@ -1,5 +1,9 @@
-"""Choose the tests that run: of three or more parameters, only combinations that hold each pair, unless with --full."""
+"""Choose the tests that run: of three or more parameters, only combinations that hold each pair, unless with --full.
 
+The longest tests run first.
+"""
+
+import gc
 import itertools
 from collections import defaultdict
 
@@ -17,6 +21,14 @@ ENGINES_DIFFER = (
 )
 """The tests of what each engine implements."""
 
+FIRST = (
+    "tests/core/engine/test_writes_of_ops.py",
+    "tests/examples/",
+    "tests/site/test_site",
+    "tests/test_npy_example.py",
+)
+"""The tests that take longest. They run first: at the end, the other processes would wait for the one that has them."""
+
 
 def pytest_addoption(parser):
     parser.addoption("--installed", action="store_true", help="fail where polycast is imported from the source tree")
@@ -24,8 +36,18 @@ def pytest_addoption(parser):
 
 
 @pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Collect the tests without the garbage collector, which would search the syntax trees again and again."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
+@pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(config, items):
-    """Refuse ids that differ between the processes of pytest-xdist; leave out what need not run."""
+    """Refuse ids that differ between the processes of pytest-xdist; leave out what need not run; sort the others."""
     for item in items:
         if " at 0x" in item.nodeid:
             raise pytest.UsageError(
@@ -36,7 +58,9 @@ def pytest_collection_modifyitems(config, items):
     yield  # and so leave out what -m and -k do not select
     left_out = set() if config.getoption("full") else beyond_pairs(items)
     config.hook.pytest_deselected(items=[item for item in items if item in left_out])
-    items[:] = [item for item in items if item not in left_out]
+    items[:] = sorted(
+        (item for item in items if item not in left_out), key=lambda item: not item.nodeid.startswith(FIRST)
+    )
 
 
 def beyond_pairs(items):

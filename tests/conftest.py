@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
-import setuptools  # noqa: F401  # before anybody imports the distutils that it replaces: torch's compiler needs it
+import setuptools  # noqa: F401  # before anybody imports distutils, which it replaces: torch's compiler needs it
 import torch
 from filelock import FileLock
 from torch._subclasses import FakeTensorMode
@@ -23,8 +23,8 @@ from polycast.region import resolve
 from polycast.registry.registry import registry
 from polycast.toolchain import load
 
-from .collecting import pytest_addoption, pytest_collection_modifyitems  # noqa: F401  # hooks
-from .fixtures_of_processes import launch, run_program, start_launcher  # noqa: F401
+from .collecting import pytest_addoption, pytest_collection, pytest_collection_modifyitems  # noqa: F401  # hooks
+from .fixtures_of_processes import built, launch, run_program, start_launcher  # noqa: F401
 
 with contextlib.suppress(ModuleNotFoundError):  # the core is tested without plugins too
     from .fixtures_of_plugins import _no_profile, _own_profiles, profile_of  # noqa: F401
@@ -74,6 +74,7 @@ def native(monkeypatch):
     """Run a test on the native engine only."""
     installation.forget_choice()
     monkeypatch.setenv("POLYCAST_ENGINE", "native")
+    monkeypatch.setattr(load, "try_build", lambda _: None)  # as above
     yield
     installation.forget_choice()
 

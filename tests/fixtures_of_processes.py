@@ -4,6 +4,7 @@ import contextlib
 import functools
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -63,3 +64,17 @@ def run_program(launch):
         return done.returncode, done.stdout, "\n".join(errors)
 
     return run_program
+
+
+@pytest.fixture(scope="session")
+def built(make_once):
+    """Return the folder of polycast's sdist, and of the wheel built from it."""
+
+    def build(folder):
+        unwanted = shutil.ignore_patterns(".*", "build", "dist", "__pycache__", "*.egg-info")
+        copy = shutil.copytree(Path(__file__).parent.parent, folder / "checkout", ignore=unwanted)
+        command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), str(copy)]
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=folder)
+        assert done.returncode == 0, done.stdout
+
+    return make_once("built", build)

@@ -1,10 +1,11 @@
 """Of tests with three or more parameters run few combinations, which hold each pair of values."""
 
 import itertools
+from pathlib import Path
 
 import pytest
 
-from .collecting import redundant
+from .collecting import ENGINES_DIFFER, FIRST, redundant
 
 
 def pairs(combinations):
@@ -36,3 +37,8 @@ def test_what_is_apart_needs_no_pair():
     every = list(itertools.product(["native", "reference"], "abc"))
     left = [values for n, values in enumerate(every) if n not in redundant(every, {"native", "reference"})]
     assert left == [("native", "a"), ("native", "c"), ("reference", "b")]
+
+
+def test_the_tests_that_run_first_or_on_both_engines_exist():
+    root = Path(__file__).parent.parent
+    assert [name for name in (*FIRST, *ENGINES_DIFFER) if not list(root.glob(f"{name}*"))] == []

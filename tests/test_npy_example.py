@@ -28,30 +28,36 @@ def run(*command, cwd):
 
 
 @pytest.fixture(scope="module")
-def environment(make_once):
+def environment(make_once, built):
     """Return the Python of an environment with the wheels of polycast and of the example over the packages here."""
-    return _python(make_once("npy", _make_environment))
+    return _python(make_once("npy", lambda folder: _make_environment(folder, *built.glob("*.whl"))))
 
 
 def _python(folder):
     return folder / "venv" / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
 
 
-def _make_environment(folder):
-    unwanted = shutil.ignore_patterns(".*", "build", "dist", "__pycache__", "*.egg-info")
-    for name, source in (("polycast", ROOT), ("polycast-npy", EXAMPLE)):
-        copy = shutil.copytree(source, folder / "sources" / name, ignore=unwanted)
-        run(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", folder, copy, cwd=folder)
+def _make_environment(folder, wheel):
+    copy = shutil.copytree(
+        EXAMPLE, folder / "source", ignore=shutil.ignore_patterns("build", "dist", "__pycache__", "*.egg-info")
+    )
+    run(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", folder, copy, cwd=folder)
     venv.create(folder / "venv", with_pip=False, symlinks=os.name != "nt")
     python = _python(folder)
     packages = run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=folder).strip()
-    wheels = sorted(folder.glob("*.whl"))
-    run(sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", *wheels, cwd=folder)
+    wheels = [wheel, *folder.glob("*.whl")]
+    # Without bytecode: each run compiles what it imports first.
+    options = ("--no-deps", "--no-index", "--no-compile")
+    run(sys.executable, "-m", "pip", "--python", python, "install", *options, *wheels, cwd=folder)
     Path(packages, "shared.pth").write_text("\n".join(SHARED) + "\n")
-    where = run(python, "-c", "import polycast, polycast_npy as n; print(polycast.__file__, n.__file__)", cwd=folder)
-    assert [Path(path).is_relative_to(packages) for path in where.split()] == [True, True]
     # Compile the native engine here, since a program that does so prints that.
-    run(python, "-c", "import polycast\nwith polycast.observe(): polycast.install('cpu')", cwd=folder)
+    program = """
+import polycast, polycast_npy
+with polycast.observe(): polycast.install("cpu")
+print(polycast.__file__, polycast_npy.__file__)
+"""
+    where = run(python, "-c", program, cwd=folder).splitlines()[-1].split()
+    assert [Path(path).is_relative_to(packages) for path in where] == [True, True]
 
 
 def test_its_own_tests_pass_on_the_wheels(environment, tmp_path):

@@ -5,7 +5,6 @@ import importlib.metadata
 import importlib.resources
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tarfile
@@ -32,20 +31,6 @@ PACKAGES = [
     ),
 ]
 DISTRIBUTION = importlib.metadata.distribution("polycast")
-
-
-@pytest.fixture(scope="module")
-def built(make_once):
-    """Return the folder of the sdist, and of the wheel built from it."""
-    return make_once("built", _build)
-
-
-def _build(folder):
-    unwanted = shutil.ignore_patterns(".*", "build", "dist", "__pycache__", "*.egg-info")
-    copy = shutil.copytree(ROOT, folder / "checkout", ignore=unwanted)
-    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), str(copy)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=folder)
-    assert done.returncode == 0, done.stdout
 
 
 @pytest.fixture(scope="module")

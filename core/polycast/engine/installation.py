@@ -1,7 +1,7 @@
 """The kernels that are installed at the dispatcher's Autocast keys, and all else that regions change in torch."""
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 
 from ..common import generation
 from ..common.atfork import hold_during_fork
@@ -180,8 +180,7 @@ def kernels_of(device_type: str, also: Iterable[str] = ()) -> Kernels:
                 is_unchanged = registry.loaded(device_type) is backend and chosen() is engine
                 if device_type not in installed and is_unchanged:
                     engine.watch_writes()
-                    matched = dict.fromkeys(_matched(backend), CastPolicy.MATCH)
-                    policies = {**matched, **added, **backend.policies, **policies_for(device_type)}
+                    policies = {**_matched(backend), **added, **backend.policies, **policies_for(device_type)}
                     installed[device_type] = engine.kernels(backend, policies)
                     registry.used.add(device_type)
         else:
@@ -196,12 +195,11 @@ def kernels_of(device_type: str, also: Iterable[str] = ()) -> Kernels:
             return kernels
 
 
-def _matched(backend: Backend) -> Iterator[str]:
-    """Yield the matched ops of a backend. Its table leaves those of torch's kernels out on purpose."""
+def _matched(backend: Backend) -> dict[str, CastPolicy]:
+    """Return the matched ops of a backend. Its table leaves those of torch's kernels out on purpose."""
     key = autocast_key(backend.device_type)
-    for name in backend.matched_ops:
-        if not (has_kernel(name) and has_kernel_for_dispatch_key(name, key)):
-            yield name
+    ours = (name for name in backend.matched_ops if not (has_kernel(name) and has_kernel_for_dispatch_key(name, key)))
+    return dict.fromkeys(ours, CastPolicy.MATCH)
 
 
 def torch_ops(device_type: str) -> frozenset[str]:

@@ -8,7 +8,7 @@ from typing import Any
 from ..common.atfork import hold_during_fork
 from ..errors import InvalidBackendError, warn_user
 from ..policy.cast_policy import CastPolicy
-from ..policy.schemas import COMPOSED_OPS, entry_problem, find_op
+from ..policy.schemas import COMPOSED_OPS, find_op, policy_problem
 from ..registry.backend import Backend
 from ..registry.registry import registry
 from ..torch_internals.dispatcher import (
@@ -62,8 +62,9 @@ class Kernels(ABC):
     def __init__(self, backend: Backend, policies: Mapping[str, CastPolicy]) -> None:
         self.backend = backend
         self.key = autocast_key(backend.device_type)
-        self.ops: frozenset[str] = frozenset()
-        self.added: frozenset[str] = frozenset()
+        self._dispatch_key = dispatch_key(self.key)
+        self.ops = set[str]()
+        self.added = set[str]()
         self.pending: frozenset[str] = frozenset()
         self._policies = policies
         self._newest: dict[str, tuple[OpOverload, CastPolicy | None]] = {}
@@ -101,17 +102,17 @@ class Kernels(ABC):
             op = find_op(name) if replace or name not in self.ops else None
             if op is None or self._newest.get(name) == (op, policy):
                 return
-            problem = None if policy is None else entry_problem(name, policy)
+            problem = None if policy is None else policy_problem(op, policy)
             if problem is not None:
-                self._refuse(name, problem)
+                self._refuse(name, f"{name!r} {problem}")
                 return
             had_kernel = has_kernel_for_dispatch_key(name, self.key)
             self._register(name, op, policy)
             self._displace_python_kernel(op)
             self._newest[name] = op, policy
             if not had_kernel:
-                self.added |= {name}
-            self.ops |= {name}
+                self.added.add(name)
+            self.ops.add(name)
 
     def _refuse(self, name: str, problem: str) -> None:
         """Raise, or warn of an extension and leave its policy for the op out."""
@@ -134,7 +135,7 @@ class Kernels(ABC):
 
     def _displace_python_kernel(self, op: OpOverload) -> None:
         """Remove the kernel that torch.library.register_autocast set for tracing, which would be called first."""
-        kernel = python_kernels(op).pop(dispatch_key(self.key), None)
+        kernel = python_kernels(op).pop(self._dispatch_key, None)
         if kernel is not None:
             self._displaced.append((op, kernel))
             clear_dispatch_cache(op)
@@ -145,9 +146,9 @@ class Kernels(ABC):
         self._higher_order_ops.remove()
         cached_cast.clear_operator_cache()
         for op, kernel in self._displaced:
-            python_kernels(op)[dispatch_key(self.key)] = kernel
+            python_kernels(op)[self._dispatch_key] = kernel
             clear_dispatch_cache(op)
-        self.ops = self.added = self.pending = frozenset()
+        self.ops, self.added, self.pending = set(), set(), frozenset()
 
     @abstractmethod
     def _register(self, name: str, op: OpOverload, policy: CastPolicy | None) -> None: ...

@@ -80,19 +80,16 @@ def hidden_writes(op: OpOverload) -> tuple[tuple[int, ...], int]:
 @functools.cache
 def optional_dtype(op: OpOverload) -> int | None:
     """Return the position of an op's ``ScalarType?`` argument, or None if it has none."""
-    for position, argument in enumerate(op._schema.arguments):
-        if str(argument.real_type) == "Optional[ScalarType]":
-            return position
-    return None
+    kinds = [str(each.real_type) for each in op._schema.arguments]
+    return kinds.index("Optional[ScalarType]") if "Optional[ScalarType]" in kinds else None
 
 
 @functools.cache
 def overload_with_dtype(op: OpOverload) -> OpOverload | None:
     """Return the overload with the same arguments and a final ``ScalarType dtype``, or None."""
     names = [argument.name for argument in op._schema.arguments]
-    packet = op.overloadpacket
-    for overload in packet.overloads():
-        candidate: OpOverload = getattr(packet, overload)
+    for overload in op.overloadpacket.overloads():
+        candidate: OpOverload = getattr(op.overloadpacket, overload)
         arguments = candidate._schema.arguments
         if (
             [argument.name for argument in arguments] == [*names, "dtype"]
@@ -133,26 +130,30 @@ def entry_problem(name: object, policy: object) -> str | None:
     if not isinstance(policy, CastPolicy):
         return f"the policy of {name!r} must be a CastPolicy, got {policy!r}"
     op = find_op(name)
-    if op is None or policy in (CastPolicy.BANNED, CastPolicy.PASSTHROUGH):
+    problem = None if op is None else policy_problem(op, policy)
+    return None if problem is None else f"{name!r} {problem}"
+
+
+@functools.cache
+def policy_problem(op: OpOverload, policy: CastPolicy) -> str | None:
+    """Return why an op cannot have a policy, as the end of a sentence that its name begins, or None."""
+    if policy in (CastPolicy.BANNED, CastPolicy.PASSTHROUGH):
         return None
-    if _has_out(op):
-        return f"{name!r} is an out= variant, whose inputs are never cast"
+    arguments = op._schema.arguments
+    if any(each.kwarg_only and is_written(each) for each in arguments):
+        return "is an out= variant, whose inputs are never cast"
     if policy is not CastPolicy.MATCH and op._schema.is_mutable:
         if policy in (CastPolicy.FP32_SET_OPT_DTYPE, CastPolicy.FP32_APPEND_DTYPE):
-            return f"{name!r} writes to a tensor, whose dtype its result has: {policy.name} cannot change that"
-        if all(is_written(each) for each in op._schema.arguments if "Tensor" in str(each.real_type)):
-            return f"{name!r} has no tensors but those that it writes, which are never cast"
+            return f"writes to a tensor, whose dtype its result has: {policy.name} cannot change that"
+        if all(is_written(each) for each in arguments if "Tensor" in str(each.real_type)):
+            return "has no tensors but those that it writes, which are never cast"
     if torch.Tag.inplace_view in op.tags:
-        return f"{name!r} gives a tensor another's memory or shape, which are not those of a cast"
+        return "gives a tensor another's memory or shape, which are not those of a cast"
     if policy is CastPolicy.FP32_SET_OPT_DTYPE and optional_dtype(op) is None:
-        return f"{name!r} has no optional dtype argument, which {policy.name} sets"
+        return f"has no optional dtype argument, which {policy.name} sets"
     if policy is CastPolicy.FP32_APPEND_DTYPE and overload_with_dtype(op) is None:
-        return f"{name!r} has no overload with the same arguments and a dtype, which {policy.name} calls"
+        return f"has no overload with the same arguments and a dtype, which {policy.name} calls"
     return None
-
-
-def _has_out(op: OpOverload) -> bool:
-    return any(each.kwarg_only and is_written(each) for each in op._schema.arguments)
 
 
 def is_written(argument: Any) -> bool:

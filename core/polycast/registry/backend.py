@@ -217,8 +217,8 @@ class Backend(Extension):
 
     def missing_dtypes(self, op: str, values: Iterable[object] = ()) -> frozenset[torch.dtype]:
         """Return the dtypes for which the device has no kernel of an op with arguments of these layouts."""
-        keys: set[str | torch.layout] = {op, *(value.layout for value in values if isinstance(value, torch.Tensor))}
-        return frozenset(dtype for key in keys & self.missing_kernels.keys() for dtype in self.missing_kernels[key])
+        keys: list[str | torch.layout] = [op, *(value.layout for value in values if isinstance(value, torch.Tensor))]
+        return frozenset(dtype for key in keys for dtype in self.missing_kernels.get(key, ()))
 
     @staticmethod
     def float32_products(has_kernel: Callable[[Any], bool]) -> Mapping[KernelKey, Callable[..., Any]]:

@@ -17,13 +17,19 @@ def _seed():
     torch.manual_seed(0)
 
 
-@pytest.fixture(name="engine", params=["native", "reference"])
-def _engine(request, monkeypatch):
-    """Run a test once on each engine of polycast's."""
+@pytest.fixture(scope="module", name="engine", params=["native", "reference"])
+def _engine(request):
+    """Run the tests of a module on each engine of polycast's, with its kernels installed from the first to the last."""
     from polycast.engine.installation import forget_choice
 
     forget_choice()
-    monkeypatch.setenv("POLYCAST_ENGINE", request.param)
-    yield request.param
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("POLYCAST_ENGINE", request.param)
+        yield request.param
+        forget_choice()
+
+
+@pytest.fixture(autouse=True)
+def _leaves_no_region():
+    yield
     assert polycast.autocast_nesting("npy") == 0
-    forget_choice()

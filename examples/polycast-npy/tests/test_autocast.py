@@ -141,9 +141,13 @@ def test_a_region_in_bfloat16_is_disabled_and_says_why():
 
 def test_an_old_numpy_makes_the_device_unavailable(monkeypatch):
     monkeypatch.setattr("numpy.__version__", "1.19.5")
+    polycast.plugin.refresh("npy")
     answer = polycast.plugin.get_backend("npy").availability()
     assert (answer.available, answer.reason) == (False, "NumPy 1.19.5 is too old: npy needs 1.20 or newer")
     assert not polycast.is_autocast_available("npy")
+    monkeypatch.undo()
+    polycast.plugin.refresh("npy")
+    assert polycast.is_autocast_available("npy")
 
 
 def test_a_missing_numpy_makes_the_device_unavailable(monkeypatch):

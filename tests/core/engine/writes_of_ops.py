@@ -9,6 +9,7 @@ Usage: python writes_of_ops.py TEMPLATES, the number of arguments that an op acc
 """
 
 import contextlib
+import functools
 import itertools
 import json
 import os
@@ -52,49 +53,52 @@ def ops():
     return found
 
 
-def value_of(argument, tensor, number):
-    """Return a value for an argument that is no tensor, or raise TypeError if there is none."""
-    kind = str(argument.real_type)
-    if kind.startswith("Optional[") and "Tensor" not in kind:
-        return None
-    values = {
-        "Tensor": tensor,
-        "Optional[Tensor]": tensor,
-        "List[Tensor]": lambda: [tensor(), tensor()],
-        "List[Optional[Tensor]]": lambda: [tensor()],
-        "int": lambda: number,
-        "SymInt": lambda: number,
-        "float": lambda: 0.5,
-        "number": lambda: 1.0,
-        "bool": lambda: bool(number),
-        "List[int]": lambda: [number] * 2,
-        "List[SymInt]": lambda: [number] * 2,
-        "List[float]": lambda: [1.0, 1.0],
-        "List[number]": lambda: [1.0, 1.0],
-        "List[bool]": lambda: [True, True, True],
-        "str": lambda: "reflect",
-        "ScalarType": lambda: torch.float32,
-    }
-    if kind not in values:
-        raise TypeError(kind)
-    return values[kind]()
+VALUES = {
+    "Tensor": lambda tensor, number: tensor(),
+    "Optional[Tensor]": lambda tensor, number: tensor(),
+    "List[Tensor]": lambda tensor, number: [tensor(), tensor()],
+    "List[Optional[Tensor]]": lambda tensor, number: [tensor()],
+    "int": lambda tensor, number: number,
+    "SymInt": lambda tensor, number: number,
+    "float": lambda tensor, number: 0.5,
+    "number": lambda tensor, number: 1.0,
+    "bool": lambda tensor, number: bool(number),
+    "List[int]": lambda tensor, number: [number] * 2,
+    "List[SymInt]": lambda tensor, number: [number] * 2,
+    "List[float]": lambda tensor, number: [1.0, 1.0],
+    "List[number]": lambda tensor, number: [1.0, 1.0],
+    "List[bool]": lambda tensor, number: [True, True, True],
+    "str": lambda tensor, number: "reflect",
+    "ScalarType": lambda tensor, number: torch.float32,
+}
+"""By the type of an argument: its value, given a function that makes a tensor, and a number."""
+
+
+@functools.cache
+def parameters(op):
+    """Return the name and the type of each argument, and whether it is given by its name."""
+    return [(each.name, str(each.real_type), each.kwarg_only) for each in op._schema.arguments]
+
+
+def value_of(kind, tensor, number):
+    """Return a value for an argument, or raise KeyError if there is none for its type."""
+    return None if kind.startswith("Optional[") and "Tensor" not in kind else VALUES[kind](tensor, number)
 
 
 def arguments(op, tensor, number):
-    return {argument.name: value_of(argument, tensor, number) for argument in op._schema.arguments}
+    return {name: value_of(kind, tensor, number) for name, kind, _ in parameters(op)}
 
 
 def call(op, values):
-    schema = op._schema.arguments
-    positional = [values[argument.name] for argument in schema if not argument.kwarg_only]
-    return op(*positional, **{argument.name: values[argument.name] for argument in schema if argument.kwarg_only})
+    positional = [values[name] for name, _, by_name in parameters(op) if not by_name]
+    return op(*positional, **{name: values[name] for name, _, by_name in parameters(op) if by_name})
 
 
 def places(op):
     """Return the arguments that hold tensors, as (name, the position in a list or None)."""
-    for argument in op._schema.arguments:
-        if "Tensor" in str(argument.real_type):
-            yield argument.name, (0 if "List" in str(argument.real_type) else None)
+    for name, kind, _ in parameters(op):
+        if "Tensor" in kind:
+            yield name, (0 if "List" in kind else None)
 
 
 def with_weight(values, place, weight):
@@ -102,6 +106,11 @@ def with_weight(values, place, weight):
     if position is None:
         return {**values, name: weight}
     return {**values, name: [weight if at == position else each for at, each in enumerate(values[name])]}
+
+
+def equal(one, other):
+    """Return whether two tensors are equal, with NaN equal to itself."""
+    return torch.equal(one, other) or torch.equal(one.nan_to_num(), other.nan_to_num())
 
 
 class Uses:
@@ -115,12 +124,12 @@ class Uses:
         weight = self.weight
         if weight.shape != (SIZE, SIZE) or weight.layout is not torch.strided or weight.dtype is not torch.float32:
             return True  # the op has changed the weight to another kind of tensor
-        expected = (X.float() @ weight.detach().bfloat16().float()).bfloat16()
+        expected = torch.mm(X, weight.bfloat16())
         for _ in range(times):
             plain = torch.mm(X, weight)
             with polycast.autocast("cpu", cache=self.cache):
                 cached = torch.mm(X, weight)
-            if not all(torch.equal(each.nan_to_num(), expected.nan_to_num()) for each in (plain, cached)):
+            if not (equal(plain, expected) and equal(cached, expected)):
                 return False
         return True
 
