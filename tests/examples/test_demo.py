@@ -88,7 +88,7 @@ def test_an_op_that_runs_in_another_precision_is_found(demo, hand_made, monkeypa
     right = polycast.plugin.get_backend("cpu").policies
     wrong = polycast.CastPolicy.PASSTHROUGH if op == "cross_entropy_loss" else polycast.CastPolicy.FP32
     hand_made("cpu", default_dtype=torch.bfloat16, policies={**right, f"aten::{op}": wrong})
-    few = demo["Digits"](*(part[:300] for part in demo["load_digits"]("cpu")))
+    few = demo["Digits"](*(part[:192] for part in demo["load_digits"]("cpu")))
     small = {"load_digits": lambda device: few, "LEAST_ACCURACY": 0, "EPOCHS": 2, "ROUNDS": 1, "FEATURES": 64}
     assert "On cpu, the loss is " in run(demo, monkeypatch, **small)
 
