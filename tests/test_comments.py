@@ -129,7 +129,7 @@ def test_comments_refer_to_what_exists(dead):
         ("see recipes/prepack_kinds.py", dead_paths, ["recipes/prepack_kinds.py"]),
         ("see recipes/plan.py and ATen/autocast_mode.h, as in train.py:3", dead_paths, []),
         ("See Plan.prevents() in recipes/plan.py.", dead_names, ["Plan.prevents() in recipes/plan.py"]),
-        ("See `Plan.perform` in\nrecipes/plan.py, the same in reference/store.py.", dead_names, []),
+        ("See `Plan.perform` in\nrecipes/plan.py, the same in reference/rules.py.", dead_names, []),
         ("As in engine/state.py's NOT_THERE.", dead_names, ["NOT_THERE in engine/state.py"]),
         ("polycast.engine.choices and polycast.engine.state.machine", dead_modules, ["polycast.engine.choices"]),
     ],

@@ -183,7 +183,7 @@ def lines_of(function):
     return body[-1].end_lineno - body[0].lineno + 1
 
 
-BOUNDS = [("core", ".py", 16_735), ("core", ".h .cpp", 6_985), ("core backends plugins", ".py", 42_404)]
+BOUNDS = [("core", ".py", 15_872), ("core", ".h .cpp", 6_983), ("core backends plugins", ".py", 41_542)]
 """Folders, kinds of files, and their lines at most, docstrings and comments included. A change that needs more says
 what users gain by it."""
 
@@ -224,7 +224,6 @@ MAY_NAME_A_DEVICE = {
     "quantize/cuda/__init__.py": "the device that it extends",
     "distributed/__init__.py": "the device of a process group without an accelerator",
     "engine/overlap.py": "a mask is in host memory",
-    "engine/reference/store.py": "host memory may be shared by processes",
     "precision/evidence.py": "the processor of the machine",
     "quantize/unfused.py": "ops that torch fuses on the CPU only",
     "observe/step_log.py": "the generator of the host's random numbers",

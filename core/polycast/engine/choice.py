@@ -26,13 +26,14 @@ class Engine(state.StateMachine, Protocol):
         name: ``"native"`` or ``"reference"``.
         origin: where its library came from, in words; empty for the engine in Python.
         build_failure: why the native engine could not be built, if that is why this one runs.
-        keeps_actions: whether it runs what a plan decided for a call again for like calls, without Python.
+        caches: whether it keeps casts and prepacked weights of a WeightCache or a recipe, and what plans decided for
+            calls. Otherwise these are made again at each call.
     """
 
     name: str
     origin: str
     build_failure: str
-    keeps_actions: bool
+    caches: bool
 
     def kernels(self, backend: Backend, policies: Mapping[str, CastPolicy], /) -> Kernels:
         """Install a backend's kernels for the ops of `policies`."""
@@ -150,7 +151,7 @@ def _choose(wanted: str, failure: Exception | None) -> Engine:
         if wanted == "native":
             raise RuntimeError(f"POLYCAST_ENGINE=native, but the native engine cannot be built: {reason}") from error
     warn_user(
-        f"polycast runs on its reference engine, which is slower: the native engine cannot be built: {reason} "
-        "Set POLYCAST_ENGINE=reference to silence this warning."
+        "polycast runs on its reference engine, which is slower and caches no weights: the native engine cannot be "
+        f"built: {reason} Set POLYCAST_ENGINE=reference to silence this warning."
     )
     return _reference(reason)

@@ -20,7 +20,7 @@ from typing_extensions import Self
 from ..common import generation
 from ..common.atfork import hold_during_fork
 from ..torch_internals.private_names import disable_dynamo
-from .casts.cast_cache import CastCache, CastStore
+from .casts.cast_cache import CastCache
 from .override import Override
 
 
@@ -99,14 +99,14 @@ class StateMachine(Protocol):
     def prepacked(
         self, cache: CastCache, weight: torch.Tensor, prepack_id: int, prepack: Callable[[torch.Tensor], Any], /
     ) -> tuple[torch.Tensor, ...] | str | None:
-        """Return a prepacked weight, from a cache or made by `prepack` and cached.
+        """Return a prepacked weight, from a cache or made by `prepack` and, if the engine caches, cached.
 
         None if `prepack` returns None. If it cannot be cached it is not made, and the reason is returned, from
         NOT_PREPACKED.
         """
 
-    def store(self, cache: CastCache, /) -> CastStore:
-        """Return the store of a cache."""
+    def store(self, cache: CastCache, /) -> Any:
+        """Return the store of a cache, of the native engine; None if the engine caches nothing."""
 
     def forget_actions(self) -> None:
         """Drop the actions that are kept for calls by a recipe, on all threads; see recipes/actions.py."""

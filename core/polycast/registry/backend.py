@@ -85,7 +85,8 @@ class LowBitKernel:
     def prepack(self, weight: torch.Tensor) -> tuple[torch.Tensor, ...] | None:
         """Return the prepacked weight, tensors with memory of their own; None if this weight cannot be prepacked.
 
-        Called once for each state of the weight, without autograd and outside of autocast. It may read its values.
+        Called once for each state of the weight, on the reference engine at each use, without autograd and outside of
+        autocast. It may read its values.
 
         Args:
             weight: float32, bfloat16 or float16.

@@ -4,7 +4,7 @@ A feature is made when it is first needed, and undone by ``uninstall()``. Plugin
 dispatch keys and the hooks that torch offers (of optimizers, of modules) change no code. Not in the table:
 
 - user classes: ``setup_context`` of autograd functions (SETUP_CONTEXT: ``region/custom_function.py``);
-- ALIASES on the native engine, which replaces the functions in C: ``engine/native/alias_hooks.h``.
+- what the native engine replaces in C, the methods that make aliases: ``engine/native/alias_hooks.h``.
 """
 
 from typing import Any
@@ -171,17 +171,6 @@ COMPILERS_READS = _feature(
         "engine.casts.unversioned_writes:keep_in_first_run",
         "torch.*.runtime_wrappers._AnalyzeCustomOpInputOutputMode.__torch_dispatch__",
     ),
-    outlives_uninstall=True,
-)
-ALIASES = _feature(
-    "aliases",
-    "Cached casts may be stale after writes through .data, an array or a storage.",
-    (
-        "torch",
-        "engine.reference.invalidation:hook_aliases",
-        "Tensor.data Tensor.numpy Tensor.untyped_storage Tensor.data_ptr Tensor.apply_ Tensor.map_ Tensor.map2_",
-    ),
-    on_undo="engine.reference.invalidation:clear_method_lists",
     outlives_uninstall=True,
 )
 SETUP_CONTEXT = _feature("setup_context", "", on_undo="region.custom_function:restore_setup_context")

@@ -65,13 +65,8 @@ _ForceKeys: Any = torch_name("torch._C._ForceDispatchKeyGuard", None, "compiled 
 _full_after: Callable[[Any], DispatchKeySet] | None = torch_name(
     "torch._C._dispatch_keyset_full_after",
     None,
-    "on the reference engine, ops that other regions' policies name are not autocast inside, and fused optimizers and "
-    "collectives are not seen to write weights",
+    "on the reference engine, ops that other regions' policies name are not autocast inside",
 )
-_KeySet: Callable[[Any], DispatchKeySet] | None = torch_name(
-    "torch._C.DispatchKeySet", None, "the reference engine is slower"
-)
-_ExcludeKeys: Any = torch_name("torch._C._ExcludeDispatchKeyGuard", None, "the reference engine is slower")
 
 
 def dispatch_key(name: str) -> Any:
@@ -111,8 +106,8 @@ def keys_below(name: str) -> DispatchKeySet | None:
 
 
 @contextlib.contextmanager
-def _autocast_disabled(device_types: Sequence[str]) -> Iterator[None]:
-    enabled = [name for name in device_types if torch.is_autocast_enabled(name)]
+def _autocast_disabled() -> Iterator[None]:
+    enabled = [name for name in autocast_supported_devices() if torch.is_autocast_enabled(name)]
     for name in enabled:
         torch.set_autocast_enabled(name, False)
     try:
@@ -122,19 +117,8 @@ def _autocast_disabled(device_types: Sequence[str]) -> Iterator[None]:
             torch.set_autocast_enabled(name, True)
 
 
-def excluding(name: str, device_type: str) -> Callable[[], contextlib.AbstractContextManager[Any]]:
-    """Return a factory of context managers that exclude the Autocast key of a device, by its name."""
-    key = dispatch_key(name)
-    if key is None or _KeySet is None or _ExcludeKeys is None:
-        return lambda: _autocast_disabled((device_type,))
-    keys = _KeySet(key)
-    return lambda: _ExcludeKeys(keys)
-
-
 disable_autocast: Callable[[], contextlib.AbstractContextManager[Any]] = torch_name(
-    "torch._C._DisableAutocast",
-    lambda: _autocast_disabled(autocast_supported_devices()),
-    "autocast is disabled more slowly",
+    "torch._C._DisableAutocast", _autocast_disabled, "autocast is disabled more slowly"
 )
 below_autograd: Callable[[], contextlib.AbstractContextManager[Any]] | None = torch_name(
     "torch._C._AutoDispatchBelowAutograd",

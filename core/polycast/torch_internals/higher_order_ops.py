@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .dispatcher import clear_dispatch_cache, dispatch_key, excluding, python_kernels
+from .dispatcher import clear_dispatch_cache, disable_autocast, dispatch_key, python_kernels
 from .private_names import keys_that_higher_order_ops_skip, named_higher_order_ops
 
 
@@ -33,7 +33,7 @@ class HigherOrderOps:
             clear_dispatch_cache(op)
         self._attention = named_higher_order_ops.get("flex_attention")
         if self._attention is not None and self._key not in python_kernels(self._attention):
-            self._attention.py_impl(self._key)(_casting(self._attention, key, device_type))
+            self._attention.py_impl(self._key)(_casting(self._attention, device_type))
         else:
             self._attention = None
 
@@ -54,13 +54,11 @@ class HigherOrderOps:
         return [op for op in named_higher_order_ops.values() if self._key not in python_kernels(op)]
 
 
-def _casting(attention: Any, key: str, device_type: str) -> Callable[..., Any]:
-    exclude = excluding(key, device_type)
-
+def _casting(attention: Any, device_type: str) -> Callable[..., Any]:
     def cast_and_attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         dtype = torch.get_autocast_dtype(device_type)
         given = [each.to(dtype) if each.dtype is not torch.float64 else each for each in (query, key, value)]
-        with exclude():
+        with disable_autocast():
             return attention(*given, *args, **kwargs)
 
     return cast_and_attend

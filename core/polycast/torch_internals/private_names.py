@@ -1,7 +1,5 @@
 """Private names of torch outside the dispatcher: tracing and modes, autograd, compilers, ``out_dtype``."""
 
-import contextlib
-import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -17,11 +15,9 @@ _T = TypeVar("_T")
 
 # ---- Tracing, transforms and modes.
 
-_TRANSFORMS_UNKNOWN = (
-    "whether ops are transformed is unknown: the reference engine caches no casts, recipes compute nothing"
-)
+_TRANSFORMS_UNKNOWN = "whether ops are transformed is unknown: recipes compute nothing"
 _WRITES_UNDER_FUNCTORCH = "rules lose what modules under torch.func write to arguments that are cast"
-_CAST_UNDER_MODES = "on the reference engine, dispatch modes see weights cast at each use"
+_SUMMED_UNDER_MODES = "on the reference engine, gradients of a weight are summed in float32 under dispatch modes"
 _NOT_CACHED = "compiled code casts the weights of a WeightCache at each call"
 
 is_tracing: Callable[[], bool] = torch.jit.is_tracing  # type: ignore[attr-defined]
@@ -29,9 +25,9 @@ dispatch_mode_count: Callable[[], int] = torch_name(
     "torch._C._len_torch_dispatch_stack", lambda: 1, _TRANSFORMS_UNKNOWN
 )
 _dispatch_mode: Callable[[Any], Any] = torch_name(
-    "torch._C._get_dispatch_mode", lambda key: object(), _CAST_UNDER_MODES
+    "torch._C._get_dispatch_mode", lambda key: object(), _SUMMED_UNDER_MODES
 )
-_TRACING_MODES: Any = torch_name("torch._C._TorchDispatchModeKey", None, _CAST_UNDER_MODES)
+_TRACING_MODES: Any = torch_name("torch._C._TorchDispatchModeKey", None, _SUMMED_UNDER_MODES)
 are_functorch_transforms_active: Callable[[], bool] = torch_name(
     "torch._C._are_functorch_transforms_active", lambda: True, _TRANSFORMS_UNKNOWN
 )
@@ -44,7 +40,7 @@ _functorch_unwrapped: Callable[[torch.Tensor], torch.Tensor] | None = torch_name
 is_cached_tensor: Callable[[torch.Tensor], bool] = torch_name(
     "torch._C._is_cached_tensor",
     lambda tensor: False,
-    "on the reference engine, casts of outputs of CUDA graph trees are cached",
+    "recipes take outputs of CUDA graph trees for weights",
 )
 _has_level = torch_name("torch.autograd.forward_ad._current_level", None, _TRANSFORMS_UNKNOWN) is not None
 
@@ -146,19 +142,6 @@ current_graph_task_id: Callable[[], int] = torch_name(
 tensor_base: Any = torch.Tensor.__base__
 is_alias_of: Callable[[torch.Tensor, torch.Tensor], bool] = torch_name(
     "torch._C._is_alias_of", lambda tensor, other: False, "views of weights are cast at each use"
-)
-without_torch_function: Callable[[], contextlib.AbstractContextManager[Any]] = torch_name(
-    "torch._C.DisableTorchFunction", contextlib.nullcontext, "torch function modes see how polycast looks at memory"
-)
-has_storage: Callable[[torch.Tensor], bool] = torch_name(
-    "torch._C._has_storage",
-    lambda tensor: tensor.layout is torch.strided,
-    "on the reference engine, a tensor's layout decides whether it has memory",
-)
-storage_use_count: Callable[[int], int] = torch_name(
-    "torch._C._storage_Use_Count",
-    lambda storage: sys.maxsize,
-    "on the reference engine, casts are not cached in processes of torch.distributed",
 )
 
 

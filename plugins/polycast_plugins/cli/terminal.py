@@ -194,7 +194,7 @@ def engine_lines() -> list[str]:
     ]
 
 
-_COST = "Without the native engine, regions are slower and polycast.observe does not work"
+_COST = "Without the native engine, regions are slower, weights are not cached and polycast.observe does not work"
 
 
 @contextmanager

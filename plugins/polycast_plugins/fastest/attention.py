@@ -108,7 +108,7 @@ def op_action(
 
     Also None on an engine that keeps no actions, which would wait for a compiler in vain.
     """
-    if not choose_engine().keeps_actions or not load_ops(OPS.package).available:
+    if not choose_engine().caches or not load_ops(OPS.package).available:
         return None
     return Plan.call_action(getattr(torch.ops.polycast_fastest, name).default, weight, prepack_id, constants)
 

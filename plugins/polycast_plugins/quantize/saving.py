@@ -16,7 +16,7 @@ from .kernel_plan import PrepackedFormat, format_of_id
 
 _NOTHING = (
     "There is nothing to save: the cache has no casts or prepacked weights of the model's parameters. Run the model in "
-    "a region with this cache first."
+    "a region with this cache first, on the native engine."
 )
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from polycast import WeightCache, custom_bwd, custom_fwd
+from polycast.plugin import choose_engine
 
 from .subject import Device, Subject, require
 
@@ -29,7 +30,7 @@ class FeatureChecks(Subject):
             kind = "frozen" if frozen else "trained"
             shares = first.data_ptr() == second.data_ptr()
             if device.backend.caches_casts:
-                require(shares, _NOT_SHARED.format(f"a region on {device.type} ({kind})"))
+                require(shares or not choose_engine().caches, _NOT_SHARED.format(f"a region on {device.type} ({kind})"))
             else:
                 require(
                     not shares, f"two uses of one weight on {device.type} share a cast, though caches_casts is False"
@@ -60,11 +61,11 @@ class FeatureChecks(Subject):
             with torch.no_grad(), device.region(cache=cache):
                 results.append(device.values(torch.mm(ones, weight)))
         stats = cache.stats()
-        expected = (1, 1, 1) if device.backend.caches_casts else (0, 0, 0)
+        expected = (1, 1, 1) if device.backend.caches_casts and choose_engine().caches else (0, 0, 0)
         require(
             (stats.misses, stats.hits, stats.entries) == expected and torch.equal(*results),
             f"two regions on {device.type} that share a WeightCache must make one cast of a weight and use it twice; "
-            f"none if caches_casts is False. Its stats are {stats}",
+            f"none if caches_casts is False, or on the reference engine. Its stats are {stats}",
         )
 
     def test_custom_function_has_the_state_of_its_region(self, device: Device) -> None:

@@ -13,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_map_only
 
 from polycast import CastPolicy, WeightCache, autocast
-from polycast.plugin import Backend, LowBitKernel, Recipe, check, events, find_op, recipe_kernels
+from polycast.plugin import Backend, LowBitKernel, Recipe, check, choose_engine, events, find_op, recipe_kernels
 
 from .contract import answer_of
 from .low_bit import LINEAR_OPS, LinearOp, assert_within, for_any_size, recipes, run_prepacked
@@ -200,7 +200,7 @@ class RecipeChecks(Subject):
                 require(outcomes == [None], f"{call} did not run in a region with {call.recipe!r}: {outcomes}")
             stats = cache.stats()
             require(
-                (stats.misses, stats.hits, stats.packings) == (2, 1, 1),
+                (stats.misses, stats.hits, stats.packings) == ((2, 1, 1) if choose_engine().caches else (0, 0, 0)),
                 f"{call}, in three regions with one WeightCache, the weight changed before the third, must pack it "
                 f"twice and find it once; the stats are {stats}",
             )

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from functorch.compile import make_boxed_func
+from tests.engines import NATIVE
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -14,7 +15,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import polycast
 from polycast import WeightCache
 
-pytestmark = pytest.mark.usefixtures("engine")
+pytestmark = NATIVE
 BACKENDS = pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 SIZE = 64
 
@@ -162,7 +163,7 @@ def test_compiled_code_runs_after_its_cache_was_deleted(backend):
 
 
 @BACKENDS
-def test_threads_call_one_compiled_function_in_their_own_regions(backend, engine, in_region):
+def test_threads_call_one_compiled_function_in_their_own_regions(backend, in_region):
     model = mlp()
     compiled = torch.compile(model, backend=backend, fullgraph=True)
     caches = [WeightCache(verify=True) for _ in range(4)]
@@ -176,9 +177,8 @@ def test_threads_call_one_compiled_function_in_their_own_regions(backend, engine
     with ThreadPoolExecutor(3) as threads:
         assert all(torch.equal(each, first) for each in threads.map(work, caches[1:]))
     assert [sum(counts(each)) for each in caches] == [6] * 4
-    if engine == "native":  # the reference engine takes a thread that reads the weight for an alias
-        # A view that another thread is making counts as an alias until it shares the version counter.
-        assert all(counts(each) in ((2, 4), (3, 3)) for each in caches)
+    # A view that another thread is making counts as an alias until it shares the version counter.
+    assert all(counts(each) in ((2, 4), (3, 3)) for each in caches)
 
 
 @pytest.mark.slow

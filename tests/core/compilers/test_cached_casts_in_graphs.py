@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from tests.engines import NATIVE
 from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
 
@@ -11,7 +12,7 @@ import polycast
 from polycast import WeightCache
 from polycast.engine import state
 
-pytestmark = pytest.mark.usefixtures("engine")
+pytestmark = NATIVE
 BACKENDS = pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 SIZE = 64
 
@@ -142,9 +143,7 @@ def test_a_change_of_the_weight(model, change):
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_writes_through_data_in_compiled_code(model, backend, engine):
-    if (engine, backend) == ("reference", "eager"):
-        pytest.skip("Dynamo writes torch's own function into such graphs; only a function in C++ can replace that")
+def test_writes_through_data_in_compiled_code(model, backend):
     weight, cache, x = model.requires_grad_(False).weight, WeightCache(), torch.randn(4, SIZE)
     polycast.install("cpu")
 

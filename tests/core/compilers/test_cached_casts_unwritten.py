@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from tests.engines import NATIVE
 from torch import nn
 
-pytestmark = pytest.mark.usefixtures("engine")
+pytestmark = NATIVE
 BACKENDS = pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 SIZE = 64
 

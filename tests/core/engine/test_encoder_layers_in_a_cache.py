@@ -2,11 +2,12 @@
 
 import pytest
 import torch
+from tests.engines import NATIVE
 from torch import nn
 
 import polycast
 
-pytestmark = pytest.mark.usefixtures("engine")
+pytestmark = NATIVE
 OP = torch._transformer_encoder_layer_fwd
 MATRICES = 4
 BIASES = 4
@@ -23,7 +24,6 @@ def in_torch(module, x, **masks):
         return module(x, **masks)
 
 
-@pytest.mark.parametrize("engine", ["native"], indirect=True)  # the reference engine casts some views at each use
 @pytest.mark.parametrize("options", [{}, {"norm_first": True}, {"activation": "gelu"}], ids=str)
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("frozen", [True, False])

@@ -76,6 +76,7 @@ def test_statistics_are_updated_in_their_own_dtype():
     torch.testing.assert_close((found, mean, var), (expected, mean_by_hand, var_by_hand), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("engine", ["native"], indirect=True)  # the reference engine caches nothing
 def test_a_weight_that_comes_first_is_cast_once_in_a_region():
     weight, rows, cache = torch.nn.Parameter(torch.ones(8, 4)), torch.tensor([0, 1]), polycast.WeightCache()
     for _ in range(2):

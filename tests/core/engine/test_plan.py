@@ -84,6 +84,7 @@ def test_an_action_spares_the_native_engine_the_question(engine):
         assert len(asked) == questions
 
 
+@pytest.mark.parametrize("engine", ["native"], indirect=True)  # the reference engine caches nothing
 def test_the_cast_comes_from_the_regions_cache(engine):
     cache, many = polycast.WeightCache(), X.repeat(4, 1)
     first = linear(many, cache=cache)

@@ -7,11 +7,12 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from tests.core.rounding import Rounded
+from tests.engines import NATIVE
 from torch import nn
 
 import polycast
 
-pytestmark = pytest.mark.usefixtures("engine")
+pytestmark = NATIVE
 
 OPTIMIZERS = {
     name: optimizer
@@ -145,7 +146,6 @@ def test_memory_that_another_process_writes_is_cast_at_every_use(mode, cached):
     assert cache is None or cache.stats().hits == 0
 
 
-@pytest.mark.parametrize("engine", ["native"], indirect=True)  # Python cannot tell it from memory that is shared
 def test_weights_in_privately_mapped_memory_are_cached(tmp_path):
     torch.save({"weight": torch.ones(4, 4)}, tmp_path / "weights.pt")
     weight = nn.Parameter(torch.load(tmp_path / "weights.pt", mmap=True)["weight"], requires_grad=False)
@@ -220,8 +220,8 @@ print(used != before, kept == used, in_place() == before)
 
 
 @pytest.mark.slow
-def test_nothing_is_left_in_torch_after_uninstall_unless_a_cache_lives(run_program, engine):
-    assert run_program(LEFT, engine) == (0, "True True True\n", "")
+def test_nothing_is_left_in_torch_after_uninstall_unless_a_cache_lives(run_program):
+    assert run_program(LEFT, "native") == (0, "True True True\n", "")
 
 
 def test_writes_are_seen_after_uninstall_where_a_cache_lives():

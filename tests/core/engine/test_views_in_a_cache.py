@@ -5,13 +5,14 @@ import weakref
 
 import pytest
 import torch
+from tests.engines import NATIVE
 from torch import nn
 
 import polycast
 
 from .cached_casts import counts
 
-pytestmark = pytest.mark.usefixtures("engine")
+pytestmark = NATIVE
 
 
 def new_weight(*shape, frozen=False):
@@ -65,14 +66,13 @@ def test_parts_of_a_weight_have_casts_of_their_own_in_a_cache(cache):
 
 
 @pytest.mark.parametrize("take", [lambda w: w.chunk(4), lambda w: w.split([8, 24]), lambda w: w.view(4, 8, 8).unbind()])
-def test_views_that_live_at_the_same_time_are_served_too(cache, take, engine):
+def test_views_that_live_at_the_same_time_are_served_too(cache, take):
     w = new_weight(32, 8)
     for _ in range(2):
         parts = [part.T for part in take(w)]
         assert all(map(torch.equal, use(cache, *parts), expected(*parts)))
         del parts
-    # The reference engine caches nothing beside other tensors that could write the weight.
-    assert counts(cache) == ((len(take(w)), len(take(w))) if engine == "native" else (0, 2 * len(take(w))))
+    assert counts(cache) == (len(take(w)), len(take(w)))
 
 
 def test_parts_at_the_same_offset_with_other_strides_are_told_apart(cache):

@@ -71,6 +71,7 @@ def test_results_and_gradients_are_torchs_bit_for_bit(name, frozen, mode, cached
 
 @pytest.mark.parametrize("frozen", [False, True], ids=["trainable", "frozen"])
 @pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("engine", ["native"], indirect=True)  # the reference engine caches nothing
 def test_a_weight_and_its_transposes_are_cast_once_in_a_region(mode, frozen):
     w, x = new_weight(frozen=frozen), inputs().bfloat16()
 

@@ -6,13 +6,14 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from tests.engines import NATIVE
 from torch import nn
 
 import polycast
 
 from .cached_casts import BYTES, X, counts, parameter, use
 
-pytestmark = pytest.mark.usefixtures("engine")
+pytestmark = NATIVE
 
 
 @pytest.mark.parametrize("weight", [parameter(), parameter(requires_grad=False)], ids=["trainable", "frozen"])

@@ -6,13 +6,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tests.engines import NATIVE
 
 import polycast
 from polycast.policy import manifests
 
 from .cached_casts import BYTES, X, parameter, use
 
-pytestmark = pytest.mark.usefixtures("engine")
+pytestmark = NATIVE
 
 
 TAKES = {"weight": lambda weight: weight, "all": torch.t, "part": lambda weight: weight[:, :2]}
@@ -33,7 +34,6 @@ def test_verify_finds_a_write_that_is_not_seen(double_unseen, take):
     assert torch.equal(use(cache, take(weight)), torch.mm(X, take(weight.detach()).bfloat16()))
 
 
-@pytest.mark.parametrize("engine", ["native"], indirect=True)  # the reference engine evicts nothing
 def test_unused_entries_are_evicted_first():
     cache = polycast.WeightCache(max_bytes=2 * BYTES)
     former, model = [parameter() for _ in range(2)], [parameter() for _ in range(2)]
@@ -152,7 +152,7 @@ def test_an_entry_for_which_there_is_no_room_is_not_adopted():
         polycast.WeightCache(max_bytes=10).adopt(weight, None, torch.bfloat16, [weight.detach().bfloat16()])
 
 
-def test_a_notebook_shows_the_contents_of_a_cache(engine):
+def test_a_notebook_shows_the_contents_of_a_cache():
     cache = polycast.WeightCache()
     with torch.no_grad(), polycast.autocast("cpu", cache=cache):
         torch.nn.Linear(8, 8)(torch.ones(1, 8))

@@ -14,6 +14,7 @@ from .wrapped import Wrapped
 pytestmark = pytest.mark.usefixtures("engine")
 
 
+@pytest.mark.parametrize("engine", ["native"], indirect=True)  # the reference engine caches nothing
 def test_a_weight_is_cast_once_in_a_region(weight):
     def run():
         with polycast.autocast("cpu"):
@@ -72,6 +73,7 @@ def test_a_weight_requires_grad_from_one_op_to_the_next():
     assert torch.equal(weight.grad, torch.full((4, 4), 4.0))
 
 
+@pytest.mark.parametrize("engine", ["native"], indirect=True)  # the reference engine caches nothing
 def test_casts_to_two_dtypes_live_side_by_side():
     weight = parameter()
 
@@ -192,19 +194,18 @@ def cast_used(weight):
 
 @pytest.mark.parametrize("caches", [True, False])
 @pytest.mark.parametrize("region", [polycast.autocast, torch.autocast])
+@pytest.mark.parametrize("engine", ["native"], indirect=True)  # the reference engine caches nothing
 def test_two_uses_of_a_weight_share_a_cast_only_if_casts_are_cached(other_cpu, caches, region):
     other_cpu(caches_casts=caches)
     polycast.install("cpu")
     weight = torch.nn.Parameter(torch.ones(64, 64))
     with region("cpu"):
         first, second = cast_used(weight), cast_used(weight)
-    if (
-        region is polycast.autocast or polycast.plugin.choose_engine().name == "native"
-    ):  # the other has no torch's cache
-        assert (first.data_ptr() == second.data_ptr()) is caches
+    assert (first.data_ptr() == second.data_ptr()) is caches
 
 
 @pytest.mark.parametrize("caches", [True, False])
+@pytest.mark.parametrize("engine", ["native"], indirect=True)  # the reference engine caches nothing
 def test_a_weight_cache_has_casts_only_if_casts_are_cached(other_cpu, caches):
     other_cpu(caches_casts=caches)
     weight, cache = torch.nn.Parameter(torch.ones(64, 64)), polycast.WeightCache()

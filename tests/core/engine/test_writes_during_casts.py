@@ -4,11 +4,12 @@ import threading
 
 import pytest
 import torch
+from tests.engines import NATIVE
 from torch import nn
 
 import polycast
 
-pytestmark = pytest.mark.usefixtures("engine")
+pytestmark = NATIVE
 
 STEPS, ROWS, COLUMNS = 20, 2, 2**19
 X = torch.ones(1, ROWS, dtype=torch.bfloat16)

@@ -5,6 +5,7 @@ import ctypes
 import numpy as np
 import pytest
 import torch
+from tests.engines import NATIVE
 from torch import nn
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
@@ -18,7 +19,8 @@ from_name = {
 """Looked up before polycast's first region, as is ``to_dlpack``."""
 
 pytestmark = [
-    pytest.mark.usefixtures("engine", "int8_kernels"),
+    *NATIVE,
+    pytest.mark.usefixtures("int8_kernels"),
     pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta"),
 ]
 
@@ -138,7 +140,6 @@ def test_a_write_that_raises_halfway_is_seen(regions):
 
 @with_each_cache
 @pytest.mark.parametrize("name", ["numpy", "data"])
-@pytest.mark.parametrize("engine", ["native"], indirect=True)  # the other hooks torch.Tensor: docs/limits.md
 def test_a_write_through_a_method_looked_up_before_is_seen(regions, name):
     weight = frozen()
     with regions() as region:

@@ -32,6 +32,7 @@ def in_policy():
 
 
 @modes
+@pytest.mark.parametrize("engine", ["native"], indirect=True)  # the reference engine caches nothing
 def test_the_recomputation_has_the_cache_of_the_forward(block, reentrant):
     cache = polycast.WeightCache()
     checkpointed = block.gradients(
@@ -109,6 +110,7 @@ def test_uninstalling_restores_torchs_checkpoint_and_pending_recomputations_keep
 
 @pytest.mark.parametrize("named", ["policy", "cache"])
 @pytest.mark.parametrize("again", ["the same region", "its snapshot", "another region"])
+@pytest.mark.parametrize("engine", ["native"], indirect=True)  # the reference engine caches nothing
 def test_after_uninstalling_the_next_region_has_checkpoints_carry_regions_again(block, named, again):
     cache = polycast.WeightCache()
     given = {"policy": {"policy": POLICY}, "cache": {"cache": cache}}[named]

@@ -98,6 +98,7 @@ def test_second_derivatives_equal_those_of_torch_autocast(layer, wrt):
     torch.testing.assert_close((first, second), derivatives(torch.autocast), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("engine", ["native"], indirect=True)  # the reference engine caches nothing
 def test_threads_of_a_data_parallel_loop_run_in_the_captured_regions(layer):
     """As torch.nn.parallel.parallel_apply runs replicas: each in a thread of its own."""
     cache = polycast.WeightCache()

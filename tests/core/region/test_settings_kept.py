@@ -143,6 +143,7 @@ def test_a_region_keeps_its_dtype_when_the_backend_changes_its_own(hand_made):
         assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype is torch.bfloat16
 
 
+@pytest.mark.parametrize("engine", ["native"], indirect=True)  # the reference engine caches nothing
 def test_regions_with_a_cache_install_what_they_need_again_after_uninstall(int8_kernels):
     cache, x = polycast.WeightCache(), torch.randn(2, 4)
     weight = torch.nn.Parameter(torch.randn(4, 4), requires_grad=False)

@@ -142,7 +142,7 @@ def reason(request, compiler, home, monkeypatch, tmp_path):
 
 
 def test_the_reference_engine_runs_with_one_warning(reason, wanted):
-    said = "^polycast runs on its reference engine, which is slower: the native engine cannot be built: "
+    said = "^polycast runs on its reference engine, .* caches no weights: the native engine cannot be built: "
     with pytest.warns(UserWarning, match=said + reason) as caught:
         assert wanted("auto").name == "reference"
     assert len(caught) == 1

@@ -88,8 +88,9 @@ def test_devices_shows_the_cost_of_the_reference_engine_and_the_remedy(polycast_
     said = result.stdout.splitlines()
     first = said.index(f"Engine: reference, because the native engine cannot be built: {failure}")
     assert said[first + 1] == (
-        "Without the native engine, regions are slower and polycast.observe does not work; without a compiler, neither "
-        "do kernels in C++, such as those of int8. A wheel of polycast that has an engine for torch "
+        "Without the native engine, regions are slower, weights are not cached and polycast.observe does not work; "
+        "without a compiler, neither do kernels in C++, such as those of int8. A wheel of polycast that has an engine "
+        "for torch "
         f"{torch.__version__.partition('+')[0]} needs no compiler."
     )
     assert "apt install g++" in said[first]

@@ -31,7 +31,7 @@ def reduce_another():
 
 
 @pytest.mark.parametrize("then", [enter_a_region, reduce_another])
-@pytest.mark.usefixtures("engine")
+@pytest.mark.usefixtures("native")
 def test_the_memory_of_a_collective_is_freed_after_it(then):
     enter_a_region()  # from here on collectives are tracked
     reduced = torch.ones(4, 4)
@@ -43,7 +43,7 @@ def test_the_memory_of_a_collective_is_freed_after_it(then):
     assert left() is None
 
 
-@pytest.mark.usefixtures("engine", "no_grad")
+@pytest.mark.usefixtures("native", "no_grad")
 def test_a_weight_with_a_pending_collective_is_not_prepacked(int8_kernels, declined):
     layer = torch.nn.Linear(8, 8)
     enter_a_region()
@@ -53,10 +53,7 @@ def test_a_weight_with_a_pending_collective_is_not_prepacked(int8_kernels, decli
     work.wait()
 
 
-@pytest.mark.parametrize(
-    "engine", ["native"], indirect=True
-)  # the reference engine does not detect the end of a collective
-@pytest.mark.usefixtures("engine", "int8_kernels", "no_grad")
+@pytest.mark.usefixtures("native", "int8_kernels", "no_grad")
 def test_the_recipe_computes_the_first_call_after_a_collective(declined):
     layer = torch.nn.Linear(8, 8)
     declined(layer)

@@ -116,6 +116,7 @@ def test_a_backend_that_is_registered_in_place_of_another_uses_its_own_kernel(re
     assert [len(each.casts) for each in kernels] == [3, 3]
 
 
+@pytest.mark.parametrize("engine", ["native"], indirect=True)  # the reference engine caches nothing
 def test_a_backends_kernel_gets_the_cached_cast(kernel, profile_of, recipe_counts):
     recipe = Fastest(profile_of(overhead=1e-15, cast=1e-15, bfloat16=9.0, bfloat16_kernel=0.2))
     cache, weight = WeightCache(), nn.Parameter(torch.randn(64, 32))
@@ -135,6 +136,7 @@ def test_a_backends_kernel_gets_the_cached_cast(kernel, profile_of, recipe_count
     }
 
 
+@pytest.mark.parametrize("engine", ["native"], indirect=True)  # the reference engine caches nothing
 def test_a_backends_kernel_gets_the_float32_weight_where_casts_cost_more(kernel, profile_of, recipe_counts):
     times = profile_of(overhead=1e-15, cast=1.0, bfloat16=9.0, bfloat16_kernel=0.2, float32_kernel=0.3)
     cache, weight = WeightCache(), nn.Parameter(torch.randn(64, 32))

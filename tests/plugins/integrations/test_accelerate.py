@@ -45,7 +45,7 @@ def test_without_settings_the_losses_are_those_of_accelerate(precision, accelera
     assert ours == theirs
 
 
-def test_the_policy_and_the_cache_apply(accelerator, layers, data, policy, dtypes, engine):
+def test_the_policy_and_the_cache_apply(accelerator, layers, data, policy, dtypes, native):
     found, cache = dtypes(layers), polycast.WeightCache()
     runner = accelerator()
     train(runner, prepare(runner, layers, policy=policy, cache=cache), data)

@@ -90,7 +90,7 @@ def test_the_policy_applies(fit, layers, policy, dtypes, engine):
     assert found == [[torch.bfloat16, torch.float32, torch.float32]]
 
 
-def test_a_cache_is_used(fit, engine):
+def test_a_cache_is_used(fit, native):
     cache = polycast.WeightCache()
     fit(precision(cache=cache))
     assert cache.stats().misses > 0

@@ -74,7 +74,7 @@ def test_without_settings_the_losses_are_those_of_the_trainer(bf16, train, engin
     assert losses(ours) == losses(theirs)
 
 
-def test_the_policy_and_the_cache_apply(train, layers, policy, engine):
+def test_the_policy_and_the_cache_apply(train, layers, policy, native):
     cache = polycast.WeightCache()
     trainer = train(PolycastCallback(policy=policy, cache=cache))
     assert cache.stats().misses > 0
@@ -105,7 +105,7 @@ def dtype_after_relu(trainer):
     return found
 
 
-def test_a_restored_callback_has_the_policies_for_ops_and_the_cache_that_was_given(train, checkpoint, engine):
+def test_a_restored_callback_has_the_policies_for_ops_and_the_cache_that_was_given(train, checkpoint, native):
     train(PolycastCallback(policy={"relu": "fp32"}))
     callback = PolycastCallback(cache=polycast.WeightCache())
     trainer = train(callback, checkpoint, restore_callback_states_from_checkpoint=True)

@@ -266,7 +266,7 @@ def test_a_notebook_shows_a_table(model):
 
 
 @pytest.mark.parametrize("frozen", [False, True])
-def test_the_casts_in_a_weight_cache_are_kept(engine, model, x, frozen):
+def test_the_casts_in_a_weight_cache_are_kept(native, model, x, frozen):
     cache = polycast.WeightCache()
     model.requires_grad_(not frozen)
     with polycast.autocast("cpu", cache=cache):
@@ -288,23 +288,22 @@ def test_inputs_in_a_graph_stay_in_it():
 
 
 class Holding(nn.Module):
-    """Has weights that `parameters` does not list and, if told, an alias of one that it does."""
+    """Has weights that `parameters` does not list, and an alias of one that it does."""
 
-    def __init__(self, has_alias):
+    def __init__(self):
         super().__init__()
         captured = torch.randn(16, 16, requires_grad=True)
         self.listed, self.captured = nn.Parameter(torch.randn(16, 16)), lambda x: x @ captured
         self.unlisted = [nn.Parameter(torch.randn(16, 16), requires_grad=False)]
         self.plain = torch.randn(16, 16, requires_grad=True)
-        self.register_buffer("alias", self.listed.detach() if has_alias else None)
+        self.register_buffer("alias", self.listed.detach())
 
     def forward(self, x):
         return self.captured(x @ self.listed @ self.unlisted[0] @ self.plain)
 
 
-def test_explaining_a_model_drops_no_casts_from_a_cache(x, engine):
-    model = Holding(has_alias=engine == "native")  # the reference engine caches none beside it
-    cache = polycast.WeightCache()
+def test_explaining_a_model_drops_no_casts_from_a_cache(x, native):
+    model, cache = Holding(), polycast.WeightCache()
     with torch.no_grad(), polycast.autocast("cpu", cache=cache):
         model(x)
         (explained,) = polycast.explain(model, x).modules

@@ -128,6 +128,7 @@ def test_python_is_asked_once(model, e, equalized, asked):
     assert len(asked) == 5
 
 
+@pytest.mark.parametrize("engine", ["native"], indirect=True)  # the reference engine caches nothing
 def test_recipes_do_not_share_prepacked_weights(model, e, equalized):
     other = polycast.calibrate(model, [torch.randn(16, 32) * torch.rand(32) ** 4 * 50], PLAIN)
     assert other != e
@@ -138,6 +139,7 @@ def test_recipes_do_not_share_prepacked_weights(model, e, equalized):
     assert cache.stats().packings == 15
 
 
+@pytest.mark.parametrize("engine", ["native"], indirect=True)  # the reference engine caches nothing
 def test_equal_calibrations_share_prepacked_weights(model, e, equalized):
     x, cache = with_outliers(), polycast.WeightCache()
     for recipe in (equalized, Int8(min_size=0, calibration=pickle.loads(pickle.dumps(e)))):

@@ -5,13 +5,14 @@ import threading
 
 import pytest
 import torch
+from tests.engines import NATIVE
 from torch import nn
 
 import polycast
 from polycast import WeightCache, autocast
 from polycast_plugins.quantize import contents as digests
 
-pytestmark = pytest.mark.usefixtures("engine", "no_grad")
+pytestmark = [*NATIVE, pytest.mark.usefixtures("no_grad")]
 
 SIZE = 2 * (600 * 600 + 600)  # bytes of the casts
 

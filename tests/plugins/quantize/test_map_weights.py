@@ -137,7 +137,7 @@ def test_a_graph_that_was_recorded_before_has_its_gradients(path):
     assert torch.equal(weight.grad, (weight.detach() * x).cos() * x)
 
 
-def test_casts_and_prepacked_weights_of_mapped_weights_are_cached(engine, path, model):
+def test_casts_and_prepacked_weights_of_mapped_weights_are_cached(native, path, model):
     cache, x = WeightCache(), torch.ones(2, 8)
     with torch.no_grad(), autocast("cpu", cache=cache):
         expected = model(x)

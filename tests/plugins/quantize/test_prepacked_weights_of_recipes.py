@@ -6,6 +6,7 @@ from typing import Literal
 
 import pytest
 import torch
+from tests.engines import NATIVE
 from torch import nn
 
 import polycast
@@ -15,7 +16,7 @@ from polycast.policy.recipe import kinds
 from polycast.policy.recipe_settings import ObjectDigest
 from polycast_plugins.quantize import LowBitMatmul, LowBitRecipe
 
-pytestmark = pytest.mark.usefixtures("no_grad", "engine")
+pytestmark = [*NATIVE, pytest.mark.usefixtures("no_grad")]
 
 X = torch.randn(3, 64)
 

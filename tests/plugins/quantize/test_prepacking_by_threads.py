@@ -16,6 +16,7 @@ pytestmark = pytest.mark.usefixtures("no_grad")
 run = torch.no_grad()(int8_linears.run)  # in threads too
 
 
+@pytest.mark.parametrize("engine", ["native"], indirect=True)  # the reference engine caches nothing
 def test_a_thread_computes_by_the_recipe_while_another_prepacks_the_weight(linear, in_thread):
     layer, pack, inside = nn.Linear(8, 8), linear.prepack, []
 
@@ -47,6 +48,7 @@ def test_a_weight_is_asked_for_again_if_another_thread_has_just_prepacked_it(lin
     assert asked == [7, 7]
 
 
+@pytest.mark.parametrize("engine", ["native"], indirect=True)  # the reference engine caches nothing
 def test_a_weight_with_an_alias_is_not_prepacked_although_other_threads_prepack_others(linear):
     layer, other = nn.Linear(8, 8), nn.Linear(8, 8)
     alias = layer.weight.data

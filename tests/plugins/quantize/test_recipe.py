@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from tests.engines import NATIVE
 from torch import nn
 
 import polycast
@@ -19,7 +20,7 @@ from polycast.registry.registry import registry
 
 from .int8_linears import INT8, X, expected, run
 
-pytestmark = pytest.mark.usefixtures("no_grad")
+pytestmark = [*NATIVE, pytest.mark.usefixtures("no_grad")]
 
 
 @pytest.fixture
@@ -156,7 +157,7 @@ def test_a_prepacked_weight_made_in_any_grad_mode_serves_all(layer, linear):
     assert (linear.prepared, linear.ran) == (1, 3)
 
 
-def test_kernels_with_the_same_key_share_a_prepacked_weight(engine, either_kernels):
+def test_kernels_with_the_same_key_share_a_prepacked_weight(either_kernels):
     weight = nn.Parameter(torch.randn(8, 4))
     with autocast("cpu", recipe=INT8):
         assert torch.equal(torch.mm(X, weight), torch.matmul(X, weight))
@@ -164,7 +165,7 @@ def test_kernels_with_the_same_key_share_a_prepacked_weight(engine, either_kerne
     assert [either_kernels[f"aten::{op}"].prepared for op in ("mm", "matmul", "linear")] == [1, 0, 1]
 
 
-def test_a_tied_weight_is_prepacked_for_each_kind_of_use(engine, either_kernels):
+def test_a_tied_weight_is_prepacked_for_each_kind_of_use(either_kernels):
     weight = nn.Parameter(torch.randn(8, 8))
     with autocast("cpu", recipe=INT8):
         for _ in range(2):
@@ -308,7 +309,6 @@ def availability(int8_kernels):
     return set_available
 
 
-@pytest.mark.usefixtures("engine")
 def test_refresh_reaches_regions_that_were_made_before_and_keeps_prepacked_weights(layer, linear, availability):
     region = autocast("cpu", recipe=INT8)
     for available, ran in ((False, 0), (True, 1), (False, 1), (True, 2)):
@@ -320,7 +320,7 @@ def test_refresh_reaches_regions_that_were_made_before_and_keeps_prepacked_weigh
 
 
 @pytest.mark.parametrize("name", ["native", "reference", "override"])
-@pytest.mark.usefixtures("engine", "int8_kernels")
+@pytest.mark.usefixtures("int8_kernels")
 def test_devices_with_unusual_names_have_plans_of_their_own(monkeypatch, name):
     backend = copy.copy(polycast.plugin.get_backend("cpu"))
     vars(backend)["device_type"] = name

@@ -167,6 +167,7 @@ def test_a_checkpoint_recomputes_unrecorded_ops_in_the_same_way(layer, linear, r
 
 
 @pytest.mark.parametrize("key", [None, "rows"])
+@pytest.mark.parametrize("engine", ["native"], indirect=True)  # the reference engine caches nothing
 def test_equal_recipes_share_prepacked_weights(layer, linear, key, monkeypatch):
     monkeypatch.setattr(type(linear), "prepack_key", key)
     for _ in range(3):

@@ -2,13 +2,14 @@
 
 import pytest
 import torch
+from tests.engines import NATIVE
 from torch import nn
 
 from polycast import WeightCache, autocast
 
 from .int8_linears import X, expected, run
 
-pytestmark = pytest.mark.usefixtures("no_grad")
+pytestmark = [*NATIVE, pytest.mark.usefixtures("no_grad")]
 
 PACKED = 64 + 32  # bytes of an 8x8 weight, prepacked
 
@@ -38,7 +39,6 @@ def test_a_weight_without_room_runs_in_the_fast_dtype_and_is_not_prepacked(layer
     assert (linear.prepared, linear.ran) == (0, 0)
 
 
-@pytest.mark.parametrize("engine", ["native"], indirect=True)  # the reference engine makes it again each time
 def test_a_weight_whose_prepacked_form_had_no_room_is_prepacked_once(layer, linear, declined):
     cache = WeightCache(max_bytes=PACKED - 1)
     assert torch.equal(run(layer, cache=cache), expected(layer))
@@ -64,7 +64,6 @@ def test_alternating_models_are_seldom_prepacked_again(linear):
     assert (linear.prepared, cache.stats().evictions) == (1, 0)
 
 
-@pytest.mark.parametrize("engine", ["native"], indirect=True)  # the reference engine evicts nothing
 def test_an_unused_model_is_evicted(layer, linear, declined):
     cache = WeightCache(max_bytes=2 * PACKED)
     run(layer, cache=cache)

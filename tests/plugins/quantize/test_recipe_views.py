@@ -4,6 +4,7 @@ import gc
 
 import pytest
 import torch
+from tests.engines import NATIVE
 from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.nn.functional import linear
@@ -14,7 +15,7 @@ from polycast.engine.casts.cast_cache import process_cache
 
 from .int8_linears import X, expected, run
 
-pytestmark = pytest.mark.usefixtures("engine", "no_grad")
+pytestmark = [*NATIVE, pytest.mark.usefixtures("no_grad")]
 
 
 @pytest.fixture
@@ -191,7 +192,6 @@ def test_views_are_prepacked_in_the_process_cache_without_a_cache(kernels):
     assert process_cache.cache.stats().packings == before + 2
 
 
-@pytest.mark.parametrize("engine", ["native"], indirect=True)  # the reference engine makes it again each time
 def test_a_prepacked_view_that_does_not_fit_beside_others_is_made_once(kernels):
     w, cache = new_weight(32, 8), WeightCache()
     run(linear, X, w[:30], cache=cache)

@@ -50,6 +50,7 @@ def test_results_are_near_float32s_and_of_the_fast_dtype(model, x, recipe):
     assert torch.equal(run(model, x, recipe), actual)
 
 
+@pytest.mark.parametrize("engine", ["native"], indirect=True)  # the reference engine caches nothing
 def test_recipes_have_results_of_their_own(model, x, recipe):
     cache = WeightCache()
     results = [run(model, x, each, cache=cache) for each in RECIPES]
@@ -59,6 +60,7 @@ def test_recipes_have_results_of_their_own(model, x, recipe):
     assert cache.stats().packings == 2 * len(RECIPES)
 
 
+@pytest.mark.parametrize("engine", ["native"], indirect=True)  # the reference engine caches nothing
 def test_a_saved_cache_has_its_prepacked_weights(model, x, recipe, tmp_path):
     cache = WeightCache()
     expected = {each: run(model, x, each, cache=cache) for each in RECIPES}
@@ -68,6 +70,7 @@ def test_a_saved_cache_has_its_prepacked_weights(model, x, recipe, tmp_path):
     assert (loaded.stats().packings, loaded.stats().misses) == (2 * len(RECIPES), 0)
 
 
+@pytest.mark.parametrize("engine", ["native"], indirect=True)  # the reference engine caches nothing
 def test_a_saved_cache_has_none_of_other_recipes(model, x, recipe, tmp_path):
     cache = WeightCache()
     for each in RECIPES:

@@ -7,12 +7,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from tests.engines import NATIVE
 from torch import nn
 
 import polycast
 from polycast import Int8, WeightCache, autocast
 
-pytestmark = pytest.mark.usefixtures("engine", "no_grad")
+pytestmark = [*NATIVE, pytest.mark.usefixtures("no_grad")]
 
 INT8 = Int8(min_size=1)
 
@@ -119,7 +120,7 @@ def test_a_write_drops_what_was_loaded(saved, path, recipe, write):
     assert cache.stats().hits == 0
 
 
-def test_a_write_before_the_first_region_is_seen(engine, path):
+def test_a_write_before_the_first_region_is_seen(path):
     # No region has installed the hooks that see it.
     model, cache = Model(), WeightCache()
     run(model, cache)

@@ -12,7 +12,7 @@ from polycast import WeightCache, autocast
 
 pytestmark = [
     pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="only Linux says where memory is"),
-    pytest.mark.usefixtures("engine", "no_grad"),
+    pytest.mark.usefixtures("native", "no_grad"),
 ]
 SIZE = 512
 FILE = 2 * SIZE * SIZE  # bytes of the cast
@@ -151,8 +151,8 @@ def test_a_removed_file_leaves_what_was_loaded(folder):
 
 
 @pytest.mark.slow
-def test_processes_share_it(run_program, engine, folder):
-    status, printed, errors = run_program(LOAD + SHARED, engine, folder, imports="torch, polycast, pytest")
+def test_processes_share_it(run_program, folder):
+    status, printed, errors = run_program(LOAD + SHARED, "native", folder, imports="torch, polycast, pytest")
     assert status == 0, errors
     (resident, proportional, _), _ = found = json.loads(printed)
     assert proportional < 0.75 * resident  # two map the pages
@@ -160,6 +160,6 @@ def test_processes_share_it(run_program, engine, folder):
 
 
 @pytest.mark.slow
-def test_a_forked_child_uses_it_and_loads_it(run_program, engine, folder):
-    done = run_program(LOAD + FORKED, engine, folder, imports="torch, polycast, pytest")
+def test_a_forked_child_uses_it_and_loads_it(run_program, folder):
+    done = run_program(LOAD + FORKED, "native", folder, imports="torch, polycast, pytest")
     assert done == (0, "", "")

@@ -209,14 +209,14 @@ def test_no_file(path, model):
         WeightCache.load(path, model)
 
 
-def test_weights_that_something_else_may_write(engine, saved, model):
+def test_weights_that_something_else_may_write(native, saved, model):
     alias = model[0].weight.data
     assert refused(saved, model).startswith("what was made of '0.weight' cannot be cached: something else holds")
     del alias
     WeightCache.load(saved, model)
 
 
-def test_weights_that_were_made_in_inference_mode(engine, saved, model):
+def test_weights_that_were_made_in_inference_mode(native, saved, model):
     with torch.inference_mode():
         other = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
         other.load_state_dict(model.state_dict())
@@ -239,7 +239,7 @@ def test_arguments_of_other_types(path, model, subtests):
                 WeightCache.load(3.5, model)
 
 
-def test_a_write_during_a_load_is_seen(engine, saved, model, monkeypatch):
+def test_a_write_during_a_load_is_seen(native, saved, model, monkeypatch):
     from polycast_plugins.quantize import loading
 
     digests, before = loading.digests, run(model, None)

@@ -5,6 +5,7 @@ import os
 
 import pytest
 import torch
+from tests.engines import NATIVE
 
 import polycast
 from polycast import WeightCache
@@ -13,7 +14,7 @@ from polycast_plugins.quantize import saving, tensor_file
 
 from .saved_layers import INT8, run
 
-pytestmark = pytest.mark.usefixtures("engine", "no_grad")
+pytestmark = [*NATIVE, pytest.mark.usefixtures("no_grad")]
 
 
 def test_nothing_to_save(path, model):

@@ -101,16 +101,6 @@ REGIONS = [
 ]
 OTHERS = [
     ("test_default_dtype", saying(supported_dtypes=[torch.half]), "default_dtype torch.bfloat16 is not in supported"),
-    (
-        "test_weight_is_cast_once_in_a_region",
-        saying(is_capturing=True),
-        "two uses of one weight in a region on cpu (trained) must",
-    ),
-    (
-        "test_weight_cache_across_regions",
-        saying(is_capturing=True),
-        "two regions on cpu that share a WeightCache must make one cast",
-    ),
     ("test_custom_function_has_the_state_of_its_region", Leaky, "after the backward of a decorated function: enabled"),
     (
         "test_custom_function_has_the_state_of_its_region",
@@ -124,6 +114,18 @@ ANSWERS = [
     for name, answers in CONTRACT.items()
     for answer, message in answers
 ]
+
+
+CACHES = [
+    ("test_weight_is_cast_once_in_a_region", "two uses of one weight in a region on cpu (trained) must"),
+    ("test_weight_cache_across_regions", "two regions on cpu that share a WeightCache must make one cast"),
+]
+
+
+@pytest.mark.parametrize(("name", "message"), CACHES)
+def test_a_backend_that_caches_nothing_fails_the_check(name, message, native, check):
+    with pytest.raises(AssertionError, match=re.escape(message)):
+        check(name, saying(is_capturing=True))
 
 
 @pytest.mark.parametrize(("name", "wrong", "message"), ANSWERS + REGIONS + OTHERS)

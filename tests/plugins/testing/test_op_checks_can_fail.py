@@ -153,7 +153,7 @@ def test_a_table_that_lacks_an_op_of_torchs(check):
         check("test_no_op_of_torchs_table_is_missing", having(policies=table))
 
 
-def test_a_device_whose_in_place_updates_are_not_counted(monkeypatch, engine, check):
+def test_a_device_whose_in_place_updates_are_not_counted(monkeypatch, native, check):
     def fill(weight, value):
         ctypes.memmove(const_data_ptr(weight), const_data_ptr(torch.full_like(weight, value)), weight.nbytes)
 

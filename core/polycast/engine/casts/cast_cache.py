@@ -4,15 +4,15 @@ torch's own cache is one for the process, keyed by the tensor alone. A store her
 An entry is valid while its weight is alive, at the same version and in the same memory. Casts to several dtypes live
 side by side. A cast without autograd history serves grad mode too: the same memory is given one.
 
-Each engine has stores of its own: reference/store.py, to be read first, and native/user_store.h. Users have the
+The stores are the native engine's, native/user_store.h. On the reference engine a cache stays empty. Users have the
 subclass `WeightCache`, in weight_cache.py.
 """
 
 import itertools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, NoReturn, Protocol, TypeAlias, TypeVar, cast
+from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import torch
 from typing_extensions import Self
@@ -61,27 +61,6 @@ class StoredEntry(NamedTuple):
     tensors: tuple[torch.Tensor, ...]
 
 
-class CastStore(Protocol):
-    """A store of either engine."""
-
-    def clear(self) -> None:
-        """Drop all entries."""
-
-    def statistics(self) -> tuple[int, ...]:
-        """Return the fields of WeightCacheStats."""
-
-    def entries(self) -> Sequence[tuple[Any, ...]]:
-        """Return the valid entries, as the fields of StoredEntry."""
-
-    def adopt(self, tensor: torch.Tensor, kind: EntryKind, tensors: Sequence[torch.Tensor], /) -> bool:
-        """Add an entry that was made earlier, for a weight or a view of one.
-
-        Return whether it was added: False if the tensor is not cacheable, there is no room, or its memory may be
-        written undetected.
-        """
-
-
-_Store = TypeVar("_Store", bound=CastStore)
 caches_alive: "weakref.WeakValueDictionary[int, CastCache]" = weakref.WeakValueDictionary()
 """The caches that are alive, by identity. While there is one, writes of weights are watched."""
 _identities = itertools.count(1)
@@ -93,7 +72,10 @@ def cache_by_identity(identity: int) -> "CastCache | None":
 
 
 class CastCache:
-    """A cache of casts and prepacked weights, with a store for each engine; see `WeightCache`."""
+    """A cache of casts and prepacked weights; see `WeightCache`."""
+
+    _store: Any = None
+    """A UserStore of native/user_store.h, once there are entries."""
 
     def __init__(self, max_bytes: int | None = None, verify: bool = False) -> None:
         if max_bytes is not None and (isinstance(max_bytes, bool) or not isinstance(max_bytes, int)):
@@ -104,17 +86,15 @@ class CastCache:
             raise TypeError(f"verify must be a bool, got {verify!r}")
         self.max_bytes = max_bytes
         self.verify = verify
-        self._stores: dict[str, CastStore] = {}
         self.identity = next(_identities)
         self.number = str(self.identity)
         caches_alive[self.identity] = self
 
-    def store(self, engine: str, make: Callable[[int | None, bool], _Store]) -> _Store:
-        """Return the store of an engine, made with `make` at its first use."""
-        found = self._stores.get(engine)
-        if found is None:
-            found = self._stores.setdefault(engine, make(self.max_bytes, self.verify))
-        return cast("_Store", found)
+    def store(self, make: Callable[[int | None, bool], Any]) -> Any:
+        """Return the store, made with `make` at its first use."""
+        if self._store is None:  # two threads get the same
+            vars(self).setdefault("_store", make(self.max_bytes, self.verify))
+        return self._store
 
     def entries(self) -> list[StoredEntry]:
         """Return what the cache has. :meth:`WeightCache.adopt` takes it, in this process.
@@ -123,17 +103,16 @@ class CastCache:
             A list. Each item has the `weight`, the sizes, strides and offset of the `view` of it that was cast or
             prepacked, or None, the `kind`, which is a dtype for a cast, and the `tensors`.
         """
-        return [StoredEntry(*entry) for store in self._stores.values() for entry in store.entries()]
+        return [] if self._store is None else [StoredEntry(*entry) for entry in self._store.entries()]
 
     def clear(self) -> None:
         """Drop all entries."""
-        for store in self._stores.values():
-            store.clear()
+        if self._store is not None:
+            self._store.clear()
 
     def stats(self) -> WeightCacheStats:
         """Return the contents of the cache, and counts of its use."""
-        totals = [sum(column) for column in zip(*(s.statistics() for s in self._stores.values()), strict=True)]
-        return WeightCacheStats(*totals) if totals else WeightCacheStats(0, 0, 0, 0, 0)
+        return WeightCacheStats(0, 0, 0, 0, 0) if self._store is None else WeightCacheStats(*self._store.statistics())
 
     def __repr__(self) -> str:
         stats = self.stats()

@@ -1,19 +1,19 @@
-"""Invalidate cached casts on writes that change no version: the part in Python, for both engines.
+"""Invalidate cached casts on writes that change no version: the native engine's part in Python.
 
-torch's fused optimizers and collectives write so: the engines hook these ops, and those that make aliases. Optimizers
+torch's fused optimizers and collectives write so: C++ hooks these ops, and those that make aliases. Optimizers
 of other libraries do too, as their kernels take pointers: a hook of torch.optim runs after each step. torch counts no
 versions below the key at which dispatch modes run. And a graph of a device, which has captured a part of the program or
-a whole training step, repeats its writes at each replay, without Python. See alias_hooks.h and invalidation.py for
-methods that expose a weight's memory.
+a whole training step, repeats its writes at each replay, without Python. See alias_hooks.h for methods that expose a
+weight's memory.
 """
 
 import functools
 import operator
 import sys
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.autograd import grad_mode
@@ -79,44 +79,13 @@ _GRAPHS = (
 )
 
 
-class Capture(Protocol):
-    """Notes what is written while a graph is captured."""
-
-    def end(self) -> None:
-        """Note that the capture has ended."""
-
-    def note_replay(self) -> None:
-        """Drop what is cached of the weights that a replay writes."""
-
-
-class WriteListener(Protocol):
-    """The part of each engine."""
-
-    def note_writes(self, tensors: Iterable[torch.Tensor] | None, /) -> None:
-        """Drop what is cached of tensors that were written without a new version; None: any may have been."""
-
-    def forget(self, tensors: Iterable[torch.Tensor], /) -> None:
-        """Drop the entries of tensors, and the references to them."""
-
-    def read(self, tensor: torch.Tensor, function: Callable[[], Any], /) -> Any:
-        """Call a function that makes aliases of a tensor, but does not write to them."""
-
-    def enter_mode(self) -> None:
-        """Note that this thread has entered a dispatch mode."""
-
-    def leave_mode(self) -> None:
-        """Note that it has left one."""
-
-    def begin_capture(self) -> Capture | None:
-        """Note what is written from now on; None if the engine cannot."""
-
-
-_listener: WriteListener | None = None
+_listener: Any = None
+"""The native engine's extension while it watches; binding.cpp has its functions that are called here."""
 _handle: RemovableHandle | None = None
 
 
-def watch(listener: WriteListener) -> None:
-    """Install the hooks, and tell a listener."""
+def watch(listener: Any) -> None:
+    """Install the hooks, and tell the native engine's extension."""
     global _listener, _handle
     _listener = listener
     _handle = register_optimizer_step_post_hook(_after_step)
@@ -272,7 +241,7 @@ def watch_modes(patch: Patch) -> None:
     patch.replace(modes, "__exit__", leave_watched)
 
 
-def _listener_to(mode: Any) -> WriteListener | None:
+def _listener_to(mode: Any) -> Any:
     writes_nothing = type(mode).__module__.partition(".")[0] in ("torch", "polycast", "polycast_plugins")
     return None if writes_nothing or torch.compiler.is_compiling() else _listener
 

@@ -19,7 +19,8 @@ class WeightCache(CastCache):
     """Casts of weights that outlive regions: inference with float32 weights at nearly the speed of a bfloat16 model.
 
     Pass one to any regions, on any threads. It caches a cast until the weight changes or is freed, or until the cache
-    is cleared or freed. Casts made under ``torch.no_grad`` and ``torch.inference_mode`` are used in grad mode too.
+    is cleared or freed. Casts made under ``torch.no_grad`` and ``torch.inference_mode`` are used in grad mode too. On
+    the reference engine it stays empty: each use of a weight makes a new cast.
 
     In-place updates (an optimizer's step, also of a fused one; ``load_state_dict``; a collective), a new
     ``weight.data = ...`` and writes through ``.data`` (``weight.data.add_(1)``) are detected. No cast is cached while
@@ -28,8 +29,7 @@ class WeightCache(CastCache):
 
     Args:
         max_bytes: the memory limit for casts and prepacked weights. A new entry evicts the least recently used one,
-            if that was not used while the new one was needed as often (16 times for prepacked weights). The reference
-            engine evicts none, and caches what fits. None: no limit.
+            if that was not used while the new one was needed as often (16 times for prepacked weights). None: no limit.
         verify: compare the cast with the weight at every hit, to find writes that were not detected. Slow.
 
     Raises:
@@ -76,7 +76,8 @@ class WeightCache(CastCache):
             if view is not None:
                 sizes, strides, offset = view
                 source = weight.as_strided(sizes, strides, weight.storage_offset() + offset)
-            if not state.machine.store(self).adopt(source, kind, tensors):
+            store = state.machine.store(self)
+            if store is not None and not store.adopt(source, kind, tensors):
                 room = "" if self.max_bytes is None else f"; or there is no room for it in {self.max_bytes} bytes"
                 raise ValueError(f"cannot be cached: {WRITTEN_UNSEEN}{room}")
 

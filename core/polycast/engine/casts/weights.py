@@ -1,12 +1,6 @@
 """Recognize weights and views of weights, and decide when a cast of one may be cached."""
 
-import functools
-import sys
-import weakref
-from typing import Any, NamedTuple
-
 import torch
-from torch.utils.weak import WeakIdRef
 
 from ...torch_internals.private_names import (
     are_functorch_transforms_active,
@@ -17,12 +11,7 @@ from ...torch_internals.private_names import (
     is_forward_ad_active,
     is_traced_by_modes,
     is_tracing,
-    storage_use_count,
-    tensor_base,
 )
-
-TensorBase: Any = tensor_base
-"""The base class of torch.Tensor, with torch's own methods where those of torch.Tensor are hooked."""
 
 STALE = (
     "A weight was changed without a trace (by a write at a raw pointer), so its cast in the WeightCache is stale. "
@@ -122,48 +111,6 @@ def parameter_of(tensor: torch.Tensor) -> torch.Tensor | None:
 def _unwrapped(tensor: torch.Tensor) -> torch.Tensor:
     behind = behind_functional_tensor(tensor)
     return tensor if behind is None else behind
-
-
-class Source(NamedTuple):
-    """The tensor to cast or prepack, and the weight that its cache entry belongs to; they differ for a view."""
-
-    tensor: torch.Tensor
-    weight: torch.Tensor
-    holders: int = 1
-    """The number of tensors that hold the memory, as far as known: the weight, and the view."""
-
-    @property
-    def layout(self) -> tuple[object, ...]:
-        """The layout of the view in the storage; () for the weight itself."""
-        return () if _layout(self.tensor) == _layout(self.weight) else _layout(self.tensor)
-
-
-def _layout(tensor: torch.Tensor) -> tuple[object, ...]:
-    return tensor.storage_offset(), tensor.shape, tensor.stride()
-
-
-def has_other_holders(weight: torch.Tensor, known: int = 1) -> bool:
-    """Return whether more than `known` tensors hold a weight's memory, or anything else does (a storage, an array).
-
-    Each may write it without a new version of the weight: Python cannot tell which ones share its version counter.
-    """
-    (uses, objects), (uses_of_one, objects_of_one) = _references(weight), _references_of_one()
-    return uses > uses_of_one + known - 1 or objects > objects_of_one
-
-
-def _references(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the reference counts of a storage and of its Python object, which this may create.
-
-    Weak references to the object count, except those of dictionaries in which torch looks tensors up.
-    """
-    storage = TensorBase.untyped_storage(tensor)
-    weak = sum(type(each) is not WeakIdRef for each in weakref.getweakrefs(storage))
-    return storage_use_count(storage._cdata), sys.getrefcount(storage) + weak
-
-
-@functools.cache
-def _references_of_one() -> tuple[int, int]:
-    return _references(torch.Tensor())
 
 
 def storages_are_rewritten() -> bool:

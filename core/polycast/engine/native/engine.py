@@ -80,7 +80,7 @@ class NativeEngine:
     """The engine in C++."""
 
     name = "native"
-    keeps_actions = True
+    caches = True
 
     def __init__(self, extension: ModuleType, origin: str, sources: Mapping[str, bytes]) -> None:
         self.origin = origin
@@ -157,7 +157,7 @@ class NativeEngine:
     @disable_dynamo
     def store(self, cache: CastCache) -> Any:
         """See :class:`StateMachine`."""
-        return cache.store(self.name, self._extension.UserStore)
+        return cache.store(self._extension.UserStore)
 
     def _store_by_identity(self, identity: int) -> Any:
         cache = cache_by_identity(identity)

@@ -53,7 +53,7 @@ class Override {
 
 class NoAutocast;
 
-// A region that the thread is in; see Frame in state_machine.py.
+// A region that the thread is in; see Frame in reference/frames.py.
 struct Frame {
   Object owner, settings, override, cache;
   std::shared_ptr<const Override> policies;

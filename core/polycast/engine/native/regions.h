@@ -128,11 +128,9 @@ void merge_override(Frame& frame, PyObject* below) {
 
 // Return the store of a WeightCache, which it has from its first use on.
 std::shared_ptr<UserStore> store_of(PyObject* cache) {
-  static PyObject* const stores_name = PyUnicode_InternFromString("_stores");
-  static PyObject* const engine_name = PyUnicode_InternFromString("native");
-  const Object stores = Object::steal(PyObject_GetAttr(cache, stores_name));
-  PyObject* const found = PyDict_GetItem(stores.get(), engine_name);
-  return Holder<UserStore>::unwrap(found == nullptr ? call(native_store, "(O)", cache).get() : Object::borrow(found).get());
+  static PyObject* const name = PyUnicode_InternFromString("_store");
+  const Object found = Object::steal(PyObject_GetAttr(cache, name));
+  return Holder<UserStore>::unwrap(found.is_none() ? call(native_store, "(O)", cache).get() : found.get());
 }
 
 // Enter a region; see StateMachine in engine/state.py. Python may run before the state is changed, and not after it.

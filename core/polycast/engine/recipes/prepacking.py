@@ -27,7 +27,7 @@ NOT_PREPACKED = {
     "VIEWS_ARE_FULL": "the prepacked views of its weight take as much memory as the weight",
 }
 """By name, in the order of the native engine's enumeration (native/recipes/prepacked.h), which checks it."""
-INTERCEPTED, NO_WEIGHT, NOT_CACHED, WRITTEN_UNSEEN, NO_ROOM, VIEWS_ARE_FULL = NOT_PREPACKED.values()
+INTERCEPTED, NO_WEIGHT, NOT_CACHED, WRITTEN_UNSEEN, *_ = NOT_PREPACKED.values()
 
 _now: list[int] = []
 """The identities of the weights that are prepacked now, each as often as there are threads that do so."""

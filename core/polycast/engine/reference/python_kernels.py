@@ -21,19 +21,16 @@ from ...registry.backend import Backend
 from ...torch_internals.dispatcher import (
     DispatchKeySet,
     OpOverload,
-    excluding,
     keys_below,
     redispatch,
     with_tensors_for_numbers,
 )
 from ...torch_internals.private_names import disable_dynamo
-from ..casts.cast_cache import cache_by_identity
 from ..casts.traced import cast_of_traced
-from ..casts.weights import Source, caching_is_safe, is_weight, only_modes_see_casts, weight_of
+from ..casts.weights import caching_is_safe, is_weight, only_modes_see_casts
 from ..kernels import Kernels, refusal
 from .rules import OpCall, apply_rule, is_eligible
-from .state_machine import CastWeight, PythonStateMachine
-from .store import PythonStore
+from .state_machine import PythonStateMachine
 
 
 class PythonKernels(Kernels):
@@ -62,8 +59,7 @@ class PythonKernels(Kernels):
 
     @override
     def _register_cached_cast(self) -> None:
-        kernel = _CachedCast(self.backend, self._machine)
-        self._library("polycast").impl("cached_cast", kernel, self.key.removeprefix("Autocast"))  # type: ignore[no-untyped-call]
+        """Do nothing: the operator's own kernel casts at each call."""
 
     @override
     def _register_fallthrough(self) -> None:
@@ -95,7 +91,6 @@ class _Kernel:
         self._machine = machine
         self._device_type = backend.device_type
         self._is_eligible = functools.partial(is_eligible, device_type=backend.device_type)
-        self._exclude = excluding(key, backend.device_type)
         self._below = keys_below(key)
 
     @disable_dynamo
@@ -106,7 +101,7 @@ class _Kernel:
             from ..recipes import plan  # most regions have no recipe
             from ..recipes.in_dtype import should_make_contiguous
 
-            with self._machine.without_autocast(self._device_type, self._exclude()):
+            with self._machine.without_autocast(self._device_type):
                 if caching_is_safe() and should_make_contiguous(self._name, flatten_arguments(self._op, args, kwargs)):
                     args = (args[0].contiguous(), *args[1:])
                 result, _ = plan.perform(self._name, self._device_type, flatten_arguments(self._op, args, kwargs))
@@ -125,7 +120,7 @@ class _Kernel:
         # As if there were no kernel here: the ops that this one is made of are autocast.
         if policy is None and self._below is not None:
             return redispatch(self._op, keys & self._below, args, kwargs)
-        with self._machine.without_autocast(self._device_type, self._exclude()):
+        with self._machine.without_autocast(self._device_type):
             if policy is CastPolicy.BANNED:
                 raise RuntimeError(refusal(self._backend, self._name))
             fast = torch.get_autocast_dtype(self._device_type)
@@ -142,7 +137,7 @@ class _Kernel:
         if call.targets and self._machine.matches(self._device_type):
             events.matched_call.notify(self._device_type, self._name)
             given = flatten_arguments(self._op, args, kwargs)
-            with self._machine.without_autocast(self._device_type, self._exclude()):
+            with self._machine.without_autocast(self._device_type):
                 all_written = self._written(call._replace(dtype=torch.float32))
                 written = {tensor: tensor.to(torch.float32) for tensor in all_written}
                 cast = [
@@ -152,7 +147,7 @@ class _Kernel:
             positional, kwargs = unflatten_arguments(self._op, cast)
             args = tuple(positional)
         if self._below is None:
-            with self._machine.without_autocast(self._device_type, self._exclude()):
+            with self._machine.without_autocast(self._device_type):
                 result = self._op(*args, **kwargs)
         else:
             result = redispatch(self._op, keys & self._below, args, kwargs)
@@ -166,7 +161,7 @@ class _Kernel:
         written = {tensor: tensor.to(dtype) for tensor in self._written(call)}
         caches = self._backend.caches_casts and dtype is not torch.float32 and torch.is_autocast_cache_enabled()
         caches = caches and (caching_is_safe() or only_modes_see_casts()) and not self._backend.is_capturing()
-        cast = _caster(self._device_type, dtype, self._machine.weight_caster(self._device_type) if caches else None)
+        cast = _caster(self._device_type, dtype, self._machine if caches else None)
         positions = {argument.name: at for at, argument in enumerate(op._schema.arguments)}
 
         def cast_at(at: int, value: Any) -> Any:
@@ -216,42 +211,19 @@ def _write_back(casts: Mapping[torch.Tensor, torch.Tensor]) -> None:
                 tensor.copy_(cast)
 
 
-class _CachedCast:
-    """A device's kernel of ``polycast::cached_cast``, which returns a cached cast itself, without autograd history."""
-
-    def __init__(self, backend: Backend, machine: PythonStateMachine) -> None:
-        self._backend = backend
-        self._machine = machine
-
-    def __call__(self, weight: torch.Tensor, dtype: torch.dtype, cache: int = 0) -> torch.Tensor:
-        caches = self._backend.caches_casts and torch.is_autocast_cache_enabled()
-        caches = caches and is_weight(weight) and caching_is_safe()
-        with torch.no_grad():
-            if not caches or self._backend.is_capturing():
-                return weight.to(dtype)
-            if cache < 0 and (cast_weight := self._machine.weight_caster(self._backend.device_type)) is not None:
-                cast = cast_weight(weight, weight, dtype)
-                return weight.to(dtype) if cast is None else cast.detach()
-            found = cache_by_identity(cache) if cache > 0 else self._machine.innermost(self._backend.device_type)[1]
-            if found is None:
-                return weight.to(dtype)
-            return found.store("reference", PythonStore).cast(Source(weight, weight), dtype)
-
-
-def _caster(device_type: str, dtype: torch.dtype, cast_weight: CastWeight | None) -> Callable[[Any], Any]:
+def _caster(device_type: str, dtype: torch.dtype, machine: PythonStateMachine | None) -> Callable[[Any], Any]:
     """Return a function that casts one argument of an op: a tensor, a list of tensors, or anything else, unchanged.
 
-    If a cast may be cached now, `cast_weight` casts weights and views of them.
+    If uses of a weight may share the history of its cast now, `machine` has the histories.
     """
 
     def cast(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             if value.dtype is dtype or not is_eligible(value, device_type):
                 return value
-            if cast_weight is not None:
-                weight = weight_of(value)
-                cached = None if weight is None else cast_weight(value, weight, dtype)
-                return value.to(dtype) if cached is None else cached
+            if machine is not None:
+                is_shared = value.requires_grad and torch.is_grad_enabled() and is_weight(value)
+                return machine.cast_with_history(value, dtype, device_type) if is_shared else value.to(dtype)
             traced = None if dtype is torch.float32 else cast_of_traced(value, dtype, device_type)
             return value.to(dtype) if traced is None else traced
         if isinstance(value, (list, tuple)):

@@ -4,11 +4,12 @@ import pytest
 import torch
 from tests.core.compilers.test_cached_casts import counts, inputs, mlp
 from tests.core.compilers.test_views_of_weights import BACKENDS, SIZE, X, new_weight
+from tests.engines import NATIVE
 from torch.nn.functional import linear
 
 from polycast import Int8, WeightCache, autocast
 
-pytestmark = pytest.mark.usefixtures("engine")
+pytestmark = NATIVE
 PRODUCTS = {
     "T": ("aten::matmul", lambda w, x: x @ w.T),
     "mm": ("aten::mm", lambda w, x: torch.mm(x, w.t())),

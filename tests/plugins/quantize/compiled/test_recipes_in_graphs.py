@@ -29,6 +29,7 @@ def model(linear):
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("dynamic", [True, False])
+@pytest.mark.parametrize("engine", ["native"], indirect=True)  # the reference engine caches nothing
 def test_compiled_code_computes_by_the_recipe_of_the_region_around(model, linear, backend, dynamic):
     compiled = torch.compile(model, backend=backend, dynamic=dynamic, fullgraph=True)
     with autocast("cpu", recipe=RECIPE):
@@ -177,6 +178,7 @@ def test_code_is_not_used_under_another_recipe(model, linear):
     assert counter.frame_count == len(settings)
 
 
+@pytest.mark.parametrize("engine", ["native"], indirect=True)  # the reference engine caches nothing
 def test_an_update_is_seen_and_caches_are_found_at_run_time(model, linear):
     counter = CompileCounterWithBackend("inductor")
     compiled = torch.compile(model, backend=counter, fullgraph=True)
@@ -221,6 +223,7 @@ def test_what_compiled_code_computes_is_counted_as_it_runs(model, linear, recipe
     assert [(record.op, record.calls, record.declined) for record in counts.records()] == [("aten::linear", 4, "")]
 
 
+@pytest.mark.parametrize("engine", ["native"], indirect=True)  # the reference engine caches nothing
 def test_a_weight_that_cannot_be_packed_runs_in_the_fast_dtype_in_compiled_code(linear):
     layer = nn.Linear(8, 8)
     layer.weight[0, 0] = float("nan")

@@ -1,0 +1,72 @@
+"""The reference engine caches nothing: each use of a weight makes a cast, and gradients are summed as torch does."""
+
+import pytest
+import torch
+from tests.core.rounding import Rounded
+from torch import nn
+
+import polycast
+
+from .cached_casts import X, parameter, use
+from .each_cache import frozen, is_right, with_each_cache
+
+pytestmark = [
+    pytest.mark.usefixtures("engine", "int8_kernels"),
+    pytest.mark.parametrize("engine", ["reference"], indirect=True),
+]
+EMPTY = polycast.WeightCacheStats(entries=0, bytes=0, hits=0, misses=0, evictions=0)
+
+
+@with_each_cache
+def test_a_write_at_a_raw_pointer_is_seen(regions, double_unseen):
+    weight = frozen()
+    with regions() as region:
+        for _ in range(3):
+            with region():
+                assert is_right(weight)
+            double_unseen(weight)
+
+
+def test_a_weight_cache_stays_empty(cache):
+    weight = parameter()
+    use(cache, weight), use(cache, weight)
+    assert (cache.stats(), cache.entries()) == (EMPTY, [])
+    cache.adopt(weight, None, torch.bfloat16, [weight.detach().bfloat16()])
+    cache.clear()
+    assert cache.stats() == EMPTY
+
+
+def test_a_recipe_prepacks_a_weight_at_each_use(cache, int8_kernels):
+    weight, alias = frozen(), None
+    for _ in range(2):
+        with torch.no_grad(), polycast.autocast("cpu", cache=cache, recipe=Rounded(min_size=1)):
+            nn.functional.linear(X, weight)
+        alias = weight.data
+    assert int8_kernels["aten::linear"].prepared == 2
+    assert (cache.stats(), alias.shape) == (EMPTY, weight.shape)
+
+
+@pytest.mark.parametrize("settings", [{}, {"cache": polycast.WeightCache()}], ids=["", "cache"])
+def test_gradients_of_several_uses_are_torchs_bit_for_bit(settings):
+    x = torch.randn(3, 4, 4, generator=torch.Generator().manual_seed(0))
+
+    def gradient(region):
+        weight = nn.Parameter(torch.linspace(-1, 1, 16).view(4, 4))
+        with region:
+            for each in x:
+                torch.mm(each, weight).float().square().sum().backward()
+            sum(torch.mm(each, weight).float().square().sum() for each in x).backward()
+        return weight.grad
+
+    ours = gradient(polycast.autocast("cpu", **settings))
+    polycast.uninstall()
+    assert torch.equal(ours, gradient(torch.autocast("cpu")))
+
+
+def test_a_weight_that_gets_other_sizes_in_a_region_has_their_gradient():
+    weight = parameter()
+    with polycast.autocast("cpu"):
+        torch.mm(X, weight)
+        weight.data = torch.ones(4, 2)
+        (torch.mm(X, weight) + torch.mm(X, weight)).sum().backward()
+    assert torch.equal(weight.grad, torch.full((4, 2), 8.0))
