@@ -124,22 +124,9 @@ def test_what_runs_out_of_memory_in_float32_is_not_computed_in_it():
     assert choose_way.is_unsupported(replace(profile, measurements=()), op, "float32")
 
 
-def test_calls_of_the_same_bucket_are_computed_alike(crossing):
-    calls, recorded, nothing = [], [], Conversions(0, 0, 0)
-    for rows in range(91, 182):
-        workload = Workload("linear", rows, LARGE, rows * 128, 128)
-        operands = RecordedOperands(rows * 128, LARGE, True, False, True, False, False, False)
-        calls.append((crossing, torch.bfloat16, workload, nothing, ()))
-        recorded.append((crossing, torch.bfloat16, workload, operands))
-        assert bucket(rows) == 128
-    # Without buckets their choices would differ.
-    assert {choose_way._choose(*each).way for each in calls} == {Way.FAST, Way.FLOAT32}
-    assert {recorded_ways._choose(*each).forward for each in recorded} == {Way.FAST, Way.FLOAT32}
-    assert len({choose(*each) for each in calls}) == len({choose_recorded(*each) for each in recorded}) == 1
-
-
-def test_regions_compute_calls_of_the_same_bucket_alike(crossing, engine):
-    weight = nn.Parameter(torch.randn(128, 128), requires_grad=False)
+@pytest.mark.parametrize("grad", [False, True])
+def test_calls_of_the_same_bucket_are_computed_alike(crossing, engine, grad):
+    weight = nn.Parameter(torch.randn(128, 128), requires_grad=grad)
     ways = {}
     with autocast("cpu", recipe=Fastest(crossing)):
         for rows in (32, 64, 91, 100, 128, 150, 181, 182, 256, 512):

@@ -10,7 +10,6 @@ import torch
 
 import polycast
 from polycast.engine import installation
-from polycast_plugins.fastest import estimates
 from polycast_plugins.observe import Observation, Origin, SkippedStep, StepRecord, counting
 from polycast_plugins.observe.facts import Facts, Run, total_of
 from polycast_plugins.observe.records import Chain, Counts, Decision, Module, Op
@@ -29,7 +28,6 @@ def _engine(request, monkeypatch):
 def no_profile(monkeypatch):
     """Observe without the profile of this machine, on which findings depend."""
     monkeypatch.setattr(counting, "_profile_of", lambda device_type: None)
-    monkeypatch.setattr(estimates, "find_profile", lambda device_type: None)
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """A module whose backward is wrong in a region, and what compares the gradients of such models."""
 
 import torch
+from tests.plugins.models import Defined
 from torch import nn
 
 import polycast
@@ -19,15 +20,10 @@ class Wrong(torch.autograd.Function):
         return gradient * ctx.factor
 
 
-class Planted(nn.Module):
-    """A linear layer, after which the backward is wrong in a region."""
-
-    def __init__(self, width=8):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(width, width) / width**0.5)
-
-    def forward(self, x):
-        return Wrong.apply(torch.mm(x, self.weight.t()))
+def planted():
+    """Return a linear layer, after which the backward is wrong in a region."""
+    weight = nn.Parameter(torch.randn(8, 8) / 8**0.5)
+    return Defined(lambda self, x: Wrong.apply(torch.mm(x, self.weight.t())), weight=weight)
 
 
 def mean_square(output):

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import polycast
 
-from .planted_gradients import Planted, by_name, compare, mean_square
+from .planted_gradients import by_name, compare, mean_square, planted
 
 
 def in_place():
@@ -107,7 +107,7 @@ def test_batches_add_up():
 def test_nested_checkpoints(use_reentrant):
     def inner():
         return Defined(
-            lambda self, x: checkpoint(self.b, self.a(x), use_reentrant=use_reentrant), a=nn.Linear(8, 8), b=Planted()
+            lambda self, x: checkpoint(self.b, self.a(x), use_reentrant=use_reentrant), a=nn.Linear(8, 8), b=planted()
         )
 
     def forward(self, x):

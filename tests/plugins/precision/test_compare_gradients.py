@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import polycast
 
-from .planted_gradients import Planted, Wrong, by_name, compare, mean_square
+from .planted_gradients import Wrong, by_name, compare, mean_square, planted
 
 
 def relative(error):
@@ -67,7 +67,7 @@ def test_an_error_in_a_backward_is_found_where_it_was_planted(engine, use_reentr
             x = layer(x) if use_reentrant is None else checkpoint(layer, x, use_reentrant=use_reentrant)
         return x
 
-    model = Defined(forward, layers=nn.ModuleList(Planted() if n == 2 else nn.Linear(8, 8) for n in range(5)))
+    model = Defined(forward, layers=nn.ModuleList(planted() if n == 2 else nn.Linear(8, 8) for n in range(5)))
     x = torch.randn(3, 8, requires_grad=True)
     comparison = compare(model, x)
     found = by_name(comparison)
@@ -108,7 +108,7 @@ def test_a_shared_module_adds_up_its_calls():
     """The gradient of a module with several calls is the sum, and its own error is over all of them."""
 
     shared = Defined(
-        lambda self, x: self.planted(self.between(self.planted(x).tanh())), planted=Planted(), between=nn.Linear(8, 8)
+        lambda self, x: self.planted(self.between(self.planted(x).tanh())), planted=planted(), between=nn.Linear(8, 8)
     )
     comparison = compare(shared, torch.randn(3, 8, requires_grad=True))
     found = by_name(comparison)
