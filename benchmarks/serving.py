@@ -44,9 +44,7 @@ class Serving:
             config.update({"eos_token_id": None, "pad_token_id": 0})  # answers have all tokens
         with tempfile.TemporaryDirectory() as name:
             servers.prepare(model, Path(name))
-            results = _loops(model)
-            del model
-            return results + servers.measure(Path(name), quick)
+            return servers.measure(Path(name), quick) + _loops(model)
 
 
 def _loops(model: Any) -> list[Result]:
