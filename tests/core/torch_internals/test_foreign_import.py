@@ -45,17 +45,6 @@ def test_changes_are_put_back_after_an_exception(capsys):
     assert "default dtype" in capsys.readouterr().err
 
 
-def test_drawn_numbers_are_drawn_again(capsys):
-    torch.manual_seed(0)
-    first = torch.rand(3)
-    torch.manual_seed(0)
-    with foreign_import("acme"):
-        torch.rand(5)
-    is_alone = threading.active_count() == 1
-    assert torch.equal(torch.rand(3), first) is is_alone
-    assert ("random" in capsys.readouterr().err) is is_alone
-
-
 def test_numbers_that_another_thread_draws_meanwhile_are_not_drawn_again(in_thread, capsys):
     stop = threading.Event()
     thread = threading.Thread(target=stop.wait)

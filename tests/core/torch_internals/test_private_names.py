@@ -5,11 +5,10 @@ import os
 from pathlib import Path
 
 import pytest
-import torch
 
 import polycast
 from polycast.engine import installation
-from polycast.torch_internals import callers_state, dispatcher, lookup, private_names
+from polycast.torch_internals import callers_state, lookup, private_names
 
 assert private_names  # its names are looked up, and
 assert callers_state  # so are these
@@ -73,24 +72,3 @@ def test_this_torch_lacks_nothing():
 def test_names_are_private_and_their_losses_are_sentences():
     assert [name for name in lookup.losses if not any(part.startswith("_") for part in name.split("."))] == []
     assert [name for name, loss in lookup.losses.items() if len(loss.split()) <= 2] == []
-
-
-def test_the_fallback_of_the_schema_lookup_finds_the_same_ops():
-    for name, overload, there in (("aten::mm", "", True), ("aten::norm", "Scalar", True), ("aten::norm", "x", False)):
-        found = True
-        try:
-            dispatcher._schema_by_packet(name, overload)
-        except RuntimeError:
-            found = False
-        assert found is there, (name, overload)
-
-
-def test_the_fallback_of_disabling_autocast_restores_it():
-    torch.set_autocast_enabled("cpu", True)
-    try:
-        with dispatcher._autocast_disabled(("cpu", "cuda")):
-            assert not torch.is_autocast_enabled("cpu")
-        assert torch.is_autocast_enabled("cpu")
-        assert not torch.is_autocast_enabled("cuda")
-    finally:
-        torch.set_autocast_enabled("cpu", False)
