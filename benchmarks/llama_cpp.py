@@ -30,6 +30,7 @@ from .llama_sides import (
     LONGEST,
     MOST_SEQUENCES,
     OF_SEVERAL,
+    PLAIN,
     TORCH,
     TORCHAO_4,
     TORCHAO_8,
@@ -39,7 +40,7 @@ from .timing import Plan, Ratio, Result
 
 WAVES: Sequence[Sequence[str]] = (
     (FLOAT32, COPY, "Q4_0", "Q4_K_M", INT4, INT4_64, INT4_128, "Q8_0", INT8),
-    (FLOAT32, "BF16", "F16", CACHED, FASTEST, TORCH, TORCHAO_8, TORCHAO_4),
+    (FLOAT32, "BF16", "F16", CACHED, FASTEST, PLAIN, TORCH, TORCHAO_8, TORCHAO_4),
 )
 """The sides that live at once: as many as fit into 16 GB of memory, with the files that they map."""
 

@@ -26,7 +26,7 @@ from . import gguf_files
 from .fastest import measure_profile
 
 FLOAT32, COPY, TORCH = "float32", "a bfloat16 copy", "torch.autocast"
-CACHED, FASTEST, INT8, INT4 = "WeightCache", "fastest", "int8", "int4"
+PLAIN, CACHED, FASTEST, INT8, INT4 = "a plain region", "WeightCache", "fastest", "int8", "int4"
 INT4_64, INT4_128 = "int4, groups of 64", "int4, groups of 128"
 TORCHAO_8, TORCHAO_4 = "torchao, int8", "torchao, int4"
 LONGEST, OF_SEVERAL, MOST_SEQUENCES = 2048, 512, 8
@@ -143,6 +143,7 @@ WAYS: Mapping[str, Way] = {
     FLOAT32: Way(),
     COPY: Way(change=nn.Module.bfloat16),
     TORCH: Way(lambda _: torch.autocast("cpu")),
+    PLAIN: Way(lambda _: polycast.autocast("cpu")),
     CACHED: _recipe(None),
     FASTEST: _recipe("fastest"),
     INT8: _recipe("int8"),

@@ -26,7 +26,9 @@ def sentences() -> dict[str, str]:
         "cache": f"A LLaMA of 1.1 billion weights decodes a token in **{llama['WeightCache']}** of float32's time; "
         f"in a plain region it takes {llama[speed.PLAIN]}, under `torch.autocast` {llama[speed.TORCH]}, and as a "
         f"bfloat16 copy {llama['a bfloat16 copy']}.",
-        "int8": f"The same LLaMA takes **{llama['int8']}** of float32's time, and BERT {bert['int8']}.",
+        "int8": f"With int8 the same LLaMA takes **{llama['int8']}** of float32's time, and BERT {bert['int8']}. "
+        + _beside(),
+        "beside": _beside(),
         "noise": _noise(found),
         "slower": f"In {slower} of {len(found)} cases a plain region takes at least "
         f"{speed.GAIN:.2f} of the time of the faster of float32 and `torch.autocast`.",
@@ -54,6 +56,18 @@ def _measured(benchmark: str) -> dict[tuple[str, str], Any]:
     run = tables.run_of(benchmark)
     threads = speed.threads_of(run)
     return {(each["what"], each["against"]): each["measured"] for each in run["results"] if each["threads"] == threads}
+
+
+def _beside() -> str:
+    """Say how long int8 and int4 take relative to llama.cpp's formats."""
+    found, steps = _measured(speed.LLAMA), ("1 token", "1 token after 2,048", "128 tokens")
+    pairs = (("int8", "Q8_0"), ("int4", "Q4_0"))
+    by_pair = (
+        f"{ours} takes {one:.2f}, {after:.2f} and {many:.2f} of {theirs}'s time"
+        for ours, theirs in pairs
+        for one, after, many in [[found[f"{step}, {ours}", theirs] for step in steps]]
+    )
+    return f"Beside llama.cpp, for a token, a token after 2,048, and 128 tokens at once: {'; '.join(by_pair)}."
 
 
 def _int4() -> str:

@@ -11,7 +11,7 @@ from .. import tables
 from .svg import Picture
 
 README = Path(__file__).parent.parent.parent / "README.md"
-_IN_README = re.compile(r"!\[[^\]]*\]\(docs/speed\.svg\)")
+_IN_README = re.compile(r"!\[[^\]]*\]\(docs/(?P<name>llama|speed)\.svg\)")
 BENCHMARK, GPU, LLAMA = "fastest", "gpu", "llama-cpp"
 FLOAT32, TORCH, PLAIN, AGAIN = "float32", "torch.autocast", "a plain region", "float32, in torch.autocast's process"
 MODELS = {
@@ -229,7 +229,11 @@ def draw_slower() -> Picture:
 
 
 def described(readme: str) -> str:
-    """Return the README with the current description of the picture."""
-    description = re.search(r"<desc[^>]*>(.*)</desc>", str(draw()))
+    """Return the README with the current descriptions of its pictures."""
+    return _IN_README.sub(lambda match: f"![{_description(match['name'])}](docs/{match['name']}.svg)", readme)
+
+
+def _description(name: str) -> str:
+    description = re.search(r"<desc[^>]*>(.*)</desc>", str({"llama": draw_llama, "speed": draw}[name]()))
     assert description is not None
-    return _IN_README.sub(lambda _: f"![{description[1]}](docs/speed.svg)", readme)
+    return description[1]

@@ -80,7 +80,7 @@ def test_readme_has_the_current_figures():
     for name in ("region", "cache", "int8"):
         assert re.search(rf"<!-- figure of {name}: make docs -->\n.*\*\*\d\.\d\d\*\* of float32's time", README)
     assert "| 2.11 | 3.10 |" in README
-    assert re.search(r"!\[Time, where .*float32 \d\.\d\d.*\]\(docs/speed\.svg\)", README)
+    assert re.search(r"!\[Time, where .*float32 \d\.\d\d.*\]\(docs/llama\.svg\)", README)
 
 
 def test_pictures_of_readme_have_alternative_text():
@@ -136,12 +136,12 @@ def test_the_sentence_about_noise_is_computed_from_float32_in_two_processes(modu
     assert "differs by 5% in half of the 2 cases, and by up to 10%" in figures._noise(figures.speed.times(run))
 
 
-@pytest.mark.parametrize("name", ["gpu.svg", "slower.svg", "speed.svg"])
+@pytest.mark.parametrize("name", ["gpu.svg", *LLAMA, "slower.svg", "speed.svg"])
 def test_a_picture_of_times_names_the_machine_threads_date_and_command(name):
     text = re.sub(r"</text>\n<text.*?>", " ", (DOCS / name).read_text(encoding="utf-8"))
     assert re.search(r"\d+ cores, \d+ threads?, torch 2\.\d+", text)
     assert re.search(r"20\d\d-\d\d-\d\d", text)
-    assert re.search(r"make bench BENCH=&quot;--save --only \w+&quot;", text)
+    assert re.search(r"make bench BENCH=&quot;--save --only [\w-]+( --threads \d)*&quot;", text)
 
 
 def test_readme_is_short():
