@@ -138,12 +138,11 @@ def test_a_program_generates_the_same_words_under_polycast_run_on_either_engine(
     for engine in ("native", "reference"):
         ours, (*_, summary) = output("run_module('polycast'", "run", "--weight-cache", "program.py", engine=engine)
         assert ours == theirs
-        found = re.match(
-            rf"polycast: {engine} engine, \d+ regions \((.+)\), weight cache: (\d+) hits, (\d+) misses, ", summary
-        )
+        found = re.match(rf"polycast: {engine} engine, \d+ regions \((.+)\), weight cache: (\w+) .*", summary)
         assert found, summary
         assert "cpu bfloat16 3" in found[1]
-        assert int(found[2]) > int(found[3]) > 0
+        assert (found[2] == "none") == (engine == "reference")
+        assert found[2] != "0"
 
 
 @pytest.mark.usefixtures("engine")

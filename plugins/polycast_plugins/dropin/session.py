@@ -86,6 +86,8 @@ class RunOverrides:
 
     def cache_summary(self, cache: WeightCache) -> str:
         """Return what the cache did and, without hits, all reasons. Call it once: it advances a counter."""
+        if not choose_engine().caches:
+            return "weight cache: none on this engine"
         stats, with_grad = cache.stats(), next(self._with_grad)
         reasons = []
         if with_grad:

@@ -90,6 +90,7 @@ from polycast_plugins.quantize.tensor_file import TensorFile
 from pathlib import Path
 made = SavedContents.of_metadata(TensorFile(Path(path)).metadata).entries[0].made
 answer = made.backend
-"""
+""",
+        POLYCAST_ENGINE="native",  # the other caches nothing
     )
     assert answer == "acme_nf4.AcmeExtension acme-nf4 1.0"
