@@ -79,6 +79,14 @@ def test_nan_reaches_the_result(place):
     assert torch.equal(computed(*given).isnan(), expected)
 
 
+@pytest.mark.parametrize("keys", [slice(70), slice(64, 100), slice(3, 4), slice(None)])
+def test_keys_whose_products_are_minus_infinity_have_no_part(keys):
+    query, key, value = tensors(4, 100, shared=1, batches=1)
+    key[:, :, keys] = -math.inf
+    expected = exact(query.abs(), key, value).nan_to_num(0)  # of no other keys 0, as torch's kernel computes
+    torch.testing.assert_close(computed(query.abs(), key, value).double(), expected, rtol=2**-8, atol=2e-6)
+
+
 def test_neither_threads_nor_other_batches_change_bits():
     given = tensors(4, 300, shared=4)
     threads = torch.get_num_threads()

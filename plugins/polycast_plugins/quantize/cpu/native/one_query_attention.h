@@ -46,9 +46,10 @@ struct SharedQueries {
 
 #if defined(__x86_64__)
 
-// exp(x) for x <= 0, to 2 units in the last place; of nan nan. Less than exp(-87) becomes that.
+// exp(x) for x <= 0, to 2 units in the last place; of nan nan. Less than exp(-87) becomes 0.
 [[gnu::target("avx2,fma,f16c")]] inline __m128 exp_of_negative(__m128 x) {
-  x = _mm_max_ps(_mm_set1_ps(-87.0f), x);  // of nan the second
+  const __m128 is_larger = _mm_cmpnlt_ps(x, _mm_set1_ps(-87.0f));  // as is nan
+  x = _mm_max_ps(_mm_set1_ps(-87.0f), x);                          // of nan the second
   const __m128 power = _mm_round_ps(_mm_mul_ps(x, _mm_set1_ps(1.44269504f)), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
   const __m128 rest = _mm_fnmadd_ps(power, _mm_set1_ps(-2.12194440e-4f), _mm_fnmadd_ps(power, _mm_set1_ps(0.693359375f), x));
   __m128 sum = _mm_set1_ps(1.9875691500e-4f);
@@ -56,7 +57,8 @@ struct SharedQueries {
     sum = _mm_fmadd_ps(sum, rest, _mm_set1_ps(coefficient));
   }
   sum = _mm_add_ps(_mm_fmadd_ps(sum, _mm_mul_ps(rest, rest), rest), _mm_set1_ps(1));
-  return _mm_mul_ps(sum, _mm_castsi128_ps(_mm_slli_epi32(_mm_add_epi32(_mm_cvtps_epi32(power), _mm_set1_epi32(127)), 23)));
+  const __m128i exponent = _mm_slli_epi32(_mm_add_epi32(_mm_cvtps_epi32(power), _mm_set1_epi32(127)), 23);
+  return _mm_and_ps(_mm_mul_ps(sum, _mm_castsi128_ps(exponent)), is_larger);
 }
 
 // Write the products of a key and of four queries, which are `width` apart.
@@ -107,7 +109,7 @@ template <typename Key, typename Value, typename Out>
   const auto sums = std::make_unique<float[]>(fours * kQueries * width);
   const auto states = std::make_unique<float[][2][kQueries]>(fours);  // the largest product so far, and the sum of probabilities
   for (int64_t four = 0; four < fours; ++four) {
-    std::fill_n(states[four][0], kQueries, -std::numeric_limits<float>::infinity());
+    std::fill_n(states[four][0], kQueries, std::numeric_limits<float>::lowest());  // the difference of infinities would be nan
   }
   for (int64_t first = 0; first < count; first += kKeys) {
     const int64_t now = std::min(kKeys, count - first);
@@ -142,7 +144,8 @@ template <typename Key, typename Value, typename Out>
     }
   }
   for (int64_t number = 0; number < queries.count; ++number) {
-    const __m256 sum = _mm256_set1_ps(states[number / kQueries][1][number % kQueries]);
+    const __m256 of_query = _mm256_set1_ps(states[number / kQueries][1][number % kQueries]);
+    const __m256 sum = _mm256_max_ps(_mm256_set1_ps(std::numeric_limits<float>::min()), of_query);  // of 0, so that the result is 0
     for (int64_t k = 0; k < width; k += kDense) {
       store8(out + number * width + k, _mm256_div_ps(load8(sums.get() + number * width + k), sum));
     }
