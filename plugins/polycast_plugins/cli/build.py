@@ -149,6 +149,6 @@ def origins() -> Mapping[str, str]:
 
 def _origin(library: Library) -> str:
     try:
-        return library.find() or "not compiled yet, as `polycast build` does"
+        return library.find() or "not compiled yet; `polycast build` does it"
     except (RuntimeError, OSError) as error:
         return f"none: {error}"

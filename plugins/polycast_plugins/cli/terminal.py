@@ -77,10 +77,10 @@ def print_rows(out: Console, widths: Mapping[str, int | None], rows: Iterable[tu
 
 def print_line(out: Console, line: str) -> None:
     """Print a line of text: whole or, in a terminal, wrapped between words, with twice its indentation."""
-    lines = [line]
+    lines, rest = [line], 2 * line[: len(line) - len(line.lstrip())]
     if out.is_terminal:
-        indentation = line[: len(line) - len(line.lstrip())]
-        lines = textwrap.wrap(line, out.width, subsequent_indent=2 * indentation, break_on_hyphens=False) or [""]
+        wrapper = textwrap.TextWrapper(out.width, "", rest, break_long_words=False, break_on_hyphens=False)
+        lines = wrapper.wrap(line) or [""]
     for each in lines:
         out.print(each, soft_wrap=True)
 

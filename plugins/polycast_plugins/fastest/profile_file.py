@@ -106,7 +106,7 @@ def write(conditions: Conditions, profile: DeviceProfile) -> None:
     try:
         _file(conditions).write(profile.to_json())
     except OSError as error:
-        raise ProfileFileError(str(error)) from error
+        raise ProfileFileError(f"{error}. Set XDG_CACHE_HOME to a folder that only you can write.") from error
 
 
 @contextlib.contextmanager

@@ -126,7 +126,7 @@ def op_table(facts: Facts) -> tuple[list[str], list[list[str]]]:
 def lines_of(facts: Facts, findings: Iterable[Finding]) -> list[str]:
     """Return the lines below the table: the other ops, the recipes, the rules and the findings."""
     outside, others = facts.outside, len(facts.ops) - len(facts.outside) - len(_called(facts)[:_MAX_OPS])
-    lines = [f"... and {others:,} more, inner ops included: see seen.ops"] if others else []
+    lines = [f"... and {others:,} more, inner ops included: see seen.ops or an HTML report"] if others else []
     lines += [f"ops outside of regions: {outside_text(outside).replace('µ', 'u')}"] if outside else []
     lines += matmul_lines(facts.matmuls)
     lines += _bounded(recipe_lines(facts.low_bit), _MAX_LOW_BIT, "seen.low_bit")

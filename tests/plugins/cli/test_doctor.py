@@ -89,7 +89,7 @@ def test_it_shows_the_origin_of_ops(examine, hand_made, monkeypatch, tmp_path):
     hand_made("cpu", ops_in_cpp=["polycast_plugins.quantize.cpu.native"])
     _, found = examine()
     assert found["ops"] == [
-        {"package": f"polycast_plugins.{name}.native", "from": "not compiled yet, as `polycast build` does"}
+        {"package": f"polycast_plugins.{name}.native", "from": "not compiled yet; `polycast build` does it"}
         for name in ("quantize.cpu", "fastest")
     ]
     assert "  polycast_plugins.quantize.cpu.native: not compiled yet" in CliRunner().invoke(app, ["doctor"]).stdout

@@ -221,7 +221,8 @@ def test_a_folder_that_others_can_write_is_left_alone(measured, kept):
     kept.chmod(0o777)
     before = only_file(kept).read_text()
     forget()
-    with pytest.warns(UserWarning, match="measured cpu for this process alone: .*profiles can be written by others"):
+    why = r"measured cpu for this process alone: .*profiles can be written by others.*\. Set XDG_CACHE_HOME to "
+    with pytest.warns(UserWarning, match=why):
         again = polycast.profile("cpu")
     assert polycast.profile("cpu") is again
     assert only_file(kept).read_text() == before

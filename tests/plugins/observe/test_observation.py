@@ -175,7 +175,7 @@ def test_similar_findings_are_printed_once_and_counted(large):
 def test_printed_text_is_bounded_and_counts_the_rest(large):
     text = str(large)
     assert 2000 < len(text) < 8000
-    assert "... and 280 more, inner ops included: see seen.ops" in text
+    assert "... and 280 more, inner ops included: see seen.ops or an HTML report" in text
     assert "... and 92 more: see seen.low_bit" in text
 
 
