@@ -56,14 +56,14 @@ TORCH_LIBRARY(polycast_cpu, library) {
   }
 }
 
-// The engine finds it by this name.
+// The engine finds it by this name. Its kernel is there first, since other threads may call it as soon as it is defined.
+TORCH_LIBRARY_IMPL(polycast, CPU, library) {
+  library.impl("attend_one_query", attend_one_query);
+}
+
 TORCH_LIBRARY_FRAGMENT(polycast, library) {
   library.def("attend_one_query(Tensor query, Tensor key, Tensor value, Tensor? mask, float dropout, bool is_causal, float? scale, "
               "bool shares_keys, ScalarType dtype) -> Tensor");
-}
-
-TORCH_LIBRARY_IMPL(polycast, CPU, library) {
-  library.impl("attend_one_query", attend_one_query);
 }
 
 TORCH_LIBRARY_IMPL(polycast_cpu, CPU, library) {
