@@ -88,7 +88,7 @@ def _engine() -> dict[str, object]:
         engine = choose_engine()
     return {
         "name": engine.name,
-        "from": engine.origin or "the package, in Python",
+        "from": engine.origin or "the package, in Python; caches no weights",
         "warning": str(caught[0].message) if caught else None,
     }
 

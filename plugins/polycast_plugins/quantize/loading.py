@@ -1,6 +1,5 @@
 """Read a cache from a file, and check that it is of a model."""
 
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,7 +9,7 @@ import torch
 from torch import nn
 
 from polycast import WeightCache
-from polycast.plugin import Plan, Recipe, disable_autocast, events, get_backend, hold_during_fork
+from polycast.plugin import Plan, Recipe, disable_autocast, events, get_backend
 
 from .contents import SavedContents, SavedEntry, SavedTensor, SavedWeight, View, digests, sample_digests, versions
 from .kernel_plan import KernelPlan, PlannedKernel, PrepackedFormat
@@ -22,9 +21,6 @@ Verify: TypeAlias = Literal["all", "sample"]
 """The values of weights and of the file that are compared with digests."""
 
 _REMEDY = "Save a new one: run the model in a region with a WeightCache, and call its save()."
-_lock = threading.Lock()
-"""Held while views of weights exist: on the reference engine, other threads cannot cache their casts meanwhile."""
-hold_during_fork(lambda: [_lock])
 
 
 @events.own_work.during()
@@ -40,7 +36,7 @@ def load(cache: WeightCache, path: Path, model: nn.Module, verify: Verify) -> No
         _check_weights(contents.weights, parameters)
         made = [entry.made for entry in contents.entries if isinstance(entry.made, PrepackedFormat)]
         kernels = {each: _kernel(each) for each in dict.fromkeys(made)}
-        with _lock, torch.inference_mode(False), torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad():
             is_alike = _are_prepacked_alike(contents.entries, kernels, parameters)
             # Before the digests are computed, so that the cache has stamps: what is written then drops the entries.
             _adopt(cache, contents, file, parameters, kernels)

@@ -1,5 +1,7 @@
 """The reference engine caches nothing: each use of a weight makes a cast, and gradients are summed as torch does."""
 
+import sys
+
 import pytest
 import torch
 from tests.core.rounding import Rounded
@@ -31,6 +33,7 @@ def test_a_weight_cache_stays_empty(cache):
     weight = parameter()
     use(cache, weight), use(cache, weight)
     assert (cache.stats(), cache.entries()) == (EMPTY, [])
+    assert repr(cache) == "<WeightCache: empty, since the reference engine caches no weights>"
     cache.adopt(weight, None, torch.bfloat16, [weight.detach().bfloat16()])
     cache.clear()
     assert cache.stats() == EMPTY
@@ -70,3 +73,15 @@ def test_a_weight_that_gets_other_sizes_in_a_region_has_their_gradient():
         weight.data = torch.ones(4, 2)
         (torch.mm(X, weight) + torch.mm(X, weight)).sum().backward()
     assert torch.equal(weight.grad, torch.full((4, 2), 8.0))
+
+
+def test_a_kernel_switches_no_grad_mode_which_a_signal_handler_could_leave_switched():
+    weight, called = parameter(), []
+    with polycast.autocast("cpu"):
+        sys.setprofile(lambda frame, event, arg: called.append(getattr(arg, "__name__", frame.f_code.co_name)))
+        try:
+            torch.mm(X, weight)
+        finally:
+            sys.setprofile(None)
+    assert "with_history" in called
+    assert "_set_grad_enabled" not in called

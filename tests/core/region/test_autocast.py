@@ -127,6 +127,9 @@ def test_enabling_by_hand_runs_polycasts_kernels():
         polycast.set_autocast_enabled("cpu", False)
 
 
+CACHE = polycast.WeightCache()
+
+
 @pytest.mark.parametrize(
     ("arguments", "shown"),
     [
@@ -134,7 +137,7 @@ def test_enabling_by_hand_runs_polycasts_kernels():
         ({"cache_enabled": False}, ", cache_enabled=False"),
         ({"policy": {"softmax": "fp32"}}, ", policy={'softmax': 'fp32'}"),
         ({"recipe": "none"}, ", recipe=NoRecipe()"),
-        ({"cache": polycast.WeightCache()}, ", cache=<WeightCache: entries 0, MiB 0.0, hits 0, misses 0>"),
+        ({"cache": CACHE}, f", cache={CACHE!r}"),
     ],
     ids=["plain", "cache_enabled", "policy", "recipe", "cache"],
 )

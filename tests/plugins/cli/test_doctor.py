@@ -74,7 +74,7 @@ def test_it_shows_the_engine_and_its_origin(engine, examine):
     _, found = examine()
     assert found["engine"]["name"] == engine
     if engine == "reference":
-        assert found["engine"]["from"] == "the package, in Python"
+        assert found["engine"]["from"] == "the package, in Python; caches no weights"
     else:
         origin, _, library = found["engine"]["from"].partition(": ")
         assert origin in ("came with polycast", "compiled here")

@@ -10,6 +10,7 @@ from torch import nn
 
 import polycast
 from polycast import WeightCache, autocast
+from polycast.engine import installation
 from polycast_plugins.quantize import contents as digests
 
 pytestmark = [*NATIVE, pytest.mark.usefixtures("no_grad")]
@@ -134,3 +135,12 @@ def test_a_pipe_is_refused_at_once(tmp_path, load, model):
 def test_a_device_is_refused(model):
     with pytest.raises(ValueError, match="it is not a regular file"):
         WeightCache.load("/dev/zero", model)
+
+
+def test_the_reference_engine_checks_a_file_and_warns_that_it_loads_nothing(saved, model, monkeypatch):
+    installation.forget_choice()
+    monkeypatch.setenv("POLYCAST_ENGINE", "reference")
+    with pytest.raises(ValueError, match="are not those that it was made of"):
+        WeightCache.load(saved, nn.Linear(600, 600))
+    with pytest.warns(UserWarning, match="was checked and left: the reference engine caches no weights"):
+        assert WeightCache.load(saved, model).entries() == []

@@ -114,12 +114,6 @@ class CastCache:
         """Return the contents of the cache, and counts of its use."""
         return WeightCacheStats(0, 0, 0, 0, 0) if self._store is None else WeightCacheStats(*self._store.statistics())
 
-    def __repr__(self) -> str:
-        stats = self.stats()
-        entries = stats.entries + stats.packings
-        size = (stats.bytes + stats.packed_bytes) / 2**20
-        return f"<WeightCache: entries {entries}, MiB {size:.1f}, hits {stats.hits}, misses {stats.misses}>"
-
     def _repr_html_(self) -> str:
         from ...policy.result import html_table  # few regions need it
 

@@ -9,7 +9,9 @@ import torch
 from torch import nn
 from typing_extensions import Self
 
+from ...errors import warn_user
 from .. import state
+from ..choice import choose_engine, chosen
 from ..installation import watch_writes
 from ..recipes.prepacking import WRITTEN_UNSEEN
 from .cast_cache import CastCache, EntryKind
@@ -45,6 +47,14 @@ class WeightCache(CastCache):
         >>> cache.stats().misses, cache.stats().hits
         (2, 4)
     """
+
+    def __repr__(self) -> str:
+        engine, stats = chosen(), self.stats()
+        if engine is not None and not engine.caches:
+            return f"<WeightCache: empty, since the {engine.name} engine caches no weights>"
+        entries = stats.entries + stats.packings
+        size = (stats.bytes + stats.packed_bytes) / 2**20
+        return f"<WeightCache: entries {entries}, MiB {size:.1f}, hits {stats.hits}, misses {stats.misses}>"
 
     def adopt(
         self,
@@ -114,7 +124,7 @@ class WeightCache(CastCache):
         """Return a cache with the casts and prepacked weights of a file, without making them again.
 
         They are mapped into memory: processes that load the file share it. Writes to a weight drop them, as those that
-        were made in this process.
+        were made in this process. On the reference engine the cache is empty, and a UserWarning says so.
 
         Args:
             path: a file that :meth:`save` wrote.
@@ -140,6 +150,9 @@ class WeightCache(CastCache):
         from ...policy.manifests import method
 
         method("WeightCache.load")(cache, Path(path), model, verify)
+        engine = choose_engine()
+        if not engine.caches:
+            warn_user(f"The saved cache was checked and left: the {engine.name} engine caches no weights.")
         return cache
 
 

@@ -29,6 +29,9 @@ class _Regions(threading.local):
 class PythonStateMachine:
     """The state machine in Python."""
 
+    dtype = staticmethod(torch.get_autocast_dtype)
+    excluded_keys = staticmethod(excluded_keys)
+
     def __init__(self) -> None:
         # Threads start and end at any time. Adding, removing and copying take one call each, which no thread and no
         # finalizer interrupts. Walking a WeakSet takes many, and a finalizer could find a lock held by its own thread.
@@ -103,14 +106,6 @@ class PythonStateMachine:
         here = self._regions.last(device_type)
         return here is not None or current_graph_task_id() >= 0 or dispatch_mode_count() > 0
 
-    def dtype(self, device_type: str) -> torch.dtype:
-        """Return the fast dtype of a device on this thread."""
-        return torch.get_autocast_dtype(device_type)
-
-    def excluded_keys(self) -> int:
-        """Return the dispatch keys that this thread excludes."""
-        return excluded_keys()
-
     def forget_actions(self) -> None:
         """Do nothing: this engine keeps no actions."""
 
@@ -161,13 +156,10 @@ class PythonStateMachine:
         if regions.last(device_type) is None or storages_are_rewritten():
             return weight.to(dtype)
         histories, key = regions.histories, (id(weight), dtype)
-        with torch.no_grad():
-            cast = weight.to(dtype)
-        _, history = histories.pop(key, (weight, None))
-        if history is not None and (history.shape, history.device) != (weight.shape, weight.device):
-            history = None
-        if history is None:
+        cast = weight.detach().to(dtype)  # not under no_grad, which a signal handler could leave on
+        _, history = histories.get(key, (weight, None))
+        if history is None or (history.shape, history.device) != (weight.shape, weight.device):
             without_memory = torch.empty((), dtype=dtype, device=weight.device).expand(weight.shape)
             history = with_history(weight, without_memory)
-        histories[key] = weight, history
+            histories[key] = weight, history
         return with_history(history, cast)
