@@ -157,9 +157,9 @@ class PythonStateMachine:
             return weight.to(dtype)
         histories, key = regions.histories, (id(weight), dtype)
         cast = weight.detach().to(dtype)  # not under no_grad, which a signal handler could leave on
-        _, history = histories.get(key, (weight, None))
+        _, history = histories.pop(key, (weight, None))
         if history is None or (history.shape, history.device) != (weight.shape, weight.device):
-            without_memory = torch.empty((), dtype=dtype, device=weight.device).expand(weight.shape)
-            history = with_history(weight, without_memory)
-            histories[key] = weight, history
+            history = None  # one for other sizes is freed first, since autograd shares its end with the next
+            history = with_history(weight, torch.empty((), dtype=dtype, device=weight.device).expand(weight.shape))
+        histories[key] = weight, history
         return with_history(history, cast)
