@@ -207,14 +207,13 @@ def _measured(backend: Backend, refresh: bool) -> tuple[DeviceProfile, str]:
 
 def noise_of(measured: DeviceProfile, used: DeviceProfile) -> str:
     """Return a sentence that says why a measurement is noisy, what is used, and what to do."""
-    is_busy = measured.other_load > BUSY
     why = (
         f"other processes or a limit took {measured.other_load:.0%} of the processors' time"
-        if is_busy
+        if measured.other_load > BUSY
         else "repeated times differ"
     )
     return (
-        f"the measurement is noisy ({why}), so {'its times' if used is measured else f'the profile of {used.date}'} "
+        f"the measurement is noisy ({why}); {'its times' if used is measured else f'the profile of {used.date}'} "
         f"will be used until you measure again while the machine is idle: polycast profile {measured.device_type} "
         "--refresh. Or set POLYCAST_PROFILE to a saved profile."
     )

@@ -106,7 +106,8 @@ def write(conditions: Conditions, profile: DeviceProfile) -> None:
     try:
         _file(conditions).write(profile.to_json())
     except OSError as error:
-        raise ProfileFileError(f"{error}. Set XDG_CACHE_HOME to a folder that only you can write.") from error
+        remedy = ". Set XDG_CACHE_HOME to a folder of yours that has room." if error.errno else ""  # else it has one
+        raise ProfileFileError(f"{error}{remedy}") from error
 
 
 @contextlib.contextmanager

@@ -56,7 +56,7 @@ def test_a_noisy_machine_is_all_that_it_says_and_once(polycast_command, kept, mo
     quiet = measuring.measure
     monkeypatch.setattr(measuring, "measure", lambda backend: dataclasses.replace(quiet(backend), other_load=0.5))
     first, second = polycast_command("profile", "cpu"), polycast_command("profile", "cpu")
-    said = "the measurement is noisy (other processes or a limit took 50% of the processors' time), so its times "
+    said = "the measurement is noisy (other processes or a limit took 50% of the processors' time); its times "
     assert first.stdout == second.stdout
     assert first.stdout.startswith(said)
     assert first.stdout.count("\n") == 1

@@ -221,12 +221,20 @@ def test_a_folder_that_others_can_write_is_left_alone(measured, kept):
     kept.chmod(0o777)
     before = only_file(kept).read_text()
     forget()
-    why = r"measured cpu for this process alone: .*profiles can be written by others.*\. Set XDG_CACHE_HOME to "
-    with pytest.warns(UserWarning, match=why):
+    with pytest.warns(
+        UserWarning, match=r"for this process alone: .*profiles can be written by .* only you can write\.$"
+    ):
         again = polycast.profile("cpu")
     assert polycast.profile("cpu") is again
     assert only_file(kept).read_text() == before
     assert measured.count == 2
+
+
+def test_a_profile_that_cannot_be_written_names_the_remedy(measured, kept):
+    kept.parent.touch()  # a file in place of the folder
+    remedy = r"Set XDG_CACHE_HOME to a folder of yours that has room\."
+    with pytest.warns(UserWarning, match=rf"for this process alone: \[Errno \d+\] [^.]*\. {remedy}$"):
+        assert polycast.profile("cpu") is polycast.profile("cpu")
 
 
 @only_posix

@@ -22,7 +22,7 @@ def test_a_noisy_profile_is_kept_with_a_message_until_a_better_one_is_measured(n
     assert first.is_noisy
     why = "repeated times differ" if measured.noisy else "other processes or a limit took 31% of the processors' time"
     assert (
-        f"polycast: the measurement is noisy ({why}), so its times will be used until you measure again while the "
+        f"polycast: the measurement is noisy ({why}); its times will be used until you measure again while the "
         "machine is idle: polycast profile cpu --refresh. Or set POLYCAST_PROFILE to a saved profile.\n"
     ) in capsys.readouterr().err
     forget()  # as in another process
@@ -40,9 +40,7 @@ def test_the_least_noisy_profile_is_kept(measured, kept, capsys):
         assert polycast.profile("cpu", refresh=True).date == f"2026-05-0{date} 09:30 UTC"
         forget()
         assert find("cpu").date == f"2026-05-0{date} 09:30 UTC"
-    said = (
-        "took 20% of the processors' time), so the profile of 2026-05-04 09:30 UTC will be used until you measure again"
-    )
+    said = "took 20% of the processors' time); the profile of 2026-05-04 09:30 UTC will be used until you measure again"
     assert said in capsys.readouterr().err
 
 
