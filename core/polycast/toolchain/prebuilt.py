@@ -163,7 +163,7 @@ def no_compiler() -> BuildError:
         prebuilt = "polycast came without compiled libraries, which its wheels for Linux contain"
     return BuildError(
         f"no C++ compiler is found, and {prebuilt}. Install a compiler (c++; on Debian: apt install g++), or name "
-        "it in the variable CXX."
+        f"it in the variable CXX{f', which is {name} now' if (name := os.environ.get('CXX')) else ''}."
     )
 
 

@@ -120,7 +120,7 @@ WAYS = {
     no_home: NO_HOME,
     relative_home: NO_HOME,
     open_quote: r"CXX=\"'c\+\+ -O1\" is not a command: No closing quotation\. Correct or unset the variable\.",
-    not_executable: r"no C\+\+ compiler is found, and .*\. Install a compiler .*, or name it in the variable CXX\.",
+    not_executable: r"no C\+\+ compiler is found, and .*\. Install a .* CXX, which is .* now\.",
     no_program: NO_RUN.format("Exec format error"),
     no_interpreter: NO_RUN.format("No such file"),
     other_encoding: FAILED.format(1),
