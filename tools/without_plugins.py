@@ -16,6 +16,7 @@ KEPT = (
         "tests/collecting.py",
         "tests/conftest.py",
         "tests/core",
+        "tests/engines.py",
         "tests/fixtures_of_processes.py",
         "tests/launcher.py",
         "tools/platform_wheel.py",

@@ -78,6 +78,7 @@ def test_torchs_own_region_runs_on_the_same_kernels():
         assert x.exp().dtype is torch.float32
 
 
+@pytest.mark.parametrize("engine", ["native"], indirect=True)  # the reference engine caches nothing
 def test_a_region_casts_a_weight_once():
     model = torch.nn.Linear(3, 3, bias=False).to("npy")
     x = torch.ones(2, 3, device="npy")
@@ -89,6 +90,7 @@ def test_a_region_casts_a_weight_once():
     assert len({node.next_functions[0][0] for node in casts}) == 1
 
 
+@pytest.mark.parametrize("engine", ["native"], indirect=True)  # the reference engine caches nothing
 @pytest.mark.parametrize("frozen", [False, True])
 def test_a_weight_cache_serves_parameters_of_npy(frozen):
     cache = polycast.WeightCache()

@@ -40,6 +40,7 @@ def test_the_backend_offers_int8_and_says_why_not_of_others():
     assert sorted(backend.low_bit_kernels(polycast.Int8())) == ops
 
 
+@pytest.mark.parametrize("engine", ["native"], indirect=True)  # the reference engine caches nothing
 def test_recipes_with_other_settings_do_not_share_prepacked_weights(engine):
     layer, x, cache = torch.nn.Linear(64, 32).to("npy"), torch.randn(5, 64).to("npy"), polycast.WeightCache()
     with torch.no_grad():
@@ -65,6 +66,7 @@ def test_a_region_with_the_recipe_runs_the_kernels(engine):
     torch.testing.assert_close(actual.cpu().float(), expected, rtol=0.05, atol=0.02)
 
 
+@pytest.mark.parametrize("engine", ["native"], indirect=True)  # the reference engine caches nothing
 def test_a_weight_is_packed_once_and_again_when_it_changes(engine):
     cache = polycast.WeightCache()
     layer = torch.nn.Linear(64, 32, bias=False).to("npy")

@@ -13,9 +13,9 @@ from tests.plugins.cli.test_scaffold import EXTEND, PLUGIN, new
 PACKAGES = {
     "acme": (("new-backend",), 120),
     "hpu": (("new-backend",), 120),
-    "acme-odd": (EXTEND, 12),
-    "acme-absent": (("new-backend", "--extend", "xpu"), 4),
-    "acme-more": (PLUGIN, 2),
+    "made-odd": (EXTEND, 12),
+    "made-absent": (("new-backend", "--extend", "xpu"), 4),
+    "made-more": (PLUGIN, 2),
 }
 """The command that writes each package, and the least number of its tests that pass."""
 
@@ -30,8 +30,9 @@ def installed(make_once):
 def _install(folder):
     with pytest.MonkeyPatch.context() as patched:
         patched.chdir(folder)
-        printed = [new(name, command=command).stdout for name, (command, _) in PACKAGES.items()]
-    commands = [line.strip().partition("then: ")[2].split(" && ") for line in printed]
+        done = [new(name, command=command) for name, (command, _) in PACKAGES.items()]
+    assert [each.output for each in done if each.exit_code] == []
+    commands = [each.stdout.strip().partition("then: ")[2].split(" && ") for each in done]
     (folder / "tests.json").write_text(json.dumps(dict(zip(PACKAGES, (test for _, test in commands), strict=True))))
     # All by one command. Nothing comes from the package index: what is needed is here.
     pip = f"PIP_NO_INDEX=1 PIP_NO_DEPS=1 PIP_NO_BUILD_ISOLATION=0 PIP_TARGET=site {shlex.quote(sys.executable)} -m pip"
@@ -86,7 +87,7 @@ def test_the_package_is_formatted_and_lints_without_errors(here):
         pytest.skip("ruff is not installed here")
     for device in ("acme", "hpu"):
         new(device)
-    new("acme-odd", command=EXTEND)
-    new("acme-odd-plugin", command=PLUGIN)
+    new("made-odd", command=EXTEND)
+    new("made-odd-plugin", command=PLUGIN)
     must_run(ruff, "format", "--isolated", "--line-length=120", "--check", ".", cwd=here)
     must_run(ruff, "check", "--isolated", "--line-length=120", "--select=E,F,W,I,UP,B,RUF", ".", cwd=here)
