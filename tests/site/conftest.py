@@ -52,9 +52,12 @@ class Handler(http.server.SimpleHTTPRequestHandler):
         pass
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def address(site):
-    """Serve the site locally; return its address."""
+    """Serve the site locally; return its address.
+
+    The thread ends with the module: the garbage collector may run on any thread, and close a region of another test there.
+    """
     handler = functools.partial(Handler, directory=str(site))
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever)
