@@ -56,7 +56,7 @@ class Handler(http.server.SimpleHTTPRequestHandler):
 def address(site):
     """Serve the site locally; return its address.
 
-    The thread ends with the module: the garbage collector may run on any thread, and close a region of another test there.
+    The thread ends with the module, since the garbage collector may run on it, and close other tests' regions there.
     """
     handler = functools.partial(Handler, directory=str(site))
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
