@@ -9,25 +9,23 @@ from .pictures import speed
 
 PAGES = (speed.README, tables.DOCS / "benchmarks.md")
 _BETWEEN = re.compile(r"(?<=<!-- figure of )(?P<name>\w+): make docs -->\n.*?(?=<!-- end -->)", re.DOTALL)
-_LLAMA, _BERT = "LLaMA 1.1 B, 1 token", "BERT base, 4 x 128 tokens"
 
 
 def sentences() -> dict[str, str]:
     """Return each sentence by its name."""
     run = tables.run_of(speed.BENCHMARK)
     found = speed.times(run)
-    bert, llama = ({way: speed.number(time) for way, time in found[case].items()} for case in (_BERT, _LLAMA))
+    cases = (found["BERT base, 4 x 128 tokens"], speed.times(tables.run_of(speed.LLAMA))["1 token"])
+    bert, llama = ({way: speed.number(time) for way, time in of.items()} for of in cases)
     threads, slower = speed.threads_of(run), len(speed.without_gain(found))
     where = f"{run['environment']['cpu']}, {threads} thread{'s' * (threads > 1)}"
     return {
         "region": f"BERT base, 4 x 128 tokens, takes **{bert[speed.PLAIN]}** of float32's time in a plain region and "
         f"{bert[speed.TORCH]} under `torch.autocast` ({where}). In {slower} of {len(found)} cases a plain region is "
         "[no faster](docs/benchmarks.md#where-a-region-is-no-faster) than the faster of float32 and `torch.autocast`.",
-        "cache": f"A LLaMA of 1.1 billion weights decodes a token in **{llama['WeightCache']}** of float32's time; "
-        f"in a plain region it takes {llama[speed.PLAIN]}, under `torch.autocast` {llama[speed.TORCH]}, and as a "
-        f"bfloat16 copy {llama['a bfloat16 copy']}.",
-        "int8": f"With int8 the same LLaMA takes **{llama['int8']}** of float32's time, and BERT {bert['int8']}. "
-        + _beside(),
+        "gain": f"On a CPU, BERT takes **{bert[speed.PLAIN]}** of float32's time in a region, and {bert['int8']} with "
+        f"int8; a LLaMA of 1.1 billion weights decodes a token in **{llama['int8']}** with int8, and {llama['int4']} "
+        "with int4.",
         "beside": _beside(),
         "noise": _noise(found),
         "slower": f"In {slower} of {len(found)} cases a plain region takes at least "

@@ -77,7 +77,7 @@ def test_generated_parts_of_pages_are_up_to_date(module):
 
 
 def test_readme_has_the_current_figures():
-    for name in ("region", "cache", "int8"):
+    for name in ("gain", "region"):
         assert re.search(rf"<!-- figure of {name}: make docs -->\n.*\*\*\d\.\d\d\*\* of float32's time", README)
     assert "| 2.11 | 3.10 |" in README
     assert re.search(r"!\[Time, where .*float32 \d\.\d\d.*\]\(docs/llama\.svg\)", README)
