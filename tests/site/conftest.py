@@ -77,7 +77,10 @@ class Browser:
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "", "features": [scheme]})
         self.console(), self.requests()
-        self.driver.get(address)
+        for _ in range(3):  # on a loaded machine the browser has shown a page without its contents
+            self.driver.get(address)
+            if self.js("document.readyState === 'complete' && document.querySelector('main, article') !== null"):
+                break
         return self
 
     def console(self):

@@ -95,7 +95,9 @@ def resize(browser):
 def test_code_fits_the_window(browser, address, resize, page, width):
     resize(width)
     browser.open(f"{address}{page}.html")
-    assert browser.js("document.querySelectorAll('.highlight pre').length") > 0
+    assert browser.js("document.querySelectorAll('.highlight pre').length") > 0, browser.js(
+        "[document.readyState, document.URL, document.documentElement.outerHTML.slice(0, 500)]"
+    )
     assert browser.js(CUT_OFF) == []
     assert browser.js(TOO_WIDE) <= 0
 
