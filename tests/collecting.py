@@ -24,7 +24,6 @@ ENGINES_DIFFER = (
 FIRST = (
     "tests/core/engine/test_writes_of_ops.py",
     "tests/examples/",
-    "tests/site/test_site",
     "tests/test_npy_example.py",
 )
 """The tests that take longest. They run first: at the end, the other processes would wait for the one that has them."""
