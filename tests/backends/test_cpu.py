@@ -1,4 +1,4 @@
-"""What the CPU's backend says of the processor: the fast dtypes that it emulates, and what the speed depends on."""
+"""The CPU's backend names the fast dtypes that the processor emulates, and what the speed depends on."""
 
 import platform
 from pathlib import Path

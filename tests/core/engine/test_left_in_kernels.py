@@ -86,7 +86,7 @@ PROGRAMS = {
     "none, and one of another device is opened": "+a ( +x ) xon on b1 -x xoff on b1 -a",
     "those that it has entered": "+a +y ( +x +h ( ) -h -x ) xon on b1 -y ( +x +h ( ) -h -x ) xoff on b1 -a",
 }
-"""What a kernel leaves, and a program: a kernel runs what is between ( and ), which may be another kernel.
+"""Programs by what a kernel leaves in them: a kernel runs what is between ( and ), which may be another kernel.
 
 "on" and "off" say whether autocast is, "xon" and "xoff" whether it is on the other device, and "h2" that the dtype is
 float16, and two regions are open. At the end all is as it was.

@@ -21,7 +21,7 @@ WRITING = {
     "addmv_": (lambda x, y: x.addmv_(y.diag(), y), VECTOR, VECTOR),
     "index_add_": (lambda x, y: x.index_add_(0, ROWS, y), X, FEW),
 }
-"""What calls an op, and two operands; tests/parity/test_mixed_programs.py has the other ops."""
+"""A function that calls an op, and two operands, by op; tests/parity/test_mixed_programs.py has the other ops."""
 
 
 def region(**settings):

@@ -1,4 +1,4 @@
-"""What the commands print in a terminal of 60 columns, and on a stream whose encoding lacks most characters."""
+"""Commands print readably in a terminal of 60 columns, and on a stream whose encoding lacks most characters."""
 
 import re
 

@@ -64,7 +64,7 @@ template <int Columns, typename T>
     return;
   }
   constexpr int64_t page = 4096 / sizeof(T);
-  if (of.ahead == 0 && Columns == 1 && k % page == 0) {  // the processor's prefetcher then finds the address of that page looked up
+  if (of.ahead == 0 && Columns == 1 && k % page == 0) {  // looks up that page's address before the processor's prefetcher comes to it
     _mm_prefetch(reinterpret_cast<const char*>(of.weight + k + 4 * page), _MM_HINT_T1);
   }
   if (of.ahead > 0) {
