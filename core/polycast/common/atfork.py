@@ -3,18 +3,10 @@
 import os
 import threading
 from collections.abc import Callable, Iterable
-from typing import Protocol
+from typing import Any, TypeAlias
 
 
-class Lock(Protocol):
-    """A threading.Lock or RLock."""
-
-    def acquire(self, blocking: bool = True) -> bool:
-        """Acquire the lock, and return whether it was acquired."""
-
-    def release(self) -> None:
-        """Release the lock."""
-
+Lock: TypeAlias = Any  # a threading.Lock or RLock, or alike
 
 _locks: list[Callable[[], Iterable[Lock]]] = []
 

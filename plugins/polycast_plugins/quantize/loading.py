@@ -126,7 +126,8 @@ def _are_prepacked_alike(
         alike = [entry for entry in entries if entry.made == wanted]
         entry = min(alike, key=lambda entry: _source(entry, parameters).numel())
         with disable_autocast():
-            prepacked = planned.prepack(_source(entry, parameters)) or ()
+            # A copy: in other threads, an alias of the weight would keep what is made of it from being cached.
+            prepacked = planned.prepack(_source(entry, parameters).clone()) or ()
         what = f"{entry.weight!r} for {wanted.op} with the recipe {Recipe.of_text(wanted.recipe)!r}"
         found[what] = digests([flat(part) for part in prepacked]) == [part.digest for part in entry.tensors]
     return found

@@ -13,7 +13,7 @@ from ...errors import warn_user
 from .. import state
 from ..choice import choose_engine, chosen
 from ..installation import watch_writes
-from ..recipes.prepacking import WRITTEN_UNSEEN
+from ..recipes.prepacking import WRITTEN_UNSEEN, undisturbed
 from .cast_cache import CastCache, EntryKind
 
 
@@ -80,14 +80,15 @@ class WeightCache(CastCache):
             found = [(tuple(each.shape), each.dtype) for each in tensors]
             if found != [(sizes, kind)]:
                 raise ValueError(f"tensors must be one of sizes {sizes} and {kind}, got {found}")
+        store = state.machine.store(self)
+
+        def attempt() -> bool:
+            source = weight if view is None else weight.as_strided(view[0], view[1], weight.storage_offset() + view[2])
+            return store is None or store.adopt(source, kind, tensors)
+
         watch_writes()
         with torch.inference_mode(False), torch.no_grad():
-            source = weight
-            if view is not None:
-                sizes, strides, offset = view
-                source = weight.as_strided(sizes, strides, weight.storage_offset() + offset)
-            store = state.machine.store(self)
-            if store is not None and not store.adopt(source, kind, tensors):
+            if not undisturbed(weight, attempt):
                 room = "" if self.max_bytes is None else f"; or there is no room for it in {self.max_bytes} bytes"
                 raise ValueError(f"cannot be cached: {WRITTEN_UNSEEN}{room}")
 

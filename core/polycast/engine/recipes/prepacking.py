@@ -1,11 +1,14 @@
-"""Why a weight is not prepacked, as messages; and prepacking by several threads at once.
+"""Why a weight is not prepacked, as messages; and caching what several threads prepack at once.
 
-While a thread prepacks a weight, it holds a second reference to the weight's storage. Another thread cannot tell this
-from an alias through which the weight may be written unseen, and would not prepack it.
+While a thread prepacks a weight, or adds what was made of a view of it to a cache, it holds a second reference to the
+weight's storage. Another thread cannot tell this from an alias through which the weight may be written unseen, and would
+cache nothing of the weight.
 """
 
 import os
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -37,6 +40,32 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_now.clear)  # other threads do not exist there
 
 
+@contextmanager
+def _holding(weight: torch.Tensor) -> Iterator[int]:
+    """Tell other threads that this one may hold the storage of a weight, or of a view of one; yield its identity."""
+    identity = id(weight if weight._base is None else weight._base)
+    _now.append(identity)
+    try:
+        yield identity
+    finally:
+        if identity in _now:  # not in a child that was forked meanwhile
+            _now.remove(identity)
+        _last_end[0] = object()
+
+
+def undisturbed(weight: torch.Tensor, attempt: Callable[[], bool]) -> bool:
+    """Return what an attempt to cache something of a weight returns, repeated where it may fail for other threads.
+
+    They may prepack the weight, or make a view of it now, which looks like an alias until torch has completed it.
+    """
+    attempts_left = 50
+    with _holding(weight) as identity:
+        while attempts_left and not attempt():
+            time.sleep(0.001)
+            attempts_left -= _now.count(identity) <= 1  # not while another thread prepacks it
+    return attempts_left > 0
+
+
 def prepacked(
     cache: CastCache, weight: torch.Tensor, prepack_id: int, prepack: Callable[[torch.Tensor], Any]
 ) -> tuple[torch.Tensor, ...] | str | None:
@@ -44,23 +73,17 @@ def prepacked(
 
     If another thread prepacks the same weight now, the result is not cached: that thread caches its own.
     """
-    identity = id(weight if weight._base is None else weight._base)
 
     def make(weight: torch.Tensor) -> Any:
-        _now.append(identity)
-        try:
+        with _holding(weight):
             return prepack(weight)
-        finally:
-            if identity in _now:  # not in a child that was forked meanwhile
-                _now.remove(identity)
-            _last_end[0] = object()
 
     while True:
         last_end = _last_end[0]
         found = state.machine.prepacked(cache, weight, prepack_id, make)
         if found is not WRITTEN_UNSEEN:
             return found
-        if identity in _now:
+        if id(weight if weight._base is None else weight._base) in _now:
             return make(weight) or None
         if _last_end[0] is last_end:
             return found
