@@ -5,7 +5,6 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias
 
-
 Lock: TypeAlias = Any  # a threading.Lock or RLock, or alike
 
 _locks: list[Callable[[], Iterable[Lock]]] = []
@@ -59,7 +58,7 @@ def _acquire_all() -> None:
 
 def _try(lock: Lock, held: list[Lock]) -> bool:
     """Acquire a lock, if it is free, and add it to those that are held."""
-    is_free = lock.acquire(blocking=False)
+    is_free: bool = lock.acquire(blocking=False)
     if is_free:
         held.append(lock)
     return is_free

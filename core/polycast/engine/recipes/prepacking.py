@@ -1,8 +1,8 @@
 """Why a weight is not prepacked, as messages; and caching what several threads prepack at once.
 
-While a thread prepacks a weight, or adds what was made of a view of it to a cache, it holds a second reference to the
-weight's storage. Another thread cannot tell this from an alias through which the weight may be written unseen, and would
-cache nothing of the weight.
+While a thread prepacks a weight, or adds what was made of a view of it to a cache, it holds a second reference to its
+storage. Another thread cannot tell this from an alias through which the weight may be written unseen, and would cache
+nothing of it.
 """
 
 import os
