@@ -109,7 +109,10 @@ class StateMachine(Protocol):
         """Return the store of a cache, of the native engine; None if the engine caches nothing."""
 
     def forget_actions(self) -> None:
-        """Drop the actions that are kept for calls by a recipe, on all threads; see recipes/actions.py."""
+        """Drop the actions that are kept for calls by a recipe, on all threads; see recipes/actions.py.
+
+        Call it after a change of what they depend on. Installing the kernels of a device does the same.
+        """
 
     def set_recomputing(self, backward: int | None, /) -> None:
         """Set the backward that recomputes a forward on this thread, by torch's number; None: none does."""

@@ -18,7 +18,7 @@ import traceback
 import torch
 
 import polycast
-from polycast.engine.recipes.actions import forget_actions
+from polycast.engine import state
 
 THREADS = 4
 X = torch.ones(4, 4, dtype=torch.bfloat16)
@@ -159,7 +159,7 @@ class Thread:
 
     def region(self):
         if self.random.random() < 0.1:
-            forget_actions()
+            state.machine.forget_actions()
         with polycast.autocast("cpu", **self.settings()):
             for _ in range(self.random.randrange(1, 5)):
                 self.use(self.random.choice(self.weights + self.shared))

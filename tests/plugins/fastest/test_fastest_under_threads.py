@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from polycast import Fastest, WeightCache, autocast
-from polycast.engine.recipes.actions import forget_actions
+from polycast.engine import state
 
 pytestmark = pytest.mark.usefixtures("engine")
 THREADS = 4
@@ -59,7 +59,7 @@ def test_threads_train_as_one_does(recipes, cached):
         own = copy.deepcopy(model)
         together.wait()
         if at == 0:
-            forget_actions()
+            state.machine.forget_actions()
         return train(own, at, recipes[at % len(recipes)], cache)
 
     with ThreadPoolExecutor(THREADS) as pool:
@@ -90,7 +90,7 @@ def test_threads_compute_a_layer_of_an_encoder_as_one_or_not(recipes):
         found = []
         for recipe in (recipes[at % len(recipes)], "none", recipes[2]):
             if at % 5 == 0:
-                forget_actions()
+                state.machine.forget_actions()
             with autocast("cpu", recipe=recipe):
                 found.append(layer(x))
         return found

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.functional import linear
 
 from polycast import Int8, WeightCache, autocast
-from polycast.engine.recipes.actions import forget_actions
+from polycast.engine import state
 
 from .int8_linears import X, expected, run
 
@@ -173,7 +173,7 @@ def test_a_weight_that_was_evicted_is_asked_for(kernel, asked):
 
 def test_forgetting_asks_again(layer, asked):
     run(layer, X)
-    forget_actions()
+    state.machine.forget_actions()
     run(layer, X)
     run(layer, X)
     assert len(asked) == 2

@@ -29,7 +29,7 @@ class Action(NamedTuple):
     """How to compute calls of an op in regions with a recipe.
 
     `perform` in plan.py returns it with the result of a call. The native engine keeps it for calls with the same
-    metadata, until :func:`forget_actions`, so it must depend on nothing but
+    metadata, until :meth:`.StateMachine.forget_actions`, so it must depend on nothing but
 
     - the op, the plan and the fast dtype;
     - of each tensor: dtype, sizes, strides, device, and whether it is a weight or a view of all or a part of one;
@@ -59,13 +59,5 @@ CACHED_CAST, AS_IT_IS = 0, -1
 """Values of `prepack_id` for a weight's cast and for the weight itself. Ids of prepacked weights are positive."""
 
 
-def forget_actions() -> None:
-    """Make the native engine ask Python again for each call; to call after a change of what actions depend on.
-
-    A change of a device's backend does so by itself, since the kernels are installed again.
-    """
-    state.machine.forget_actions()
-
-
 # No action is kept while an event has listeners: the engine then notifies them of each call.
-events.recipe_call.start = events.calibration.start = forget_actions
+events.recipe_call.start = events.calibration.start = lambda: state.machine.forget_actions()
