@@ -12,7 +12,7 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 
-from ..engine.casts.cast_cache import CastCache, cache_by_identity
+from ..engine.casts.cast_cache import CastCache, caches_alive
 from ..engine.casts.traced import can_leave_casts
 from ..engine.installation import kernels_of, support_overrides
 from ..engine.override import MODULE_RULE, Override, make_override
@@ -54,7 +54,7 @@ def _made_once(
         _break(_DICT_ONLY)
     if number == "none":
         _break("its cache= is not a WeightCache")
-    cache = cache_by_identity(int(number)) if number and can_leave_casts() else None
+    cache = caches_alive.get(int(number)) if number and can_leave_casts() else None
     region = object.__new__(cls)
     more: dict[str, Any] = {"policy": policy, "cache": cache, "recipe": recipe and _recipe_of(recipe)}
     region.__init__(*args, **kwargs, **{name: each for name, each in more.items() if each is not None})  # type: ignore[misc]

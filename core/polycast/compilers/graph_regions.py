@@ -20,7 +20,7 @@ from typing_extensions import Self
 
 from ..engine import state
 from ..engine.casts.cached_cast import enter_in_graph, leave_in_graph
-from ..engine.casts.cast_cache import cache_by_identity
+from ..engine.casts.cast_cache import caches_alive
 from ..engine.installation import install_for
 from ..engine.override import Override
 from ..engine.state import Settings
@@ -43,7 +43,7 @@ class region_with_override:
     def __init__(self, device_type: str, dtype: torch.dtype, enabled: bool, others: tuple[Any, ...]) -> None:
         cache_enabled, cache, override, *origin = others
         found = Override.of_text(device_type, override, *origin) if override else None
-        self._settings = Settings(device_type, enabled, dtype, cache_enabled, found, cache_by_identity(cache))
+        self._settings = Settings(device_type, enabled, dtype, cache_enabled, found, caches_alive.get(cache))
 
     @disable_dynamo
     def __enter__(self) -> Self:

@@ -62,13 +62,9 @@ class StoredEntry(NamedTuple):
 
 
 caches_alive: "weakref.WeakValueDictionary[int, CastCache]" = weakref.WeakValueDictionary()
-"""The caches that are alive, by identity. While there is one, writes of weights are watched."""
+"""The caches that are alive, by the identity by which compiled code refers to them. While there is one, writes of
+weights are watched."""
 _identities = itertools.count(1)
-
-
-def cache_by_identity(identity: int) -> "CastCache | None":
-    """Return the cache that compiled code refers to, if it is alive."""
-    return caches_alive.get(identity)
 
 
 class CastCache:

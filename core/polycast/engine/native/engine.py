@@ -19,7 +19,7 @@ from ...policy.schemas import COMPOSED_OPS, hidden_writes, overload_with_dtype
 from ...registry.backend import Backend, overrides_is_capturing
 from ...torch_internals.dispatcher import OpOverload
 from ...torch_internals.private_names import disable_dynamo
-from ..casts.cast_cache import CastCache, cache_by_identity, process_cache
+from ..casts.cast_cache import CastCache, caches_alive, process_cache
 from ..casts.traced import cast_of_traced
 from ..casts.unversioned_writes import COLLECTIVES, EXPOSING_OPS, WRITING_OPS, unwatch, watch
 from ..casts.weights import STALE, storages_are_rewritten
@@ -160,7 +160,7 @@ class NativeEngine:
         return cache.store(self._extension.UserStore)
 
     def _store_by_identity(self, identity: int) -> Any:
-        cache = cache_by_identity(identity)
+        cache = caches_alive.get(identity)
         return None if cache is None else self.store(cache)
 
     @disable_dynamo

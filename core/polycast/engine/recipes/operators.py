@@ -21,7 +21,7 @@ from ...torch_internals.dispatcher import disable_autocast, tracking_views
 from ...torch_internals.private_names import disable_dynamo
 from .. import state
 from ..casts.cached_cast import TAGS, number_in_graph
-from ..casts.cast_cache import CastCache, cache_by_identity
+from ..casts.cast_cache import CastCache, caches_alive
 from ..casts.weights import parameter_of
 from .in_dtype import in_dtype
 from .prepacking import INTERCEPTED, NO_WEIGHT
@@ -107,7 +107,7 @@ _library = Library("polycast", "FRAGMENT")  # type: ignore[no-untyped-call]
 
 def _run_in_compiled(op: str, plan: Any, args: Sequence[Any], cache: int, dtype: torch.dtype) -> torch.Tensor:
     device_type = plan.device_type
-    found = cache_by_identity(cache) if cache else state.machine.innermost(device_type)[1]
+    found = caches_alive.get(cache) if cache else state.machine.innermost(device_type)[1]
     before = torch.get_autocast_dtype(device_type)
     if before is not dtype:
         torch.set_autocast_dtype(device_type, dtype)
