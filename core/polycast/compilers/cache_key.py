@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ..engine.snapshot import guard_text, overrides_text, snapshot
+from ..engine.snapshot import overrides_text, snapshot
 from ..policy.cast_policy import registrations
 from ..registry.registry import registry
 from ..torch_internals.patcher import Patch, expect, method_of
@@ -47,7 +47,7 @@ def extend_autograds(patch: Patch) -> None:
         registered += sorted(_added())
         if overrides_text() or inside or has_cache or registered:
             states = [(region.device_type, region.enabled, str(region.dtype)) for region in regions]
-            setattr(self, _MARK, (inside, has_cache, guard_text(), states, registered, _CODE))
+            setattr(self, _MARK, (inside, has_cache, overrides_text(with_caches=True), states, registered, _CODE))
         init(self, gm, *args, **kwargs)
 
     patch.replace(AOTAutogradCacheDetails, "__init__", init_with_ours)

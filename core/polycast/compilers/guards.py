@@ -1,7 +1,7 @@
 """Guard compiled code on the overrides of regions, so that it runs only under those that it was compiled for.
 
 Dynamo guards all code on torch's autocast state: what is enabled, and in which dtype. Overrides are not part of it.
-``guard_text()`` returns them as a text:
+``overrides_text(with_caches=True)`` returns them as a text:
 
 - code that is compiled from now on gets a guard that the text is the same;
 - code compiled before gets a guard that it is empty, because there were no overrides;
@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from ..engine.snapshot import guard_text
+from ..engine.snapshot import overrides_text
 from ..engine.state import ready
 from ..errors import warn_user
 from ..torch_internals import changes
@@ -50,7 +50,7 @@ def _add_guard(manager: Any, seen: str, guard: Any = None) -> None:
     parts = get_verbose_code_parts([f"policies of polycast.autocast == {shown!r}"], guard)
     # After all others: another thread may be walking the list of those, which must not grow then.
     manager.root.add_epilogue_lambda_guard(
-        lambda _: guard_text() == seen, parts, None if guard is None else guard.user_stack
+        lambda _: overrides_text(with_caches=True) == seen, parts, None if guard is None else guard.user_stack
     )
     setattr(manager, _MARK, seen)
 
@@ -58,7 +58,7 @@ def _add_guard(manager: Any, seen: str, guard: Any = None) -> None:
 def _new_guard() -> Any:
     from torch._dynamo.source import GlobalStateSource
 
-    return GlobalStateSource().make_guard(functools.partial(guard_policies, seen=guard_text()))
+    return GlobalStateSource().make_guard(functools.partial(guard_policies, seen=overrides_text(with_caches=True)))
 
 
 def _is_ours(guard: Any) -> bool:

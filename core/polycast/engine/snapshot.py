@@ -31,17 +31,12 @@ def snapshot() -> tuple[Settings, ...]:
     return tuple(found)
 
 
-def overrides_text() -> str:
-    """Return the overrides of this thread's regions: the same text for equal ones, empty for none."""
-    return _text(with_caches=False)
+def overrides_text(with_caches: bool = False) -> str:
+    """Return the overrides of this thread's regions: the same text for equal ones, empty for none.
 
-
-def guard_text() -> str:
-    """Return the overrides of this thread's regions, and which devices have a cache; empty for neither."""
-    return _text(with_caches=True)
-
-
-def _text(with_caches: bool) -> str:
+    Args:
+        with_caches: include which devices have a cache.
+    """
     found = ""
     for device_type in _guarded:
         override, cache = state.machine.innermost(device_type)
