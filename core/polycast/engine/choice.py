@@ -121,37 +121,33 @@ def reset_engine() -> None:
 
 
 @functools.cache
-def _the_reference_engine() -> Engine:
+def _reference_engine() -> Engine:
     from .reference.engine import ReferenceEngine
 
     return ReferenceEngine()
 
 
-def _reference(build_failure: str = "") -> Engine:
-    """Return this process's reference engine, given why the native one could not be built."""
-    engine = _the_reference_engine()
-    engine.build_failure = build_failure
-    return engine
-
-
 def _choose(wanted: str, failure: Exception | None) -> Engine:
-    if wanted == "reference":
-        return _reference()
-    from ..toolchain.cpp_library import BuildError
-    from .native import engine_library
+    reason = ""
+    if wanted != "reference":
+        from ..toolchain.cpp_library import BuildError
+        from .native import engine_library
 
-    try:
-        if failure is not None:
-            raise failure
-        return engine_library.load()
-    # A broken installation of torch's headers or of Python may raise anything.
-    except Exception as error:
-        raise_if_callers(error)
-        reason = str(error) if isinstance(error, BuildError) else f"{type(error).__name__}: {error}."
-        if wanted == "native":
-            raise RuntimeError(f"POLYCAST_ENGINE=native, but the native engine cannot be built: {reason}") from error
-    warn_user(
-        "polycast runs on its reference engine, which is slower and caches no weights: the native engine cannot be "
-        f"built: {reason} Set POLYCAST_ENGINE=reference to silence this warning."
-    )
-    return _reference(reason)
+        try:
+            if failure is not None:
+                raise failure
+            return engine_library.load()
+        # A broken installation of torch's headers or of Python may raise anything.
+        except Exception as error:
+            raise_if_callers(error)
+            reason = str(error) if isinstance(error, BuildError) else f"{type(error).__name__}: {error}."
+            if wanted == "native":
+                what = "POLYCAST_ENGINE=native, but the native engine cannot be built"
+                raise RuntimeError(f"{what}: {reason}") from error
+        warn_user(
+            "polycast runs on its reference engine, which is slower and caches no weights: the native engine cannot be "
+            f"built: {reason} Set POLYCAST_ENGINE=reference to silence this warning."
+        )
+    engine = _reference_engine()
+    engine.build_failure = reason
+    return engine
