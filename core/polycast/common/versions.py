@@ -12,14 +12,10 @@ API_VERSION = 1
 """The version of the contract between polycast and plugins, `polycast.plugin`."""
 
 
-def _own_version() -> str:
-    try:
-        return importlib.metadata.version("polycast")
-    except importlib.metadata.PackageNotFoundError:  # a source tree or an archive on the path
-        return "unknown"
-
-
-__version__ = _own_version()
+try:
+    __version__ = importlib.metadata.version("polycast")
+except importlib.metadata.PackageNotFoundError:  # a source tree or an archive on the path
+    __version__ = "unknown"
 
 
 @functools.cache
