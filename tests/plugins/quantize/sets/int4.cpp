@@ -101,7 +101,7 @@ void compute(Isa isa, const Problem& of, FloatSums totals) {
   const ChunkedActivations x(scratch, of.rows, of.groups);
   quantize_chunks(isa, of.x.data(), of.terms, of.groups, nullptr, x);
   const Int4Weight weight{of.packed.data(), kBlock, of.terms, of.groups};
-  if (is_direct(of.rows, of.groups)) {
+  if (is_direct(isa, of.rows, of.groups)) {
     make_signed(of.groups, x);
     multiply_directly(isa, x, 0, of.rows, weight, 0, totals);
   } else {

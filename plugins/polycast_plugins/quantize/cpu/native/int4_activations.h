@@ -14,8 +14,8 @@
 
 namespace polycast_cpu {
 
-// More rows are multiplied in 8 bits.
-constexpr int64_t kMaxDirect = 12;
+// More rows are multiplied in 8 bits; the second number is that of AVX512-VNNI without AMX.
+constexpr int64_t kMaxDirect = 12, kMaxDirectVnni = 24;
 
 // Rows of bytes with zero point 128. The stride is no multiple of 4096 bytes; rows are padded with zeros to eights.
 struct ChunkedActivations {

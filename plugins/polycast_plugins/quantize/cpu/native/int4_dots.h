@@ -10,7 +10,7 @@
 namespace polycast_cpu {
 
 // The most rows for one pass over the chunk.
-constexpr int64_t kDirectRows = 3;
+constexpr int64_t kDirectRows = 3, kDirectRowsAvx512 = 8;
 
 // `count` terms of rows of activations, in signed bytes, zero-padded to eights.
 struct Int4Arguments {
@@ -59,61 +59,65 @@ constexpr int64_t kInt4Ahead = 4096;
   return _mm512_set1_epi32(four);
 }
 
-// Sums of a group are in registers, those of the chunk in the cache: 16 columns by 16.
-template <int Rows, bool Prefetches>
+// Sums of a group are in registers, for 16 * `Parts` of the columns at a time, and those of the chunk in the cache.
+template <int Rows, int Parts, bool Prefetches>
 [[gnu::target("avx512f,avx512bw,avx512vl,avx512vnni")]] void int4_dots_vnni(const Int4Arguments& of,
                                                                              int32_t (*sums)[kBlock]) {
   const __m512i low_half = _mm512_set1_epi8(15);
-  const uint8_t* at = of.chunk + Int4Weight::kScaleBytes;
-  const int8_t* x = of.x;
+  const uint8_t* group = of.chunk + Int4Weight::kScaleBytes;
   const int32_t* offsets = of.offsets;
-  std::fill_n(sums[0], Rows * kBlock, 0);
   for (int64_t first = 0; first < of.count; first += of.group, ++offsets) {
-    const uint8_t* const multipliers = at;
-    at += Int4Weight::kMultiplierBytes;
-    __m512i of_group[Rows][4];
-#pragma GCC unroll 4
-    for (int row = 0; row < Rows; ++row) {
-#pragma GCC unroll 4
-      for (int part = 0; part < 4; ++part) {
-        of_group[row][part] = _mm512_set1_epi32(offsets[row * of.offset_stride]);
-      }
-    }
-    for (int64_t step = Groups::eights(std::min(of.group, of.count - first)); step > 0; --step) {
-      __m512i first_four[Rows], last_four[Rows];
-#pragma GCC unroll 4
+    const int64_t steps = Groups::eights(std::min(of.group, of.count - first));
+    for (int begin = 0; begin < 4; begin += Parts) {
+      __m512i of_group[Rows][Parts];
+#pragma GCC unroll 8
       for (int row = 0; row < Rows; ++row) {
-        first_four[row] = repeat_four_avx512(x + row * of.x_stride);
-        last_four[row] = repeat_four_avx512(x + row * of.x_stride + 4);
-      }
 #pragma GCC unroll 4
-      for (int part = 0; part < 4; ++part) {
+        for (int part = 0; part < Parts; ++part) {
+          of_group[row][part] = _mm512_set1_epi32(offsets[row * of.offset_stride]);
+        }
+      }
+      const uint8_t* at = group + Int4Weight::kMultiplierBytes + 64 * begin;
+      const int8_t* x = of.x + first;
+      for (int64_t step = 0; step < steps; ++step, at += Int4Weight::kStepBytes, x += Groups::kEight) {
         if constexpr (Prefetches) {
-          _mm_prefetch(reinterpret_cast<const char*>(at) + kInt4Ahead + 64 * part, _MM_HINT_T0);
-        }
-        const __m512i both = _mm512_loadu_si512(at + 64 * part);
-        const __m512i low = _mm512_and_si512(both, low_half);
-        const __m512i high = _mm512_and_si512(_mm512_srli_epi16(both, 4), low_half);
 #pragma GCC unroll 4
+          for (int part = 0; part < Parts; ++part) {
+            _mm_prefetch(reinterpret_cast<const char*>(at) + kInt4Ahead + 64 * part, _MM_HINT_T0);
+          }
+        }
+#pragma GCC unroll 2
+        for (int half = 0; half < 2; ++half) {
+          __m512i levels[Parts];
+#pragma GCC unroll 4
+          for (int part = 0; part < Parts; ++part) {
+            const __m512i both = _mm512_loadu_si512(at + 64 * part);
+            levels[part] = _mm512_and_si512(half == 0 ? both : _mm512_srli_epi16(both, 4), low_half);
+          }
+#pragma GCC unroll 8
+          for (int row = 0; row < Rows; ++row) {
+            const __m512i four = repeat_four_avx512(x + row * of.x_stride + 4 * half);
+#pragma GCC unroll 4
+            for (int part = 0; part < Parts; ++part) {
+              of_group[row][part] = _mm512_dpbusd_epi32(of_group[row][part], levels[part], four);
+            }
+          }
+        }
+      }
+#pragma GCC unroll 4
+      for (int part = 0; part < Parts; ++part) {
+        const int column = 16 * (begin + part);
+        const __m512i multiplier =
+            _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(group + column)));
+#pragma GCC unroll 8
         for (int row = 0; row < Rows; ++row) {
-          of_group[row][part] = _mm512_dpbusd_epi32(of_group[row][part], low, first_four[row]);
-          of_group[row][part] = _mm512_dpbusd_epi32(of_group[row][part], high, last_four[row]);
+          int32_t* const to = sums[row] + column;
+          const __m512i before = first == 0 ? _mm512_setzero_si512() : _mm512_loadu_si512(to);
+          _mm512_storeu_si512(to, _mm512_add_epi32(before, _mm512_mullo_epi32(of_group[row][part], multiplier)));
         }
       }
-      at += Int4Weight::kStepBytes;
-      x += Groups::kEight;
     }
-#pragma GCC unroll 4
-    for (int part = 0; part < 4; ++part) {
-      const __m512i multiplier =
-          _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(multipliers + 16 * part)));
-#pragma GCC unroll 4
-      for (int row = 0; row < Rows; ++row) {
-        int32_t* const to = sums[row] + 16 * part;
-        const __m512i product = _mm512_mullo_epi32(of_group[row][part], multiplier);
-        _mm512_storeu_si512(to, _mm512_add_epi32(_mm512_loadu_si512(to), product));
-      }
-    }
+    group += Int4Weight::kMultiplierBytes + steps * Int4Weight::kStepBytes;
   }
 }
 

@@ -33,7 +33,7 @@ inline at::Tensor int4_product(const at::Tensor& x, const at::Tensor& values, co
   with_elements(matrix, [&](const auto* elements) {
     const std::vector<int64_t> others =
         quantize_chunks(isa, elements, matrix.stride(0), groups, multipliers, activations);
-    if (is_direct(rows, groups)) {
+    if (is_direct(isa, rows, groups)) {
       make_signed(groups, activations);
     }
     for (int64_t i = 0; alpha != 1 && i < rows * activations.chunks; ++i) {

@@ -15,7 +15,7 @@ inline Simd simd_of(Isa isa) {
 
 template <typename T>
 void int4_product(Isa isa, const ChunkedActivations& x, const Int4Weight& weight, const Bias& bias, T* out) {
-  const bool direct = is_direct(x.rows, weight.groups);
+  const bool direct = is_direct(isa, x.rows, weight.groups);
   const int64_t in_a_row = blocks(weight.columns), turns = (x.rows + kRowsAtOnce - 1) / kRowsAtOnce;
   for_each_part(turns * in_a_row, grain(Int4Weight::block_bytes(weight.groups)), [&](int64_t begin, int64_t end) {
 #if defined(__x86_64__)

@@ -17,17 +17,23 @@ namespace polycast_cpu {
 // Rows of sums of a block.
 using FloatSums = float (*)[kBlock];
 
+#if defined(__x86_64__)
+
+// The functions by number of rows.
+template <bool Prefetches>
+constexpr Int4Dots int4_dots_by_rows[kDirectRowsAvx512] = {
+    int4_dots_vnni<1, 4, Prefetches>, int4_dots_vnni<2, 4, Prefetches>, int4_dots_vnni<3, 4, Prefetches>,
+    int4_dots_vnni<4, 4, Prefetches>, int4_dots_vnni<5, 4, Prefetches>, int4_dots_vnni<6, 4, Prefetches>,
+    int4_dots_vnni<7, 2, Prefetches>, int4_dots_vnni<8, 2, Prefetches>};
+
+#endif
+
 // Return the function for a number of rows.
 inline Int4Dots int4_dots_for(Isa isa, int64_t rows) {
 #if defined(__x86_64__)
-  // As in multiply_vnni().
-  static constexpr Int4Dots with_prefetch[kDirectRows] = {int4_dots_vnni<1, true>, int4_dots_vnni<2, true>,
-                                                          int4_dots_vnni<3, true>};
-  static constexpr Int4Dots without_prefetch[kDirectRows] = {int4_dots_vnni<1, false>, int4_dots_vnni<2, false>,
-                                                             int4_dots_vnni<3, false>};
   static constexpr Int4Dots avx2[kDirectRows] = {int4_dots_avx2<1>, int4_dots_avx2<2>, int4_dots_avx2<3>};
-  if (has_avx512(isa)) {
-    return (prefetcher_crosses_pages() ? without_prefetch : with_prefetch)[rows - 1];
+  if (has_avx512(isa)) {  // the prefetcher is fast enough for what three rows read, as in multiply_vnni()
+    return (prefetcher_crosses_pages() && rows <= 3 ? int4_dots_by_rows<false> : int4_dots_by_rows<true>)[rows - 1];
   }
   if (has_avx2(isa)) {
     return avx2[rows - 1];
@@ -140,14 +146,15 @@ inline void add_chunk(Isa isa, const ChunkSums& of, FloatSums totals) {
 // Sums for rows [first, last) straight from 4 bits.
 inline void multiply_directly(Isa isa, const ChunkedActivations& x, int64_t first, int64_t last,
                               const Int4Weight& weight, int64_t block, FloatSums totals) {
-  alignas(64) int32_t sums[kDirectRows][kBlock];
+  alignas(64) int32_t sums[kDirectRowsAvx512][kBlock];
+  const int64_t most = has_avx512(isa) ? kDirectRowsAvx512 : kDirectRows;
   const Groups& groups = weight.groups;
   const uint8_t* chunk = weight.block(block);
   for (int64_t number = 0; number < x.chunks; ++number) {
     const int64_t count = groups.terms_of_chunk(number);
     for (int64_t row = first, rows; row < last; row += rows) {
-      // Four rows are two and two, not three and one.
-      const int64_t left = last - row, turns = (left + kDirectRows - 1) / kDirectRows;
+      // Nine rows are five and four, not eight and one.
+      const int64_t left = last - row, turns = (left + most - 1) / most;
       rows = (left + turns - 1) / turns;
       const Int4Arguments of{chunk,
                              reinterpret_cast<const int8_t*>(x.row(row)) + number * groups.chunk,
@@ -200,8 +207,8 @@ inline void multiply_unpacked(Isa isa, const ChunkedActivations& x, int64_t firs
 }
 
 // Return whether so many rows are multiplied straight from 4 bits.
-inline bool is_direct(int64_t rows, const Groups& groups) {
-  return rows <= kMaxDirect || groups.chunk > kMaxUnpacked;
+inline bool is_direct(Isa isa, int64_t rows, const Groups& groups) {
+  return rows <= (isa == Isa::vnni ? kMaxDirectVnni : kMaxDirect) || groups.chunk > kMaxUnpacked;
 }
 
 }  // namespace polycast_cpu
