@@ -189,14 +189,14 @@ def nearest_as_text(word: object, among: Iterable[str]) -> str:
 
 
 def _unknown(name: OpName) -> str:
-    others = find_overloads(name.qualified)
+    base, others = OpName(name.qualified, None).short, find_overloads(name.qualified)
     if others:
         had = ", ".join(repr(OpName.of_overload(other).overload or "default") for other in others)
-        base, overload = OpName(name.qualified, None).short, name.overload or "default"
+        overload = name.overload or "default"
         return f"this torch ({torch.__version__}) has no overload {overload!r} of the op {base!r}, which has {had}"
-    text = f"this torch ({torch.__version__}) has no op {name.short!r}"
+    text = f"this torch ({torch.__version__}) has no op {base!r}"
     known = {each.partition(".")[0].removeprefix("aten::") for each in all_op_names()}
-    alike = nearest_as_text(OpName(name.qualified, None).short, sorted(known))
+    alike = nearest_as_text(base, sorted(known))
     if name.qualified.startswith("aten::"):
         return text + (alike or f": {_EXPECTED}")
     return f"{text}: load the library that defines it first{alike}"

@@ -7,6 +7,7 @@ from typing import Annotated
 import torch
 import typer
 
+from polycast import backends
 from polycast.plugin import STANDARD_POLICIES, Backend, drift_of, get_backend, torch_name
 
 from .scaffold import check_name, names_of, write_package
@@ -43,12 +44,14 @@ def run(
             description = f"An extension of polycast's {device}: policies of ops, and a recipe."
             names |= {"device": device, "description": description}
             return write_package("extension", names, f"an extension of {device}")
-        _check_device(name)
-        write_package("backend", _names(name), f"the backend of {name}")
+        names = _names(name, _is_known(name))
+        others = [each.distribution for each in backends().values() if each.device_type == name and each.distribution]
+        has = f" ({name} has that of {others[0]}; --extend {name} would add to it)" if others else ""
+        write_package("backend", names, f"the backend of {name}{has}")
 
 
-def _check_device(name: str) -> None:
-    """Raise a ValueError that says why there can be no backend of this name, if that is so."""
+def _is_known(name: str) -> bool:
+    """Return whether torch has a name for a device, or raise a ValueError that says why it can have no backend."""
     if not (name.isascii() and name.isidentifier() and not keyword.iskeyword(name) and not name.startswith("_")):
         raise ValueError(
             f"{name!r} cannot be part of a Python module's name. Name the device as torch does: letters, such as npu."
@@ -59,18 +62,11 @@ def _check_device(name: str) -> None:
         known = torch.device(name)
     except RuntimeError as error:
         if "Expected one of" in str(error):  # well formed: an out-of-tree device, which its package will name
-            return
+            return False
         problem = f"torch does not accept {name!r} as a device: {error}. Use letters and underscores, such as npu."
         raise ValueError(problem) from error
     if not torch.amp.is_autocast_available(known.type):
         raise ValueError(f"torch has no Autocast dispatch key for {name!r}, so it can have no backend.")
-
-
-def _in_tree(name: str) -> bool:
-    try:
-        torch.device(name)
-    except RuntimeError:
-        return False
     return name != _privateuse1_name()
 
 
@@ -83,9 +79,8 @@ class _Standard(Backend):
         self.device_type = device_type
 
 
-def _names(device: str) -> dict[str, str]:
+def _names(device: str, in_tree: bool) -> dict[str, str]:
     """Return what the templates of a backend have for its device."""
-    in_tree = _in_tree(device)
     failures = drift_of(_Standard(device)).only_in_torch if in_tree else ()
     names = names_of(f"polycast_{device}")
     names |= {

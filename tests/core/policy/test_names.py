@@ -89,6 +89,7 @@ def test_a_ban_includes_in_place_and_out_overloads():
 
 UNKNOWN = [
     ("sofmax", f"{TORCH} has no op 'sofmax'; the nearest are 'softmax', '_softmax', 'fmax'"),
+    ("aten::sofmax.int", f"{TORCH} has no op 'sofmax'; the nearest are 'softmax', '_softmax', 'fmax'"),
     ("aten::layernorm", f"{TORCH} has no op 'layernorm'; the nearest are 'layer_norm', "),
     ("aten::qqqqqqqq", f"{TORCH} has no op 'qqqqqqqq': {EXPECTED}"),
     ("acme::qqqqqqqq", f"{TORCH} has no op 'acme::qqqqqqqq': load the library that defines it first"),

@@ -54,6 +54,11 @@ def test_it_writes_only_the_package(here):
     assert written(here) == {f"polycast-acme/{name}" for name in FILES}
 
 
+def test_it_names_the_package_that_has_a_backend_of_the_device(here):
+    said = new("cpu").stdout
+    assert said.startswith("polycast-cpu: the backend of cpu (cpu has that of polycast; --extend cpu would add to it). ")
+
+
 @pytest.mark.parametrize(
     ("version", "required"),
     [("0.1.0", ">=0.1.0,<0.4"), ("1.12.3", ">=1.12.3,<1.15"), ("0.2.0.dev1", ">=0.2.0.dev1,<0.5")],
