@@ -20,10 +20,10 @@ from ..state import Settings, clear_torchs_cache
 from .frames import ThreadRegions, WithoutAutocast
 
 
-class _Regions(threading.local):
+class _Thread(threading.local):
     def __init__(self, threads: "set[weakref.ref[ThreadRegions]]") -> None:
-        self.here = ThreadRegions()
-        threads.add(weakref.ref(self.here, threads.discard))
+        self.regions = ThreadRegions()
+        threads.add(weakref.ref(self.regions, threads.discard))
 
 
 class PythonStateMachine:
@@ -36,22 +36,18 @@ class PythonStateMachine:
         # Threads start and end at any time. Adding, removing and copying take one call each, which no thread and no
         # finalizer interrupts. Walking a WeakSet takes many, and a finalizer could find a lock held by its own thread.
         self._threads: set[weakref.ref[ThreadRegions]] = set()
-        self._local = _Regions(self._threads)
+        self._thread = _Thread(self._threads)
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self._forget_other_threads)
 
     def _forget_other_threads(self) -> None:
         """Forget the threads that a fork did not copy, whose regions stay alive in the child."""
-        mine = self._regions
+        mine = self._thread.regions
         self._threads.intersection_update([thread for thread in self._threads.copy() if thread() is mine])
-
-    @property
-    def _regions(self) -> ThreadRegions:
-        return self._local.here
 
     def enter(self, owner: object, settings: Settings) -> bool:
         """See :class:`StateMachine`, as for the other methods."""
-        self._regions.push(owner, settings)
+        self._thread.regions.push(owner, settings)
         if settings.cache_enabled is not None:
             torch.set_autocast_cache_enabled(settings.cache_enabled)
         torch.autocast_increment_nesting()
@@ -59,7 +55,7 @@ class PythonStateMachine:
 
     def leave(self, owner: object) -> bool | None:
         """Remove the frame of a region, and drop what is kept until the last one is left."""
-        regions = self._regions
+        regions = self._thread.regions
         if not regions.pop(owner):
             return None
         if torch.autocast_decrement_nesting() == 0:
@@ -70,16 +66,16 @@ class PythonStateMachine:
 
     def last(self) -> tuple[object, Settings] | None:
         """Return owner and settings of the last region."""
-        frame = self._regions.last()
+        frame = self._thread.regions.last()
         return None if frame is None else (frame.owner, frame.settings)
 
     def without_autocast(self, device_type: str) -> WithoutAutocast:
         """Return a context manager in which a kernel of a device runs."""
-        return WithoutAutocast(self._regions, device_type)
+        return WithoutAutocast(self._thread.regions, device_type)
 
     def runs_kernel(self, device_type: str) -> bool:
         """Return whether a kernel of a device runs on this thread."""
-        return self._regions.count(device_type, kernels=True) > 0
+        return self._thread.regions.count(device_type, kernels=True) > 0
 
     def open_regions(self, device_type: str) -> int:
         """Return the number of regions for a device, over all threads."""
@@ -90,12 +86,12 @@ class PythonStateMachine:
 
     def innermost(self, device_type: str) -> tuple[Override | None, CastCache | None]:
         """Return override and cache of the innermost region for a device."""
-        frame = self._regions.last(device_type)
+        frame = self._thread.regions.last(device_type)
         return (None, None) if frame is None else (frame.override, frame.cache)
 
     def nesting(self, device_type: str) -> int:
         """Return the number of regions for a device."""
-        return self._regions.count(device_type)
+        return self._thread.regions.count(device_type)
 
     def matches(self, device_type: str) -> bool:
         """Return whether MATCH casts now: in regions of polycast, not in torch's own.
@@ -103,7 +99,7 @@ class PythonStateMachine:
         A backward pass and a traced graph count as the former: they may run the ops of a region of polycast in one of
         torch's.
         """
-        here = self._regions.last(device_type)
+        here = self._thread.regions.last(device_type)
         return here is not None or current_graph_task_id() >= 0 or dispatch_mode_count() > 0
 
     def forget_actions(self) -> None:
@@ -114,7 +110,7 @@ class PythonStateMachine:
 
     def clear_own_casts(self, all_threads: bool) -> None:
         """Drop the histories of casts of this thread's regions, or of all threads'."""
-        for regions in self._living() if all_threads else [self._regions]:
+        for regions in self._living() if all_threads else [self._thread.regions]:
             regions.histories = {}
 
     def region_methods(self, *_: object) -> None:
@@ -152,7 +148,7 @@ class PythonStateMachine:
         As in torch, their gradients are summed in the fast dtype. torch shares the cast too, which a write makes stale.
         FSDP takes gradients as soon as the uses in a module have theirs, so where it may be in use, none is shared.
         """
-        regions = self._regions
+        regions = self._thread.regions
         if regions.last(device_type) is None or storages_are_rewritten():
             return weight.to(dtype)
         histories, key = regions.histories, (id(weight), dtype)
