@@ -110,7 +110,6 @@ CALLS_UP = {
     "engine.recipes.operators",  # calls the plans of plugins
     "engine.recipes.plan",  # makes and calls the plans of plugins
     "policy.recipe",  # calls methods of the recipes of plugins
-    "engine.state",  # calls the methods that region.autocast overrides
     "torch_internals.callers_state",  # calls methods of plugins
     "torch_internals.patcher",  # calls the functions that the table of changes names
 }

@@ -11,15 +11,13 @@ one to read, native/regions.h the other.
 
 import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from typing_extensions import Self
 
 from ..common import generation
 from ..common.atfork import hold_during_fork
-from ..torch_internals.private_names import disable_dynamo
 from .casts.cast_cache import CastCache
 from .override import Override
 
@@ -142,7 +140,9 @@ class StateMachine(Protocol):
                 equal arguments in this generation, on any thread with the same number of threads of torch and, for a
                 region without dtype, the same fast dtype and a region around it if there is one here.
             generation: the names in common/generation.py.
-            complete_entry, complete_exit: see :class:`RegionBase`.
+            complete_entry: called with a region that has been entered, and what :meth:`enter` returned, if that is true
+                or the region's key is not in `ready`. What it raises leaves the region.
+            complete_exit: the same with what :meth:`leave` returned, if that is not False.
         """
 
 
@@ -156,76 +156,37 @@ machine: StateMachine
 """The state machine of the engine in use."""
 
 
-class RegionBase:
-    """Base of the class of regions: a context manager, with methods of the engine in use.
-
-    A region's ``_settings`` are entered and left. Its class has an ``__init__`` that sets them.
-    """
-
-    _settings: Settings
-
-    @disable_dynamo
-    def __enter__(self) -> Self:
-        in_function_mode = machine.enter(self, self._settings)
-        try:
-            if in_function_mode or self._settings.ready_key not in ready:
-                self._complete_entry(in_function_mode)
-        except BaseException:
-            machine.leave(self)
-            raise
-        return self
-
-    @disable_dynamo
-    def __exit__(self, *exc_info: object) -> None:
-        in_function_mode = machine.leave(self)
-        if in_function_mode is not False:
-            self._complete_exit(in_function_mode)
-
-    def _complete_entry(self, in_function_mode: bool) -> None:
-        """Do what entering takes besides the state. What it raises leaves the region."""
-        raise NotImplementedError
-
-    def _complete_exit(self, in_function_mode: bool | None) -> None:
-        """Do what leaving takes besides the state; `in_function_mode` is None if there was nothing to leave."""
-        raise NotImplementedError
-
-
-class _Methods(NamedTuple):
-    """The class of regions, and its methods in Python."""
-
-    cls: type[RegionBase]
-    resolve: Callable[..., tuple[Settings, bool]]
-    in_python: Sequence[Callable[..., Any]]
-
-
-_METHODS = ("__init__", "__enter__", "__exit__")
-_methods: _Methods | None = None
+_region_class: Any = None
+_in_python: dict[str, Callable[..., Any]] = {}
+"""The methods of the class of regions that engines may have their own of, by name."""
 
 
 def set_state_machine(chosen: StateMachine) -> None:
     """Construct, enter and leave regions with a state machine from now on."""
     global machine
     machine = chosen
-    if _methods is None:
+    cls = _region_class
+    if cls is None:
         return
     methods = chosen.region_methods(
-        _methods.cls,
+        cls,
         ready,
         ready_with_cache,
-        _methods.in_python[0],
-        _methods.resolve,
+        _in_python["__init__"],
+        cls._resolve,
         vars(generation),
-        lambda region, in_function_mode: region._complete_entry(in_function_mode),
-        lambda region, in_function_mode: region._complete_exit(in_function_mode),
+        cls._complete_entry,
+        cls._complete_exit,
     )
-    for name, method in zip(_METHODS, methods or _methods.in_python, strict=True):
-        setattr(_methods.cls, name, method)
+    for name, method in zip(_in_python, methods or _in_python.values(), strict=True):
+        setattr(cls, name, method)
 
 
-def set_region_class(cls: type[RegionBase], resolve: Callable[..., tuple[Settings, bool]]) -> None:
-    """Set the class of regions, and what resolves the arguments of its ``__init__``; see `StateMachine`."""
-    global _methods
-    _methods = _Methods(cls, resolve, [getattr(cls, name) for name in _METHODS])
+def set_region_class(cls: type) -> None:
+    """Set the class of regions. Its objects have `_settings`; see `StateMachine.region_methods` for its methods."""
+    global _region_class
+    _in_python.update((name, getattr(cls, name)) for name in ("__init__", "__enter__", "__exit__"))
+    _region_class = cls
     set_state_machine(machine)
 
 

@@ -12,7 +12,7 @@ from typing_extensions import Self
 from ..compilers.export import record_entry, record_exit
 from ..compilers.torch_autocast import ScriptedAsTorch, TorchAutocast
 from ..engine import state
-from ..engine.state import RegionBase, Settings
+from ..engine.state import Settings
 from ..registry.registry import registry
 from ..torch_internals.private_names import disable_dynamo
 from .resolve import enter, leave, prepare, resolve
@@ -30,7 +30,7 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 _new = object.__new__
 
 
-class autocast(RegionBase, TorchAutocast):
+class autocast(TorchAutocast):
     """Run ops in mixed precision, as a context manager or a decorator.
 
     The arguments of ``torch.autocast`` mean the same here. An instance holds settings only, so one can be nested in
@@ -74,6 +74,8 @@ class autocast(RegionBase, TorchAutocast):
         torch.bfloat16 torch.float32
     """
 
+    _settings: Settings
+    _resolve = staticmethod(resolve)
     _jit_override_qualname = ScriptedAsTorch()
     __jit_unused_properties__ = ["_cache_enabled"]
 
@@ -134,6 +136,17 @@ class autocast(RegionBase, TorchAutocast):
         cache = cast("WeightCache | None", now.cache)
         self._settings, _ = resolve(device_type, dtype, now.enabled, now.cache_enabled, cache, None, None)
 
+    @disable_dynamo
+    def __enter__(self) -> Self:
+        enter(self, self._settings)
+        return self
+
+    @disable_dynamo
+    def __exit__(self, *exc_info: object) -> None:
+        if not leave(self):
+            raise state.not_entered(self)
+
+    # What the native engine calls, whose own methods do the rest of these two.
     @disable_dynamo
     def _complete_entry(self, in_function_mode: bool) -> None:
         prepare(self._settings)
@@ -196,7 +209,7 @@ class autocast(RegionBase, TorchAutocast):
 
 
 setattr(autocast.__new__, "__signature__", inspect.signature(autocast.__init__))  # __new__ takes any arguments
-state.set_region_class(autocast, resolve)
+state.set_region_class(autocast)
 
 
 class LibraryRegion(autocast):
