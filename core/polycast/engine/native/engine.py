@@ -3,8 +3,8 @@
 import itertools
 import os
 from collections.abc import Callable, Mapping
-from types import ModuleType
-from typing import Any, NamedTuple
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import torch
 from torch.utils.weak import WeakIdRef
@@ -50,32 +50,6 @@ _unused_numbers = itertools.count()
 _NOT_PREPACKED = tuple(NOT_PREPACKED.values())
 
 
-class _NativeAction(NamedTuple):
-    """An `Action` as C++ takes it, with its operator by name, and the store of the process's cache if it exists."""
-
-    kind: ActionKind
-    weight: int
-    prepack_id: int
-    operator: str
-    overload: str
-    constants: tuple[Any, ...]
-    process_store: Any
-
-
-class _TorchsCache:
-    """Torch's cache as a lock to hold during a fork; see native/regions.h."""
-
-    def __init__(self, extension: ModuleType) -> None:
-        self._extension = extension
-
-    def acquire(self, blocking: bool = True) -> bool:
-        is_acquired: bool = self._extension.acquire_for_fork(blocking)
-        return is_acquired
-
-    def release(self) -> None:
-        self._extension.release_after_fork()
-
-
 class NativeEngine:
     """The engine in C++."""
 
@@ -102,7 +76,8 @@ class NativeEngine:
                 "weak_id_ref": WeakIdRef,
             }
         )
-        torchs_cache = _TorchsCache(extension)
+        # As a lock: a fork waits for threads that clear torch's cache of casts.
+        torchs_cache = SimpleNamespace(acquire=extension.acquire_for_fork, release=extension.release_after_fork)
         hold_during_fork(lambda: [torchs_cache])
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=extension.forget_other_threads)
@@ -131,10 +106,11 @@ class NativeEngine:
         _names[number] = name
         return number
 
+    # Returns the action as native/recipes/actions.h reads it.
     @disable_dynamo
     def _perform_recipe(
         self, op: int, device_type: str, checked: bool, *args: Any
-    ) -> tuple[Results | None, _NativeAction | None]:
+    ) -> tuple[Results | None, tuple[Any, ...] | None]:
         from ..recipes import plan  # most regions have no recipe
 
         result, action = plan.perform(_names[op], device_type, args, checked)
@@ -144,7 +120,7 @@ class NativeEngine:
         name, overload = ("", "") if operator is None else (operator._schema.name, operator._schema.overload_name)
         cache = process_cache.existing
         store = None if cache is None else self.store(cache)
-        return result, _NativeAction(kind, weight, prepack_id, name, overload, constants, store)
+        return result, (kind, weight, prepack_id, name, overload, constants, store)
 
     def prepacked(
         self, cache: CastCache, weight: torch.Tensor, prepack_id: int, prepack: Callable[[torch.Tensor], Any]

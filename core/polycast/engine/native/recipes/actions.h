@@ -97,7 +97,7 @@ bool add_operator(Action& action, const char* name, const char* overload, c10::A
   return std::all_of(action.constants.begin(), action.constants.end(), [&](const auto& each) { return fits(each, position++); });
 }
 
-// Convert a _NativeAction of engine.py; return null if it cannot be kept. The GIL must be held.
+// Convert an action of _perform_recipe in engine.py; return null if it cannot be kept. The GIL must be held.
 std::shared_ptr<const Action> action_of(PyObject* given, c10::ArrayRef<c10::IValue> arguments) {
   auto action = std::make_shared<Action>();
   int kind;
