@@ -45,7 +45,7 @@ def _acquire_all() -> None:
     while True:
         locks = _all_locks()
         if awaited is not None:
-            if awaited.acquire():
+            if awaited.acquire(True):
                 held.append(awaited)
             else:
                 without[id(awaited)] = awaited
@@ -58,7 +58,7 @@ def _acquire_all() -> None:
 
 def _try(lock: Lock, held: list[Lock]) -> bool:
     """Acquire a lock, if it is free, and add it to those that are held."""
-    is_free: bool = lock.acquire(blocking=False)
+    is_free: bool = lock.acquire(False)
     if is_free:
         held.append(lock)
     return is_free

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.library import Library
 
+from ...common import generation
 from ...common.atfork import hold_during_fork
 from ...policy.schemas import existing_op
 from ...registry.backend import Backend
@@ -31,13 +32,13 @@ hold_during_fork(lambda: [_lock])
 
 
 def traced(
-    op: str, plan: Any, args: Sequence[Any], cache: CastCache | None, find: Callable[[Backend, str], Any]
+    op: str, plan: Any, args: Sequence[Any], cache: CastCache | None, find: Callable[[int, Backend, str], Any]
 ) -> torch.Tensor | str:
     """Call the operator of an op in traced code; return its result, or why the recipe declines it.
 
     Args:
         op, plan, args, cache: see `Plan.in_graph`.
-        find: returns the plan of a backend and the text of a recipe: the code may run in another process.
+        find: returns the plan of a generation, a backend and the text of a recipe: the code may run in another process.
     """
     if torch.compiler.is_exporting():
         return INTERCEPTED
@@ -52,7 +53,9 @@ def traced(
         args = (*args[:position], parameter, *args[position + 1 :])
         layout = [position, weight.storage_offset(), *weight.shape, *weight.stride()]
     dtype = torch.get_autocast_dtype(plan.device_type)
-    result: torch.Tensor = operator_of(op, find)(*args, plan.recipe.text, number_in_graph(cache), dtype, layout)
+    with _lock:
+        operator = _operator_of(op, find)
+    result: torch.Tensor = operator(*args, plan.recipe.text, number_in_graph(cache), dtype, layout)
     return result
 
 
@@ -68,14 +71,9 @@ def _with_view(args: Sequence[Any], layout: Sequence[int] = ()) -> Sequence[Any]
     return (*args[:position], view, *args[position + 1 :])
 
 
-def operator_of(op: str, find: Callable[[Backend, str], Any]) -> Any:
-    """Return the operator of an op, defining it at the first call."""
-    with _lock:
-        return _define(op, find)
-
-
 @functools.cache
-def _define(op: str, find: Callable[[Backend, str], Any]) -> Any:
+def _operator_of(op: str, find: Callable[[int, Backend, str], Any]) -> Any:
+    """Return the operator of an op, defining it at the first call, with the lock held."""
     overload = existing_op(op)
     name = "low_bit_" + op.replace("::", "_").replace(".", "_")
     arguments, _, returns = str(overload._schema).partition("(")[2].rpartition(") -> ")
@@ -89,7 +87,7 @@ def _define(op: str, find: Callable[[Backend, str], Any]) -> Any:
     def run(*args: Any) -> torch.Tensor:
         recipe, cache, dtype, *layout = args[count:]  # torch omits defaults
         device_type = next(arg for arg in args if isinstance(arg, torch.Tensor)).device.type
-        plan = find(registry.find(device_type), recipe)
+        plan = find(generation.number, registry.find(device_type), recipe)
         return _run_in_compiled(op, plan, _with_view(args[:count], *layout), cache, dtype)
 
     def fake(*args: Any) -> torch.Tensor:

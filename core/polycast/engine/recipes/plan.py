@@ -308,12 +308,8 @@ def _plan_of(generation: int, backend: Backend, recipe: Recipe) -> Plan:
     return plan
 
 
-def _plan_of_text(backend: Backend, recipe: str) -> Plan:
-    return _plan_of_recipes_text(generation.number, backend, recipe)
-
-
 @functools.lru_cache(maxsize=64)
-def _plan_of_recipes_text(generation: int, backend: Backend, recipe: str) -> Plan:
+def _plan_of_text(generation: int, backend: Backend, recipe: str) -> Plan:
     return Plan.of(backend, Recipe.of_text(recipe))
 
 
