@@ -17,7 +17,7 @@ from ..engine.casts.traced import can_leave_casts
 from ..engine.installation import kernels_of, support_overrides
 from ..engine.override import MODULE_RULE, Override, make_override
 from ..engine.state import Settings
-from ..policy.recipe import Recipe, read_recipe
+from ..policy.recipe import Recipe
 from ..torch_internals import changes
 from ..torch_internals.lookup import find
 from . import backward
@@ -56,7 +56,8 @@ def _made_once(
         _break("its cache= is not a WeightCache")
     cache = caches_alive.get(int(number)) if number and can_leave_casts() else None
     region = object.__new__(cls)
-    more: dict[str, Any] = {"policy": policy, "cache": cache, "recipe": recipe and _recipe_of(recipe)}
+    given = Recipe.of_text(recipe) if recipe and "(" in recipe else recipe
+    more: dict[str, Any] = {"policy": policy, "cache": cache, "recipe": given}
     region.__init__(*args, **kwargs, **{name: each for name, each in more.items() if each is not None})  # type: ignore[misc]
     settings: Settings = vars(region)["_settings"]
     _move_to_graph(region, settings.override, settings.cache)
@@ -117,10 +118,6 @@ def _prepare_dynamo() -> None:
     changes.NESTED_REGIONS.make()
     changes.REGIONS_IN_GRAPHS.make()
     changes.GRAPHS_ON_DISK.make()
-
-
-def _recipe_of(text: str) -> Recipe:
-    return Recipe.of_text(text) if "(" in text else read_recipe(text)
 
 
 def _check_override_can_be_held() -> None:

@@ -9,7 +9,6 @@ Imported when Dynamo traces the making of a region, so programs that compile not
 """
 
 import functools
-import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,7 +18,7 @@ from torch.fx.node import has_side_effect
 from typing_extensions import Self
 
 from ..engine import state
-from ..engine.casts.cached_cast import enter_in_graph, leave_in_graph
+from ..engine.casts.cached_cast import thread
 from ..engine.casts.cast_cache import caches_alive
 from ..engine.installation import install_for
 from ..engine.override import Override
@@ -50,14 +49,12 @@ class region_with_override:
         if self._settings.ready_key not in state.ready:
             install_for(self._settings)
         state.machine.enter(self, self._settings)
-        enter_in_graph(self._settings.cache)
-        _thread.entered.append(self)
+        thread.in_graphs.append(self)
         return self
 
     @disable_dynamo
     def __exit__(self, *_: object) -> None:
-        _thread.entered.remove(self)
-        leave_in_graph(self._settings.cache)
+        thread.in_graphs.remove(self)
         state.machine.leave(self)
 
 
@@ -76,15 +73,6 @@ def _entered_again(device_type: str, dtype: torch.dtype, enabled: bool, others: 
     region: Any = object.__new__(UnpatchedAutocast)
     region.device, region.fast_dtype, region._enabled, region._cache_enabled = device_type, dtype, enabled, others
     return region
-
-
-class _Thread(threading.local):
-    def __init__(self) -> None:
-        self.entered: list[region_with_override] = []
-        """This thread's open regions of graphs."""
-
-
-_thread = _Thread()
 
 
 def let_graphs_hold_overrides(patch: Patch) -> None:
@@ -135,11 +123,11 @@ def leave_regions_of_failed_graphs(patch: Patch) -> None:
 
     @functools.wraps(call_user_compiler)
     def call_user_compiler_and_leave(*args: Any, **kwargs: Any) -> Any:
-        before = len(_thread.entered)
+        before = len(thread.in_graphs)
         try:
             return call_user_compiler(*args, **kwargs)
         finally:
-            for region in reversed(_thread.entered[before:]):
+            for region in reversed(thread.in_graphs[before:]):
                 region.__exit__()
 
     patch.replace(OutputGraph, "call_user_compiler", call_user_compiler_and_leave)

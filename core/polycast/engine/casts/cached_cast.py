@@ -73,28 +73,17 @@ _library.impl("cached_cast", _cast_with_history, "Autograd")  # type: ignore[no-
 
 class _Thread(threading.local):
     def __init__(self) -> None:
-        self.caches: list[CastCache] = []
-        """The caches of the regions in compiled code that the thread is in."""
+        self.in_graphs: list[Any] = []
+        """The regions in graphs, of compiled code or while it is traced, that the thread is in."""
 
 
-_thread = _Thread()
-
-
-def enter_in_graph(cache: "CastCache | None") -> None:
-    """Note that a region in compiled code is entered; operators traced in it name its cache by number."""
-    if cache is not None:
-        _thread.caches.append(cache)
-
-
-def leave_in_graph(cache: "CastCache | None") -> None:
-    """Note that a region in compiled code is left."""
-    if cache is not None:
-        _thread.caches.remove(cache)
+thread = _Thread()
 
 
 def number_in_graph(cache: "CastCache | None") -> int:
     """Return the number by which compiled code names a region's cache; 0 for the cache where it runs."""
-    return cache.identity if cache is not None and any(each is cache for each in _thread.caches) else 0
+    is_in_graph = cache is not None and any(region._settings.cache is cache for region in thread.in_graphs)
+    return cache.identity if cache is not None and is_in_graph else 0
 
 
 def clear_operator_cache() -> None:
