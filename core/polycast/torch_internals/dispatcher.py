@@ -45,11 +45,12 @@ dispatch_key_for_device: Callable[[str], str] = torch_name(
 
 DispatchKeySet: TypeAlias = Any
 
-_parse_dispatch_key: Callable[[str], Any] = torch_name(
+dispatch_key: Callable[[str], Any] = torch_name(
     "torch._C._parse_dispatch_key",
     lambda name: getattr(torch._C.DispatchKey, name, None),
     "some dispatch keys are unknown",
 )
+"""Return a dispatch key by its name, or None if it is unknown."""
 _has_fallback: Callable[[Any], bool] | None = torch_name(
     "torch._C._dispatch_has_backend_fallback",
     None,
@@ -67,11 +68,6 @@ _full_after: Callable[[Any], DispatchKeySet] | None = torch_name(
     None,
     "on the reference engine, ops that other regions' policies name are not autocast inside",
 )
-
-
-def dispatch_key(name: str) -> Any:
-    """Return a dispatch key by its name, or None if it is unknown."""
-    return _parse_dispatch_key(name)
 
 
 def has_backend_fallback(name: str) -> bool:

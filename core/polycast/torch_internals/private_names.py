@@ -1,7 +1,6 @@
 """Private names of torch outside the dispatcher: tracing and modes, autograd, compilers, ``out_dtype``."""
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
@@ -80,14 +79,9 @@ _dispatch_keys: Callable[[torch.Tensor], Any] | None = torch_name(
 )
 
 
-def has_dispatch_key(tensor: torch.Tensor, name: str) -> bool | None:
-    """Return whether a tensor has a dispatch key; None if this torch does not say."""
-    return None if _dispatch_keys is None else bool(_dispatch_keys(tensor).has(dispatch_key(name)))
-
-
 def has_python_key(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor's ops are dispatched to Python."""
-    return has_dispatch_key(tensor, "Python") is not False
+    """Return whether a tensor's ops are dispatched to Python, or this torch does not say."""
+    return _dispatch_keys is None or bool(_dispatch_keys(tensor).has(dispatch_key("Python")))
 
 
 def is_intercepted() -> bool:
@@ -147,16 +141,12 @@ is_alias_of: Callable[[torch.Tensor, torch.Tensor], bool] = torch_name(
 
 # ---- Compilers.
 
-_TracingContext: Any = torch_name(
-    "torch._guards.TracingContext",
-    SimpleNamespace(try_get=lambda: None),
+tracing_context: Callable[[], Any] = torch_name(
+    "torch._guards.TracingContext.try_get",
+    lambda: None,
     f"{_NOT_CACHED}, and computes gradients of what policies keep in float32 in the fast dtype",
 )
-
-
-def tracing_context() -> Any:
-    """Return the tracing context of the compilation on this thread, or None outside compilations."""
-    return _TracingContext.try_get()
+"""Return the tracing context of the compilation on this thread, or None outside compilations."""
 
 
 def _unchanged(function: _T, *_: object) -> _T:
