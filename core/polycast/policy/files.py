@@ -24,7 +24,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from ..common.replaced_file import replaced_file
 from ..errors import library
 from .names import hint
 from .recipe import find_kind
@@ -135,16 +134,6 @@ def check_keys(table: Mapping[str, Any], known: tuple[str, ...], where: str) -> 
     for key in table:
         if key not in known:
             raise ValueError(f"{where}{key} is not a key of a policy: {hint(key, known)}")
-
-
-def write(path: PolicyPath, text: str) -> None:
-    """Write a file atomically.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    with replaced_file(Path(path)) as complete:
-        complete.write_text(text, encoding="utf-8", newline="\n")
 
 
 def to_text(table: Mapping[str, Any]) -> str:

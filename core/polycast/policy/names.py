@@ -3,6 +3,7 @@
 import difflib
 import re
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import NamedTuple
 
 import torch
@@ -129,7 +130,9 @@ def read_policy(policy: object, what: str) -> CastPolicy:
     names = [each.value for each in CastPolicy]
     if isinstance(policy, str) and policy.lower() in names:
         return CastPolicy(policy.lower())
-    dtype = _dtype_or_none(policy)
+    dtype = None
+    with suppress(ValueError):
+        dtype = read_dtype(policy)
     if dtype is torch.float32:
         return CastPolicy.FP32
     if dtype is not None:
@@ -159,13 +162,6 @@ def read_dtype(name: object) -> torch.dtype:
 def dtype_name(dtype: torch.dtype) -> str:
     """Return the name of a dtype without the module, such as ``bfloat16``."""
     return str(dtype).removeprefix("torch.")
-
-
-def _dtype_or_none(name: object) -> torch.dtype | None:
-    try:
-        return read_dtype(name)
-    except ValueError:
-        return None
 
 
 def nearest(word: object, among: Iterable[str]) -> list[str]:

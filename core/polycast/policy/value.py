@@ -3,12 +3,14 @@
 import difflib
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NoReturn, TypeAlias
 
 from typing_extensions import Self, final
 
 from ..common.cached_property import cached_property
+from ..common.replaced_file import replaced_file
 from ..torch_internals.dispatcher import autocast_supported_devices
 from . import files
 from .cast_policy import CastPolicy
@@ -128,7 +130,9 @@ class Policy:
             ModuleNotFoundError: the extra ``polycast[files]`` is not installed.
             ValueError: a recipe has a calibration that is in no file.
         """
-        files.write(path, self.text(path, comments))
+        text = self.text(path, comments)
+        with replaced_file(Path(path)) as complete:
+            complete.write_text(text, encoding="utf-8", newline="\n")
 
     def text(self, path: files.PolicyPath | None = None, comments: Iterable[str] = ()) -> str:
         """Return the text of the policy file that :meth:`save` writes.
@@ -226,12 +230,8 @@ class Policy:
     def __eq__(self, other: object) -> bool:
         return self._identity == other._identity if isinstance(other, Policy) else NotImplemented
 
-    @cached_property
-    def _hash(self) -> int:
-        return hash(self._identity)
-
     def __hash__(self) -> int:
-        return self._hash
+        return hash(self._identity)
 
     def __repr__(self) -> str:
         modules = {key: _shown(rule) for key, rule in self.modules.items()}
