@@ -189,21 +189,18 @@ class Matching:
         scalars: those of operands that may have another dtype if they have no dimensions.
         writes: those of operands that the op writes to. The others are cast to their dtype; if there are none, to
             float32.
-        mixtures, fills_masks, takes_empty: see :class:`MatchedOperands`.
+        operands: the operands, with the dtypes that torch's kernels accept.
         by_item: whether the items of lists must agree one by one, as in ``_foreach_*`` ops.
     """
 
     def __init__(self, op: OpOverload) -> None:
-        operands = operands_of(op)
+        self.operands = operands = operands_of(op)
         arguments = op._schema.arguments
         names = operands.names or [each.name for each in arguments if "Tensor" in str(each.real_type)]
         by_name = {each.name: position for position, each in enumerate(arguments)}
         self.positions = tuple(by_name[name] for name in names)
         self.scalars = tuple(by_name[name] for name in operands.scalars)
         self.writes = tuple(at for at in self.positions if is_written(arguments[at]))
-        self.mixtures = operands.mixtures
-        self.fills_masks = operands.fills_masks
-        self.takes_empty = operands.takes_empty
         self.by_item = op._schema.name.startswith("aten::_foreach_")
 
     def targets(
@@ -220,7 +217,7 @@ class Matching:
         if not self.by_item:
             tensors = {at: self._tensors(at, value) for at, value in operands.items()}
             dtype = self._dtype(tensors, is_eligible, missing)
-            if self.fills_masks and dtype and _fills_mask(*given):
+            if self.operands.fills_masks and dtype and _fills_mask(*given):
                 return None
             found = {at: self._casts(at, value, dtype) for at, value in operands.items()} if dtype else {}
         else:
@@ -261,10 +258,11 @@ class Matching:
         dtypes = {each.dtype for each in floats}
         if not floats or not all(each.dtype in _LETTERS and (is_eligible(each) or _is_number(each)) for each in floats):
             return None
-        is_empty = self.takes_empty and any(0 in each.shape for each in floats)
+        is_empty = self.operands.takes_empty and any(0 in each.shape for each in floats)
         if len(dtypes) == 1 and (is_empty or dtypes.isdisjoint(missing)):
             return None
-        if self.mixtures and not _spelled(operands.values()).isdisjoint(self.mixtures):
+        mixtures = self.operands.mixtures
+        if mixtures and not _spelled(operands.values()).isdisjoint(mixtures):
             return None
         written = {each.dtype for at in self.writes for each in operands.get(at, ())}
         if len(written) > 1 or not written <= _LETTERS.keys():

@@ -12,7 +12,7 @@ from ..engine import state
 from ..engine.kernels import autocast_key, installed, refusal
 from ..engine.override import Override
 from ..engine.recipes.plan import plan_of
-from ..engine.reference.rules import OpCall, apply_rule, is_eligible, tensors_of
+from ..engine.reference.rules import RULES, OpCall, is_eligible, tensors_of
 from ..engine.state import Settings
 from ..policy.cast_policy import CastPolicy, registrations
 from ..policy.names import OpName, known_overloads, read_op
@@ -226,7 +226,7 @@ def _with_arguments(found: Explanation, bound: dict[str, Any], backend: Backend)
     missing = backend.missing_dtypes(found.op, () if policy is CastPolicy.MATCH else bound.values())
     call = OpCall(overload, (), bound, missing=missing)
     if policy is not None and not banned:
-        call = apply_rule(policy, call, found.dtype, may_cast)
+        call = RULES[policy](call, found.dtype, may_cast)
     matched = dict(zip((each.name for each in overload._schema.arguments), call.targets, strict=False))
     targets = (target for name, value in bound.items() for _, target in tensors_of(value, matched.get(name)))
     dtypes = (value for name, value in call.kwargs.items() if bound.get(name) is None)

@@ -29,7 +29,7 @@ from ...torch_internals.private_names import disable_dynamo
 from ..casts.traced import cast_of_traced
 from ..casts.weights import caching_is_safe, is_weight, only_modes_see_casts
 from ..kernels import Kernels, refusal
-from .rules import OpCall, apply_rule, is_eligible
+from .rules import RULES, OpCall, is_eligible
 from .state_machine import PythonStateMachine
 
 
@@ -126,13 +126,13 @@ class _Kernel:
             fast = torch.get_autocast_dtype(self._device_type)
             missing = self._backend.missing_dtypes(self._name, (*args, *kwargs.values()))
             call = OpCall(self._op, args, kwargs, missing=missing)
-            return self._run(apply_rule(policy or CastPolicy.PASSTHROUGH, call, fast, self._is_eligible))
+            return self._run(RULES[policy or CastPolicy.PASSTHROUGH](call, fast, self._is_eligible))
 
     def _match(self, keys: DispatchKeySet, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the op, whose operands are cast where torch would refuse them; the ops that it calls are autocast."""
         args = tuple(with_tensors_for_numbers(self._op, args))
         call = OpCall(self._op, args, kwargs, missing=self._backend.missing_dtypes(self._name))
-        call = apply_rule(CastPolicy.MATCH, call, torch.get_autocast_dtype(self._device_type), self._is_eligible)
+        call = RULES[CastPolicy.MATCH](call, torch.get_autocast_dtype(self._device_type), self._is_eligible)
         written: dict[torch.Tensor, torch.Tensor] = {}
         if call.targets and self._machine.matches(self._device_type):
             events.matched_call.notify(self._device_type, self._name)

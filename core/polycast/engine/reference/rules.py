@@ -65,10 +65,7 @@ def tensors_in(values: Iterable[object]) -> Iterator[torch.Tensor]:
             yield from tensors_in(value)
 
 
-@functools.cache
-def matching_of(op: OpOverload) -> Matching:
-    """Return what MATCH does to the arguments of an op."""
-    return Matching(op)
+_matching_of = functools.cache(Matching)
 
 
 def tensors_of(value: object, targets: Targets) -> Iterator[tuple[torch.Tensor, torch.dtype | None]]:
@@ -78,14 +75,6 @@ def tensors_of(value: object, targets: Targets) -> Iterator[tuple[torch.Tensor, 
     elif isinstance(value, (list, tuple)):
         for item, target in zip(value, targets if isinstance(targets, list) else [None] * len(value), strict=True):
             yield from tensors_of(item, target)
-
-
-def apply_rule(policy: CastPolicy, call: OpCall, fast: torch.dtype, is_eligible: IsEligible) -> OpCall:
-    """Return the call that is run in place of `call` under a policy, in a region with a fast dtype.
-
-    The policy must not be BANNED: such a call is not run at all.
-    """
-    return _RULES[policy](call, fast, is_eligible)
 
 
 def _lower(call: OpCall, fast: torch.dtype, is_eligible: IsEligible) -> OpCall:
@@ -133,14 +122,14 @@ def _promote(call: OpCall, fast: torch.dtype, is_eligible: IsEligible) -> OpCall
 def _match(call: OpCall, fast: torch.dtype, is_eligible: IsEligible) -> OpCall:
     """Cast the operands that torch would refuse because their dtypes differ, or because it has no kernel for them."""
     given = flatten_arguments(call.op, call.args, call.kwargs)
-    return call._replace(targets=matching_of(call.op).targets(given, is_eligible, call.missing) or ())
+    return call._replace(targets=_matching_of(call.op).targets(given, is_eligible, call.missing) or ())
 
 
 def _first(call: OpCall) -> object:
     return call.args[0] if call.args else call.kwargs.get(call.op._schema.arguments[0].name)
 
 
-_RULES: dict[CastPolicy, Callable[[OpCall, torch.dtype, IsEligible], OpCall]] = {
+RULES: dict[CastPolicy, Callable[[OpCall, torch.dtype, IsEligible], OpCall]] = {
     CastPolicy.LOWER_PRECISION_FP: _lower,
     CastPolicy.FP32: lambda call, *_: call._replace(dtype=torch.float32),
     CastPolicy.FP32_SET_OPT_DTYPE: _fp32_set_opt_dtype,
@@ -150,3 +139,7 @@ _RULES: dict[CastPolicy, Callable[[OpCall, torch.dtype, IsEligible], OpCall]] = 
     CastPolicy.MATCH: _match,
     CastPolicy.PASSTHROUGH: lambda call, *_: call,
 }
+"""For each policy, the function that returns the call that is run in place of one, in a region with a fast dtype.
+
+A call under BANNED is not run at all.
+"""
