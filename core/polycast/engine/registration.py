@@ -116,7 +116,15 @@ class OpRegistration(Registration):
         Raises:
             RuntimeError: a thread is in a region for a device of the registration; nothing changes.
         """
-        _unregister(self)
+        with lock:
+            if self not in registrations:
+                return
+            others = [each for each in registrations if each is not self]
+            changed = [name for name in installed if policies_for(name) != policies_for(name, others)]
+            run_uninstalled(changed, lambda: registrations.remove(self))
+            state.machine.forget_actions()
+            for device_type in changed:
+                kernels_of(device_type)
 
     def __enter__(self) -> Self:
         return self
@@ -170,34 +178,17 @@ def register_op(
     name = read_op(op)
     policy = read_policy(policy, f"the policy of {name.short!r}")
     registration = OpRegistration(tuple(ops_with(name, policy)), policy, device)
-    _register(registration)
-    return registration
-
-
-def _register(new: Registration) -> None:
-    """Register a policy for ops, effective at once, also in open regions."""
     changes.CACHE_KEYS.make()
     with lock:
-        refuse_conflict(new)
-        registrations.append(new)
+        refuse_conflict(registration)
+        registrations.append(registration)
         try:
-            for device_type, kernels in installed.items():
-                for name, policy in policies_for(device_type).items():
-                    kernels.add(name, policy, replace=True)
+            for each, kernels in installed.items():  # effective at once, also in open regions
+                for registered, its_policy in policies_for(each).items():
+                    kernels.add(registered, its_policy, replace=True)
         except BaseException:
-            registrations.remove(new)
+            registrations.remove(registration)
             raise
         finally:
             state.machine.forget_actions()
-
-
-def _unregister(old: Registration) -> None:
-    with lock:
-        if old not in registrations:
-            return
-        others = [registration for registration in registrations if registration is not old]
-        changed = [name for name in installed if policies_for(name) != policies_for(name, others)]
-        run_uninstalled(changed, lambda: registrations.remove(old))
-        state.machine.forget_actions()
-        for device_type in changed:
-            kernels_of(device_type)
+    return registration
