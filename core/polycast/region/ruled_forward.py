@@ -68,7 +68,7 @@ class RuledForward(InstanceForward):
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)
-        self._devices = _known_devices()
+        self._devices = tuple(autocast_supported_devices())
         self._entries: list[tuple[RuleSet, Mapping[str, Rule]]] = []
         self.rules: Mapping[str, Rule] = {}
         self._rules_by_excluded_keys: dict[int, _ActiveRules] = {}
@@ -79,7 +79,8 @@ class RuledForward(InstanceForward):
         return {name: value for name, value in super().__getstate__().items() if name not in _CACHES}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__({**state, "_devices": _known_devices(), "_rules_by_excluded_keys": {}, "_regions": {}})
+        caches = {"_devices": tuple(autocast_supported_devices()), "_rules_by_excluded_keys": {}, "_regions": {}}
+        super().__setstate__({**state, **caches})
 
     def add(self, rule_set: RuleSet, rules: Mapping[str, Rule]) -> None:
         """Put the module under rules; those added last decide."""
@@ -210,11 +211,6 @@ class _ModuleRegion(autocast):
         override = override_of_ops(device, rule.ops or OpPolicies(), MODULE_RULE, rule.text, recipe)
         if override is not None:
             self._settings = self._settings._replace(override=override)
-
-
-def _known_devices() -> tuple[str, ...]:
-    """Return the devices that this process's torch knows."""
-    return tuple(autocast_supported_devices())
 
 
 def look_past_rules(patch: Patch) -> None:

@@ -45,7 +45,7 @@ def check(backend: Backend, wanted: torch.dtype | Recipe | None = None) -> Avail
 def check_recipe(backend: Backend, recipe: Recipe) -> Availability:
     """Return whether a device supports a recipe: whether its backend, or an extension of the device, has kernels."""
     refusals = []
-    for given in _asked(backend):
+    for given in (backend, *registry.extensions(backend.device_type)):
         answer = ask_recipe(given, recipe)
         if answer.available:
             return answer
@@ -66,12 +66,8 @@ def recipe_kernels(backend: Backend, recipe: Recipe) -> Mapping[str, Sequence[Of
     is None computes a call. Each has a `kernel`, and the `package` that supplies it.
     """
     found: dict[str, list[Offer]] = {}
-    for given in _asked(backend):
+    for given in (backend, *registry.extensions(backend.device_type)):
         if ask_recipe(given, recipe).available:
             for op, kernel in call_outside(given.low_bit_kernels, recipe).items():
                 found.setdefault(op, []).append(Offer(kernel, given, *registry.source(given)))
     return found
-
-
-def _asked(backend: Backend) -> Sequence[Extension]:
-    return backend, *registry.extensions(backend.device_type)
