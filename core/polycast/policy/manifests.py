@@ -101,15 +101,7 @@ def _are_texts(values: Sequence[object]) -> bool:
 
 
 class InstalledPlugin(NamedTuple):
-    """A plugin that is installed.
-
-    Attributes:
-        name: the name of its entry point.
-        distribution: the distribution that has it.
-        version: the version of that distribution.
-        plugin: its manifest; an empty one if that is broken.
-        problem: why the manifest is broken, and what to do; empty if it is not.
-    """
+    """A plugin that is installed: an item of what :func:`manifests` returns."""
 
     name: str
     distribution: str

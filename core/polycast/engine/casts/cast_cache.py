@@ -45,15 +45,7 @@ class WeightCacheStats:
 
 
 class StoredEntry(NamedTuple):
-    """Describes a cast or a prepacked weight in a cache.
-
-    Attributes:
-        weight: the weight that it belongs to.
-        view: sizes, strides and offset of the view that it was made of, the offset from the weight's; None for the
-            weight itself.
-        kind: what it is.
-        tensors: the cast alone, or the parts of the prepacked weight; none if it cannot be prepacked.
-    """
+    """An item of :meth:`CastCache.entries`; without tensors, a weight that cannot be prepacked."""
 
     weight: torch.Tensor
     view: tuple[tuple[int, ...], tuple[int, ...], int] | None
