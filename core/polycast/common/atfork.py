@@ -31,6 +31,19 @@ def hold_during_fork(locks: Callable[[], Iterable[Lock]]) -> None:
     _locks.append(locks)
 
 
+def fork_safe_lock() -> Lock:
+    """Return a reentrant lock that is held during each fork."""
+    lock = threading.RLock()
+    hold_during_fork(lambda: [lock])
+    return lock
+
+
+def call_in_forked_child(function: Callable[[], object]) -> None:
+    """Call a function in the child of each fork, where other threads do not exist."""
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=function)
+
+
 def _all_locks() -> dict[int, Lock]:
     """Return the locks by identity."""
     return {id(lock): lock for locks in _locks for lock in locks()}

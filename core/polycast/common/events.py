@@ -7,7 +7,7 @@ from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
 
-from .atfork import hold_during_fork
+from .atfork import fork_safe_lock
 
 _L = TypeVar("_L")
 _P = ParamSpec("_P")
@@ -44,8 +44,7 @@ class events:
             self.start = start
             self.stop = stop
             self._listeners: tuple[tuple[_L, int | None], ...] = ()
-            self._lock = threading.RLock()
-            hold_during_fork(lambda: [self._lock])
+            self._lock = fork_safe_lock()
 
         def add(self, listener: _L, thread: int | None = None) -> None:
             """Add a listener to the events of a thread, by its ident, or of all threads."""

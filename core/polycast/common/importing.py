@@ -1,6 +1,5 @@
 """Import code of plugins without deadlocks: Python locks each module while it is imported."""
 
-import os
 import sys
 import threading
 from collections.abc import Iterator
@@ -8,7 +7,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from .atfork import hold_during_fork
+from .atfork import call_in_forked_child, hold_during_fork
 
 LONGEST_WAIT = 10
 """Seconds to wait for an import, which may hang or be waiting for this thread."""
@@ -30,8 +29,7 @@ class _Import:
 _imports: list[_Import] = []
 _lock = threading.RLock()  # reentrant: a signal handler may import
 hold_during_fork(lambda: [_lock, *_imports])
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_imports.clear)  # other threads do not exist there
+call_in_forked_child(_imports.clear)
 
 
 def acquire(lock: Any) -> bool:

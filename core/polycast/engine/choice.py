@@ -1,7 +1,6 @@
 """Choose the engine that runs regions and kernels: at the first region, for the life of the process."""
 
 import functools
-import threading
 from collections.abc import Mapping
 from typing import Any, Protocol, cast
 
@@ -9,7 +8,7 @@ import torch
 
 from ..common import env
 from ..common.announce import log
-from ..common.atfork import hold_during_fork
+from ..common.atfork import fork_safe_lock
 from ..errors import raise_if_callers, warn_user
 from ..policy.cast_policy import CastPolicy
 from ..registry.backend import Backend
@@ -72,8 +71,7 @@ class _Unchosen:
 
 
 _engine: Engine | None = None
-_lock = threading.RLock()
-hold_during_fork(lambda: [_lock])
+_lock = fork_safe_lock()
 
 state.set_state_machine(cast("state.StateMachine", _Unchosen()))
 

@@ -1,10 +1,9 @@
 """The kernels that are installed at the dispatcher's Autocast keys, and all else that regions change in torch."""
 
-import threading
 from collections.abc import Callable, Iterable
 
 from ..common import generation
-from ..common.atfork import hold_during_fork
+from ..common.atfork import fork_safe_lock
 from ..errors import BackendNotFoundError
 from ..policy.cast_policy import CastPolicy, policies_for, registrations
 from ..registry.backend import Backend
@@ -19,9 +18,8 @@ from .kernels import Kernels, autocast_key, installed
 from .override import Override
 from .state import Settings, ready, ready_with_cache
 
-lock = threading.RLock()
+lock = fork_safe_lock()
 """Held while kernels are installed and removed."""
-hold_during_fork(lambda: [lock])
 
 
 def install(device_type: str) -> None:

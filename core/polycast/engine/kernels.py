@@ -1,11 +1,10 @@
 """The kernels of one backend at its device's Autocast dispatch key."""
 
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
-from ..common.atfork import hold_during_fork
+from ..common.atfork import fork_safe_lock
 from ..errors import InvalidBackendError, warn_user
 from ..policy.cast_policy import CastPolicy
 from ..policy.schemas import COMPOSED_OPS, find_op, policy_problem
@@ -35,8 +34,7 @@ REMEDIES = {
 }
 """Replacements for the banned ops of STANDARD_POLICIES, each as a sentence, by op name."""
 
-_lock = threading.Lock()
-hold_during_fork(lambda: [_lock])
+_lock = fork_safe_lock()
 
 
 def autocast_key(device_type: str) -> str:

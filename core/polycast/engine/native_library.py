@@ -1,18 +1,16 @@
 """`NativeLibrary`: C++ of a plugin that works on the native engine."""
 
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ..common.atfork import hold_during_fork
+from ..common.atfork import fork_safe_lock
 from ..toolchain.cpp_library import BuildError, CppLibrary
 from ..toolchain.load import BuildableLibrary, import_extension, load, try_build
 from .choice import choose_engine
 
 _HEADERS = "polycast.engine.native:common"
-_lock = threading.RLock()
-hold_during_fork(lambda: [_lock])
+_lock = fork_safe_lock()
 _loaded: dict[tuple[CppLibrary, Any], Any] = {}
 """The modules, by library and engine."""
 

@@ -4,19 +4,16 @@ Both describe what results from the regions, however they were entered and will 
 and the cache of the innermost region for each device, also where that is disabled: code in it may enable autocast.
 """
 
-import threading
-
 import torch
 
-from ..common.atfork import hold_during_fork
+from ..common.atfork import fork_safe_lock
 from ..torch_internals.dispatcher import autocast_supported_devices
 from . import state
 from .state import Settings
 
 _guarded: tuple[str, ...] = ()
 """The devices that had an override or a cache at some time in this process. The text leaves out the others."""
-_lock = threading.RLock()
-hold_during_fork(lambda: [_lock])
+_lock = fork_safe_lock()
 
 
 def snapshot() -> tuple[Settings, ...]:

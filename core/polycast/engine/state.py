@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from ..common import generation
-from ..common.atfork import hold_during_fork
+from ..common.atfork import fork_safe_lock
 from .casts.cast_cache import CastCache
 from .override import Override
 
@@ -190,8 +190,7 @@ def set_region_class(cls: type) -> None:
     set_state_machine(machine)
 
 
-_clearing = threading.RLock()
-hold_during_fork(lambda: [_clearing])
+_clearing = fork_safe_lock()
 
 
 def clear_torchs_cache() -> None:

@@ -1,13 +1,12 @@
 """Mutable containers whose items are casts during a call, or copies of them for the call."""
 
 import copy
-import threading
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from torch.compiler import is_dynamo_compiling
 
-from ..common.atfork import hold_during_fork
+from ..common.atfork import fork_safe_lock
 
 _Change = tuple[Any, Any, Any]
 """A key of a container, its item, and the replacement."""
@@ -106,8 +105,7 @@ class _Users(NamedTuple):
 
 _in_use: dict[int, _Users] = {}
 """By ``id(container)``, its users."""
-_lock = threading.RLock()
-hold_during_fork(lambda: [_lock])
+_lock = fork_safe_lock()
 
 
 class CastCopy:

@@ -2,8 +2,6 @@
 
 import difflib
 import importlib.metadata
-import os
-import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -11,7 +9,7 @@ import torch
 
 from ..common import env
 from ..common.announce import log
-from ..common.atfork import hold_during_fork
+from ..common.atfork import call_in_forked_child, fork_safe_lock
 from ..common.versions import name_and_version
 from ..errors import BackendBrokenError, BackendConflictError, BackendNotFoundError, warn_user
 from ..torch_internals.dispatcher import has_autocast_key
@@ -113,7 +111,7 @@ class Registry:
     """The backends of this process."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # reentrant: a finalizer or a signal handler may look up a device
+        self._lock = fork_safe_lock()  # reentrant: a finalizer or a signal handler may look up a device
         self._discovered: Discovery | None = None
         self.ready: dict[str, Backend] = {}
         """The loaded backends by device type: a fast path of `find`."""
@@ -143,10 +141,6 @@ class Registry:
     def loaders(self) -> dict[str, BackendLoader]:
         """Return the loaders by device type."""
         return self.discovery().loaders
-
-    def loader_of(self, device_type: str) -> BackendLoader | None:
-        """Return the loader of a device type that torch knows; None if no backend is offered for it."""
-        return self.discovery().loader_of(device_type)
 
     def parse_device_type(self, device_type: object) -> str:
         """Return the device type of a device string such as ``"cuda"`` or ``"cuda:1"``, or of ``"auto"``.
@@ -191,7 +185,8 @@ class Registry:
         if ready is not None:
             return ready
         name = self.parse_device_type(device_type)
-        found, loader = self.discovery(), self.loader_of(name)
+        found = self.discovery()
+        loader = found.loader_of(name)
         if loader is None:
             raise BackendNotFoundError(
                 f"No polycast backend is installed for {name!r}. Backends are installed for: "
@@ -284,9 +279,7 @@ def torch_device_type(device: str) -> str | None:
 
 
 registry = Registry()
-hold_during_fork(lambda: [registry._lock])
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=registry.reset)
+call_in_forked_child(registry.reset)
 
 
 def get_backend(device_type: str) -> Backend:

@@ -132,7 +132,7 @@ def statuses() -> BackendStatuses:
     will_be_named = any(torch_device_type(name) is None for name in find)  # by a plugin, when it is imported
     for name in autocast_supported_devices():
         if name not in find and not (will_be_named and name == _UNNAMED):
-            loader = registry.loader_of(name)
+            loader = registry.discovery().loader_of(name)
             find[name] = partial(_missing, name) if loader is None else partial(_status, loader)
     return BackendStatuses(find)
 

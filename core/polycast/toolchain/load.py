@@ -4,7 +4,6 @@ import contextlib
 import importlib.machinery
 import importlib.util
 import tempfile
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -12,7 +11,7 @@ from typing import TypeVar
 
 import torch
 
-from ..common.atfork import hold_during_fork
+from ..common.atfork import fork_safe_lock
 from ..errors import raise_if_callers, warn_user
 from ..registry.backend import Availability
 from .build import find_build, get_or_build
@@ -23,8 +22,7 @@ from .prebuilt import Prebuilt, find_prebuilt
 _Loaded = TypeVar("_Loaded")
 _origins: dict[str, str] = {}
 """The origins of the libraries that are loaded, by name."""
-_ops_lock = threading.RLock()
-hold_during_fork(lambda: [_ops_lock])
+_ops_lock = fork_safe_lock()
 _ops: dict[str, Availability] = {}
 """Whether ops are loaded, by package."""
 

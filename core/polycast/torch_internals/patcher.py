@@ -7,7 +7,6 @@ importers see it.
 import functools
 import importlib
 import inspect
-import os
 import pkgutil
 import sys
 import threading
@@ -20,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..common.atfork import call_in_forked_child
 from ..errors import is_callers, warn_user
 
 _NOTHING = object()
@@ -192,8 +192,7 @@ def _new_lock() -> None:
     _lock = threading.RLock()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_new_lock)
+call_in_forked_child(_new_lock)
 
 
 def undo_all() -> None:

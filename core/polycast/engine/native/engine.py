@@ -1,7 +1,6 @@
 """The native engine: the interface of the C++ to Python."""
 
 import itertools
-import os
 from collections.abc import Callable, Mapping
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -10,7 +9,7 @@ import torch
 from torch.utils.weak import WeakIdRef
 from typing_extensions import override
 
-from ...common.atfork import hold_during_fork
+from ...common.atfork import call_in_forked_child, hold_during_fork
 from ...common.events import events
 from ...errors import StaleWeightError
 from ...policy.cast_policy import CastPolicy
@@ -79,8 +78,7 @@ class NativeEngine:
         # As a lock: a fork waits for threads that clear torch's cache of casts.
         torchs_cache = SimpleNamespace(acquire=extension.acquire_for_fork, release=extension.release_after_fork)
         hold_during_fork(lambda: [torchs_cache])
-        if hasattr(os, "register_at_fork"):
-            os.register_at_fork(after_in_child=extension.forget_other_threads)
+        call_in_forked_child(extension.forget_other_threads)
         self._extension = extension
         self._is_watching = False
         # See StateMachine.

@@ -6,7 +6,6 @@ the cache of this thread's region, or in the one that it names if the region is 
 
 import functools
 import re
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch
 from torch.library import Library
 
 from ...common import generation
-from ...common.atfork import hold_during_fork
+from ...common.atfork import fork_safe_lock
 from ...policy.schemas import existing_op
 from ...registry.backend import Backend
 from ...registry.registry import registry
@@ -27,8 +26,7 @@ from ..casts.weights import parameter_of
 from .in_dtype import in_dtype
 from .prepacking import INTERCEPTED, NO_WEIGHT
 
-_lock = threading.RLock()
-hold_during_fork(lambda: [_lock])
+_lock = fork_safe_lock()
 
 
 def traced(

@@ -5,7 +5,6 @@ storage. Another thread cannot tell this from an alias through which the weight 
 nothing of it.
 """
 
-import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ...common.atfork import call_in_forked_child
 from .. import state
 from ..casts.cast_cache import CastCache
 
@@ -36,8 +36,7 @@ _now: list[int] = []
 """The identities of the weights that are prepacked now, each as often as there are threads that do so."""
 _last_end = [object()]
 """Another object whenever a thread has ended prepacking."""
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_now.clear)  # other threads do not exist there
+call_in_forked_child(_now.clear)
 
 
 @contextmanager

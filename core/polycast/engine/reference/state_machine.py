@@ -1,6 +1,5 @@
 """The state machine in Python: the one to read."""
 
-import os
 import threading
 import weakref
 from collections.abc import Callable
@@ -8,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ...common.atfork import call_in_forked_child
 from ...policy.cast_policy import CastPolicy
 from ...torch_internals.dispatcher import excluded_keys
 from ...torch_internals.private_names import current_graph_task_id, dispatch_mode_count, is_function_mode_enabled
@@ -37,8 +37,7 @@ class PythonStateMachine:
         # finalizer interrupts. Walking a WeakSet takes many, and a finalizer could find a lock held by its own thread.
         self._threads: set[weakref.ref[ThreadRegions]] = set()
         self._thread = _Thread(self._threads)
-        if hasattr(os, "register_at_fork"):
-            os.register_at_fork(after_in_child=self._forget_other_threads)
+        call_in_forked_child(self._forget_other_threads)
 
     def _forget_other_threads(self) -> None:
         """Forget the threads that a fork did not copy, whose regions stay alive in the child."""
