@@ -25,12 +25,10 @@ from ..engine import state
 from ..engine.snapshot import snapshot
 from ..engine.state import Settings
 from ..torch_internals.dispatcher import disable_autocast
-from ..torch_internals.patcher import Patch
+from ..torch_internals.patcher import Patch, expect
 from . import backward
 
 _SUBGRAPHS = "torch._higher_order_ops.invoke_subgraph"
-_PARAMETERS = ("fn_code", "fn_id")
-"""The names of the parameter for the code, in different versions of torch."""
 
 
 def key_cache_by_state(patch: Patch) -> None:
@@ -38,16 +36,12 @@ def key_cache_by_state(patch: Patch) -> None:
     from torch._guards import InvokeSubgraphCache
 
     methods = [(name, each) for name, each in vars(InvokeSubgraphCache).items() if inspect.isfunction(each)]
-    by_code = [(name, each) for name, each in methods if _takes_code(each)]
-    if not by_code:
-        raise NotImplementedError(f"{InvokeSubgraphCache.__name__} has no method that takes the code")
+    # Versions of torch name the parameter for the code differently.
+    of_code = (["self", "fn_code"], ["self", "fn_id"])
+    by_code = [(name, each) for name, each in methods if [*inspect.signature(each).parameters][:2] in of_code]
+    expect(bool(by_code), f"{InvokeSubgraphCache.__name__} has no method that takes the code")
     for name, method in by_code:
         patch.replace(InvokeSubgraphCache, name, _by_state(method))
-
-
-def _takes_code(method: Callable[..., Any]) -> bool:
-    parameters = list(inspect.signature(method).parameters)
-    return len(parameters) > 1 and parameters[1] in _PARAMETERS
 
 
 def _by_state(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -72,8 +66,8 @@ def trace_again_in_regions(patch: Patch) -> None:
     op: Any = vars(module)["InvokeSubgraphAutogradOp"]
     forward, its_backward = vars(op)["forward"].__func__, vars(op)["backward"].__func__
     trace = vars(module)["trace_joint_graph_as_bwd"]
-    if trace.__name__ not in its_backward.__code__.co_names:
-        raise NotImplementedError(f"{its_backward.__qualname__} does not call {trace.__name__}")
+    calls = its_backward.__code__.co_names
+    expect(trace.__name__ in calls, f"{its_backward.__qualname__} does not call {trace.__name__}")
 
     @functools.wraps(forward)
     def forward_saving_regions(ctx: Any, *args: Any) -> Any:

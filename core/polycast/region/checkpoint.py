@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..engine.inference import as_in_forward, in_function
-from ..torch_internals.patcher import Patch
+from ..torch_internals.patcher import Patch, expect
 from ..torch_internals.private_names import disable_dynamo, dynamo_disabled
 from .capture import Snapshot, call_in, capture
 
@@ -70,7 +70,6 @@ def carry_in_checkpoints(patch: Patch) -> None:
         (CheckpointFunction.backward, "run_function"),
         (_CheckpointFrame.__init__, "recompute_fn"),
     ):
-        if name not in method.__code__.co_names:
-            raise NotImplementedError(f"{method.__qualname__} has no {name}")
+        expect(name in method.__code__.co_names, f"{method.__qualname__} has no {name}")
     patch.replace(context, "run_function", _Recomputed("run_function"))
     patch.replace(_CheckpointFrame, "recompute_fn", _Recomputed("recompute_fn"))

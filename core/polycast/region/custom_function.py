@@ -137,17 +137,12 @@ class _ClassesOf:
         self._known: tuple[object, list[weakref.ref[type[Function]]]] = (None, [])
 
     def __call__(self) -> Iterator[type[Function]]:
-        made = _classes_made()
+        counter = getattr(function, "AUTOGRAD_FUNCTION_COUNTER", None)  # of the classes that were made
+        made = object() if counter is None else repr(counter)
         if made != self._known[0] or not self._known[1]:
             having = [cls for cls in _all_functions() if any(layer is self._forward for layer in _layers(cls))]
             self._known = made, [weakref.ref(cls) for cls in having]
         return (cls for known in self._known[1] if (cls := known()) is not None)
-
-
-def _classes_made() -> object:
-    """Return a value that differs after a Function class was created: torch's count of them, if it has one."""
-    counter = getattr(function, "AUTOGRAD_FUNCTION_COUNTER", None)
-    return object() if counter is None else repr(counter)
 
 
 def _all_functions() -> list[type[Function]]:
