@@ -17,7 +17,7 @@ from ..engine.override import REGIONS_POLICY, Override, make_override
 from ..engine.state import Settings
 from ..errors import AutocastDisabledWarning, RecipeDisabledWarning, warn_user
 from ..registry.backend import Availability, Backend
-from ..registry.checks import check_availability, check_dtype
+from ..registry.checks import ask
 from ..registry.registry import AUTO, registry
 from ..torch_internals import changes
 from ..torch_internals.private_names import disable_dynamo
@@ -126,13 +126,13 @@ def _find_backend(device_type: object) -> Backend:
 
 def _why_disabled(backend: Backend, dtype: torch.dtype) -> str | None:
     """Return why a region of a backend with a fast dtype runs disabled, as warnings say it; None if it does not."""
-    answer = check_availability(backend)
+    answer = ask(backend)
     if not answer.available:
         return f"{backend.device_type} is not available: {answer.reason}. Disabling autocast."
     if answer.reason:
         _warn_once(backend.device_type, answer.reason, f"{backend.device_type}: {answer.reason}.")
     if dtype is not backend.default_dtype:
-        answer = check_dtype(backend, dtype)
+        answer = ask(backend, dtype)
         if not answer.available:
             return (
                 f"In {backend.device_type.upper()} autocast, but the target dtype is not supported. "

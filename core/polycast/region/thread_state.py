@@ -6,7 +6,7 @@ from ..engine import state
 from ..engine.casts.cast_cache import process_cache
 from ..engine.installation import kernels_of
 from ..errors import BackendNotFoundError
-from ..registry.checks import check_dtype
+from ..registry.checks import ask
 from ..registry.registry import registry
 from ..torch_internals.dispatcher import has_autocast_key
 
@@ -76,7 +76,7 @@ def set_autocast_dtype(device_type: str, dtype: torch.dtype) -> None:
         raise TypeError(f"dtype must be a torch.dtype, got {dtype!r}")
     if not dtype.is_floating_point:
         raise ValueError(f"the fast dtype must be floating point, got {dtype}")
-    answer = check_dtype(registry.find(name), dtype)
+    answer = ask(registry.find(name), dtype)
     if not answer:
         raise ValueError(f"{dtype} cannot be the fast dtype: {answer.reason}")
     state.choose_dtype(name, dtype)

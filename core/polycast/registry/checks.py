@@ -17,39 +17,22 @@ if TYPE_CHECKING:
 
 _MAX_ANSWERS = 256
 _affirmative: dict[tuple[object, ...], tuple[Extension, Availability]] = {}
-"""By generation, id of a backend or extension, method and arguments: the backend or extension, and its answer."""
+"""By generation, id of a backend or extension, and what was asked for: the backend or extension, and its answer."""
 
 
-def check_availability(given: Extension) -> Availability:
-    """Return whether the device of a backend, or an extension, can be used."""
-    return _answer(given, "availability")
+def ask(given: Extension, wanted: "torch.dtype | Recipe | None" = None) -> Availability:
+    """Return whether the device of a backend, or an extension, can be used.
 
-
-def check_dtype(backend: Backend, dtype: torch.dtype) -> Availability:
-    """Return whether the device supports a fast dtype."""
-    return _answer(backend, "dtype_availability", dtype)
-
-
-def ask_recipe(given: Extension, recipe: "Recipe") -> Availability:
-    """Return whether a backend or an extension has kernels for a recipe."""
-    return _answer(given, "recipe_availability", recipe)
-
-
-def ask_slow_reason(backend: Backend, dtype: torch.dtype) -> str | None:
-    """Return why a fast dtype is slow on the device; None if it is not, or the backend raises."""
-    try:
-        reason: object = call_outside(backend.slow_reason, dtype)
-    except PLUGIN_ERRORS as error:
-        raise_if_callers(error)
-        return None
-    return reason if isinstance(reason, str) and reason else None
-
-
-def _answer(given: Extension, method: str, *arguments: object) -> Availability:
-    key = generation.number, id(given), method, *arguments
+    Args:
+        given: the backend or the extension.
+        wanted: ask instead whether the device supports a fast dtype, or whether there are kernels for a recipe.
+    """
+    key = generation.number, id(given), wanted
     kept = _affirmative.get(key)
     if kept is not None:
         return kept[1]
+    about = "dtype_availability" if isinstance(wanted, torch.dtype) else "recipe_availability"
+    method, arguments = ("availability", ()) if wanted is None else (about, (wanted,))
     try:
         answer: object = call_outside(getattr(given, method), *arguments)
     except PLUGIN_ERRORS as error:
@@ -62,3 +45,13 @@ def _answer(given: Extension, method: str, *arguments: object) -> Availability:
             _affirmative[key] = given, answer
         return answer
     return Availability(False, f"{method}() returned {answer!r}, expected a polycast.plugin.Availability")
+
+
+def ask_slow_reason(backend: Backend, dtype: torch.dtype) -> str | None:
+    """Return why a fast dtype is slow on the device; None if it is not, or the backend raises."""
+    try:
+        reason: object = call_outside(backend.slow_reason, dtype)
+    except PLUGIN_ERRORS as error:
+        raise_if_callers(error)
+        return None
+    return reason if isinstance(reason, str) and reason else None

@@ -16,7 +16,7 @@ from ..policy.cast_policy import CastPolicy
 from ..torch_internals.callers_state import call_outside
 from ..torch_internals.dispatcher import disable_autocast
 from .backend import Backend, Extension
-from .checks import check_availability
+from .checks import ask
 from .hookspecs import Candidate
 from .validation import validate_extension
 
@@ -163,7 +163,7 @@ def _called(candidate: Candidate, device_type: str) -> Extension:
 
 def _asked(answer: _Answer) -> _Answer:
     assert answer.extension is not None
-    available = check_availability(answer.extension)
+    available = ask(answer.extension)
     return answer if available else answer._replace(extension=None, problem=f"cannot be used: {available.reason}")
 
 

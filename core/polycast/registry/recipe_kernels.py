@@ -8,7 +8,7 @@ import torch
 from ..policy.recipe import Recipe
 from ..torch_internals.callers_state import call_outside
 from .backend import Availability, Backend, Extension, LowBitKernel, no_kernels
-from .checks import ask_recipe, check_availability, check_dtype
+from .checks import ask
 from .registry import registry
 
 
@@ -37,16 +37,14 @@ def check(backend: Backend, wanted: torch.dtype | Recipe | None = None) -> Avail
         backend: the backend.
         wanted: the dtype or the recipe; None: the device itself.
     """
-    if isinstance(wanted, Recipe):
-        return check_recipe(backend, wanted)
-    return check_availability(backend) if wanted is None else check_dtype(backend, wanted)
+    return check_recipe(backend, wanted) if isinstance(wanted, Recipe) else ask(backend, wanted)
 
 
 def check_recipe(backend: Backend, recipe: Recipe) -> Availability:
     """Return whether a device supports a recipe: whether its backend, or an extension of the device, has kernels."""
     refusals = []
     for given in (backend, *registry.extensions(backend.device_type)):
-        answer = ask_recipe(given, recipe)
+        answer = ask(given, recipe)
         if answer.available:
             return answer
         refusals.append((registry.source(given)[0], answer.reason))
@@ -67,7 +65,7 @@ def recipe_kernels(backend: Backend, recipe: Recipe) -> Mapping[str, Sequence[Of
     """
     found: dict[str, list[Offer]] = {}
     for given in (backend, *registry.extensions(backend.device_type)):
-        if ask_recipe(given, recipe).available:
+        if ask(given, recipe).available:
             for op, kernel in call_outside(given.low_bit_kernels, recipe).items():
                 found.setdefault(op, []).append(Offer(kernel, given, *registry.source(given)))
     return found

@@ -15,7 +15,7 @@ from ..errors import BackendBrokenError, BackendConflictError, BackendNotFoundEr
 from ..torch_internals.dispatcher import has_autocast_key
 from .backend import Backend, Extension
 from .backend_loader import BackendLoader
-from .checks import check_availability
+from .checks import ask
 from .extensions import AddedPolicy, DeviceExtensions
 from .hookspecs import ENTRY_POINT_GROUP, EXTENSIONS_GROUP, GENERIC, Candidate
 
@@ -320,4 +320,4 @@ def is_autocast_available(device_type: str) -> bool:
         backend = registry.find(device_type)
     except (BackendNotFoundError, BackendBrokenError, BackendConflictError):
         return False
-    return check_availability(backend).available
+    return ask(backend).available

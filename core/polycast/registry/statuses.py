@@ -15,7 +15,7 @@ from ..policy.result import Result, Rows, plain_data
 from ..torch_internals.dispatcher import autocast_supported_devices
 from .backend import Availability
 from .backend_loader import BackendLoader
-from .checks import check_availability
+from .checks import ask
 from .hookspecs import ENTRY_POINT_GROUP, GENERIC
 from .registry import discovery_hint, registry, torch_device_type
 
@@ -149,7 +149,7 @@ def _status(loader: BackendLoader) -> BackendStatus:
         return _of_candidate(BackendStatus(loader.device_type, "broken", str(error)), loader)
     try:
         with loader.announced_if_slow("asking", " whether the device can be used"):
-            answer = check_availability(backend)
+            answer = ask(backend)
     except Warning as error:  # a filter turned it into an error: those who list devices get all of them
         answer = Availability(False, str(error) or type(error).__name__)
     is_generic = loader.by_hand is None and loader.choose().device_type == GENERIC
