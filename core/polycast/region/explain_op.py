@@ -12,9 +12,10 @@ from ..engine import state
 from ..engine.kernels import autocast_key, installed, refusal
 from ..engine.override import Override
 from ..engine.recipes.plan import plan_of
-from ..engine.reference.rules import RULES, OpCall, is_eligible, tensors_of
+from ..engine.reference.rules import RULES, OpCall, is_eligible, tensors_in
 from ..engine.state import Settings
 from ..policy.cast_policy import CastPolicy, registrations
+from ..policy.matching import Targets
 from ..policy.names import OpName, known_overloads, read_op
 from ..policy.recipe import RecipeLike, read_recipe
 from ..policy.schemas import existing_op, flatten_arguments
@@ -213,8 +214,7 @@ def _bound(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, 
 
 def _with_arguments(found: Explanation, bound: dict[str, Any], backend: Backend) -> Explanation:
     overload = existing_op(found.op)
-    tensors = [pair for name, value in bound.items() for pair in _tensors(name, value)]
-    reached = any(_is_on(tensor, found.device_type) for _, tensor in tensors)
+    reached = any(_is_on(tensor, found.device_type) for tensor in tensors_in(bound.values()))
     policy = found.policy if found.enabled and reached else None
     banned = policy is CastPolicy.BANNED
 
@@ -228,19 +228,19 @@ def _with_arguments(found: Explanation, bound: dict[str, Any], backend: Backend)
     if policy is not None and not banned:
         call = RULES[policy](call, found.dtype, may_cast)
     matched = dict(zip((each.name for each in overload._schema.arguments), call.targets, strict=False))
-    targets = (target for name, value in bound.items() for _, target in tensors_of(value, matched.get(name)))
     dtypes = (value for name, value in call.kwargs.items() if bound.get(name) is None)
     positions = {each.name: at for at, each in enumerate(overload._schema.arguments)}
 
-    def seen(name: str, tensor: torch.Tensor) -> torch.dtype:
-        is_cast = call.dtype is not None and may_cast(tensor) and call.casts(positions[name.partition("[")[0]])
+    def seen(argument: str, tensor: torch.Tensor) -> torch.dtype:
+        is_cast = call.dtype is not None and may_cast(tensor) and call.casts(positions[argument])
         return call.dtype if call.dtype is not None and is_cast else tensor.dtype
 
     return replace(
         found,
         arguments=tuple(
-            Argument(name, tensor.dtype, target or seen(name, tensor))
-            for (name, tensor), target in zip(tensors, targets, strict=True)
+            Argument(name, tensor.dtype, target or seen(argument, tensor))
+            for argument, value in bound.items()
+            for name, tensor, target in _tensors(argument, value, matched.get(argument))
         ),
         reached=reached,
         set_dtype=next((dtype for dtype in dtypes if isinstance(dtype, torch.dtype)), None),
@@ -249,12 +249,14 @@ def _with_arguments(found: Explanation, bound: dict[str, Any], backend: Backend)
     )
 
 
-def _tensors(name: str, value: object) -> Iterator[tuple[str, torch.Tensor]]:
+def _tensors(name: str, value: object, targets: Targets) -> Iterator[tuple[str, torch.Tensor, torch.dtype | None]]:
+    """Yield the tensors of an argument by name, each with the dtype that MATCH casts it to or None."""
     if isinstance(value, torch.Tensor):
-        yield name, value
+        yield name, value, targets if isinstance(targets, torch.dtype) else None
     elif isinstance(value, (list, tuple)):
-        for position, item in enumerate(value):
-            yield from _tensors(f"{name}[{position}]", item)
+        by_item = targets if isinstance(targets, list) else [None] * len(value)
+        for position, (item, target) in enumerate(zip(value, by_item, strict=True)):
+            yield from _tensors(f"{name}[{position}]", item, target)
 
 
 def _is_on(tensor: torch.Tensor, device_type: str) -> bool:

@@ -68,15 +68,6 @@ def tensors_in(values: Iterable[object]) -> Iterator[torch.Tensor]:
 _matching_of = functools.cache(Matching)
 
 
-def tensors_of(value: object, targets: Targets) -> Iterator[tuple[torch.Tensor, torch.dtype | None]]:
-    """Yield the tensors of an argument, each with the dtype that it is cast to or None."""
-    if isinstance(value, torch.Tensor):
-        yield value, targets if isinstance(targets, torch.dtype) else None
-    elif isinstance(value, (list, tuple)):
-        for item, target in zip(value, targets if isinstance(targets, list) else [None] * len(value), strict=True):
-            yield from tensors_of(item, target)
-
-
 def _lower(call: OpCall, fast: torch.dtype, is_eligible: IsEligible) -> OpCall:
     return call._replace(dtype=torch.float32 if fast in call.missing else fast)
 
