@@ -4,29 +4,17 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 
-from .atfork import call_in_forked_child, hold_during_fork
+from .atfork import Lock, call_in_forked_child, hold_during_fork
 
 LONGEST_WAIT = 10
 """Seconds to wait for an import, which may hang or be waiting for this thread."""
 
 
-class _Import:
-    """An import in progress, as a lock that only forks wait for."""
-
-    def __init__(self) -> None:
-        self._lock = threading.RLock()
-
-    def acquire(self, blocking: bool = True) -> bool:
-        return self._lock.acquire(blocking, LONGEST_WAIT if blocking else -1)
-
-    def release(self) -> None:
-        self._lock.release()
-
-
-_imports: list[_Import] = []
+_imports: list[Lock] = []
+"""The imports in progress, as locks that only forks wait for."""
 _lock = threading.RLock()  # reentrant: a signal handler may import
 hold_during_fork(lambda: [_lock, *_imports])
 call_in_forked_child(_imports.clear)
@@ -50,14 +38,16 @@ def _is_in_import() -> bool:
 @contextmanager
 def importing() -> Iterator[None]:
     """Make forks in other threads wait for the import in the block, which the child could never finish."""
-    mine = _Import()
-    mine.acquire()
+    lock = threading.RLock()
+    mine = SimpleNamespace(
+        acquire=lambda blocking: lock.acquire(blocking, LONGEST_WAIT if blocking else -1), release=lock.release
+    )
     try:
-        with _lock:
-            _imports.append(mine)
-        yield
+        with lock:
+            with _lock:
+                _imports.append(mine)
+            yield
     finally:
-        mine.release()
         with _lock:
             if mine in _imports:  # not in a child that was forked by the import
                 _imports.remove(mine)
