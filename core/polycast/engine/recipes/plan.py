@@ -179,9 +179,7 @@ class Plan(ABC):
     @staticmethod
     def is_special(tensor: torch.Tensor) -> bool:
         """Return whether a tensor is of a subclass that sees each op itself, or has no memory."""
-        if type(tensor) in _PLAIN:
-            return tensor.is_meta
-        return tensor.is_meta or has_python_key(tensor)
+        return tensor.is_meta or (type(tensor) not in _PLAIN and has_python_key(tensor))
 
     @staticmethod
     def is_traced() -> bool:
