@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -150,6 +151,33 @@ def test_an_entry_for_which_there_is_no_room_is_not_adopted():
     weight = torch.nn.Parameter(torch.ones(4, 4))
     with pytest.raises(ValueError, match="or there is no room for it in 10 bytes"):
         polycast.WeightCache(max_bytes=10).adopt(weight, None, torch.bfloat16, [weight.detach().bfloat16()])
+
+
+def test_an_entry_for_which_there_is_no_room_evicts_no_other():
+    first, second = parameter(), parameter()
+    cast = first.detach().bfloat16()
+    cache = polycast.WeightCache(max_bytes=cast.nbytes)
+    cache.adopt(first, None, torch.bfloat16, [cast])
+    with pytest.raises(ValueError, match="or there is no room for it"):
+        cache.adopt(second, None, torch.bfloat16, [cast])
+    assert [entry.weight is first for entry in cache.entries()] == [True]
+
+
+def test_threads_that_adopt_an_entry_whose_weight_may_be_written_unseen_do_not_wait_for_each_other():
+    weight, ended = parameter(), []
+    alias = weight.data
+
+    def adopt():
+        with pytest.raises(ValueError, match="something else holds the weight's memory"):
+            polycast.WeightCache().adopt(weight, None, torch.bfloat16, [alias.bfloat16()])
+        ended.append(None)
+
+    threads = [threading.Thread(target=adopt, daemon=True) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert len(ended) == 2
 
 
 def test_a_notebook_shows_the_contents_of_a_cache():

@@ -82,7 +82,7 @@ class WeightCache(CastCache):
                 raise ValueError(f"tensors must be one of sizes {sizes} and {kind}, got {found}")
         store = state.machine.store(self)
 
-        def attempt() -> bool:
+        def attempt() -> bool | None:
             source = weight if view is None else weight.as_strided(view[0], view[1], weight.storage_offset() + view[2])
             return store is None or store.adopt(source, kind, tensors)
 

@@ -270,7 +270,7 @@ PyMethodDef store_methods[] = {
     {"clear", raising<&clear_store>, METH_NOARGS, "Drop all entries: casts and prepacked weights."},
     {"statistics", raising<&store_statistics>, METH_NOARGS, "Return its statistics."},
     {"entries", raising<&store_entries>, METH_NOARGS, "Return its valid entries."},
-    {"adopt", raising<&store_adopt>, METH_VARARGS, "Add an entry that was made earlier; return whether it was added."},
+    {"adopt", raising<&store_adopt>, METH_VARARGS, "Add an entry that was made earlier."},
     {nullptr, nullptr, 0, nullptr}};
 
 PyMethodDef capture_methods[] = {

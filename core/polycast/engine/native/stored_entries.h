@@ -54,7 +54,7 @@ PyObject* store_entries(PyObject* self, PyObject*) {
   return list.release();
 }
 
-// adopt(tensor, kind, tensors) -> whether the entry was added
+// adopt(tensor, kind, tensors) -> whether the entry was added; None if it never will be: the tensor is no weight, or there is no room
 PyObject* store_adopt(PyObject* self, PyObject* arguments) {
   PyObject *tensor_object, *kind, *parts;
   parse(arguments, "OOO", &tensor_object, &kind, &parts);
@@ -63,7 +63,7 @@ PyObject* store_adopt(PyObject* self, PyObject* arguments) {
   const int prepack_id = PyLong_Check(kind) ? static_cast<int>(PyLong_AsLong(kind)) : 0;
   const Tensor* const found_weight = weight_of(tensor, /*for_prepacking=*/prepack_id != 0);
   if (found_weight == nullptr) {
-    return Py_NewRef(Py_False);
+    return Py_NewRef(Py_None);
   }
   const Tensor weight = *found_weight;
   const Source source(tensor, weight);
@@ -72,12 +72,12 @@ PyObject* store_adopt(PyObject* self, PyObject* arguments) {
   for (const Tensor& part : convert_items(parts, &tensor_of)) {
     tensors.push_back(part);
   }
-  bool is_added;
+  std::optional<bool> is_added;
   {
     const WithoutGil others_may_run;
     is_added = store->adopt(source, key, std::move(tensors));
   }
-  return PyBool_FromLong(is_added ? 1 : 0);
+  return is_added ? PyBool_FromLong(*is_added ? 1 : 0) : Py_NewRef(Py_None);
 }
 
 }  // namespace

@@ -81,8 +81,8 @@ class UserStore : public std::enable_shared_from_this<UserStore> {
     insert(source, source.key(ScalarType::Undefined, prepack_id), std::move(entry), position);
   }
 
-  // Add a cast or a prepacked weight that was made earlier, of the same values; return whether it was admitted.
-  bool adopt(const Source& source, const Key& key, Tensors tensors) {
+  // Add a cast or a prepacked weight that was made earlier, of the same values; returns as insert().
+  std::optional<bool> adopt(const Source& source, const Key& key, Tensors tensors) {
     only<PendingCollectives>().drop_finished();  // a finished one holds the memory of its weights until then
     const uint64_t position = only<InvalidationLog>().length();
     auto entry = std::make_shared<Entry>(VersionStamp(source.tensor), std::move(tensors));
@@ -248,8 +248,8 @@ class UserStore : public std::enable_shared_from_this<UserStore> {
     return expected.nan_to_num().equal(kept.nan_to_num()) && expected.isnan().equal(kept.isnan());
   }
 
-  // Return whether the entry was admitted.
-  bool insert(
+  // Return whether the entry was admitted; nothing if there is no room for it.
+  std::optional<bool> insert(
       const Source& source, const Key& key, std::shared_ptr<Entry> entry, uint64_t position, bool is_new = true) {
     const Tensor& weight = source.weight;
     const bool is_admitted = user_store_allows(weight, entry->stamp);
@@ -266,8 +266,8 @@ class UserStore : public std::enable_shared_from_this<UserStore> {
         table_.budget.note_refused_size(key, elements, bytes);
       }
       // An invalidation since may be of this weight.
-      if (!is_admitted || !has_room || position != only<InvalidationLog>().length()) {
-        return false;
+      if (!has_room || !is_admitted || position != only<InvalidationLog>().length()) {
+        return has_room ? std::optional(false) : std::nullopt;
       }
       while (const auto evicted = table_.budget.next_to_evict(bytes)) {
         table_.erase(*evicted, dying);

@@ -1,8 +1,7 @@
 """Why a weight is not prepacked, as messages; and caching what several threads prepack at once.
 
-While a thread prepacks a weight, or adds what was made of a view of it to a cache, it holds a second reference to its
-storage. Another thread cannot tell this from an alias through which the weight may be written unseen, and would cache
-nothing of it.
+A thread that prepacks a weight, or caches what was made of a view of it, holds a second reference to its storage. Other
+threads cannot tell this from an alias through which the weight may be written unseen, and would cache nothing of it.
 """
 
 import time
@@ -39,30 +38,33 @@ _last_end = [object()]
 call_in_forked_child(_now.clear)
 
 
+def _identity(weight: torch.Tensor) -> int:
+    return id(weight if weight._base is None else weight._base)
+
+
 @contextmanager
-def _holding(weight: torch.Tensor) -> Iterator[int]:
-    """Tell other threads that this one may hold the storage of a weight, or of a view of one; yield its identity."""
-    identity = id(weight if weight._base is None else weight._base)
-    _now.append(identity)
+def _holding(identity: int) -> Iterator[None]:
+    """Tell other threads that this one may hold the storage of a weight, given its identity."""
     try:
-        yield identity
+        _now.append(identity)  # in the block: once it is there, no KeyboardInterrupt may leave it there
+        yield
     finally:
         if identity in _now:  # not in a child that was forked meanwhile
             _now.remove(identity)
         _last_end[0] = object()
 
 
-def undisturbed(weight: torch.Tensor, attempt: Callable[[], bool]) -> bool:
-    """Return what an attempt to cache something of a weight returns, repeated where it may fail for other threads.
+def undisturbed(weight: torch.Tensor, attempt: Callable[[], bool | None]) -> bool:
+    """Return whether an attempt to cache something of a weight succeeds. It is repeated while it returns False.
 
-    They may prepack the weight, or make a view of it now, which looks like an alias until torch has completed it.
+    Other threads may prepack the weight, or make a view of it now, which looks like an alias until torch has completed
+    it. None of them waits while it holds the weight, or two would wait for each other.
     """
-    attempts_left = 50
-    with _holding(weight) as identity:
-        while attempts_left and not attempt():
-            time.sleep(0.001)
-            attempts_left -= _now.count(identity) <= 1  # not while another thread prepacks it
-    return attempts_left > 0
+    held_attempt, attempts_left = _holding(_identity(weight))(attempt), 50
+    while (is_cached := held_attempt()) is False and attempts_left:
+        time.sleep(0.001)
+        attempts_left -= _identity(weight) not in _now  # not while another thread prepacks it
+    return bool(is_cached)
 
 
 def prepacked(
@@ -74,15 +76,13 @@ def prepacked(
     """
 
     def make(weight: torch.Tensor) -> Any:
-        with _holding(weight):
+        with _holding(_identity(weight)):
             return prepack(weight)
 
     while True:
         last_end = _last_end[0]
         found = state.machine.prepacked(cache, weight, prepack_id, make)
-        if found is not WRITTEN_UNSEEN:
-            return found
-        if id(weight if weight._base is None else weight._base) in _now:
+        if found is WRITTEN_UNSEEN and _identity(weight) in _now:
             return make(weight) or None
-        if _last_end[0] is last_end:
+        if found is not WRITTEN_UNSEEN or _last_end[0] is last_end:
             return found
