@@ -21,6 +21,7 @@ OF_AN_EXTENSION = {
     "pyproject.toml",
     "acme_odd/__init__.py",
     "acme_odd/extension.py",
+    "acme_odd/kernels.py",
     "acme_odd/ops.py",
     "acme_odd/py.typed",
     "acme_odd/recipe.py",

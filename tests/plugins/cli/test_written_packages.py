@@ -82,10 +82,23 @@ def test_installed_backends_are_listed(run_there):
         assert (listed[device]["state"], listed[device]["distribution"]) == ("unavailable", f"polycast-{device}")
 
 
-def test_the_package_is_formatted_and_lints_without_errors(here):
-    ruff = Path(sys.executable).with_name("ruff")
-    if not ruff.exists():
+@pytest.fixture(scope="module")
+def ruff():
+    """Return the path of ruff."""
+    path = Path(sys.executable).with_name("ruff")
+    if not path.exists():
         pytest.skip("ruff is not installed here")
+    return path
+
+
+@pytest.mark.parametrize("name", ["aardvark", "low-bit", "matmul-x", "ops-of-a-long-name-of-many-words", "zebra"])
+def test_the_imports_of_a_package_are_sorted_whatever_its_name(here, ruff, name):
+    for command in (EXTEND, PLUGIN):
+        assert new(name if command is EXTEND else f"{name}-plugin", command=command).exit_code == 0
+    must_run(ruff, "check", "--isolated", "--select=I", ".", cwd=here)
+
+
+def test_the_package_is_formatted_and_lints_without_errors(here, ruff):
     for device in ("acme", "hpu"):
         new(device)
     new("made-odd", command=EXTEND)
