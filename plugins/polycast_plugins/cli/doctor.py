@@ -247,7 +247,7 @@ def _sections() -> Mapping[str, Callable[[], Any]]:
 
 
 def run(
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON: an object with the same sections.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with what each plugin adds.")] = False,
 ) -> None:
     """Describe this machine for a bug report, and check that regions work on it.
 
@@ -275,7 +275,7 @@ _LISTS: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "ops": lambda ops: f"{ops['package']}: {ops['from']}",
     "checks": lambda check: f"{check['name']}: {check['problem'] or 'ok'}",
     "changes to torch": lambda change: f"{change['name']}: {change['refused'] or 'made'}",
-    "plugins": lambda plugin: f"{plugin['name']} of {plugin['distribution']} {plugin['version']}: {_of_plugin(plugin)}",
+    "plugins": lambda each: f"{each['name']} of {each['distribution']} {each['version']}: {each['problem'] or 'ready'}",
 }
 """The line of an item, in the sections that are lists of dicts. Other lists have lines."""
 
@@ -318,10 +318,6 @@ def _of_value(name: str, value: object) -> Iterator[str]:
         yield f"  {name}: {', '.join(map(str, value))}"
     elif value is not None:
         yield f"  {name}: {({True: 'yes', False: 'no'}[value]) if isinstance(value, bool) else value}"
-
-
-def _of_plugin(plugin: Mapping[str, Any]) -> str:
-    return plugin["problem"] or "; ".join(f"{what} {', '.join(names)}" for what, names in plugin["adds"].items())
 
 
 def _of_device(device: Mapping[str, Any]) -> str:

@@ -94,8 +94,14 @@ def test_doctor_lists_the_plugins_and_why_one_is_broken(polycast_command, offer)
     offer("other", "names=1")
     with pytest.warns(UserWarning, match="'other'"):
         shown = polycast_command("doctor").stdout
-    assert "\n  acme of acme 1.5: commands greet\n" in shown
+    assert "\n  acme of acme 1.5: ready\n" in shown
     assert "\n  other of other 1.5: The plugin 'other' of other is broken: TypeError: names must map names" in shown
+
+
+def test_doctor_says_in_json_what_a_plugin_adds(polycast_command, offer):
+    offer("acme", COMMANDS % "acme_code", GREET)
+    found = json.loads(polycast_command("doctor", "--json").stdout)
+    assert {each["name"]: each["adds"] for each in found["plugins"]}["acme"] == {"commands": ["greet"]}
 
 
 def test_devices_has_the_remarks_of_plugins(polycast_command, offer):

@@ -6,6 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 import polycast
+from polycast.plugin import manifests
 from polycast_plugins.cli import app
 
 MODEL = """
@@ -59,6 +60,12 @@ def test_a_profile_that_is_wider_than_the_terminal_is_shown_in_words(in_terminal
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
 def test_no_line_is_longer_than_the_terminal(in_terminal, command):
     assert [line for line in in_terminal(*command) if len(line) > 60 and " " in line.strip()] == []  # or a long path
+
+
+def test_doctor_has_a_line_for_each_plugin(in_terminal):
+    lines = in_terminal("doctor")
+    listed = lines[lines.index("plugins:") + 1 : lines.index("backends:")]
+    assert listed == [f"  {each.name} of {each.distribution} {each.version}: ready" for each in manifests()]
 
 
 @pytest.mark.parametrize("encoding", ["cp1252", "ascii"])
