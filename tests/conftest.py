@@ -140,7 +140,7 @@ class Logged(logging.Handler):
 def logged(monkeypatch):
     """Return a handler of all records of polycast's logger."""
     handler, logger = Logged(), logging.getLogger("polycast")
-    monkeypatch.setattr(resolve, "_warned", set())
+    monkeypatch.setattr(resolve, "_said", set())
     monkeypatch.setattr(logger, "handlers", [handler])
     logger.setLevel(logging.DEBUG)
     yield handler

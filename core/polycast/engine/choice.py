@@ -1,6 +1,5 @@
 """Choose the engine that runs regions and kernels: at the first region, for the life of the process."""
 
-import functools
 from collections.abc import Mapping
 from typing import Any, Protocol, cast
 
@@ -9,7 +8,7 @@ import torch
 from ..common import env
 from ..common.announce import log
 from ..common.atfork import fork_safe_lock
-from ..errors import raise_if_callers, warn_user
+from ..errors import raise_if_callers
 from ..policy.cast_policy import CastPolicy
 from ..registry.backend import Backend
 from ..torch_internals.dispatcher import excluded_keys
@@ -71,6 +70,7 @@ class _Unchosen:
 
 
 _engine: Engine | None = None
+_has_told = False
 _lock = fork_safe_lock()
 
 state.set_state_machine(cast("state.StateMachine", _Unchosen()))
@@ -112,21 +112,14 @@ def chosen() -> Engine | None:
 
 def reset_engine() -> None:
     """Let the next region choose an engine; no region may be open and no kernels installed."""
-    global _engine
+    global _engine, _has_told
     with _lock:
-        _engine = None
+        _engine, _has_told = None, False
         state.set_state_machine(cast("state.StateMachine", _Unchosen()))
 
 
-@functools.cache
-def _reference_engine() -> Engine:
-    from .reference.engine import ReferenceEngine
-
-    return ReferenceEngine()
-
-
 def _choose(wanted: str, failure: Exception | None) -> Engine:
-    reason = ""
+    why = ""
     if wanted != "reference":
         from ..toolchain.cpp_library import BuildError
         from .native import engine_library
@@ -138,14 +131,18 @@ def _choose(wanted: str, failure: Exception | None) -> Engine:
         # A broken installation of torch's headers or of Python may raise anything.
         except Exception as error:
             raise_if_callers(error)
-            reason = str(error) if isinstance(error, BuildError) else f"{type(error).__name__}: {error}."
+            why = str(error) if isinstance(error, BuildError) else f"{type(error).__name__}: {error}."
             if wanted == "native":
-                what = "POLYCAST_ENGINE=native, but the native engine cannot be built"
-                raise RuntimeError(f"{what}: {reason}") from error
-        warn_user(
-            "polycast runs on its reference engine, which is slower and caches no weights: the native engine cannot be "
-            f"built: {reason} Set POLYCAST_ENGINE=reference to silence this warning."
-        )
-    engine = _reference_engine()
-    engine.build_failure = reason
-    return engine
+                raise RuntimeError(f"POLYCAST_ENGINE=native, but the native engine cannot be built: {why}") from error
+    from .reference.engine import REFERENCE
+
+    REFERENCE.build_failure = why
+    return REFERENCE
+
+
+def reference_note(known: str = "") -> str:
+    """Return what one warning in a process adds on the reference engine: its cost and, unless `known` has it, why."""
+    global _has_told
+    reason, told, _has_told = choose_engine().build_failure.rstrip("."), _has_told, True
+    why = "" if reason in known else f": the native engine cannot be built: {reason}"
+    return f" on polycast's reference engine, which is slower and caches no weights{why}" if reason and not told else ""

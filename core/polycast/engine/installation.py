@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable
 
 from ..common import generation
 from ..common.atfork import fork_safe_lock
-from ..errors import BackendNotFoundError
+from ..errors import BackendNotFoundError, warn_user
 from ..policy.cast_policy import CastPolicy, policies_for, registrations
 from ..registry.backend import Backend
 from ..registry.registry import registry
@@ -13,7 +13,7 @@ from ..torch_internals.dispatcher import all_op_names, has_kernel, has_kernel_fo
 from ..torch_internals.patcher import undo_all
 from . import state
 from .casts.cast_cache import caches_alive, process_cache
-from .choice import choose_engine, chosen, reset_engine
+from .choice import choose_engine, chosen, reference_note, reset_engine
 from .kernels import Kernels, autocast_key, installed
 from .override import Override
 from .state import Settings, ready, ready_with_cache
@@ -171,6 +171,8 @@ def kernels_of(device_type: str, also: Iterable[str] = ()) -> Kernels:
         if kernels is None:
             # Without the lock: a plugin may be imported, which can run anything, and an engine compiled.
             backend, engine = registry.find(device_type), choose_engine()
+            if note := reference_note():
+                warn_user(f"Regions run{note}. Set POLYCAST_ENGINE=reference to silence this warning.")
             added = {op: each.policy for op, each in registry.added_policies(backend).items()}
             if registrations or added:
                 changes.CACHE_KEYS.make()

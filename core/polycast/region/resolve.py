@@ -5,6 +5,7 @@ The memos and late imports keep a region cheap: most have neither a policy nor a
 
 import functools
 import os
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +13,7 @@ import torch
 from ..common.announce import log
 from ..compilers.export import record_entry, record_exit
 from ..engine import state
+from ..engine.choice import reference_note
 from ..engine.installation import install_for
 from ..engine.override import REGIONS_POLICY, Override, make_override
 from ..engine.state import Settings
@@ -33,7 +35,7 @@ _new_tuple = tuple.__new__
 _MAX_POLICIES = 256
 _policies: "dict[tuple[Any, ...], Policy]" = {}
 """By the items of mappings, and the path and status of files, the policies that were last read from them."""
-_warned: set[tuple[str, str]] = set()
+_said: set[tuple[str, str]] = set()
 
 
 @disable_dynamo
@@ -67,7 +69,7 @@ def resolve(
     if is_on:
         refusal = _why_disabled(backend, dtype)
         if refusal is not None:
-            _log_once(name, f"regions are disabled: {refusal}")
+            _once(name, refusal, log.info, "%s: regions are disabled: %s", name, refusal)
             warn_user(refusal, AutocastDisabledWarning)
             is_on = is_lasting = False
     if cache_enabled is not None and not isinstance(cache_enabled, bool):
@@ -76,9 +78,9 @@ def resolve(
         _check_cache(cache, cache_enabled)
     usable = None if recipe is None else usable_recipe(recipe, backend, is_on)
     has_recipe = usable is not None and bool(usable.ops)
-    if not has_recipe:
-        warns_no_more = not is_on or warn_if_slow(backend, dtype)
-        is_lasting = is_lasting and warns_no_more and recipe is None
+    is_plain = not has_recipe and recipe in (None, "none", usable)  # another recipe was refused with a warning
+    warns_no_more = not is_plain or not is_on or warn_if_slow(backend, dtype)
+    is_lasting = is_lasting and warns_no_more and (recipe is None or has_recipe)
     override = None if policy is None and usable is None else override_of(policy, name, usable)
     # A new tuple is cheaper than a call of the class.
     settings = _new_tuple(Settings, (name, is_on, dtype, cache_enabled, override, cache, False))
@@ -130,7 +132,7 @@ def _why_disabled(backend: Backend, dtype: torch.dtype) -> str | None:
     if not answer.available:
         return f"{backend.device_type} is not available: {answer.reason}. Disabling autocast."
     if answer.reason:
-        _warn_once(backend.device_type, answer.reason, f"{backend.device_type}: {answer.reason}.")
+        _once(backend.device_type, answer.reason, warn_user, f"{backend.device_type}: {answer.reason}.")
     if dtype is not backend.default_dtype:
         answer = ask(backend, dtype)
         if not answer.available:
@@ -166,35 +168,27 @@ def usable_recipe(given: "RecipeLike", backend: Backend, enabled: bool) -> "Reci
     from ..engine.recipes.plan import resolved
     from ..registry.recipe_kernels import check_recipe
 
-    answer = check_recipe(backend, recipe) if enabled else Availability(True)
+    device, answer = backend.device_type, check_recipe(backend, recipe) if enabled else Availability(True)
     if answer.available:
         try:
-            recipe = resolved(recipe, backend.device_type, measure=enabled)
+            recipe = resolved(recipe, device, measure=enabled)
         except RuntimeError as error:
             answer = Availability(False, str(error))
     if not answer.available:
-        reason = answer.reason.rstrip(".")
-        _log_once(backend.device_type, f"regions run without the recipe {recipe.kind}: {reason}")
-        warn_user(
-            f"{recipe!r} cannot be used on {backend.device_type}: {reason}. The region runs in the fast dtype.",
-            RecipeDisabledWarning,
-        )
+        kind, reason = recipe.kind, answer.reason.rstrip(".")
+        _once(device, kind + reason, log.info, "%s: regions run without the recipe %s: %s", device, kind, reason)
+        how = f"in the fast dtype{reference_note(reason)}"
+        warn_user(f"{recipe!r} cannot be used on {device}: {reason}. The region runs {how}.", RecipeDisabledWarning)
         return NoRecipe()
     if answer.reason:
-        _warn_once(backend.device_type, answer.reason, f"{recipe!r} on {backend.device_type}: {answer.reason}")
+        _once(device, answer.reason, warn_user, f"{recipe!r} on {device}: {answer.reason}")
     return recipe
 
 
-def _log_once(device_type: str, text: str) -> None:
-    if (device_type, text) not in _warned:
-        _warned.add((device_type, text))
-        log.info("%s: %s", device_type, text)
-
-
-def _warn_once(device_type: str, reason: str, text: str) -> None:
-    if (device_type, reason) not in _warned:
-        _warned.add((device_type, reason))
-        warn_user(text)
+def _once(device_type: str, reason: str, say: Callable[..., None], *text: str) -> None:
+    if (device_type, reason) not in _said:
+        _said.add((device_type, reason))
+        say(*text)
 
 
 @functools.cache  # the statement takes longer than the rest of a region

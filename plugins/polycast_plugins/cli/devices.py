@@ -11,19 +11,10 @@ from rich.text import Text
 
 from polycast import BackendStatus, __version__, backends
 from polycast.errors import BackendBrokenError
-from polycast.plugin import all_recipes, check, dtype_name, get_backend, manifests
+from polycast.plugin import all_recipes, check, choose_engine, dtype_name, get_backend, manifests
 
 from .build import origins
-from .terminal import (
-    blame_at_end,
-    chosen_engine,
-    console,
-    engine_lines,
-    library_errors,
-    print_json,
-    print_line,
-    print_rows,
-)
+from .terminal import blame_at_end, console, engine_lines, library_errors, print_json, print_line, print_rows
 
 _STYLES = {
     "ready": "green",
@@ -147,7 +138,7 @@ def show(
     """List the backend of every device: its state, its dtypes and where it comes from."""
     with library_errors():
         if as_json:
-            engine, devices = chosen_engine().name, list(known_devices())
+            engine, devices = choose_engine().name, list(known_devices())
             print_json([device.as_json(polycast=__version__, engine=engine) for device in devices])
         else:
             devices = _print(everything)

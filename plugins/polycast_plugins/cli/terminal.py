@@ -20,7 +20,6 @@ from rich import box
 from rich.console import Console, RenderableType
 from rich.table import Table
 
-from polycast.errors import SlowDtypeWarning
 from polycast.plugin import Result, choose_engine
 
 
@@ -167,25 +166,17 @@ def blame_at_end() -> Iterator[Callable[[str], None]]:
                 where("")
 
 
-def chosen_engine() -> Any:
-    """Return the engine, chosen without a warning that it is the reference engine; raise as `choose_engine` does."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "polycast runs on its reference engine")
-        return choose_engine()
-
-
 def engine_lines() -> list[str]:
     """Return what there is to say about the engine: where it comes from or, if it is not the native one, why not.
 
     Raises as :func:`polycast.plugin.choose_engine` does.
     """
-    engine = chosen_engine()
+    engine = choose_engine()
     if engine.name == "native":
         return [f"Engine: native, {engine.origin}"]
     failure = engine.build_failure
     if not failure:
-        why = "because POLYCAST_ENGINE=reference. Unset it for the native engine."
-        return [f"Engine: reference, {why}", f"{_COST}."]
+        return ["Engine: reference, because POLYCAST_ENGINE=reference. Unset it for the native engine.", f"{_COST}."]
     version = str(torch.__version__).partition("+")[0]
     return [
         f"Engine: reference, because the native engine cannot be built: {failure}",
@@ -195,14 +186,6 @@ def engine_lines() -> list[str]:
 
 
 _COST = "Without the native engine, regions are slower, weights are not cached and polycast.observe does not work"
-
-
-@contextmanager
-def ignore_slow_dtypes() -> Iterator[None]:
-    """Ignore :class:`SlowDtypeWarning`, in a command that reports slow dtypes in another way."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", SlowDtypeWarning)
-        yield
 
 
 @contextmanager

@@ -70,7 +70,7 @@ def test_refresh_asks_again_whether_the_device_and_the_dtype_can_be_used(
 
 
 def test_refresh_asks_again_for_a_recipe(backend, monkeypatch):
-    monkeypatch.setattr("polycast.region.resolve._warned", set())
+    monkeypatch.setattr("polycast.region.resolve._said", set())
     assert made("cpu", recipe="rounded")._settings.override.recipe == Rounded()
     refusals = {"no int8": Availability(False, "no int8"), "experimental": Availability(True, "experimental")}
     for reason, answer in refusals.items():

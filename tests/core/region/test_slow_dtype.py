@@ -145,8 +145,9 @@ def test_region_with_a_recipe_does_not_warn(slow, engine):
     assert len(warned(lambda: polycast.autocast("cpu"))) == 1
 
 
-def test_region_whose_recipe_is_unavailable_warns(slow):
-    assert len(warned(lambda: polycast.autocast("cpu", recipe="rounded"))) == 1
+def test_a_region_whose_recipe_is_refused_warns_of_that_only_and_the_next_of_the_dtype(slow):
+    assert warned(lambda: polycast.autocast("cpu", recipe="rounded")) == []
+    assert len(warned(lambda: polycast.autocast("cpu"))) == 1
 
 
 def test_warning_can_be_ignored_and_can_be_an_error(slow):

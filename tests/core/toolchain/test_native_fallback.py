@@ -11,6 +11,7 @@ import pwd
 import signal
 import subprocess
 import sys
+import warnings
 import zipfile
 from pathlib import Path
 
@@ -18,8 +19,9 @@ import pytest
 import torch
 
 import polycast
-from polycast.engine import choice, installation
+from polycast.engine import installation
 from polycast.engine.native.engine_library import ENGINE
+from polycast.plugin import Availability
 from polycast.toolchain import cpp_library, prebuilt
 from polycast.toolchain.build import get_or_build
 from polycast.toolchain.cpp_library import BuildError
@@ -142,12 +144,14 @@ def reason(request, compiler, home, monkeypatch, tmp_path):
 
 
 def test_the_reference_engine_runs_with_one_warning(reason, wanted):
-    said = "^polycast runs on its reference engine, .* caches no weights: the native engine cannot be built: "
+    said = "^Regions run on polycast's reference engine, .* caches no weights: the native engine cannot be built: "
+    assert wanted("auto").name == "reference"
     with pytest.warns(UserWarning, match=said + reason) as caught:
-        assert wanted("auto").name == "reference"
+        polycast.install("cpu")
     assert len(caught) == 1
-    assert str(caught[0].message).endswith(" Set POLYCAST_ENGINE=reference to silence this warning.")
-    assert choice.choose_engine().name == "reference"  # without a second warning
+    assert str(caught[0].message).endswith(". Set POLYCAST_ENGINE=reference to silence this warning.")
+    polycast.uninstall("cpu")
+    polycast.install("cpu")  # without a second warning
 
 
 def test_the_reason_is_an_error_if_the_native_engine_is_required(reason, wanted):
@@ -268,8 +272,26 @@ def test_the_warning_names_the_users_line(home, monkeypatch, wanted, enter):
     monkeypatch.setenv("CXX", "no-such-compiler")
     monkeypatch.setenv("POLYCAST_ENGINE", "auto")
     installation.forget_choice()
-    with pytest.warns(UserWarning, match="runs on its reference engine") as caught:
+    with pytest.warns(UserWarning, match="^Regions run on polycast's reference engine") as caught:
         enter()
     first, last = enter.__code__.co_firstlineno, max(line for *_, line in enter.__code__.co_lines() if line)
     assert caught[0].filename == __file__
     assert first < caught[0].lineno <= last
+
+
+@pytest.mark.parametrize("reason", ["the compiler failed", "there are no kernels"])
+def test_a_region_whose_recipe_is_refused_too_has_one_warning(home, hand_made, monkeypatch, wanted, reason):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setattr(prebuilt, "no_compiler", lambda: BuildError("the compiler failed."))
+    refusal = Availability(False, f"{reason}.")
+    hand_made("cpu", slow_reason=lambda dtype: "it has no such unit", recipe_availability=lambda recipe: refusal)
+    wanted("auto")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            with polycast.autocast("cpu", recipe="rounded"):
+                pass
+    first, second = (str(each.message) for each in caught)
+    assert first.count("the compiler failed") == 1
+    assert f"cannot be used on cpu: {reason}. The region runs in the fast dtype on polycast's reference engine" in first
+    assert second.endswith(f"cannot be used on cpu: {reason}. The region runs in the fast dtype.")

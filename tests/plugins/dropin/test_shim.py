@@ -229,7 +229,7 @@ def test_the_warning_of_the_reference_engine_names_the_users_line(tmp_path, monk
         with polycast.patch_torch(), torch.autocast("cpu"):
             pass
 
-    with pytest.warns(UserWarning, match="runs on its reference engine") as caught:
+    with pytest.warns(UserWarning, match="^Regions run on polycast's reference engine") as caught:
         enter()
     installation.forget_choice()
     first, last = enter.__code__.co_firstlineno, max(line for *_, line in enter.__code__.co_lines() if line)

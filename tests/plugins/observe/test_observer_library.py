@@ -2,7 +2,6 @@
 
 import types
 import typing
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -58,8 +57,7 @@ def choose_engine(monkeypatch):
 )
 def test_the_reference_engine_cannot_be_observed(choose_engine, monkeypatch, setting, reason):
     monkeypatch.setattr(load, "try_build", lambda _: BuildError("no C++ compiler is found. Install one (c++)."))
-    with nullcontext() if setting == "reference" else pytest.warns(UserWarning, match="no C\\+\\+ compiler is found"):
-        choose_engine(setting)
+    choose_engine(setting)
     with pytest.raises(RuntimeError) as raised:
         polycast.observe().__enter__()
     assert str(raised.value) == (

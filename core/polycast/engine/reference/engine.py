@@ -29,3 +29,6 @@ class ReferenceEngine(PythonStateMachine):
 
     def unwatch_writes(self) -> None:
         """Do nothing."""
+
+
+REFERENCE = ReferenceEngine()
