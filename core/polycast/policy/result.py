@@ -44,8 +44,12 @@ class Result:
         return "\n".join([*(html_table(*each, self.heading()) for each in self.tables()), html_lines(self.lines())])
 
     def __str__(self) -> str:
-        parts = (self.heading(), *(_text_table(*table) for table in self.tables()), "\n".join(self.lines()))
-        return in_ascii("\n\n".join(filter(None, parts)))
+        return self.as_text(self.heading(), self.tables(), self.lines())
+
+    @staticmethod
+    def as_text(heading: str, tables: Iterable[tuple[Sequence[str], Rows]], lines: Sequence[str]) -> str:
+        """Return a heading, tables and lines as the text of a result."""
+        return in_ascii("\n\n".join(filter(None, (heading, *(_text_table(*it) for it in tables), "\n".join(lines)))))
 
 
 def _text_table(columns: Sequence[str], rows: Rows) -> str:

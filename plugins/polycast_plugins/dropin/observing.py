@@ -7,6 +7,7 @@ import os
 import re
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -29,6 +30,14 @@ class ObservedOutput:
     report: str | None = None
     quiet: bool = False
     since: float = field(default_factory=time.time)
+
+
+def _columns() -> int:
+    """Return how many columns the terminal has that stderr is, or COLUMNS says; without either, no limit."""
+    columns = 0
+    with suppress(OSError, ValueError):
+        columns = int(os.environ.get("COLUMNS") or os.get_terminal_size(2).columns)
+    return columns if columns > 0 else sys.maxsize
 
 
 class ObservedProcess:
@@ -75,7 +84,7 @@ class ObservedProcess:
             return
         lines = []
         if self._output.table:
-            lines += [f"polycast: observed in {self._name() or 'the program'}", str(self._seen)]
+            lines += [f"polycast: observed in {self._name() or 'the program'}", self._seen.text(_columns())]
         if self._output.report is not None:
             path = self._path(Path(self._output.report))
             try:

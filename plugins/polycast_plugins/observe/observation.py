@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -286,7 +287,13 @@ class Observation(Result):
         return text_table.lines_of(self.facts, self.findings)
 
     def __str__(self) -> str:
-        text = super().__str__()
+        return self.text()
+
+    def text(self, width: int = sys.maxsize) -> str:
+        """Return what ``print`` shows, in lines of at most `width` characters: of the table, the columns that fit."""
+        facts, findings = self.facts, self.findings
+        table, lines = text_table.op_table(facts, width), text_table.lines_of(facts, findings, width)
+        text = self.as_text(text_table.run_text(facts, width), [table], lines)
         if len(text) <= _LONGEST_TEXT:
             return text
         return f"{text[:_LONGEST_TEXT].rpartition(chr(10))[0]}\n... and more: see seen.ops and seen.findings"

@@ -1,5 +1,6 @@
 """Write an observation as text: sizes, shares and times, and a table of bounded length."""
 
+import sys
 import textwrap
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -79,11 +80,13 @@ _MIN_SHARE = 0.01
 _LONGEST_NAME = 60
 _LONGEST_LINE = 400
 _WIDTH = 120
+_FIRST_LEFT_OUT = ("by", "bytes", "outputs", "policy", "pass", "casts", "time")
+"""The columns that a table lacks where it would be too wide, in the order in which they are left out."""
 _SHORT = {"backend's table": "table", "autocast is off": "off"}
 
 
-def run_text(facts: Facts) -> str:
-    """Return lines on the run."""
+def run_text(facts: Facts, width: int = sys.maxsize) -> str:
+    """Return lines on the run, wrapped to a width."""
     run, total = facts.run, facts.total
     what = ", ".join(f"{device} in {' and '.join(dtypes)}" for device, dtypes in run.devices.items()) or "no region"
     outside = facts.outside_time_share
@@ -96,7 +99,7 @@ def run_text(facts: Facts) -> str:
         f"outside of regions: {percent(outside)} of the time in ops" if outside else "",
         cast + (f"; {total.cast_seconds:.3f} s of casting" if run.timing else ""),
     ]
-    return "\n".join(_cut(line, _LONGEST_LINE) for line in lines if line)
+    return "\n".join(_wrapped(_cut(line, _LONGEST_LINE), width) for line in lines if line)
 
 
 def fast_shares(facts: Facts) -> list[str]:
@@ -107,35 +110,42 @@ def fast_shares(facts: Facts) -> list[str]:
     return shares or ([] if calls is None else [f"{percent(calls)} of the floating-point ops"])
 
 
-def op_table(facts: Facts) -> tuple[list[str], list[list[str]]]:
-    """Return the names of columns, and a row for each of the first ops."""
+def op_table(facts: Facts, width: int = sys.maxsize) -> tuple[list[str], list[list[str]]]:
+    """Return the names of columns, and a row for each of the first ops; of the columns, those that fit a width."""
     rows = []
     for op in _called(facts)[:_MAX_OPS]:
         rule = f"{op.rule} {op.rule_name!r}" if op.rule_name else _SHORT.get(op.rule, op.rule)
         cells = [op.op.removeprefix("aten::"), op.phase, f"{op.calls:,}", duration(op.time).replace("µ", "u")]
         cells += [op.policy or "", rule, ", ".join(op.input_dtypes), ", ".join(op.output_dtypes)]
         cells += [f"{op.casts:,}" if op.casts else "-", size(op.cast_bytes) if op.cast_bytes else "-"]
-        rows.append([_cut(cell, _LONGEST_NAME) for cell in cells])
-    columns = ["op", "pass", "calls", "time", "policy", "by", "inputs", "outputs", "casts", "bytes"]
+        rows.append([_cut(cell, min(_LONGEST_NAME, width // 2)) for cell in cells])
+    names = ["op", "pass", "calls", "time", "policy", "by", "inputs", "outputs", "casts", "bytes"]
+    columns = {column[0]: column for column in zip(names, *rows, strict=True)}
     if not facts.run.timing:
-        for row in (columns, *rows):
-            del row[3]
-    return columns, rows
+        del columns["time"]
+    for name in _FIRST_LEFT_OUT:
+        if sum(max(map(len, column)) + 3 for column in columns.values()) > width + 1:
+            columns.pop(name, None)
+    names, *rows = map(list, zip(*columns.values(), strict=True))
+    return names, rows
 
 
-def lines_of(facts: Facts, findings: Iterable[Finding]) -> list[str]:
+def lines_of(facts: Facts, findings: Iterable[Finding], width: int = sys.maxsize) -> list[str]:
     """Return the lines below the table: the other ops, the recipes, the rules and the findings."""
     outside, others = facts.outside, len(facts.ops) - len(facts.outside) - len(_called(facts)[:_MAX_OPS])
-    lines = [f"... and {others:,} more, inner ops included: see seen.ops or an HTML report"] if others else []
+    (shown, _), (every, _) = op_table(facts, width), op_table(facts)
+    left_out = [name for name in every if name not in shown]
+    lines = [f"left out to fit the width: {', '.join(left_out)}"] if left_out else []
+    lines += [f"... and {others:,} more, inner ops included: see seen.ops or an HTML report"] if others else []
     lines += [f"ops outside of regions: {outside_text(outside).replace('µ', 'u')}"] if outside else []
     lines += matmul_lines(facts.matmuls)
     lines += _bounded(recipe_lines(facts.low_bit), _MAX_LOW_BIT, "seen.low_bit")
     lines += _bounded(_rule_lines(facts), _MAX_RULES, "seen.modules")
-    lines = [_cut(line, _LONGEST_LINE) for line in lines]
+    lines = [_wrapped(_cut(line, _LONGEST_LINE), width) for line in lines]
     groups = grouped(findings)
     if groups:
         found = [_cut(_finding_line(*each), 2 * _LONGEST_LINE) for each in with_remedies_once(groups)]
-        wrapped = (textwrap.fill(line, _WIDTH, subsequent_indent="  ") for line in found)
+        wrapped = (_wrapped(line, min(width, _WIDTH)) for line in found)
         lines += ["", "Findings", *_bounded(wrapped, _MAX_FINDINGS, "seen.findings")]
     return lines
 
@@ -181,6 +191,10 @@ def _bounded(lines: Iterable[str], most: int, see: str) -> list[str]:
 
 def _cut(text: str, longest: int) -> str:
     return text if len(text) <= longest else f"{text[: longest - 3]}..."
+
+
+def _wrapped(text: str, width: int) -> str:
+    return textwrap.fill(text, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
 def matmul_lines(matmuls: Sequence[Matmul]) -> Iterator[str]:

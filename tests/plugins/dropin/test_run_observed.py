@@ -59,6 +59,14 @@ def test_observe_shows_a_table_on_stderr(run, tmp_path):
     assert [path.name for path in tmp_path.iterdir() if path.suffix == ".html"] == []
 
 
+@pytest.mark.parametrize(("columns", "fit"), [("60", True), ("80", True), ("0", False), ("", False)])
+def test_the_table_fits_a_terminal(run, columns, fit):
+    done = run("work()", "--observe", "--quiet", COLUMNS=columns)
+    longest = max(map(len, done.stderr.splitlines()))
+    assert (longest <= int(columns or 0)) == fit
+    assert ("left out to fit the width: " in done.stderr) == fit
+
+
 @pytest.mark.parametrize(
     ("end", "code"),
     [("raise ValueError('wrong')", 1), ("sys.exit(7)", 7), ("import atexit; atexit.register(work)", 0)],

@@ -56,6 +56,30 @@ def test_shares_are_of_time_else_of_matmuls_else_of_ops(trained):
     assert seen.headline.startswith("0% of the floating-point ops in bfloat16; ")
 
 
+@pytest.mark.parametrize(
+    ("width", "left_out"),
+    [
+        (60, "pass, policy, by, outputs, casts, bytes"),
+        (80, "policy, by, outputs, bytes"),
+        (120, "by, bytes"),
+        (150, ""),
+    ],
+)
+def test_a_narrow_text_has_the_columns_that_fit_and_says_which_do_not(width, left_out):
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.LayerNorm(8), torch.nn.Linear(8, 8))
+    with polycast.observe(model, nonfinite="record") as seen:
+        with polycast.autocast("cpu"):
+            loss = model(torch.ones(2, 8)).mul(float("inf")).sum()
+        loss.backward()
+    text = seen.text(width)
+    assert [line for line in text.splitlines() if len(line) > width] == []
+    columns = next(line.split() for line in str(seen).splitlines() if line.startswith(" op "))
+    shown = next(line.split() for line in text.splitlines() if line.startswith(" op "))
+    assert shown == [name for name in columns if name not in left_out.split(", ")]
+    assert (f" left out to fit the width: {left_out} " in " ".join(text.split())) == bool(left_out)
+    assert "left out" not in str(seen)
+
+
 def test_a_remedy_is_given_once():
     linear = torch.nn.Linear(4, 4)
     with polycast.observe(linear, nonfinite="record", numerics=True) as seen, polycast.autocast("cpu", torch.float16):
