@@ -57,7 +57,9 @@ def test_it_writes_only_the_package(here):
 
 def test_it_names_the_package_that_has_a_backend_of_the_device(here):
     said = new("cpu").stdout
-    assert said.startswith("polycast-cpu: the backend of cpu (cpu has that of polycast; --extend cpu would add to it). ")
+    assert said.startswith(
+        "polycast-cpu: the backend of cpu (cpu has that of polycast; --extend cpu would add to it). "
+    )
 
 
 @pytest.mark.parametrize(
