@@ -32,10 +32,10 @@ inline void multiply_plain(const uint8_t* rows, int64_t stride, int64_t count, c
 #if defined(__x86_64__)
 
 // `Rows` rows by 64 columns: all sums are in registers, and each load of the weight serves all rows.
-template <int Rows, bool Prefetches>
+template <int Rows, int Lines>
 [[gnu::target("avx512f,avx512bw,avx512vl,avx512vnni")]] void multiply_rows_vnni(const uint8_t* rows, int64_t stride,
                                                                                  const int8_t* block, int64_t fours,
-                                                                                 int32_t (*sums)[kBlock]) {
+                                                                                 const int8_t* ahead, int32_t (*sums)[kBlock]) {
   __m512i sum[Rows][4];
 #pragma GCC unroll 8
   for (int row = 0; row < Rows; ++row) {
@@ -50,11 +50,9 @@ template <int Rows, bool Prefetches>
     for (int part = 0; part < 4; ++part) {
       weight[part] = _mm512_loadu_si512(block + 64 * part);
     }
-    if constexpr (Prefetches) {
-#pragma GCC unroll 8
-      for (int part = 0; part < 4; ++part) {
-        _mm_prefetch(reinterpret_cast<const char*>(block) + 2048 + 64 * part, _MM_HINT_T0);
-      }
+#pragma GCC unroll 4
+    for (int line = 0; line < Lines; ++line, ahead += 64) {
+      _mm_prefetch(reinterpret_cast<const char*>(ahead), Lines == 4 ? _MM_HINT_T0 : _MM_HINT_T1);
     }
 #pragma GCC unroll 8
     for (int row = 0; row < Rows; ++row) {
@@ -76,24 +74,35 @@ template <int Rows, bool Prefetches>
   }
 }
 
+constexpr int64_t kMostRowsVnni = 6;
+
+// The functions by number of rows.
+template <int Lines>
+constexpr void (*multiply_vnni_by_rows[kMostRowsVnni])(const uint8_t*, int64_t, const int8_t*, int64_t, const int8_t*,
+                                                       int32_t (*)[kBlock]) = {
+    multiply_rows_vnni<1, Lines>, multiply_rows_vnni<2, Lines>, multiply_rows_vnni<3, Lines>,
+    multiply_rows_vnni<4, Lines>, multiply_rows_vnni<5, Lines>, multiply_rows_vnni<6, Lines>};
+
 inline void multiply_vnni(const uint8_t* rows, int64_t stride, int64_t count, const int8_t* block, int64_t terms,
                           int32_t (*sums)[kBlock]) {
-  const int64_t fours = (terms + 3) / 4;
-  constexpr int most = 6;
-  using Function = void (*)(const uint8_t*, int64_t, const int8_t*, int64_t, int32_t (*)[kBlock]);
-  // For few rows the weight is read from memory, faster than many processors prefetch it by themselves.
-  static constexpr Function with_prefetch[most] = {multiply_rows_vnni<1, true>,  multiply_rows_vnni<2, true>,
-                                                   multiply_rows_vnni<3, true>,  multiply_rows_vnni<4, true>,
-                                                   multiply_rows_vnni<5, false>, multiply_rows_vnni<6, false>};
-  static constexpr Function without_prefetch[most] = {multiply_rows_vnni<1, false>, multiply_rows_vnni<2, false>,
-                                                      multiply_rows_vnni<3, false>, multiply_rows_vnni<4, false>,
-                                                      multiply_rows_vnni<5, false>, multiply_rows_vnni<6, false>};
-  const Function* const by_rows = prefetcher_crosses_pages() ? without_prefetch : with_prefetch;
-  for (int64_t row = 0; row < count;) {
+  const int64_t fours = (terms + 3) / 4, turns = (count + kMostRowsVnni - 1) / kMostRowsVnni;
+  // For few rows the weight is read from memory, faster than many processors prefetch it by themselves. For more, the first turns
+  // fetch the next block, since processors prefetch nothing while the block is read again.
+  const int lines = turns == 1 ? (count > 4 || prefetcher_crosses_pages() ? 0 : 4) : turns <= 3 ? 2 : 1;
+  const int8_t* ahead = turns == 1 ? block + 2048 : block + fours * 4 * kBlock;
+  for (int64_t turn = 0; turn < turns; ++turn) {
     // Seven rows are four and three, not six and one.
-    const int64_t left = count - row, turns = (left + most - 1) / most, now = (left + turns - 1) / turns;
-    by_rows[now - 1](rows + row * stride, stride, block, fours, sums + row);
-    row += now;
+    const int64_t left = turns - turn, now = (count + left - 1) / left;
+    const bool fetches = lines * turn < 4;
+    const auto& by_rows = !fetches || lines == 0 ? multiply_vnni_by_rows<0>
+                          : lines == 1           ? multiply_vnni_by_rows<1>
+                          : lines == 2           ? multiply_vnni_by_rows<2>
+                                                 : multiply_vnni_by_rows<4>;
+    by_rows[now - 1](rows, stride, block, fours, ahead, sums);
+    rows += now * stride;
+    sums += now;
+    count -= now;
+    ahead += fours * 64 * lines;
   }
 }
 
