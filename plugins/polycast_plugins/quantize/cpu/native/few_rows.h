@@ -52,17 +52,16 @@ struct Epilogue {
   }
 };
 
-// The bytes of a column, a page, from which on a prefetcher that crosses pages prefetches four columns at once by itself.
-constexpr int64_t kLongColumn = 4096;
+// The most terms of a row in float32 that stay in the L1 cache while a weight streams through it.
+constexpr int64_t kCachedTerms = 4096;
 
 // Return DotArguments::ahead for a weight with dense columns that is read from memory.
 template <typename T>
-int64_t elements_ahead(const FastWeight<T>& weight, int64_t terms, bool one_row) {
+int64_t elements_ahead(const FastWeight<T>& weight, int64_t terms) {
   if (!prefetcher_crosses_pages()) {
     return kAhead / static_cast<int64_t>(sizeof(T));
   }
-  const bool are_long = terms * static_cast<int64_t>(sizeof(T)) >= kLongColumn;
-  return weight.column_stride != terms || (one_row && are_long) ? 0 : kNextColumns;
+  return weight.column_stride == terms ? kNextColumns : 0;
 }
 
 // For rows [first, last) and columns [begin, end) of a weight whose columns are dense.
@@ -71,11 +70,11 @@ void multiply_columns(Simd simd, const FloatRows& x, int64_t first, int64_t last
                       const Epilogue& epilogue, int64_t begin, int64_t end, Out* out) {
   alignas(64) float sums[kRowsPerRead][kDots];
   const bool is_read = weight.columns * x.terms * static_cast<int64_t>(sizeof(T)) > kCached;
-  // One row reads column by column, which is a stream. Several would read the rows again for each column. With AVX2, a column alone
-  // waits for its additions.
-  const bool one_row = last - first == 1;
+  // One row reads column by column, which is a stream. Several, or a long one, would be read again for each column. With AVX2, a column
+  // alone waits for its additions.
+  const bool one_row = last - first == 1 && x.terms <= kCachedTerms;
   const bool in_memory_order = is_read && one_row && prefetcher_crosses_pages() && simd != Simd::avx2;
-  const int64_t ahead = is_read && !in_memory_order ? elements_ahead(weight, x.terms, one_row) : 0;
+  const int64_t ahead = is_read && !in_memory_order ? elements_ahead(weight, x.terms) : 0;
   for (int64_t block = begin; block < end; block += kDots) {
     const int64_t count = std::min(kDots, end - block);
     for (int64_t n = 0, columns; n < count; n += columns) {
