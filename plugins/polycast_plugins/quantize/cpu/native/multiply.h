@@ -89,7 +89,7 @@ inline void multiply_vnni(const uint8_t* rows, int64_t stride, int64_t count, co
   // For few rows the weight is read from memory, faster than many processors prefetch it by themselves. For more, the first turns
   // fetch the next block, since processors prefetch nothing while the block is read again.
   const int lines = turns == 1 ? (count > 4 || prefetcher_crosses_pages() ? 0 : 4) : turns <= 3 ? 2 : 1;
-  const int8_t* ahead = turns == 1 ? block + 2048 : block + fours * 4 * kBlock;
+  const int8_t* ahead = block + (turns == 1 ? 2048 : blocks(terms) * kBlock * kBlock);
   for (int64_t turn = 0; turn < turns; ++turn) {
     // Seven rows are four and three, not six and one.
     const int64_t left = turns - turn, now = (count + left - 1) / left;
