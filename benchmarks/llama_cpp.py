@@ -201,10 +201,10 @@ def _raced(
         seconds: float = workers[name].ask(json.dumps({"step": step, "calls": calls}))
         return seconds
 
-    first = {name: time(name, 1) for name in workers}
-    slow = {name for name, seconds in first.items() if seconds > _SLOW * first[FLOAT32]}
-    once = {name: min(first[name], time(name, 1)) for name in slow}
-    calls = {name: max(1, round(_SECONDS / seconds)) for name, seconds in first.items() if name not in slow}
+    first, then = ({name: time(name, 1) for name in workers} for _ in range(2))  # the first may read files from disk
+    slow = {name for name, seconds in then.items() if seconds > _SLOW * then[FLOAT32]}
+    once = {name: min(first[name], then[name]) for name in slow}
+    calls = {name: max(1, round(_SECONDS / seconds)) for name, seconds in then.items() if name not in slow}
     order, taken = list(calls), []
     for _ in range(max(1, rounds // 4) if quick else rounds):
         taken.append({name: time(name, calls[name]) for name in order})
