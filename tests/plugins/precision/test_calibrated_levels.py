@@ -12,6 +12,7 @@ from torch import nn
 import polycast
 from polycast import Calibration, Int4, Int8
 from polycast_plugins.quantize import products
+from polycast_plugins.quantize.cpu.int4_levels import Int4Levels
 
 AVAILABLE = polycast.plugin.check(polycast.plugin.get_backend("cpu"), Int4())
 pytestmark = pytest.mark.skipif(not AVAILABLE, reason=f"no int4 here: {AVAILABLE.reason}")
@@ -88,6 +89,15 @@ def test_levels_are_those_of_the_definition(model):
         inverse = torch.linalg.inv(moments[k:, k:])
         rest = weight[:, k] - levels[:, k] * steps[:, k]
         weight[:, k:] -= rest[:, None] / inverse[0, 0] * inverse[0]
+
+
+def test_levels_reach_the_highest_and_terms_that_grew_beyond_the_scale():
+    levels, columns = Int4Levels(2, 64, 32, torch.device("cpu")), torch.zeros(64, 2)
+    columns[0], columns[1], columns[32] = 105, torch.tensor([-90.0, -105.0]), 120  # which the scale is made for
+    rounded = [levels.round_column(k, columns[k:]) for k in range(32)]
+    assert torch.equal(torch.stack(rounded), columns[:32])
+    columns[32] = 300
+    assert levels.round_column(32, columns[32:]).tolist() == [120, 120]
 
 
 def test_a_changed_weight_is_computed_without_levels(model, calibration):

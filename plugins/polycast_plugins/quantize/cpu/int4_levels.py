@@ -33,8 +33,7 @@ class Int4Levels:
             self._scales[k // self._chunk] = largest / (8 * _MULTIPLIERS)
             self._scale = self._scales[k // self._chunk].float()
         if k % self._group == 0:
-            multipliers = _best_multipliers(columns[: self._group] / self._scale)
-            self._multipliers[k // self._group] = multipliers.to(torch.int8)
+            multipliers = self._multipliers[k // self._group] = _best_multipliers(columns[: self._group] / self._scale)
             self._step = multipliers * self._scale
         levels = (columns[0] / self._step).round().clamp(-8, 7)
         self._levels[k] = (levels + 8).to(torch.uint8)
@@ -58,15 +57,16 @@ def _rows(columns: torch.Tensor) -> torch.Tensor:
 def _best_multipliers(terms: torch.Tensor) -> torch.Tensor:
     """Return the multipliers [N] with the least squared errors, given a group's terms [L, N] in units of the scale.
 
-    The term of the largest magnitude comes near the level -8, the only one of its magnitude.
+    The largest one, which may be beyond the scale by errors compensated in it, comes near the lowest or highest level.
     """
     least, most = terms.aminmax(dim=0)
-    near = (torch.where(most > -least, most, least) / -8).round()
-    best = torch.where(near > 0, 1.0, -1.0)
-    errors = torch.full_like(best, torch.inf)
-    for multiplier in (near, near - 1, near + 1):
-        step = torch.where(multiplier == 0, 1.0, multiplier)
-        error = (terms - (terms / step).round().clamp(-8, 7) * step).square().sum(0)
-        error[(multiplier == 0) | (multiplier.abs() > _MULTIPLIERS)] = torch.inf
-        best, errors = torch.where(error < errors, multiplier, best), torch.minimum(error, errors)
+    largest = torch.where(most > -least, most, least)
+    best, errors = torch.ones_like(largest), torch.full_like(largest, torch.inf)
+    for level in (-8, 7):
+        near = (largest / level).round().clamp(-_MULTIPLIERS, _MULTIPLIERS)
+        for multiplier in (near, near - 1, near + 1, near - 2, near + 2):
+            step = torch.where(multiplier == 0, 1.0, multiplier)
+            error = (terms - (terms / step).round().clamp(-8, 7) * step).square().sum(0)
+            error[(multiplier == 0) | (multiplier.abs() > _MULTIPLIERS)] = torch.inf
+            best, errors = torch.where(error < errors, multiplier, best), torch.minimum(error, errors)
     return best
