@@ -12,14 +12,14 @@ from typing import Any
 
 import torch
 
+import polycast
 from polycast.plugin import Backend, NativeLibrary, disable_dynamo, get_backend
 
 from .recorder import CHAIN_KINDS, NONFINITE, ROWS, Observer
 
 _MAX_LINES = 32
 _EXCLUDED = (
-    str(Path(torch.__file__).parent) + os.sep,
-    str(Path(__file__).parent.parent) + os.sep,
+    *(f"{Path(file).parent}{os.sep}" for file in (torch.__file__, polycast.__file__, Path(__file__).parent)),
     str(Path(os.__file__).with_name("contextlib.py")),
 )
 

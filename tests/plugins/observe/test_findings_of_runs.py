@@ -1,5 +1,7 @@
 """Findings about dtypes, regions, losses, inf and nan."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -105,6 +107,12 @@ def test_unused_region_is_found(engine, findings, in_region):
         "no op in the region for cpu reached autocast, every time.",
     )
     assert findings("unused_region", in_region(lambda: torch.ones(2).relu())) == []
+
+
+def test_unused_region_of_a_library_is_where_the_program_enters_it(engine):
+    with polycast.observe() as seen, polycast.plugin.LibraryRegion("cpu"):
+        pass
+    assert [Path(found.where.partition(":")[0]).name for found in seen.findings] == [Path(__file__).name]
 
 
 def test_region_around_compiled_code_is_used(engine):
