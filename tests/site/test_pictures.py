@@ -71,7 +71,7 @@ def test_generated_parts_of_pages_are_up_to_date(module):
     pages = [
         (each, path, path.read_text(encoding="utf-8")) for each in module("__main__").GENERATORS for path in each.PAGES
     ]
-    assert len(pages) == 8
+    assert len(pages) == 9
     assert [path.name for each, path, page in pages if each.updated(page) != page] == []
     assert all("<!-- end -->" in page for _, _, page in pages)
 
