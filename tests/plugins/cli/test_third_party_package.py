@@ -137,5 +137,5 @@ def test_its_command_runs_and_is_in_the_help(polycast_command):
 def test_doctor_says_what_it_adds_and_changes(polycast_command):
     polycast.count_softplus()
     shown = polycast_command("doctor").stdout
-    assert "\n  acme of acme-count 2.5: names count_softplus; commands softplus\n" in shown
+    assert "\n  acme of acme-count 2.5: ready\n" in shown
     assert "\n  acme: softplus: made\n" in shown

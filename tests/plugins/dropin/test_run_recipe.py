@@ -107,7 +107,7 @@ def test_it_combines_with_wrap_for_programs_without_a_region(run):
 
 @pytest.mark.usefixtures("int8")
 def test_an_observed_run_has_them_too(run):
-    done = run("forward()", "--observe", "--recipe", "int8")
+    done = run("forward()", "--observe", "--recipe", "int8", COLUMNS="100")
     assert "int8 on cpu: linear computed once\n" in done.stderr
     assert "int8 on cpu: linear declined once: the weight is smaller than the recipe's min_size\n" in done.stderr
 
