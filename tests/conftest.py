@@ -24,7 +24,7 @@ from polycast.registry.registry import registry
 from polycast.toolchain import load
 
 from .collecting import pytest_addoption, pytest_collection, pytest_collection_modifyitems  # noqa: F401  # hooks
-from .fixtures_of_processes import built, launch, run_program, start_launcher  # noqa: F401
+from .fixtures_of_processes import built, launch, run_program, start_launcher, switching_often  # noqa: F401
 
 with contextlib.suppress(ModuleNotFoundError):  # the core is tested without plugins too
     from .fixtures_of_plugins import _no_profile, _own_profiles, profile_of  # noqa: F401

@@ -1,4 +1,4 @@
-"""Fixtures that run programs in processes of their own."""
+"""Fixtures that run programs in processes of their own, and one that has threads take turns."""
 
 import contextlib
 import functools
@@ -78,3 +78,12 @@ def built(make_once):
         assert done.returncode == 0, done.stdout
 
     return make_once("built", build)
+
+
+@pytest.fixture
+def switching_often():
+    """Let threads take turns as often as they can."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(interval)

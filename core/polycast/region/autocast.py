@@ -146,7 +146,7 @@ class autocast(TorchAutocast):
         if not leave(self):
             raise state.not_entered(self)
 
-    # What the native engine calls, whose own methods do the rest of these two.
+    # Complete an entry and an exit for the native engine, whose own methods do the rest of both.
     @disable_dynamo
     def _complete_entry(self, in_function_mode: bool) -> None:
         prepare(self._settings)

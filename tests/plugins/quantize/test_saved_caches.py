@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -230,16 +229,8 @@ def test_training_uses_casts_that_were_loaded(saved, path, recipe):
         assert torch.equal(ours.grad, theirs.grad)
 
 
-@pytest.fixture
-def switching():
-    """Let threads take turns as often as they can."""
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    yield
-    sys.setswitchinterval(interval)
-
-
-def test_threads_load_at_once(saved, path, recipe, switching):
+@pytest.mark.usefixtures("switching_often")
+def test_threads_load_at_once(saved, path, recipe):
     model, output = saved
 
     def use(number):
