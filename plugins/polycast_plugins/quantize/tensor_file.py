@@ -35,6 +35,8 @@ _DTYPES = {
 }
 _LINE = 64
 """Bytes of a cache line."""
+_BLOCK = 1 << 21
+"""Bytes of a huge page. Linux maps a file in huge pages if its blocks were written, or read from disk, in one piece."""
 
 
 def can_be_written(tensor: torch.Tensor) -> bool:
@@ -60,11 +62,15 @@ def write(
         header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
     text += b" " * (-(8 + len(text)) % _LINE)
-    with _new_file(path, replaces) as new, new.open("wb") as file:
+    with _new_file(path, replaces) as new, new.open("wb", buffering=_BLOCK) as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for name in order:
-            tensor = tensors[name].cpu()
-            file.write(memory_of(tensor))
+            tensor = tensors[name].cpu()  # kept while its memory is read
+            rest = memory_of(tensor)
+            while rest:
+                room = _BLOCK - file.tell() % _BLOCK  # of the block: more would be written at once, in other pieces
+                file.write(rest[:room])
+                rest = rest[room:]
 
 
 @contextlib.contextmanager

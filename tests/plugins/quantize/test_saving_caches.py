@@ -1,7 +1,9 @@
-"""Caches that cannot be saved: the message says why, and files stay as they are."""
+"""How caches are written, and which cannot be: the message says why, and files stay as they are."""
 
 import errno
+import io
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,6 +23,23 @@ def test_nothing_to_save(path, model):
     with pytest.raises(ValueError, match=r"There is nothing to save: .* Run the model in a region with this cache"):
         WeightCache().save(path, model)
     assert os.listdir(path.parent) == []
+
+
+def test_a_file_is_written_in_blocks_of_huge_pages(path, monkeypatch):
+    block, writes = 1 << 21, []
+
+    class Raw(io.FileIO):
+        def write(self, data):
+            writes.append((self.tell(), len(data)))
+            return super().write(data)
+
+    tensors = {str(size): torch.randint(256, (size,), dtype=torch.uint8) for size in (3 * block, 64, block + 1, 0, 7)}
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "open", lambda path, mode, buffering: io.BufferedWriter(Raw(path, mode), buffering))
+        tensor_file.write(path, tensors, {})
+    assert writes[:-1] == [(number * block, block) for number in range(4)]
+    found = tensor_file.TensorFile(path)
+    assert all(found.tensor(name).equal(tensor) for name, tensor in tensors.items())
 
 
 def test_stale_entries_are_not_saved(path, model):
