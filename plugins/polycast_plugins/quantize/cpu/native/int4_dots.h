@@ -10,7 +10,7 @@
 namespace polycast_cpu {
 
 // The most rows for one pass over the chunk.
-constexpr int64_t kDirectRows = 3, kDirectRowsAvx512 = 8;
+constexpr int64_t kDirectRows = 3, kDirectRowsAvx2 = 2, kDirectRowsAvx512 = 8;
 
 // `count` terms of rows of activations, in signed bytes, zero-padded to eights.
 struct Int4Arguments {

@@ -31,7 +31,7 @@ constexpr Int4Dots int4_dots_by_rows[kDirectRowsAvx512] = {
 // Return the function for a number of rows.
 inline Int4Dots int4_dots_for(Isa isa, int64_t rows) {
 #if defined(__x86_64__)
-  static constexpr Int4Dots avx2[kDirectRows] = {int4_dots_avx2<1>, int4_dots_avx2<2>, int4_dots_avx2<3>};
+  static constexpr Int4Dots avx2[kDirectRowsAvx2] = {int4_dots_avx2<1>, int4_dots_avx2<2>};
   if (has_avx512(isa)) {  // the prefetcher is fast enough for what three rows read, as in multiply_vnni()
     return (prefetcher_crosses_pages() && rows <= 3 ? int4_dots_by_rows<false> : int4_dots_by_rows<true>)[rows - 1];
   }
@@ -147,7 +147,7 @@ inline void add_chunk(Isa isa, const ChunkSums& of, FloatSums totals) {
 inline void multiply_directly(Isa isa, const ChunkedActivations& x, int64_t first, int64_t last,
                               const Int4Weight& weight, int64_t block, FloatSums totals) {
   alignas(64) int32_t sums[kDirectRowsAvx512][kBlock];
-  const int64_t most = has_avx512(isa) ? kDirectRowsAvx512 : kDirectRows;
+  const int64_t most = has_avx512(isa) ? kDirectRowsAvx512 : has_avx2(isa) ? kDirectRowsAvx2 : kDirectRows;
   const Groups& groups = weight.groups;
   const uint8_t* chunk = weight.block(block);
   for (int64_t number = 0; number < x.chunks; ++number) {
