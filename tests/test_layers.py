@@ -182,7 +182,7 @@ def lines_of(function):
     return body[-1].end_lineno - body[0].lineno + 1
 
 
-BOUNDS = [("core", ".py", 15_647), ("core", ".h .cpp", 6_983), ("core backends plugins", ".py", 41_317)]
+BOUNDS = [("core", ".py", 15_647), ("core", ".h .cpp", 6_983), ("core backends plugins", ".py", 41_318)]
 """Folders, kinds of files, and their lines at most, docstrings and comments included. A change that needs more says
 what users gain by it."""
 

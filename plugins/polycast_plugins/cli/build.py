@@ -43,7 +43,7 @@ def run() -> None:
         unavailable = packages_of_ops(usable=False)
     for problem in problems:
         typer.echo(f"polycast: {problem}", err=True)
-    failed = bool(problems)
+    reasons: set[str] = set()
     with _progress() as shown, ThreadPoolExecutor(_compilers()) as pool:
         answers = {pool.submit(_build, each, shown): each for each in sorted(wanted, key=_size, reverse=True)}
         try:
@@ -52,14 +52,15 @@ def run() -> None:
                 try:
                     typer.echo(f"{library.description}: {answer.result()}")
                 except RuntimeError as error:
-                    typer.echo(f"polycast: {library.description} cannot be built: {error}", err=True)
-                    failed = True
+                    why = ", for the same reason" if str(error) in reasons else f": {error}"
+                    typer.echo(f"polycast: {library.description} cannot be built{why}", err=True)
+                    reasons.add(str(error))
         except KeyboardInterrupt:
             pool.shutdown(cancel_futures=True)  # otherwise the queued ones would still be compiled
             raise
     for package, device_type in unavailable.items():
         typer.echo(f"{NativeLibrary.of_ops(package).description}: not compiled: {device_type} cannot be used now")
-    if failed:
+    if problems or reasons:
         raise typer.Exit(1)
 
 

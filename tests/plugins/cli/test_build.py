@@ -167,14 +167,15 @@ def test_a_failed_build_is_tried_again(compiler, ops):
     assert run().exit_code == 0
 
 
-def test_it_fails_where_there_is_no_compiler(compiler, ops, monkeypatch):
+def test_it_says_once_that_there_is_no_compiler(compiler, ops, monkeypatch):
     ops()
     compiler("pass")
     monkeypatch.setenv("CXX", "no-such-compiler")
     result = run()
-    assert {line for line in result.stderr.splitlines() if "..." not in line} == {
-        f"polycast: {each.description} cannot be built: {no_compiler()}" for each in OWN
-    }
+    first, *others = (line for line in result.stderr.splitlines() if "..." not in line)
+    assert first.endswith(f" cannot be built: {no_compiler()}")
+    assert len(others) == len(OWN) - 1
+    assert all(line.endswith(" cannot be built, for the same reason") for line in others)
     assert result.exit_code == 1
 
 
