@@ -32,7 +32,7 @@ constexpr Int4Dots int4_dots_by_rows[kDirectRowsAvx512] = {
 inline Int4Dots int4_dots_for(Isa isa, int64_t rows) {
 #if defined(__x86_64__)
   static constexpr Int4Dots avx2[kDirectRowsAvx2] = {int4_dots_avx2<1>, int4_dots_avx2<2>};
-  if (has_avx512(isa)) {  // the prefetcher is fast enough for what three rows read, as in multiply_vnni()
+  if (has_avx512(isa)) {  // AMD's prefetcher is fast enough for what three rows read
     return (prefetcher_crosses_pages() && rows <= 3 ? int4_dots_by_rows<false> : int4_dots_by_rows<true>)[rows - 1];
   }
   if (has_avx2(isa)) {
