@@ -43,7 +43,7 @@ def run() -> None:
         unavailable = packages_of_ops(usable=False)
     for problem in problems:
         typer.echo(f"polycast: {problem}", err=True)
-    reasons: set[str] = set()
+    reasons: list[str] = []
     with _progress() as shown, ThreadPoolExecutor(_compilers()) as pool:
         answers = {pool.submit(_build, each, shown): each for each in sorted(wanted, key=_size, reverse=True)}
         try:
@@ -52,9 +52,9 @@ def run() -> None:
                 try:
                     typer.echo(f"{library.description}: {answer.result()}")
                 except RuntimeError as error:
-                    why = ", for the same reason" if str(error) in reasons else f": {error}"
+                    why = ", for the same reason" if [str(error)] == reasons[-1:] else f": {error}"
                     typer.echo(f"polycast: {library.description} cannot be built{why}", err=True)
-                    reasons.add(str(error))
+                    reasons.append(str(error))
         except KeyboardInterrupt:
             pool.shutdown(cancel_futures=True)  # otherwise the queued ones would still be compiled
             raise

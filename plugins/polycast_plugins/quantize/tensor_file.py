@@ -1,4 +1,4 @@
-"""Files of tensors in the format of safetensors, written without copies and mapped into memory when they are read.
+"""Files of tensors in the format of safetensors, written in blocks and mapped into memory when they are read.
 
 The writer of the package aligns tensors to eight bytes. Here tensors of whole cache lines come first, aligned to
 cache lines, because kernels read them at each call.
@@ -36,7 +36,7 @@ _DTYPES = {
 _LINE = 64
 """Bytes of a cache line."""
 _BLOCK = 1 << 21
-"""Bytes of a huge page. Linux maps a file in huge pages if its blocks were written, or read from disk, in one piece."""
+"""Bytes of a huge page. Linux can map a file in huge pages where each was written in one piece."""
 
 
 def can_be_written(tensor: torch.Tensor) -> bool:
@@ -68,7 +68,7 @@ def write(
             tensor = tensors[name].cpu()  # kept while its memory is read
             rest = memory_of(tensor)
             while rest:
-                room = _BLOCK - file.tell() % _BLOCK  # of the block: more would be written at once, in other pieces
+                room = _BLOCK - file.tell() % _BLOCK  # of this block: a longer piece would not end with it
                 file.write(rest[:room])
                 rest = rest[room:]
 

@@ -84,7 +84,7 @@ int main() {
     multiply_avx_vnni(of.x.data(), of.stride, of.rows, of.block.data(), of.terms, sums);
   });
   check("vnni", [](const Problem& of, auto* sums) {
-    multiply_vnni(of.x.data(), of.stride, of.rows, of.block.data(), of.terms, sums);
+    multiply_vnni(of.x.data(), of.stride, of.rows, of.block.data(), of.terms, kStreamed, sums);
   });
   check("amx", [](const Problem& of, auto* sums) {
     multiply_amx(of.x.data(), of.stride, of.rows, of.block.data(), of.terms, sums);

@@ -176,7 +176,7 @@ inline Isa best_isa() {
   return best;
 }
 
-// Return whether the processor's prefetcher goes on into the next page, as AMD's does and Intel's does not. It is faster than
+// Return whether the processor's prefetcher goes on into the next page, as AMD's does and Intel's does not. It needs no
 // prefetch instructions, and what these prefetch should be in the order of memory too.
 inline bool prefetcher_crosses_pages() {
 #if defined(__x86_64__)

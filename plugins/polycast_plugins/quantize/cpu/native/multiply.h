@@ -32,7 +32,8 @@ inline void multiply_plain(const uint8_t* rows, int64_t stride, int64_t count, c
 #if defined(__x86_64__)
 
 // `Rows` rows by 64 columns: all sums are in registers, and each load of the weight serves all rows. For each four terms, `Lines` cache
-// lines are prefetched. Four are used soon and come into the L1 cache; `PastCaches`: into no other. Fewer come into the L2 cache.
+// lines are prefetched: four that are used soon into the L1 cache (`PastCaches`: the others need not keep them), or fewer into the L2
+// cache.
 template <int Rows, int Lines, bool PastCaches>
 [[gnu::target("avx512f,avx512bw,avx512vl,avx512vnni")]] void multiply_rows_vnni(const uint8_t* rows, int64_t stride,
                                                                                  const int8_t* block, int64_t fours,
@@ -84,24 +85,27 @@ constexpr void (*multiply_vnni_by_rows[kMostRowsVnni])(const uint8_t*, int64_t, 
     multiply_rows_vnni<1, Lines, PastCaches>, multiply_rows_vnni<2, Lines, PastCaches>, multiply_rows_vnni<3, Lines, PastCaches>,
     multiply_rows_vnni<4, Lines, PastCaches>, multiply_rows_vnni<5, Lines, PastCaches>, multiply_rows_vnni<6, Lines, PastCaches>};
 
+// A weight of so many bytes is read from memory at each call: a model has several like it.
+constexpr int64_t kStreamed = int64_t{1} << 23;
+
 inline void multiply_vnni(const uint8_t* rows, int64_t stride, int64_t count, const int8_t* block, int64_t terms,
-                          int32_t (*sums)[kBlock]) {
+                          int64_t bytes_of_weight, int32_t (*sums)[kBlock]) {
   const int64_t fours = (terms + 3) / 4, turns = (count + kMostRowsVnni - 1) / kMostRowsVnni;
-  // For few rows the weight is read from memory, faster than many processors prefetch it by themselves. AMD's are as fast, but the
-  // weight would drive out of their caches what the model's other ops need. For more rows, the first turns fetch the next block, since
-  // processors prefetch nothing while the block is read again.
-  const int64_t most = prefetcher_crosses_pages() ? 3 : 4;
-  const int lines = turns == 1 ? (count > most ? 0 : 4) : turns <= 3 ? 2 : 1;
+  // A weight that few rows read from memory is prefetched, since many processors fetch it too late by themselves. AMD's do not; but there a
+  // large weight is read past the caches, to leave in them what the other ops of a model need. For more rows, the first turns fetch the
+  // next block, since processors prefetch nothing while the block is read again.
+  const bool is_amd = prefetcher_crosses_pages(), past_caches = is_amd && count <= 3 && bytes_of_weight >= kStreamed;
+  const int lines = turns > 3 ? 1 : turns > 1 ? 2 : past_caches || (!is_amd && count <= 4) ? 4 : 0;
   const int8_t* ahead = block + (turns == 1 ? 2048 : blocks(terms) * kBlock * kBlock);
   for (int64_t turn = 0; turn < turns; ++turn) {
     // Seven rows are four and three, not six and one.
     const int64_t left = turns - turn, now = (count + left - 1) / left;
     const bool fetches = lines * turn < 4;
-    const auto& by_rows = !fetches || lines == 0       ? multiply_vnni_by_rows<0>
-                          : lines == 1                 ? multiply_vnni_by_rows<1>
-                          : lines == 2                 ? multiply_vnni_by_rows<2>
-                          : prefetcher_crosses_pages() ? multiply_vnni_by_rows<4, true>
-                                                       : multiply_vnni_by_rows<4>;
+    const auto& by_rows = !fetches || lines == 0 ? multiply_vnni_by_rows<0>
+                          : lines == 1           ? multiply_vnni_by_rows<1>
+                          : lines == 2           ? multiply_vnni_by_rows<2>
+                          : past_caches          ? multiply_vnni_by_rows<4, true>
+                                                 : multiply_vnni_by_rows<4>;
     by_rows[now - 1](rows, stride, block, fours, ahead, sums);
     rows += now * stride;
     sums += now;

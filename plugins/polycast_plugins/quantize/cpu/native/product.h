@@ -26,7 +26,7 @@ inline void multiply(Isa isa, const Activations& x, int64_t row, int64_t count, 
     case Isa::amx:
       return multiply_amx(rows, x.stride, count, block, weight.terms, sums);
     case Isa::vnni:
-      return multiply_vnni(rows, x.stride, count, block, weight.terms, sums);
+      return multiply_vnni(rows, x.stride, count, block, weight.terms, weight.columns * weight.terms, sums);
     case Isa::avx_vnni:
       return multiply_avx_vnni(rows, x.stride, count, block, weight.terms, sums);
     case Isa::avx2:
