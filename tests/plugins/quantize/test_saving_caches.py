@@ -1,4 +1,4 @@
-"""How caches are written, and which cannot be: the message says why, and files stay as they are."""
+"""Save caches in blocks, or say why they cannot be saved and leave files as they are."""
 
 import errno
 import io
@@ -69,13 +69,15 @@ def test_a_link_stays_and_the_file_that_it_points_to_is_replaced(tmp_path, model
 
 
 def test_the_error_of_a_full_disk_names_the_file(saved, model, monkeypatch):
-    def fill(tensor):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    class Full(io.FileIO):
+        def write(self, data):  # of the last block, which is written when the file is closed
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     content, cache = saved.read_bytes(), WeightCache.load(saved, model)
-    monkeypatch.setattr(tensor_file, "memory_of", fill)
-    with pytest.raises(OSError, match=r"model\.casts'$") as caught:
-        cache.save(saved, model)
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "open", lambda path, mode, buffering: io.BufferedWriter(Full(path, mode), buffering))
+        with pytest.raises(OSError, match=r"model\.casts'$") as caught:
+            cache.save(saved, model)
     assert caught.value.errno == errno.ENOSPC
     assert saved.read_bytes() == content
 
