@@ -112,6 +112,7 @@ BENCHMARKS: Mapping[str, Entry] = {
     "fastest-avx2": Entry("fastest:with_avx2", one_and_all, environment=AVX2),
     "few-rows": Entry("few_rows:races", each),
     "llama-cpp": Entry("llama_cpp:LlamaCpp", each, takes_threads=True),
+    "llama-compiled": Entry("llama_cpp:Compiled", each, takes_threads=True),
     "gpu": Entry("gpu:Gpu", one),
     "fastest-memory": Entry("fastest:Memory", all_of_them),
     "occupied": Entry("occupied:Occupied", all_of_them),

@@ -7,9 +7,10 @@ least time of all turns counts. float32 is in each wave, as the baseline.
 import itertools
 import json
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,16 @@ from .apart import Worker
 from .fastest import llama
 from .llama_sides import (
     CACHED,
+    COMPILED,
     COPY,
     FASTEST,
     FLOAT32,
     INT4,
     INT4_64,
     INT4_128,
+    INT4_COMPILED,
     INT8,
+    INT8_COMPILED,
     LONGEST,
     MOST_SEQUENCES,
     OF_SEVERAL,
@@ -34,6 +38,7 @@ from .llama_sides import (
     TORCH,
     TORCHAO_4,
     TORCHAO_8,
+    WAYS,
     Step,
 )
 from .timing import Plan, Ratio, Result
@@ -43,6 +48,7 @@ WAVES: Sequence[Sequence[str]] = (
     (FLOAT32, "BF16", "F16", CACHED, FASTEST, PLAIN, TORCH, TORCHAO_8, TORCHAO_4),
 )
 """The sides that live at once: as many as fit into 16 GB of memory, with the files that they map."""
+WITH_COMPILED = (FLOAT32, "Q4_0", INT4, INT4_COMPILED, "Q8_0", INT8, INT8_COMPILED)
 
 _SEVERAL = Step(1, OF_SEVERAL, MOST_SEQUENCES)
 STEPS: Mapping[Step, int] = {
@@ -57,11 +63,14 @@ STEPS: Mapping[Step, int] = {
     _SEVERAL: 6,
 }
 """The steps that are timed, and in how many rounds."""
+DECODING = {step: rounds for step, rounds in STEPS.items() if step.tokens == step.sequences == 1}
 _MANY = {Step(8): 0.8, Step(128): 0.6, Step(512): 0.6, _SEVERAL: 0.6, Step(1, LONGEST): 1.0}
 BOUNDS: Mapping[tuple[str, str], Mapping[Step, float]] = {
     (INT4, "Q4_0"): {Step(1): 1.0, **_MANY},
     (INT4_128, "Q4_0"): {Step(1): 0.93},
     (INT8, "Q8_0"): {Step(1): 0.95, **_MANY},
+    (INT4_COMPILED, "Q4_0"): dict.fromkeys(DECODING, 1.0),
+    (INT8_COMPILED, "Q8_0"): dict.fromkeys(DECODING, 0.95),
     (FASTEST, "BF16"): {Step(1): 1.0, Step(1, LONGEST): 1.0},
 }
 """Bounds of a side's time relative to that of llama.cpp's format with about as many bits."""
@@ -83,9 +92,13 @@ class LlamaCpp:
 
     Attributes:
         threads: the numbers of threads.
+        waves: the sides that live at once.
+        steps: the steps that are timed, and in how many rounds.
     """
 
     threads: Sequence[int]
+    waves: Sequence[Sequence[str]] = WAVES
+    steps: Mapping[Step, int] = field(default_factory=lambda: STEPS)
 
     def run(self, quick: bool) -> list[Result]:
         """Return all figures; with `quick`, those of a model of a few layers.
@@ -95,13 +108,44 @@ class LlamaCpp:
         """
         why = gguf_files.missing()
         if why:
-            return [replace(each, skipped=why, threads=number) for number in self.threads for each in _unmeasured()]
+            return list(self._skipped(why))
         made = llama(layers=_QUICK_LAYERS) if quick else llama()
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
-            prepare(made, folder)
+            prepare(made, folder, {name for wave in self.waves for name in wave})
             del made
-            return [result for wave in WAVES for result in _of_wave(folder, wave, self.threads, quick)]
+            return [result for wave in self.waves for result in self._of_wave(folder, wave, quick)]
+
+    def _skipped(self, why: str) -> Iterator[Result]:
+        for number, wave, step in itertools.product(self.threads, self.waves, self.steps):
+            for each in ratios(step, wave):
+                sides = each.ours, each.others[0]
+                yield Result(each.what, each.against, None, each.at_most, sides=sides, skipped=why, threads=number)
+
+    def _of_wave(self, folder: Path, wave: Sequence[str], quick: bool) -> Iterator[Result]:
+        """Yield the figures of sides that live at once."""
+        with ExitStack() as stack:
+            workers: dict[str, Worker] = {}
+            left_out: dict[str, str] = {}
+            for name in wave:
+                worker = stack.enter_context(_worker(folder, name, self.threads[0]))
+                loaded = worker.answer()
+                if "why" in loaded:
+                    left_out[name] = loaded["why"]
+                    continue
+                workers[name] = worker
+                yield from _sizes(name, loaded, self.threads[0])
+            for number in self.threads:
+                for worker in workers.values():
+                    worker.ask(json.dumps({"threads": number}))
+                for step, rounds in self.steps.items():
+                    plan, taken = _raced(workers, step, rounds, quick)
+                    whole = replace(plan, ratios=ratios(step, wave), left_out=left_out)
+                    yield from (replace(each, threads=number) for each in whole.results(taken, least=True))
+
+
+Compiled = partial(LlamaCpp, waves=[WITH_COMPILED], steps=DECODING)
+"""The benchmark `llama-compiled`: polycast's sides with and without ``torch.compile``, for a token at a time."""
 
 
 def ratios(step: Step, sides: Sequence[str]) -> list[Ratio]:
@@ -114,14 +158,8 @@ def ratios(step: Step, sides: Sequence[str]) -> list[Ratio]:
     ]
 
 
-def _unmeasured() -> Iterator[Result]:
-    for wave, step in itertools.product(WAVES, STEPS):
-        for each in ratios(step, wave):
-            yield Result(each.what, each.against, None, each.at_most, sides=(each.ours, each.others[0]))
-
-
-def prepare(model: Any, folder: Path) -> None:
-    """Write a model for all sides into a folder, after a check that llama.cpp computes it as torch does.
+def prepare(model: Any, folder: Path, sides: Set[str]) -> None:
+    """Write a model for some sides into a folder, after a check that llama.cpp computes it as torch does.
 
     Raises:
         RuntimeError: llama.cpp computes other logits in float32 than torch.
@@ -134,10 +172,11 @@ def prepare(model: Any, folder: Path) -> None:
     source = folder / "F32.gguf"
     gguf_files.write(model, source)
     check(folder)
-    for name in gguf_files.FORMATS:
+    for name in sides & gguf_files.FORMATS.keys():
         gguf_files.quantize(source, folder / f"{name}.gguf", name)
     source.unlink()
-    for name in ("Q4_0", *(name for name, way in llama_sides.WAYS.items() if way.cached)):
+    cached = {name.removesuffix(COMPILED) for name in sides & WAYS.keys() if WAYS[name].cached}
+    for name in ("Q4_0", *cached):
         with _worker(folder, name, torch.get_num_threads()) as worker:
             if "why" not in worker.answer():
                 worker.ask(json.dumps({"save": True}))
@@ -163,28 +202,6 @@ def _worker(folder: Path, name: str, threads: int) -> Worker:
     return Worker("benchmarks.llama_sides", str(folder), name, str(threads), environment={})
 
 
-def _of_wave(folder: Path, wave: Sequence[str], threads: Sequence[int], quick: bool) -> Iterator[Result]:
-    """Yield the figures of sides that live at once."""
-    with ExitStack() as stack:
-        workers: dict[str, Worker] = {}
-        left_out: dict[str, str] = {}
-        for name in wave:
-            worker = stack.enter_context(_worker(folder, name, threads[0]))
-            loaded = worker.answer()
-            if "why" in loaded:
-                left_out[name] = loaded["why"]
-                continue
-            workers[name] = worker
-            yield from _sizes(name, loaded, threads[0])
-        for number in threads:
-            for worker in workers.values():
-                worker.ask(json.dumps({"threads": number}))
-            for step, rounds in STEPS.items():
-                plan, taken = _raced(workers, step, rounds, quick)
-                whole = replace(plan, ratios=ratios(step, wave), left_out=left_out)
-                yield from (replace(each, threads=number) for each in whole.results(taken, least=True))
-
-
 def _sizes(name: str, loaded: Mapping[str, float], threads: int) -> Iterator[Result]:
     """Yield what a side takes to be loaded, its first token included."""
     yield Result(f"{name}, load", "-", loaded["seconds"], None, " s", threads=threads)
@@ -201,7 +218,9 @@ def _raced(
         seconds: float = workers[name].ask(json.dumps({"step": step, "calls": calls}))
         return seconds
 
-    first, then = ({name: time(name, 1) for name in workers} for _ in range(2))  # the first may read files from disk
+    _, first, then = (
+        {name: time(name, 1) for name in workers} for _ in range(3)
+    )  # the first compiles, and reads files
     slow = {name for name, seconds in then.items() if seconds > _SLOW * then[FLOAT32]}
     once = {name: min(first[name], then[name]) for name in slow}
     calls = {name: max(1, round(_SECONDS / seconds)) for name, seconds in then.items() if name not in slow}

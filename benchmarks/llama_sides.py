@@ -12,7 +12,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -28,6 +28,8 @@ from .fastest import measure_profile
 FLOAT32, COPY, TORCH = "float32", "a bfloat16 copy", "torch.autocast"
 PLAIN, CACHED, FASTEST, INT8, INT4 = "a plain region", "WeightCache", "fastest", "int8", "int4"
 INT4_64, INT4_128 = "int4, groups of 64", "int4, groups of 128"
+COMPILED = ", compiled"
+INT8_COMPILED, INT4_COMPILED = INT8 + COMPILED, INT4 + COMPILED
 TORCHAO_8, TORCHAO_4 = "torchao, int8", "torchao, int4"
 LONGEST, OF_SEVERAL, MOST_SEQUENCES = 2048, 512, 8
 """The longest context of one sequence, that of each of several, and their number."""
@@ -117,11 +119,13 @@ class Way:
         region: makes the region from a WeightCache; None for no region.
         cached: whether the region has a WeightCache, which is loaded from its file.
         change: changes the loaded model.
+        compiled: whether ``torch.compile`` compiles the model.
     """
 
     region: Callable[..., AbstractContextManager[Any]] | None = None
     cached: bool = False
     change: Callable[[nn.Module], object] = nn.Module.eval
+    compiled: bool = False
 
 
 def _recipe(recipe: str | polycast.plugin.Recipe | None) -> Way:
@@ -150,6 +154,8 @@ WAYS: Mapping[str, Way] = {
     INT4: _recipe("int4"),
     INT4_64: _recipe(polycast.Int4(64)),
     INT4_128: _recipe(polycast.Int4(128)),
+    INT8_COMPILED: replace(_recipe("int8"), compiled=True),
+    INT4_COMPILED: replace(_recipe("int4"), compiled=True),
     TORCHAO_8: Way(change=_quantized("Int8DynamicActivationInt8WeightConfig")),
     TORCHAO_4: Way(change=_quantized("Int4WeightOnlyConfig", int4_packing_format="plain_int32")),
 }
@@ -160,9 +166,10 @@ class Torch:
 
     def __init__(self, folder: Path, name: str) -> None:
         self._way = way = WAYS[name]
-        self._path = folder / f"{name}.safetensors".replace(" ", "-")
+        self._path = folder / f"{name.removesuffix(COMPILED)}.safetensors".replace(" ", "-")
         self._model: Any = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).requires_grad_(False)
         way.change(self._model)
+        self._call = torch.compile(self._model) if way.compiled else self._model
         cache = None
         if way.cached:
             cache = (
@@ -183,6 +190,9 @@ class Torch:
 
     def set_threads(self, threads: int) -> None:
         """Compute on a number of threads from now on, and choose by the profile of that number."""
+        if self._way.compiled and threads != torch.get_num_threads():
+            torch.compiler.reset()  # the generated code is for a number of threads
+            self._call = torch.compile(self._model)
         torch.set_num_threads(threads)
         if self._way is WAYS[FASTEST]:
             measure_profile("cpu")
@@ -190,7 +200,7 @@ class Torch:
 
     def _forward(self, tokens: list[list[int]], earlier: DynamicCache) -> torch.Tensor:
         with torch.inference_mode(), self._region:
-            out = self._model(torch.tensor(tokens), logits_to_keep=1, **{_CACHE: earlier})
+            out = self._call(torch.tensor(tokens), logits_to_keep=1, **{_CACHE: earlier})
             logits: torch.Tensor = out.logits
         return logits
 

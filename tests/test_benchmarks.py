@@ -20,6 +20,7 @@ EACH = {
     "fastest",
     "few-rows",
     "int4",
+    "llama-compiled",
     "llama-cpp",
     "low-bit",
     "numerics",

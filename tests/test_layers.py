@@ -109,6 +109,7 @@ CALLS_UP = {
     "region.autocast",  # calls a method of plugins
     "engine.recipes.operators",  # calls the plans of plugins
     "engine.recipes.plan",  # makes and calls the plans of plugins
+    "policy.manifests",  # calls the functions that manifests name
     "policy.recipe",  # calls methods of the recipes of plugins
     "torch_internals.callers_state",  # calls methods of plugins
     "torch_internals.patcher",  # calls the functions that the table of changes names
@@ -182,7 +183,7 @@ def lines_of(function):
     return body[-1].end_lineno - body[0].lineno + 1
 
 
-BOUNDS = [("core", ".py", 15_647), ("core", ".h .cpp", 6_983), ("core backends plugins", ".py", 41_318)]
+BOUNDS = [("core", ".py", 15_673), ("core", ".h .cpp", 7_119), ("core backends plugins", ".py", 41_344)]
 """Folders, kinds of files, and their lines at most, docstrings and comments included. A change that needs more says
 what users gain by it."""
 

@@ -24,7 +24,7 @@ from .graph_regions import enter_in_a_graph
 
 _MARK = "polycast"
 """An attribute of the objects that keys are hashes of."""
-_CODE = 5
+_CODE = 6
 """The version of the code that polycast's operators and regions compile to, and of the choices of the recipe "fastest";
 raise it when they change."""
 

@@ -103,6 +103,14 @@ class StateMachine(Protocol):
         NOT_PREPACKED.
         """
 
+    def register_recipe_op(self, name: str, op: str, compute: Callable[..., torch.Tensor], /) -> None:
+        """Register the engine's kernel of an operator in compiled code, if it has one.
+
+        Args:
+            name, op: the operator and the op that it computes by a recipe, by their names in the dispatcher.
+            compute: the operator in Python, for threads whose region does not have that recipe.
+        """
+
     def store(self, cache: CastCache, /) -> Any:
         """Return the store of a cache, of the native engine; None if the engine caches nothing."""
 

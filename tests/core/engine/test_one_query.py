@@ -75,6 +75,34 @@ def test_queries_become_rows_where_that_gives_the_same(native, heads, shared, op
     assert queries_of_fused(call) == [rows]
 
 
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiled_code_computes_the_rows_too(native, dynamic):
+    torch.compiler.reset()
+    compiled = torch.compile(
+        lambda *given: attention(*given, enable_gqa=True), backend="aot_eager", fullgraph=True, dynamic=dynamic
+    )
+    with torch.no_grad(), polycast.autocast("cpu"):
+        for keys in (9, 10):
+            given = tensors(8, 2, keys)
+            found, expected = compiled(*given), attention(*given, enable_gqa=True)
+            assert found.dtype == torch.bfloat16
+            assert torch.equal(found, expected)
+            assert queries_of_fused(lambda given=given: compiled(*given)) == [[2, 2, 4, 12]]
+
+
+def test_compiled_attention_that_is_recorded_stays_as_it_is(native):
+    torch.compiler.reset()
+    given = tensors(8, 2, 9, requires_grad=True)
+    compiled = torch.compile(lambda *given: attention(*given, enable_gqa=True), backend="aot_eager", fullgraph=True)
+
+    def call():
+        with polycast.autocast("cpu"):
+            compiled(*given).float().sum().backward()
+
+    call()
+    assert queries_of_fused(call) == [[2, 8, 1, 12]]
+
+
 def test_recorded_attention_stays_as_it_is(native):
     given = tensors(8, 2, 9, requires_grad=True)
 

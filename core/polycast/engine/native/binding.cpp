@@ -2,7 +2,7 @@
 //
 // One translation unit with all headers, in anonymous namespaces: parsing torch's headers is most of the build. From the bottom:
 // version_stamp.h, invalidation.h, admission.h; user_store.h and region_store.h; frames.h, regions.h, construction.h, methods.h;
-// casting.h, matching.h, arguments.h, recipes/, kernel.h, unboxed.h, registrations.h.
+// casting.h, matching.h, arguments.h, recipes/, kernel.h, unboxed.h, registrations.h, recipe_op.h.
 
 #include "extension.h"
 
@@ -11,6 +11,7 @@
 #include "forks.h"
 #include "methods.h"
 #include "observed.h"
+#include "recipe_op.h"
 #include "recorded_writes.h"
 #include "regions.h"
 #include "registrations.h"
@@ -36,11 +37,12 @@ void acquire_locks() {
   acquire(only<DeferredDestruction>().mutex());
 }
 
-// Override({op number: policy number})
+// Override({op number: policy number}, recipe)
 PyObject* make_override(PyTypeObject*, PyObject* arguments, PyObject*) {
   PyObject* policies;
-  parse(arguments, "O!", &PyDict_Type, &policies);
-  auto override = std::make_shared<Override>();
+  const char* recipe;
+  parse(arguments, "O!s", &PyDict_Type, &policies, &recipe);
+  auto override = std::make_shared<Override>(recipe);
   PyObject *number, *policy;
   for (Py_ssize_t position = 0; PyDict_Next(policies, &position, &number, &policy) != 0;) {
     override->set(PyLong_AsLongLong(number), static_cast<Policy>(PyLong_AsLong(policy)));
@@ -260,6 +262,7 @@ PyMethodDef functions[] = {
     {"read", raising<&read>, METH_VARARGS, "Call a function that only reads the memory of a tensor."},
     {"forget", raising<&forget>, METH_O, "Drop the entries of weights and the references to them."},
     {"prepacked", raising<&prepacked>, METH_VARARGS, "Return a prepacked weight, None if it cannot be prepacked, or the number of the reason why it cannot be cached."},
+    {"register_recipe_op", raising<&register_recipe_op>, METH_VARARGS, "Register the kernel of an operator in compiled code."},
     {"forget_actions", raising<&run<&forget_actions>>, METH_NOARGS, "Drop the actions that are kept for calls by a recipe, on all threads."},
     {"set_recomputing", raising<&set_recomputing>, METH_O, "Set the backward that recomputes a forward on this thread."},
     {"observing", raising<&observing>, METH_NOARGS, "Return what an observer is bound to."},

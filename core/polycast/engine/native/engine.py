@@ -120,6 +120,10 @@ class NativeEngine:
         store = None if cache is None else self.store(cache)
         return result, (kind, weight, prepack_id, name, overload, constants, store)
 
+    def register_recipe_op(self, name: str, op: str, compute: Callable[..., torch.Tensor]) -> None:
+        """See :class:`StateMachine`."""
+        self._extension.register_recipe_op(name, op, self.number(op), compute)
+
     def prepacked(
         self, cache: CastCache, weight: torch.Tensor, prepack_id: int, prepack: Callable[[torch.Tensor], Any]
     ) -> tuple[torch.Tensor, ...] | str | None:
@@ -142,7 +146,8 @@ class NativeEngine:
         if override.native is None:
             policies = {self.number(name): _POLICIES[policy.name] for name, policy in override.policies.items()}
             policies |= {self.number(name): _POLICIES["RECIPE"] for name in override.recipe_ops}
-            override.native = self._extension.Override(policies)
+            recipe = "" if override.recipe is None else override.recipe.text
+            override.native = self._extension.Override(policies, recipe)
         return override.native
 
     def watch_writes(self) -> None:

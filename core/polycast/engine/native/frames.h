@@ -28,6 +28,9 @@ constexpr std::array<const char*, 11> kPolicyNames = {
 class Override {
  public:
   const uint64_t id = next_id();  // of no other override, even of one that has died
+  const std::string recipe;       // its text; empty without one
+
+  explicit Override(std::string recipe) : recipe(std::move(recipe)) {}
 
   void set(int64_t number, Policy policy) {
     const auto index = static_cast<size_t>(number);

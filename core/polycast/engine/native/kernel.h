@@ -6,6 +6,7 @@
 #include "autocast.h"
 #include "boxed_arguments.h"
 #include "matching.h"
+#include "one_query.h"
 #include "recipe_call.h"
 #include "regions.h"
 
@@ -172,7 +173,9 @@ class Kernel final : public c10::OperatorKernel {
       op_.with_dtype->callBoxed(stack);
       return;
     }
-    handle.callBoxed(stack);
+    if (!is_traced() || region.innermost == nullptr || needs_autograd(stack) || !attend_by_rows(handle, stack)) {
+      handle.callBoxed(stack);
+    }
     write_back(written);
   }
 

@@ -1,5 +1,6 @@
 // Attention by one query for each head on the CPU, as a decoder computes it for each token. For one row torch's kernel is slow: in bfloat16 it
 // takes three times as long as for two. Where heads share keys it computes each head alone, though their queries are rows of one product.
+// Sizes may be symbolic: compiled code computes the rows too.
 
 #pragma once
 
@@ -19,23 +20,47 @@ Tensor attention_of_extension(
 Tensor rows_of_query(
     const Tensor& query, const Tensor& key, const Tensor& value, const std::optional<Tensor>& mask, double dropout, bool is_causal,
     std::optional<double>, bool shares_keys) {
-  const bool are_batches = query.is_cpu() && query.dim() == 4 && key.dim() == 4 && value.dim() == 4 && query.numel() > 0 && key.numel() > 0 &&
-      query.size(0) == key.size(0) && key.sizes().slice(0, 3) == value.sizes().slice(0, 3);  // torch broadcasts others
-  if (!are_batches || query.size(2) != 1 || is_causal || dropout != 0 || (mask && (mask->dim() != 4 || mask->size(2) != 1))) {
+  if (!query.is_cpu() || query.dim() != 4 || key.dim() != 4 || value.dim() != 4 || query.sym_size(2) != 1 || is_causal || dropout != 0 ||
+      (mask && (mask->dim() != 4 || mask->sym_size(2) != 1))) {
     return {};
   }
-  const int64_t batches = query.size(0), heads = query.size(1), shared = key.size(1);
+  const bool are_batches = query.sym_numel() > 0 && key.sym_numel() > 0 && query.sym_size(0) == key.sym_size(0) &&
+      key.sym_sizes().slice(0, 3) == value.sym_sizes().slice(0, 3);  // torch broadcasts others
+  if (!are_batches) {
+    return {};
+  }
+  const c10::SymInt batches = query.sym_size(0), heads = query.sym_size(1), shared = key.sym_size(1);
   if (heads == shared) {
     return query.scalar_type() == at::kBFloat16 ? query.expand({-1, -1, 2, -1}).contiguous() : Tensor();
   }
-  const bool is_grouped = shares_keys && heads % shared == 0 && (!mask || mask->size(1) == 1);
-  return is_grouped ? query.reshape({batches, shared, heads / shared, query.size(3)}) : Tensor();
+  const bool is_grouped = shares_keys && heads % shared == 0 && (!mask || mask->sym_size(1) == 1);
+  return is_grouped ? query.reshape_symint({batches, shared, heads / shared, query.sym_size(3)}) : Tensor();
 }
 
 // Return the attention of one query from that of the rows.
 Tensor of_one_query(const Tensor& query, const Tensor& attention) {
-  const bool is_twice = query.size(1) == attention.size(1);
-  return is_twice ? attention.slice(2, 0, 1).contiguous() : attention.reshape({query.size(0), query.size(1), 1, attention.size(3)});
+  const bool is_twice = query.sym_size(1) == attention.sym_size(1);
+  return is_twice ? attention.slice(2, 0, 1).contiguous()
+                  : attention.reshape_symint({query.sym_size(0), query.sym_size(1), 1, attention.sym_size(3)});
+}
+
+// Call an op with its arguments on the stack if it is attention, and faster by rows; else return false.
+bool attend_by_rows(const c10::OperatorHandle& handle, torch::jit::Stack* stack) {
+  if (handle.operator_name() != c10::OperatorName("aten::scaled_dot_product_attention", "")) {
+    return false;
+  }
+  c10::IValue* const arguments = stack->data() + stack->size() - handle.schema().arguments().size();
+  const Tensor query = arguments[0].toTensor();
+  const Tensor rows = rows_of_query(
+      query, arguments[1].toTensor(), arguments[2].toTensor(), arguments[3].toOptional<Tensor>(), arguments[4].toDouble(), arguments[5].toBool(),
+      std::nullopt, arguments[7].toBool());
+  if (!rows.defined()) {
+    return false;
+  }
+  arguments[0] = rows;
+  handle.callBoxed(stack);
+  stack->back() = of_one_query(query, stack->back().toTensor());
+  return true;
 }
 
 }  // namespace

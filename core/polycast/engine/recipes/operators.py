@@ -1,7 +1,8 @@
 """``polycast::low_bit_...``: operators in compiled code for ops that a recipe computes.
 
 Each takes the arguments of its op, and the recipe. When it runs, it looks up the kernel and the prepacked weight: in
-the cache of this thread's region, or in the one that it names if the region is in the compiled code.
+the cache of this thread's region, or in the one that it names if the region is in the compiled code. The native engine
+has a kernel of its own for the former (native/recipe_op.h), which computes the op as in eager code.
 """
 
 import functools
@@ -52,7 +53,7 @@ def traced(
         layout = [position, weight.storage_offset(), *weight.shape, *weight.stride()]
     dtype = torch.get_autocast_dtype(plan.device_type)
     with _lock:
-        operator = _operator_of(op, find)
+        operator = _operator_of(op, find, state.machine)
     result: torch.Tensor = operator(*args, plan.recipe.text, number_in_graph(cache), dtype, layout)
     return result
 
@@ -70,8 +71,16 @@ def _with_view(args: Sequence[Any], layout: Sequence[int] = ()) -> Sequence[Any]
 
 
 @functools.cache
-def _operator_of(op: str, find: Callable[[int, Backend, str], Any]) -> Any:
-    """Return the operator of an op, defining it at the first call, with the lock held."""
+def _operator_of(op: str, find: Callable[[int, Backend, str], Any], machine: state.StateMachine) -> Any:
+    """Return the operator of an op, after an engine has registered its kernel. The lock must be held."""
+    name, run = _define(op, find)
+    machine.register_recipe_op(f"polycast::{name}", op, run)
+    return getattr(torch.ops.polycast, name).default
+
+
+@functools.cache
+def _define(op: str, find: Callable[[int, Backend, str], Any]) -> tuple[str, Callable[..., torch.Tensor]]:
+    """Define the operator of an op; return its name and what computes it."""
     overload = existing_op(op)
     name = "low_bit_" + op.replace("::", "_").replace(".", "_")
     arguments, _, returns = str(overload._schema).partition("(")[2].rpartition(") -> ")
@@ -95,7 +104,7 @@ def _operator_of(op: str, find: Callable[[int, Backend, str], Any]) -> Any:
 
     _library.impl(name, run, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
     _library.impl(name, fake, "Meta")  # type: ignore[no-untyped-call]
-    return getattr(torch.ops.polycast, name).default
+    return name, run
 
 
 _library = Library("polycast", "FRAGMENT")  # type: ignore[no-untyped-call]

@@ -223,7 +223,8 @@ class Plan(ABC):
     def in_graph(self, op: str, args: Sequence[Any], cache: CastCache | None) -> torch.Tensor | str:
         """Replace an op by an operator in traced code; return its result there, or why the recipe declines it.
 
-        When the code runs, the operator calls :meth:`compute`.
+        When the code runs in a region of the recipe around it, the native engine computes the op as in eager code;
+        otherwise the operator calls :meth:`compute`.
 
         Args:
             op, args, cache: as of :meth:`perform`; `op` is in `kernels`.

@@ -133,6 +133,9 @@ class PythonStateMachine:
         prepacked: tuple[torch.Tensor, ...] | None = prepack(weight)
         return prepacked
 
+    def register_recipe_op(self, *_: object) -> None:
+        """Do nothing: the operators run in Python."""
+
     def store(self, cache: CastCache) -> None:
         """Return None: this engine caches nothing."""
 

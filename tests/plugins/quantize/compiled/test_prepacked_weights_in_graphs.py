@@ -5,9 +5,12 @@ import torch
 from tests.core.compilers.test_cached_casts import counts, inputs, mlp
 from tests.core.compilers.test_views_of_weights import BACKENDS, SIZE, X, new_weight
 from tests.engines import NATIVE
+from torch import nn
 from torch.nn.functional import linear
 
 from polycast import Int8, WeightCache, autocast
+from polycast.engine.recipes import operators
+from polycast_plugins.quantize.kernel_plan import KernelPlan
 
 pytestmark = NATIVE
 PRODUCTS = {
@@ -36,6 +39,24 @@ def test_recipes_compute_by_the_prepacked_weights_of_eager_code(backend, name, d
         for _ in range(2):
             assert torch.equal(call(x), product(w, x))
     assert (int8_kernels[op].prepared, int8_kernels[op].ran) == (prepared + 1, ran + 4)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_compiled_code_needs_no_python_for_calls_like_earlier_ones(kernel, monkeypatch, grad):
+    layer, x = nn.Linear(64, 32).requires_grad_(False), torch.randn(2, SIZE)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+
+    def fail(*_):
+        raise AssertionError("Python is asked again")
+
+    with torch.set_grad_enabled(grad), autocast("cpu", recipe=Int8(min_size=1)):
+        expected = layer(x)
+        assert torch.equal(compiled(x), expected)
+        with monkeypatch.context() as patch:
+            patch.setattr(operators, "_run_in_compiled", fail)
+            patch.setattr(KernelPlan, "perform", fail)
+            patch.setattr(KernelPlan, "compute", fail)
+            assert torch.equal(compiled(x), expected)
 
 
 def test_experts_are_packed_one_by_one_in_a_region_in_the_code(int8_kernels, cache):

@@ -124,12 +124,14 @@ C10_NOINLINE void push_boxed(torch::jit::Stack& stack, const Arg& argument) {
   stack.emplace_back(argument);
 }
 
-// Box arguments, with room for what an OPERATOR action appends.
+// What an OPERATOR action appends to the arguments, at most.
+constexpr size_t kMaxAppended = 12;
+
+// Box arguments, with room for what is appended.
 template <class... Args>
 torch::jit::Stack boxed(const Args&... arguments) {
-  constexpr size_t kMaxAdded = 12;
   torch::jit::Stack stack;
-  stack.reserve(sizeof...(arguments) + kMaxAdded);
+  stack.reserve(sizeof...(arguments) + kMaxAppended);
   (push_boxed(stack, arguments), ...);
   return stack;
 }

@@ -1,0 +1,100 @@
+// Operators in compiled code for ops that a recipe computes, on all devices. See recipes/operators.py.
+
+#pragma once
+
+#include "kernel.h"
+
+namespace {
+
+// Computes the op as in eager code if this thread's region has the recipe and the dtype: for calls like earlier ones, without Python. Otherwise calls
+// the operator in Python, as for regions in the compiled code, views of weights, and code that autograd runs.
+class RecipeOp final : public c10::OperatorKernel {
+ public:
+  // number: of the op. compute: the operator in Python; never released, since torch destroys kernels as the process exits.
+  RecipeOp(c10::OperatorHandle op, int64_t number, PyObject* compute)
+      : op_(std::move(op)), number_(number), compute_(Py_NewRef(compute)), is_capturing_(Object::borrow(Py_True)) {}
+
+  void operator()(const c10::OperatorHandle& handle, c10::DispatchKeySet keys, torch::jit::Stack* stack) const {
+    const auto first = stack->end() - static_cast<int64_t>(handle.schema().arguments().size());
+    torch::jit::Stack arguments;
+    arguments.reserve(handle.schema().arguments().size() + kMaxAppended);
+    arguments.assign(std::make_move_iterator(first), std::make_move_iterator(stack->end()));
+    stack->erase(first, stack->end());
+    const DispatchKey key = (keys - kSkippableKeys).highestPriorityTypeId();
+    const bool has_only_autograd = c10::toFunctionalityKey(key) == DispatchKey::Dense && keys - kSkippableKeys == c10::DispatchKeySet(key);
+    Results results = has_only_autograd && is_of_region(c10::dispatchKeyToDeviceType(key), arguments) ? compute(key, arguments) : in_python(arguments);
+    stack->insert(stack->end(), std::make_move_iterator(results.begin()), std::make_move_iterator(results.end()));
+  }
+
+ private:
+  // The arguments after those of the op, in the order of the schema, and their number.
+  enum Added : size_t { kRecipe, kCache, kDtype, kView, kAdded };
+
+  static const c10::IValue& added(const torch::jit::Stack& arguments, Added position) { return arguments[arguments.size() - kAdded + position]; }
+
+  static bool is_of_region(DeviceType device, const torch::jit::Stack& arguments) {
+    const Override* const override = region_of(device).override;
+    return override != nullptr && override->recipe == added(arguments, kRecipe).toStringView() && added(arguments, kCache).toInt() == 0 &&
+        added(arguments, kDtype).toScalarType() == at::autocast::get_autocast_dtype(device) && added(arguments, kView).toListRef().empty() &&
+        caching_is_safe() && runs_in_function() == false;
+  }
+
+  Results compute(DispatchKey key, torch::jit::Stack& arguments) const {
+    const DeviceType device = c10::dispatchKeyToDeviceType(key);
+    const ScalarType dtype = added(arguments, kDtype).toScalarType();
+    arguments.resize(arguments.size() - kAdded);
+    const NoAutocast no_autocast(device, c10::getAutocastRelatedKeySetFromBackend(c10::toBackendComponent(key)));
+    {
+      const at::NoGradGuard no_history;
+      if (Results results = call_recipe({op_, number_, device, /*has_only_autograd=*/true, is_capturing_}, arguments); !results.empty()) {
+        return results;
+      }
+    }
+    for (c10::IValue& argument : arguments) {
+      if (argument.isTensor() && argument.toTensor().defined() && is_fast_or_float32(argument.toTensor().scalar_type())) {
+        argument = argument.toTensor().to(dtype);
+      }
+    }
+    op_.callBoxed(arguments);
+    return std::move(arguments);
+  }
+
+  Results in_python(const torch::jit::Stack& arguments) const {
+    const Gil gil;
+    const Object given = Object::steal(PyTuple_New(static_cast<Py_ssize_t>(arguments.size())));
+    for (size_t i = 0; i < arguments.size(); ++i) {
+      const bool is_dtype = i == arguments.size() - kAdded + kDtype;
+      Object argument = is_dtype ? Object::borrow(python_dtype(arguments[i].toScalarType())) : for_python(arguments[i]);
+      TORCH_INTERNAL_ASSERT(argument, "an operator of a recipe has an argument that no recipe takes");
+      PyTuple_SetItem(given.get(), static_cast<Py_ssize_t>(i), argument.release());
+    }
+    return results_of(Object::steal(PyObject_CallObject(compute_, given.get())).get());
+  }
+
+  const c10::OperatorHandle op_;
+  const int64_t number_;
+  PyObject* const compute_;
+  const IsCapturing is_capturing_;  // always: what plans keep for calls takes no cached cast on a device that captures
+};
+
+// register_recipe_op(name, op, number, compute): once, for as long as the process lives
+PyObject* register_recipe_op(PyObject*, PyObject* arguments) {
+  const char *name, *op;
+  long long number;
+  PyObject* compute;
+  parse(arguments, "ssLO", &name, &op, &number, &compute);
+  static auto* const registrations = new std::unordered_map<std::string, c10::RegistrationHandleRAII>();
+  if (registrations->count(name) != 0) {
+    return Py_NewRef(Py_None);
+  }
+  const c10::OperatorName of = operator_name_of(op);
+  auto kernel = std::make_unique<RecipeOp>(
+      c10::Dispatcher::singleton().findSchemaOrThrow(of.name.c_str(), of.overload_name.c_str()), number, compute);
+  const NoWarnings no_warnings;  // it takes the place of the operator in Python
+  registrations->emplace(name, c10::Dispatcher::singleton().registerImpl(
+      operator_name_of(name), DispatchKey::CompositeExplicitAutograd, c10::KernelFunction::makeFromBoxedFunctor(std::move(kernel)),
+      std::nullopt, nullptr, "polycast"));
+  return Py_NewRef(Py_None);
+}
+
+}  // namespace
