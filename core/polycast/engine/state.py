@@ -11,7 +11,7 @@ one to read, native/regions.h the other.
 
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -53,7 +53,7 @@ class Settings(NamedTuple):
         return self.device_type if self.cache is None else ready_with_cache.get(self.device_type)
 
 
-class StateMachine(Protocol):
+class StateMachine(Hashable, Protocol):
     """The regions of every thread."""
 
     def enter(self, owner: object, settings: Settings, /) -> bool:
