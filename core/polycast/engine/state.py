@@ -104,11 +104,11 @@ class StateMachine(Hashable, Protocol):
         """
 
     def register_recipe_op(self, name: str, op: str, compute: Callable[..., torch.Tensor], /) -> None:
-        """Register the engine's kernel of an operator in compiled code, if it has one.
+        """Register the engine's kernel, if it has one, of an operator that replaces an op in compiled code.
 
         Args:
-            name, op: the operator and the op that it computes by a recipe, by their names in the dispatcher.
-            compute: the operator in Python, for threads whose region does not have that recipe.
+            name, op: the operator and the op, by their names in the dispatcher.
+            compute: the operator's Python function, for calls that the engine does not compute: see native/recipe_op.h.
         """
 
     def store(self, cache: CastCache, /) -> Any:

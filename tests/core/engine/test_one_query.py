@@ -9,6 +9,7 @@ from torch.nn.functional import scaled_dot_product_attention as attention
 import polycast
 from polycast.engine.choice import choose_engine
 
+OVERRIDE = {"tanh": "fp32"}
 FUSED = "aten::_scaled_dot_product_flash_attention_for_cpu"
 
 
@@ -75,13 +76,17 @@ def test_queries_become_rows_where_that_gives_the_same(native, heads, shared, op
     assert queries_of_fused(call) == [rows]
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_compiled_code_computes_the_rows_too(native, dynamic):
+def compiled_attention(**options):
     torch.compiler.reset()
-    compiled = torch.compile(
-        lambda *given: attention(*given, enable_gqa=True), backend="aot_eager", fullgraph=True, dynamic=dynamic
+    return torch.compile(
+        lambda *given: attention(*given, enable_gqa=True), backend="aot_eager", fullgraph=True, **options
     )
-    with torch.no_grad(), polycast.autocast("cpu"):
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_code_that_is_compiled_with_an_override_computes_the_rows_too(native, dynamic):
+    compiled = compiled_attention(dynamic=dynamic)
+    with torch.no_grad(), polycast.autocast("cpu", policy=OVERRIDE):
         for keys in (9, 10):
             given = tensors(8, 2, keys)
             found, expected = compiled(*given), attention(*given, enable_gqa=True)
@@ -90,17 +95,48 @@ def test_compiled_code_computes_the_rows_too(native, dynamic):
             assert queries_of_fused(lambda given=given: compiled(*given)) == [[2, 2, 4, 12]]
 
 
+def test_compiled_code_that_torchs_regions_share_has_torchs_kernel(native):
+    compiled, given = compiled_attention(), tensors(8, 2, 9)
+    with torch.no_grad():
+        for region in (polycast.autocast("cpu"), torch.autocast("cpu")):
+            with region:
+                compiled(*given)
+                assert queries_of_fused(lambda: compiled(*given)) == [[2, 8, 1, 12]]
+
+
 def test_compiled_attention_that_is_recorded_stays_as_it_is(native):
-    torch.compiler.reset()
-    given = tensors(8, 2, 9, requires_grad=True)
-    compiled = torch.compile(lambda *given: attention(*given, enable_gqa=True), backend="aot_eager", fullgraph=True)
+    compiled, given = compiled_attention(), tensors(8, 2, 9, requires_grad=True)
 
     def call():
-        with polycast.autocast("cpu"):
+        with polycast.autocast("cpu", policy=OVERRIDE):
             compiled(*given).float().sum().backward()
 
     call()
     assert queries_of_fused(call) == [[2, 8, 1, 12]]
+
+
+def test_the_number_of_batches_may_be_unknown_to_the_compiler(native):
+    def function(query):
+        keys = query[:, :2].expand(-1, -1, 9, -1)
+        return attention(query, keys, keys, enable_gqa=True)
+
+    query = tensors(8, 2, 9, batches=3)[0]
+    torch._dynamo.decorators.mark_unbacked(query, 0)
+    torch.compiler.reset()
+    with torch.no_grad(), polycast.autocast("cpu", policy=OVERRIDE):
+        found = torch.compile(function, backend="aot_eager", fullgraph=True)(query)
+        torch.testing.assert_close(found, function(query), atol=0.02, rtol=0.02)
+
+
+def test_exported_programs_have_torchs_strides(native):
+    class Model(torch.nn.Module):
+        def forward(self, *given):
+            return attention(*given).permute(2, 0, 1, 3).contiguous().view(2, -1)
+
+    given = [each.bfloat16().transpose(0, 1).contiguous().transpose(0, 1) for each in tensors(8, 8, 9)]
+    with torch.no_grad(), polycast.autocast("cpu", policy=OVERRIDE):
+        program = torch.export.export(Model(), tuple(given))
+    assert program.module()(*given).shape == (2, 96)
 
 
 def test_recorded_attention_stays_as_it_is(native):

@@ -222,6 +222,7 @@ PyObject* bind(PyObject*, PyObject* given) {
   check_numbers(numbers, "settings", kSettingNames);
   bind_recipes(numbers, item("perform_recipe"));
   set_reference(note_match, item("note_match"));
+  set_reference(is_exporting, item("is_exporting"));
   set_reference(native_override, item("native_override"));
   set_reference(native_store, item("native_store"));
   set_reference(storages_are_rewritten, item("storages_are_rewritten"));

@@ -68,6 +68,7 @@ class NativeEngine:
                 "stale_weight_error": StaleWeightError,
                 "stale_weight_message": STALE,
                 "cast_of_traced": cast_of_traced,
+                "is_exporting": torch.compiler.is_exporting,
                 "store_by_identity": self._store_by_identity,
                 "perform_recipe": self._perform_recipe,
                 "note_match": lambda op, device_type: events.matched_call.notify(device_type, _names[op]),

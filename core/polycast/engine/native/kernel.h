@@ -173,7 +173,7 @@ class Kernel final : public c10::OperatorKernel {
       op_.with_dtype->callBoxed(stack);
       return;
     }
-    if (!is_traced() || region.innermost == nullptr || needs_autograd(stack) || !attend_by_rows(handle, stack)) {
+    if (region.override == nullptr || !is_traced() || needs_autograd(stack) || !attend_by_rows(handle, stack)) {
       handle.callBoxed(stack);
     }
     write_back(written);

@@ -1,10 +1,18 @@
-// Attention by one query for each head on the CPU, as a decoder computes it for each token. For one row torch's kernel is slow: in bfloat16 it
+// Attention with a single query for each head on the CPU, as a decoder computes it for each token. For one row torch's kernel is slow: in bfloat16 it
 // takes three times as long as for two. Where heads share keys it computes each head alone, though their queries are rows of one product.
-// Sizes may be symbolic: compiled code computes the rows too.
+// So the query is given several rows here, also in code that is compiled in a region with a recipe or policies: in others, code is shared with torch.autocast.
 
 #pragma once
 
 namespace {
+
+// Set by bind().
+PyObject* is_exporting = nullptr;
+
+// Sizes may be symbolic: those that cannot be compared yet count as different.
+bool are_equal(const c10::SymInt& one, const c10::SymInt& other) { return TORCH_GUARD_OR_FALSE(one.sym_eq(other)); }
+
+bool has_elements(const Tensor& tensor) { return TORCH_GUARD_OR_FALSE(tensor.sym_numel().sym_gt(0)); }
 
 // Return the attention by an op of an extension, which takes the arguments without casts; undefined without one, or where torch's way is as good.
 Tensor attention_of_extension(
@@ -20,34 +28,37 @@ Tensor attention_of_extension(
 Tensor rows_of_query(
     const Tensor& query, const Tensor& key, const Tensor& value, const std::optional<Tensor>& mask, double dropout, bool is_causal,
     std::optional<double>, bool shares_keys) {
-  if (!query.is_cpu() || query.dim() != 4 || key.dim() != 4 || value.dim() != 4 || query.sym_size(2) != 1 || is_causal || dropout != 0 ||
-      (mask && (mask->dim() != 4 || mask->sym_size(2) != 1))) {
+  if (!query.is_cpu() || query.dim() != 4 || key.dim() != 4 || value.dim() != 4 || !are_equal(query.sym_size(2), 1) || is_causal || dropout != 0 ||
+      (mask && (mask->dim() != 4 || !are_equal(mask->sym_size(2), 1)))) {
     return {};
   }
-  const bool are_batches = query.sym_numel() > 0 && key.sym_numel() > 0 && query.sym_size(0) == key.sym_size(0) &&
-      key.sym_sizes().slice(0, 3) == value.sym_sizes().slice(0, 3);  // torch broadcasts others
+  const bool are_batches = has_elements(query) && has_elements(key) && are_equal(query.sym_size(0), key.sym_size(0)) &&
+      std::equal(key.sym_sizes().begin(), key.sym_sizes().begin() + 3, value.sym_sizes().begin(), &are_equal);  // torch broadcasts others
   if (!are_batches) {
     return {};
   }
   const c10::SymInt batches = query.sym_size(0), heads = query.sym_size(1), shared = key.sym_size(1);
-  if (heads == shared) {
+  if (are_equal(heads, shared)) {
     return query.scalar_type() == at::kBFloat16 ? query.expand({-1, -1, 2, -1}).contiguous() : Tensor();
   }
-  const bool is_grouped = shares_keys && heads % shared == 0 && (!mask || mask->sym_size(1) == 1);
+  const bool is_grouped = shares_keys && are_equal(heads % shared, 0) && (!mask || are_equal(mask->sym_size(1), 1));
   return is_grouped ? query.reshape_symint({batches, shared, heads / shared, query.sym_size(3)}) : Tensor();
 }
 
 // Return the attention of one query from that of the rows.
 Tensor of_one_query(const Tensor& query, const Tensor& attention) {
-  const bool is_twice = query.sym_size(1) == attention.sym_size(1);
+  const bool is_twice = are_equal(query.sym_size(1), attention.sym_size(1));
   return is_twice ? attention.slice(2, 0, 1).contiguous()
                   : attention.reshape_symint({query.sym_size(0), query.sym_size(1), 1, attention.sym_size(3)});
 }
 
-// Call an op with its arguments on the stack if it is attention, and faster by rows; else return false.
+// If an op is attention, and faster by rows, compute it from the arguments on the stack, and return true; otherwise change nothing.
 bool attend_by_rows(const c10::OperatorHandle& handle, torch::jit::Stack* stack) {
   if (handle.operator_name() != c10::OperatorName("aten::scaled_dot_product_attention", "")) {
     return false;
+  }
+  if (const Gil gil; is_true(call(is_exporting))) {
+    return false;  // programs have torch's op
   }
   c10::IValue* const arguments = stack->data() + stack->size() - handle.schema().arguments().size();
   const Tensor query = arguments[0].toTensor();

@@ -1,4 +1,4 @@
-// Operators in compiled code for ops that a recipe computes, on all devices. See recipes/operators.py.
+// Operators that replace the ops of a recipe in compiled code, on all devices. See recipes/operators.py.
 
 #pragma once
 
@@ -6,11 +6,12 @@
 
 namespace {
 
-// Computes the op as in eager code if this thread's region has the recipe and the dtype: for calls like earlier ones, without Python. Otherwise calls
-// the operator in Python, as for regions in the compiled code, views of weights, and code that autograd runs.
+// Computes the op as eager code does if this thread's region has the recipe and the dtype: without Python if an action is kept for such a call.
+// Otherwise calls the operator's Python function: also for a view of a weight, for a call that names a cache, since its region is in the compiled
+// code, for ops that are intercepted, and within an autograd.Function or a backward.
 class RecipeOp final : public c10::OperatorKernel {
  public:
-  // number: of the op. compute: the operator in Python; never released, since torch destroys kernels as the process exits.
+  // number: the op's number in the engine. compute: the Python function, which is never released: torch destroys kernels as the process exits.
   RecipeOp(c10::OperatorHandle op, int64_t number, PyObject* compute)
       : op_(std::move(op)), number_(number), compute_(Py_NewRef(compute)), is_capturing_(Object::borrow(Py_True)) {}
 
@@ -74,10 +75,10 @@ class RecipeOp final : public c10::OperatorKernel {
   const c10::OperatorHandle op_;
   const int64_t number_;
   PyObject* const compute_;
-  const IsCapturing is_capturing_;  // always: what plans keep for calls takes no cached cast on a device that captures
+  const IsCapturing is_capturing_;  // always true, so that no action uses a cached cast here
 };
 
-// register_recipe_op(name, op, number, compute): once, for as long as the process lives
+// register_recipe_op(name, op, number, compute): until the process ends; does nothing for a name that it knows
 PyObject* register_recipe_op(PyObject*, PyObject* arguments) {
   const char *name, *op;
   long long number;

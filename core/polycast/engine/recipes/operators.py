@@ -1,8 +1,8 @@
 """``polycast::low_bit_...``: operators in compiled code for ops that a recipe computes.
 
-Each takes the arguments of its op, and the recipe. When it runs, it looks up the kernel and the prepacked weight: in
-the cache of this thread's region, or in the one that it names if the region is in the compiled code. The native engine
-has a kernel of its own for the former (native/recipe_op.h), which computes the op as in eager code.
+Each takes the arguments of its op, the recipe, the number of a cache (0: the one of this thread's region), the dtype,
+and the layout of a view. When it runs, it looks up the kernel, and the prepacked weight in that cache. Where this
+thread's region has the recipe, the native engine computes the op as eager code does: see native/recipe_op.h.
 """
 
 import functools
@@ -48,7 +48,7 @@ def traced(
         return NO_WEIGHT
     layout: list[int] = []
     if parameter is not weight:
-        # Compiled code loses the link from a view to its parameter: the operator takes the view itself.
+        # Compiled code loses the link from a view to its parameter: the operator makes the view again.
         args = (*args[:position], parameter, *args[position + 1 :])
         layout = [position, weight.storage_offset(), *weight.shape, *weight.stride()]
     dtype = torch.get_autocast_dtype(plan.device_type)
@@ -72,7 +72,7 @@ def _with_view(args: Sequence[Any], layout: Sequence[int] = ()) -> Sequence[Any]
 
 @functools.cache
 def _operator_of(op: str, find: Callable[[int, Backend, str], Any], machine: state.StateMachine) -> Any:
-    """Return the operator of an op, after an engine has registered its kernel. The lock must be held."""
+    """Define the operator of an op, have the engine register its kernel, and return it. The lock must be held."""
     name, run = _define(op, find)
     machine.register_recipe_op(f"polycast::{name}", op, run)
     return getattr(torch.ops.polycast, name).default
@@ -80,7 +80,7 @@ def _operator_of(op: str, find: Callable[[int, Backend, str], Any], machine: sta
 
 @functools.cache
 def _define(op: str, find: Callable[[int, Backend, str], Any]) -> tuple[str, Callable[..., torch.Tensor]]:
-    """Define the operator of an op; return its name and what computes it."""
+    """Define the operator of an op; return its name and its Python function."""
     overload = existing_op(op)
     name = "low_bit_" + op.replace("::", "_").replace(".", "_")
     arguments, _, returns = str(overload._schema).partition("(")[2].rpartition(") -> ")
