@@ -112,7 +112,8 @@ def test_unused_region_is_found(engine, findings, in_region):
 def test_unused_region_of_a_library_is_where_the_program_enters_it(engine):
     with polycast.observe() as seen, polycast.plugin.LibraryRegion("cpu"):
         pass
-    assert [Path(found.where.partition(":")[0]).name for found in seen.findings] == [Path(__file__).name]
+    found = [found for found in seen.findings if found.kind != "slow_dtype"]
+    assert [Path(each.where.partition(":")[0]).name for each in found] == [Path(__file__).name]
 
 
 def test_region_around_compiled_code_is_used(engine):

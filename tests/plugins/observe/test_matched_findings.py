@@ -143,7 +143,7 @@ def test_overflow_in_the_dtype_of_a_written_tensor_is_found(engine, source):
         net[0](to, x)
     assert (seen.nonfinite.op, seen.nonfinite.module, seen.nonfinite.count) == ("aten::index_add_", "0", 1)
     assert "test_matched_findings.py" in seen.nonfinite.stack[-1]
-    found = {each.kind: each for each in seen.findings}
+    found = {each.kind: each for each in seen.findings if each.kind != "slow_dtype"}
     assert {kind: (each.module, each.ops) for kind, each in found.items()} == dict.fromkeys(
         ("nonfinite", "overflow"), ("0", ("aten::index_add_",))
     )
