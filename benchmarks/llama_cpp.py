@@ -218,9 +218,8 @@ def _raced(
         seconds: float = workers[name].ask(json.dumps({"step": step, "calls": calls}))
         return seconds
 
-    _, first, then = (
-        {name: time(name, 1) for name in workers} for _ in range(3)
-    )  # the first compiles, and reads files
+    # The first compiles, and may read files from disk.
+    _, first, then = ({name: time(name, 1) for name in workers} for _ in range(3))
     slow = {name for name, seconds in then.items() if seconds > _SLOW * then[FLOAT32]}
     once = {name: min(first[name], then[name]) for name in slow}
     calls = {name: max(1, round(_SECONDS / seconds)) for name, seconds in then.items() if name not in slow}

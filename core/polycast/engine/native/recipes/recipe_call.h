@@ -124,7 +124,7 @@ C10_NOINLINE void push_boxed(torch::jit::Stack& stack, const Arg& argument) {
   stack.emplace_back(argument);
 }
 
-// What an OPERATOR action appends to the arguments, at most.
+// Reserve room for so many values that an OPERATOR action appends to the arguments.
 constexpr size_t kMaxAppended = 12;
 
 // Box arguments, with room for what is appended.
