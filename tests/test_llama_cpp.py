@@ -60,7 +60,8 @@ def test_without_llama_cpp_each_row_says_so_and_has_its_bound(module, monkeypatc
     assert bounds["1 token after 2,048, fastest", "BF16"] == 1.0
     assert bounds["1 token after 512, 8 sequences, int8", "Q8_0"] == 0.6
     assert {step.sequences for step in benchmark.STEPS} == {1, 2, 4, 8}
-    assert {*itertools.chain(*benchmark.WAVES)} == {*sides.WAYS, *module("gguf_files").FORMATS}
+    waves = [*benchmark.WAVES, benchmark.WITH_COMPILED]
+    assert {*itertools.chain(*waves)} == {*sides.WAYS, *module("gguf_files").FORMATS}
 
 
 def test_a_benchmark_that_takes_threads_runs_once_with_all_of_them(module, monkeypatch):
@@ -101,7 +102,7 @@ def test_slow_sides_are_timed_twice_and_the_others_in_each_round(module):
     plan, taken = benchmark._raced(workers, benchmark.Step(1), 2, quick=False)
     assert plan.once == {"slow": 0.4}
     assert taken == [{"float32": 0.1, "int8": 0.02}] * 2
-    assert asked[6:] == [("float32", 2), ("int8", 10), ("int8", 10), ("float32", 2)]
+    assert asked[9:] == [("float32", 2), ("int8", 10), ("int8", 10), ("float32", 2)]
 
 
 def test_a_side_of_torch_forgets_the_tokens_of_a_step(module, tiny, tmp_path):

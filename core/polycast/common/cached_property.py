@@ -1,7 +1,7 @@
 """`cached_property`: as in functools, without a lock."""
 
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar, overload
+from typing import Generic, TypeVar, overload
 
 from typing_extensions import Self
 
@@ -29,6 +29,5 @@ class cached_property(Generic[_Owner, _Value]):
     def __get__(self, instance: _Owner | None, owner: type[_Owner]) -> Self | _Value:
         if instance is None:
             return self
-        attributes: dict[str, Any] = vars(instance)
-        value: _Value = attributes.setdefault(self._compute.__name__, self._compute(instance))
+        value: _Value = vars(instance).setdefault(self._compute.__name__, self._compute(instance))
         return value

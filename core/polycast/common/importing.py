@@ -12,7 +12,6 @@ from .atfork import Lock, call_in_forked_child, hold_during_fork
 LONGEST_WAIT = 10
 """Seconds to wait for an import, which may hang or be waiting for this thread."""
 
-
 _imports: list[Lock] = []
 """The imports in progress, as locks that only forks wait for."""
 _lock = threading.RLock()  # reentrant: a signal handler may import

@@ -11,7 +11,6 @@ import torch
 API_VERSION = 1
 """The version of the contract between polycast and plugins, `polycast.plugin`."""
 
-
 try:
     __version__ = importlib.metadata.version("polycast")
 except importlib.metadata.PackageNotFoundError:  # a source tree or an archive on the path

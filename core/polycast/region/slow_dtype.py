@@ -1,5 +1,6 @@
 """Warn once in a process, when a region is made, that its fast dtype is slow on the device."""
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -7,11 +8,10 @@ import torch
 
 from ..common.events import events
 from ..engine import state
-from ..errors import PLUGIN_ERRORS, SlowDtypeWarning, raise_if_callers, warn_user
+from ..errors import SlowDtypeWarning, warn_user
 from ..registry.backend import Backend
-from ..registry.checks import ask_slow_reason
+from ..registry.checks import answer
 from ..registry.registry import registry
-from ..torch_internals.callers_state import call_outside
 
 _checked: set[tuple[str, torch.dtype]] = set()
 
@@ -59,7 +59,7 @@ def find_slow_dtype(backend: Backend, dtype: torch.dtype) -> SlowDtype | None:
     """
     from ..policy import manifests
 
-    reason = ask_slow_reason(backend, dtype)
+    reason = _reason(backend, dtype)
     for plugin in manifests.functions("slow_reasons"):
         reason = plugin.ask(backend.device_type, dtype, reason, default=reason)
     return None if reason is None else SlowDtype(backend, dtype, reason)
@@ -73,22 +73,23 @@ def warn_if_slow(backend: Backend, dtype: torch.dtype) -> bool:
     Returns:
         Whether later regions do not warn.
     """
-    key = backend.device_type, dtype
-    if key in _checked:
+    if (key := (backend.device_type, dtype)) in _checked:
         return True
     override, _ = state.machine.innermost(backend.device_type)
     if override is not None and override.recipe is not None and override.recipe.ops:
         return False
-    # Plugins are asked only if the backend says that the dtype is slow: most programs need none.
-    slow = None if ask_slow_reason(backend, dtype) is None else find_slow_dtype(backend, dtype)
+    # Plugins are imported to be asked only if somebody is told.
+    is_told = events.slow_dtype or not _is_ignored()
+    slow = find_slow_dtype(backend, dtype) if is_told and _reason(backend, dtype) is not None else None
     if slow is not None and events.slow_dtype:
         events.slow_dtype.notify(*key)
     elif slow is not None:
-        ways = [f'recipe="{kind}"{note}' for kind, note in slow.faster_recipes().items()]
-        ways += [f"dtype={other}" for other in _faster_dtypes(backend)]
-        ways.append("float32, without a region")
+        recipes = (f'recipe="{kind}"{note}' for kind, note in slow.faster_recipes().items())
+        supported = answer(backend.supported_dtypes) or ()
+        dtypes = (f"dtype={each}" for each in supported if find_slow_dtype(backend, each) is None)
+        ways = ", ".join([*recipes, *dtypes, "float32, without a region"])
         warn_user(
-            f"{slow}. It saves memory but no time. Faster: {', '.join(ways)}. To silence this: "
+            f"{slow}. It saves memory but no time. Faster: {ways}. To silence this: "
             'warnings.simplefilter("ignore", polycast.errors.SlowDtypeWarning).',
             SlowDtypeWarning,
         )
@@ -96,10 +97,12 @@ def warn_if_slow(backend: Backend, dtype: torch.dtype) -> bool:
     return True
 
 
-def _faster_dtypes(backend: Backend) -> list[torch.dtype]:
-    try:
-        supported = call_outside(backend.supported_dtypes)
-    except PLUGIN_ERRORS as error:
-        raise_if_callers(error)
-        return []
-    return [each for each in supported if find_slow_dtype(backend, each) is None]
+def _reason(backend: Backend, dtype: torch.dtype) -> str | None:
+    reason = answer(backend.slow_reason, dtype)
+    return reason if isinstance(reason, str) and reason else None
+
+
+def _is_ignored() -> bool:
+    """Return whether warnings of slow dtypes are ignored whatever they say, and wherever."""
+    first = next((each for each in warnings.filters if issubclass(SlowDtypeWarning, each[2])), None)
+    return first is not None and first[:2] == ("ignore", None) and first[3] is None

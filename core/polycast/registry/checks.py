@@ -3,14 +3,15 @@
 An affirmative answer is kept for a generation, as torch asks once for a driver; after any other, it is asked again.
 """
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..common import generation
 from ..errors import PLUGIN_ERRORS, raise_if_callers
 from ..torch_internals.callers_state import call_outside
-from .backend import Availability, Backend, Extension
+from .backend import Availability, Extension
 
 if TYPE_CHECKING:
     from ..policy.recipe import Recipe
@@ -47,11 +48,10 @@ def ask(given: Extension, wanted: "torch.dtype | Recipe | None" = None) -> Avail
     return Availability(False, f"{method}() returned {answer!r}, expected a polycast.plugin.Availability")
 
 
-def ask_slow_reason(backend: Backend, dtype: torch.dtype) -> str | None:
-    """Return why a fast dtype is slow on the device; None if it is not, or the backend raises."""
+def answer(method: Callable[..., object], *arguments: object) -> Any:
+    """Return what a method of a backend returns; None if it raises."""
     try:
-        reason: object = call_outside(backend.slow_reason, dtype)
+        return call_outside(method, *arguments)
     except PLUGIN_ERRORS as error:
         raise_if_callers(error)
         return None
-    return reason if isinstance(reason, str) and reason else None

@@ -32,7 +32,7 @@ def made():
     library = polycast.plugin.choose_engine()._extension
     return [
         vars(polycast.autocast)["__init__"],
-        library.Override({}),
+        library.Override({}, ""),
         library.UserStore(None, False),
         library.KernelRegistrations("cpu", "AutocastCPU"),
         library.begin_capture(),

@@ -162,6 +162,25 @@ def test_warning_can_be_ignored_and_can_be_an_error(slow):
     assert warned(lambda: polycast.autocast("cpu")) == []
 
 
+@pytest.mark.parametrize("category", [polycast.errors.SlowDtypeWarning, UserWarning, Warning])
+def test_plugins_are_not_asked_for_a_warning_that_is_ignored(slow, know_better, category):
+    asked = []
+    know_better(lambda device_type, dtype, reason: asked.append(reason) or reason)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", category)
+        polycast.autocast("cpu")
+    assert asked == []
+
+
+@pytest.mark.parametrize("filters", [{"message": "float16"}, {"module": "acme"}])
+def test_a_filter_of_other_warnings_ignores_none(slow, filters):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        warnings.filterwarnings("ignore", **filters)
+        polycast.autocast("cpu")
+    assert len(caught) == 1
+
+
 def test_errors_of_the_backend_are_ignored(slow):
     def slow_reason(dtype):
         raise OSError("no such file")

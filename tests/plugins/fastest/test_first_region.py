@@ -152,10 +152,9 @@ def test_a_profile_on_disk_that_is_ignored_is_reported_once(asks, case, measured
 
 @pytest.mark.slow
 def test_a_plain_region_imports_nothing_of_the_plugin(launch):
-    if polycast.plugin.find_slow_dtype(polycast.plugin.get_backend("cpu"), torch.bfloat16):
-        pytest.skip("bfloat16 is slow here, and the first region asks plugins to say how slow")
     program = """
-import sys, torch, polycast
+import sys, warnings, torch, polycast
+warnings.simplefilter("ignore", polycast.errors.SlowDtypeWarning)  # which names what is faster
 with polycast.autocast("cpu"):
     torch.mm(torch.ones(2, 2), torch.ones(2, 2))
 print([name for name in sys.modules if name.startswith("polycast_plugins.fastest")])
