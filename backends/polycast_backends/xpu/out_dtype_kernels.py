@@ -1,7 +1,7 @@
 """XPU matmuls with wider outputs: int8 into int32, bfloat16 and float16 into float32.
 
 A build of torch without XPU has none of the kernels. Not measured on a GPU: tests check the choice and the shapes on
-fake tensors, and the int8 results with the CPU's torch._int_mm.
+fake tensors, and int8 with a product in int32.
 """
 
 from collections.abc import Callable

@@ -59,7 +59,7 @@ def find_slow_dtype(backend: Backend, dtype: torch.dtype) -> SlowDtype | None:
     """
     from ..policy import manifests
 
-    reason = _reason(backend, dtype)
+    reason = answer(backend.slow_reason, dtype) or None
     for plugin in manifests.functions("slow_reasons"):
         reason = plugin.ask(backend.device_type, dtype, reason, default=reason)
     return None if reason is None else SlowDtype(backend, dtype, reason)
@@ -80,7 +80,7 @@ def warn_if_slow(backend: Backend, dtype: torch.dtype) -> bool:
         return False
     # Plugins are imported to be asked only if somebody is told.
     is_told = events.slow_dtype or not _is_ignored()
-    slow = find_slow_dtype(backend, dtype) if is_told and _reason(backend, dtype) is not None else None
+    slow = find_slow_dtype(backend, dtype) if is_told and answer(backend.slow_reason, dtype) else None
     if slow is not None and events.slow_dtype:
         events.slow_dtype.notify(*key)
     elif slow is not None:
@@ -97,12 +97,9 @@ def warn_if_slow(backend: Backend, dtype: torch.dtype) -> bool:
     return True
 
 
-def _reason(backend: Backend, dtype: torch.dtype) -> str | None:
-    reason = answer(backend.slow_reason, dtype)
-    return reason if isinstance(reason, str) and reason else None
-
-
 def _is_ignored() -> bool:
     """Return whether warnings of slow dtypes are ignored whatever they say, and wherever."""
-    first = next((each for each in warnings.filters if issubclass(SlowDtypeWarning, each[2])), None)
-    return first is not None and first[:2] == ("ignore", None) and first[3] is None
+    for action, message, category, module, line in warnings.filters:
+        if issubclass(SlowDtypeWarning, category) and (action != "ignore" or not (message or module or line)):
+            return action == "ignore"
+    return False

@@ -75,7 +75,7 @@ def test_a_policy_that_an_op_of_a_later_library_cannot_have_is_left_out_with_a_w
         """,
         POLYCAST_ENGINE=engine,
     )
-    (text,) = answer
+    (text,) = (each for each in answer if "slow" not in each)
     assert text.startswith("A policy is left out that acme-ops adds to 'cpu': 'acme::write_' has no tensors but those")
 
 
@@ -166,6 +166,7 @@ def test_an_extension_that_warns_is_left_out_where_warnings_are_errors_and_the_d
     kind, text, dtype = run(
         """
         warnings.simplefilter("error")
+        warnings.simplefilter("ignore", polycast.errors.SlowDtypeWarning)
         answer = error_of(polycast.autocast, "cpu")
         for _ in range(2):
             with polycast.autocast("cpu"):
