@@ -22,13 +22,13 @@ def missing_instructions(dtype: torch.dtype) -> str | None:
 
 
 def has_lstm(dtype: torch.dtype) -> bool:
-    """Return whether oneDNN computes LSTMs in a dtype on this processor; true if this torch does not say.
+    """Return whether oneDNN computes and trains LSTMs in a dtype on this processor; true if this torch does not say.
 
     In a region torch chooses oneDNN by the dtype of the input, float32, and raises if the processor lacks instructions.
+    oneDNN trains no LSTM in float16 on any.
     """
-    name = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}[dtype]
-    supports: Any = getattr(torch.ops.mkldnn, name, None)
-    return supports is None or bool(supports())
+    supports: Any = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)
+    return dtype is torch.bfloat16 and (supports is None or bool(supports()))
 
 
 def capabilities() -> dict[str, object]:
