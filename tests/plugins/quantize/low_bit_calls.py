@@ -2,23 +2,12 @@
 
 import torch
 
-from polycast import Float8, Int8
+from polycast import Float8
 from polycast_plugins.testing.low_bit import LINEAR_OPS, run_prepacked
 
 
-def int8_product(x, weight, by_row):
-    """Return ``x @ weight.T`` in float64, and the error bound of an int8 product.
-
-    Args:
-        x: activations [..., K].
-        weight: [N, K], one scale for each row.
-        by_row: whether each row of `x` has a scale, or `x` has one.
-    """
-    return LINEAR_OPS["aten::linear"].within(Int8("row" if by_row else "tensor"), (x, weight, None), random=False)
-
-
 def float8_product(x, weight, by_row):
-    """Return the same for float8 (e4m3), with scales by row of both arguments, or one of each."""
+    """Return ``x @ weight.T`` in float64, and the error bound of a float8 product, with scales by row or one each."""
     return LINEAR_OPS["aten::linear"].within(Float8("row" if by_row else "tensor"), (x, weight, None), random=False)
 
 

@@ -11,6 +11,8 @@ from polycast_plugins.testing.low_bit import run_prepacked
 
 INT8 = polycast.plugin.check(polycast.plugin.get_backend("cpu"), polycast.Int8())
 FEW_ROWS = few_rows_availability()
+SETS = ("plain", "avx2", "avx512")
+SIMDS = range(torch.ops.polycast_cpu.best_simd() + 1 if FEW_ROWS else 1)
 LEAST = 2.0**-110
 
 
@@ -71,14 +73,10 @@ class Int8(Kind):
 
 
 class Int8OneScale(Int8):
-    """The same with one scale for all activations."""
-
     by_row = False
 
 
 class Int4(Kind):
-    """Int4 products."""
-
     def __init__(self, isa=None, group_size=32):
         super().__init__(Int4Matmul(group_size, isa))
         self.group_size = group_size
@@ -126,14 +124,14 @@ class FewRows(Kind):
 
 
 LAYOUTS = {
-    "dense": lambda rows, columns: torch.randn(rows, columns),
-    "transposed": lambda rows, columns: torch.randn(columns, rows).t(),
-    "expanded": lambda rows, columns: torch.randn(1, columns).expand(rows, columns),
-    "one number": lambda rows, columns: torch.randn(1, 1).expand(rows, columns),
-    "overlapping": lambda rows, columns: torch.randn(rows + columns).as_strided((rows, columns), (1, 1)),
-    "overlapping rows": lambda rows, columns: torch.randn(3 * rows + columns).as_strided((rows, columns), (3, 1)),
-    "steps": lambda rows, columns: torch.randn(2 * rows, 3 * columns)[::2, ::3],
-    "slice": lambda rows, columns: torch.randn(rows, columns + 3)[:, 1 : columns + 1],
+    "dense": lambda rows, width, make=torch.randn: make(rows, width),
+    "transposed": lambda rows, width, make=torch.randn: make(width, rows).t(),
+    "expanded": lambda rows, width, make=torch.randn: make(1, width).expand(rows, width),
+    "one number": lambda rows, width, make=torch.randn: make(1, 1).expand(rows, width),
+    "overlapping": lambda rows, width, make=torch.randn: make(rows + width).as_strided((rows, width), (1, 1)),
+    "overlapping rows": lambda rows, width, make=torch.randn: make(3 * rows + width).as_strided((rows, width), (3, 1)),
+    "steps": lambda rows, width, make=torch.randn: make(2 * rows, 3 * width)[::2, ::3],
+    "slice": lambda rows, width, make=torch.randn: make(rows, width + 3)[:, 1 : width + 1],
 }
 
 # ---- Int8.

@@ -44,13 +44,6 @@ def test_the_reasons_of_all_kernels_are_given_if_none_supports_a_call(run, exten
     assert run(f"{LINEAR}answer = explained().declined") == "one refuses; two refuses"
 
 
-def test_a_recipe_that_no_package_has_kernels_for_is_not_supported(run):
-    assert run("""
-        backend = polycast.plugin.get_backend("xpu")
-        answer = polycast.plugin.check(backend, polycast.Int8())
-    """) == {"available": False, "reason": "there are no kernels for int8 on xpu"}
-
-
 def test_the_reasons_of_several_packages_are_given_if_a_recipe_is_not_supported(run, extension):
     amendment = (
         "AcmeExtension.recipe_availability = lambda self, recipe: polycast.plugin.Availability(False, 'no {} here')"

@@ -39,7 +39,7 @@ def product(by_row):
 @pytest.mark.usefixtures("product")
 @pytest.mark.parametrize("rows", [1, 5, 17])
 def test_linear_is_within_the_error_of_float8(by_row, rows, subtests):
-    for given, wanted in list(itertools.product(FLOATS, FLOATS)):
+    for given, wanted in itertools.product(FLOATS, FLOATS):
         with subtests.test(given=given, wanted=wanted):
             x, weight, bias = torch.randn(rows, 64).to(given), torch.randn(48, 64).to(given), torch.randn(48)
             actual = run_kernel(linear(by_row), x, weight, bias, dtype=wanted)
@@ -59,14 +59,13 @@ def test_addmm_scales_what_it_adds_and_what_it_adds_to(by_row, beta, alpha):
 
 
 @pytest.mark.usefixtures("product")
-def test_matmul_takes_any_number_of_dimensions(by_row, subtests):
-    for shape in [(64,), (3, 64), (2, 3, 64)]:
-        with subtests.test(shape=shape):
-            x, weight = torch.randn(shape), torch.randn(64, 48)
-            expected, error = float8_product(x.reshape(-1, 64), weight.t(), by_row)
-            actual = run_kernel(matmul(by_row), x, weight, dtype=torch.bfloat16)
-            assert actual.shape == (*shape[:-1], 48)
-            assert_within(actual.reshape(-1, 48), expected, error)
+@pytest.mark.parametrize("shape", [(64,), (3, 64), (2, 3, 64)])
+def test_matmul_takes_any_number_of_dimensions(by_row, shape):
+    x, weight = torch.randn(shape), torch.randn(64, 48)
+    expected, error = float8_product(x.reshape(-1, 64), weight.t(), by_row)
+    actual = run_kernel(matmul(by_row), x, weight, dtype=torch.bfloat16)
+    assert actual.shape == (*shape[:-1], 48)
+    assert_within(actual.reshape(-1, 48), expected, error)
 
 
 def test_the_weight_is_column_major_whatever_the_op():
@@ -76,23 +75,22 @@ def test_the_weight_is_column_major_whatever_the_op():
         assert (scale.dtype, scale.shape) == (torch.float32, (1, 48))
 
 
-def test_rows_of_any_size_have_finite_scales_and_values(by_row, subtests):
-    for factor in [0, 1e-45, 1e-30, 1e30]:
-        with subtests.test(factor=factor):
-            values, scale = cast_with_aten(torch.randn(5, 64) * factor, by_row)
-            assert values.float().isfinite().all()
-            assert (scale > 0).all()
-            assert scale.isfinite().all()
+@pytest.mark.parametrize("factor", [0, 1e-45, 1e-30, 1e30])
+def test_rows_of_any_size_have_finite_scales_and_values(by_row, factor):
+    values, scale = cast_with_aten(torch.randn(5, 64) * factor, by_row)
+    assert values.float().isfinite().all()
+    assert (scale > 0).all()
+    assert scale.isfinite().all()
 
 
 @pytest.mark.usefixtures("product")
 @pytest.mark.parametrize("value", [INF, -INF, NAN])
 def test_a_row_with_inf_or_nan_is_nan_and_those_beside_it_are_what_they_are_without(by_row, value):
     x, weight = torch.randn(5, 64), torch.randn(48, 64)
-    clean = x.clone()
-    x[2, 7], clean[2] = value, 0
-    x[2, [i for i in range(64) if i != 7]] = 0
-    actual, without = (run_kernel(linear(by_row), each, weight, None) for each in (x, clean))
+    x[2] = 0
+    without = run_kernel(linear(by_row), x, weight, None)
+    x[2, 7] = value
+    actual = run_kernel(linear(by_row), x, weight, None)
     assert actual[2].isnan().all()
     assert torch.equal(actual[[0, 1, 3, 4]], without[[0, 1, 3, 4]])
 
@@ -132,8 +130,8 @@ X, WEIGHT = torch.randn(5, 64), torch.randn(48, 64)
 DECLINED = {
     "the weight's sizes, 48 and 72, are not both multiples of 16": (
         linear,
-        torch.randn(5, 72),
-        torch.randn(48, 72),
+        torch.ones(5, 72),
+        torch.ones(48, 72),
         None,
     ),
     "the weight's sizes, 40 and 64, are not both multiples of 16": (mm, X, torch.randn(64, 40)),
@@ -181,9 +179,3 @@ def test_torch_without_a_gpu_and_with_another_product_is_told(monkeypatch):
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(float8, "_SCHEMA", "another")
     assert "has an unknown signature" in float8_availability("row").reason
-
-
-def test_cuda_has_no_int8():
-    backend = polycast.plugin.get_backend("cuda")
-    answer = polycast.plugin.check(backend, polycast.Int8())
-    assert answer == polycast.plugin.Availability(False, "there are no kernels for int8 on cuda")

@@ -1,5 +1,6 @@
 """The CPU's int4 matmuls: random products, how weights are packed, inf and nan, and refused calls."""
 
+import itertools
 import random
 import re
 
@@ -25,7 +26,7 @@ def test_random_products_are_those_of_the_definition_and_rows_alone_have_the_sam
             pick = random.Random(part)
             torch.manual_seed(part)
             for _ in range(40):
-                rows = pick.choice((1, 2, 3, 4, 5, 6, 7, 8, 9, 17, 25, 40, 70))
+                rows = pick.choice((1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 16, 17, 25, 32, 40, 70, 257))
                 terms, columns = pick.choice((1, 8, 31, 200, 600)), pick.choice((1, 60, 130))
                 terms, columns = terms + pick.randrange(70), columns + pick.randrange(6)
                 group_size = pick.choice((16, 32, 32, 48, 64, 128, 256, 512))
@@ -61,15 +62,12 @@ def test_a_weight_is_packed_into_the_nearest_values_of_the_definition(scale, sub
             assert (integers[3] == 0).all()
 
 
-@pytest.mark.parametrize("sign", [-1, 1])
-def test_the_largest_sums_do_not_overflow(isa, sign, subtests):
-    for group_size in [16, 32, 64, 256]:
-        with subtests.test(group_size=group_size):
-            for rows in (1, 12):
-                x, weight = torch.full((rows, 4096), 127.0), torch.full((3, 4096), sign * 120.0)
-                weight[1, ::group_size] = -7.5 * sign
-                Int4(isa, group_size).check(x, weight)
-                Int4(isa, group_size).check(-x, weight)
+@pytest.mark.parametrize("group_size", [16, 32, 64, 256])
+def test_the_largest_sums_do_not_overflow(isa, group_size):
+    for rows, of_x, of_weight in itertools.product((1, 12), (127.0, -127.0), (120.0, -120.0)):
+        x, weight = torch.full((rows, 4096), of_x), torch.full((3, 4096), of_weight)
+        weight[1, ::group_size] = of_weight / -16
+        Int4(isa, group_size).check(x, weight)
 
 
 def test_the_longest_sums_of_one_group_do_not_overflow(isa):
@@ -96,22 +94,12 @@ def test_inf_and_nan_come_to_what_they_come_to_with_the_quantized_weight(isa, ro
             clean = x.clone()
             x[2, 7 : 7 + len(values)] = torch.tensor(values).to(dtype)
             clean[2] = 0
+            expected = Int4(isa).linear(clean, weight)
             integers, scales = unpack(prepack(weight)[0], 70, 300, 32)
             quantized = integers * scales.repeat_interleave(256, 1)[:, :300]
-            actual = Int4(isa).linear(x, weight)
             only = torch.where(x[2].isfinite(), 0, x[2].float())[:, None]
-            expected = torch.where(only == 0, 0, only * quantized.t()).sum(0)
-            assert torch.equal(actual[2].nan_to_num(7), expected.nan_to_num(7))
-            others = [row for row in range(rows) if row != 2]
-            assert torch.equal(actual[others], Int4(isa).linear(clean, weight)[others])
-
-
-def test_the_error_is_that_of_four_bits(isa):
-    torch.manual_seed(0)
-    x, weight = torch.randn(64, 2048), torch.randn(256, 2048)
-    expected = F.linear(x, weight)
-    error = (Int4(isa).linear(x, weight) - expected).norm() / expected.norm()
-    assert 0.07 < error < 0.09
+            expected[2] = torch.where(only == 0, 0, only * quantized.t()).sum(0)
+            assert torch.equal(Int4(isa).linear(x, weight).nan_to_num(7), expected.nan_to_num(7))
 
 
 def test_levels_are_packed_as_they_are_given(subtests):
@@ -141,11 +129,7 @@ GIVEN = torch.zeros(3, 20, dtype=torch.uint8), torch.ones(3, 2, dtype=torch.int8
         (1, GIVEN[1][:2], "expected 2 multipliers for each output feature, contiguous, in Char, got [2, 2]"),
         (1, GIVEN[1] * 16, "expected multipliers of magnitudes up to 15"),
         (1, GIVEN[1] * -128, "expected multipliers of magnitudes up to 15"),
-        (
-            2,
-            GIVEN[2].float(),
-            "expected 1 scales for each output feature, contiguous, in BFloat16, got [3, 1] in",
-        ),
+        (2, GIVEN[2].float(), "expected 1 scales for each output feature, contiguous, in BFloat16, got [3, 1] in"),
     ],
 )
 def test_wrong_levels_are_refused(position, tensor, message):

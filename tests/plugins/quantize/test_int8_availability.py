@@ -6,15 +6,22 @@ import pytest
 import torch
 
 import polycast
-import polycast_plugins.quantize.cpu.int8
-from polycast_plugins.quantize.cpu import CpuKernels
+from polycast_plugins.quantize.cpu import CpuKernels, int8
+
+from .conftest import AVAILABLE
 
 
 @pytest.fixture(autouse=True)
-def ask_anew():
-    polycast_plugins.quantize.cpu.int8.int8_availability.cache_clear()
-    yield
-    polycast_plugins.quantize.cpu.int8.int8_availability.cache_clear()
+def pretend(monkeypatch):
+    """Ask anew, and return a function that pretends that the processor is another."""
+    int8.int8_availability.cache_clear()
+
+    def pretend(machine, capability):
+        monkeypatch.setattr(platform, "machine", lambda: machine)
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+
+    yield pretend
+    int8.int8_availability.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -26,54 +33,40 @@ def ask_anew():
     ],
 )
 @pytest.mark.parametrize("recipe", [polycast.Int8(), polycast.Int4()], ids=["int8", "int4"])
-def test_a_processor_without_the_instructions_has_no_kernels(monkeypatch, machine, capability, lacks, recipe):
-    monkeypatch.setattr(platform, "machine", lambda: machine)
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+def test_a_processor_without_the_instructions_has_no_kernels(pretend, machine, capability, lacks, recipe):
+    pretend(machine, capability)
     extension = CpuKernels()
     reason = f"this CPU has no {lacks}: int8 would be slower than float32"
     assert extension.recipe_availability(recipe) == polycast.plugin.Availability(False, reason)
     assert extension.low_bit_kernels(recipe) == {}
 
 
-def test_where_the_ops_cannot_be_built_the_reason_is_passed_on(monkeypatch):
+def test_where_the_ops_cannot_be_built_the_reason_is_passed_on(pretend, monkeypatch):
     none = polycast.plugin.Availability(False, "no C++ compiler is found")
-    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
-    monkeypatch.setattr(polycast_plugins.quantize.cpu.int8, "load_ops", lambda package: none)
+    pretend("x86_64", "AVX2")
+    monkeypatch.setattr(int8, "load_ops", lambda package: none)
     assert polycast.plugin.check(polycast.plugin.get_backend("cpu"), polycast.Int8()) == none
 
 
-def test_the_cpu_has_no_float8():
-    answer = polycast.plugin.check(polycast.plugin.get_backend("cpu"), polycast.Float8())
-    assert answer == polycast.plugin.Availability(False, "there are no kernels for float8 on cpu")
+@pytest.mark.parametrize(("device", "recipe"), [("cpu", "Float8"), ("cuda", "Int8"), ("xpu", "Int8")])
+def test_a_device_has_no_kernels_for_a_recipe_that_no_package_has_some_for(device, recipe):
+    answer = polycast.plugin.check(polycast.plugin.get_backend(device), getattr(polycast, recipe)())
+    assert answer == polycast.plugin.Availability(False, f"there are no kernels for {recipe.lower()} on {device}")
 
 
+@pytest.mark.skipif(not AVAILABLE, reason="no int8 here")
 @pytest.mark.parametrize("scales", ["row", "tensor"])
 def test_each_recipe_has_a_kernel_for_each_op(scales):
-    recipe = polycast.Int8(scales=scales)
-    extension = CpuKernels()
-    if not extension.recipe_availability(recipe):
-        pytest.skip("no int8 here")
     ops = {"aten::linear", "aten::matmul", "aten::mm", "aten::addmm"}
     ops |= {f"aten::conv{axes}d{overload}" for axes in (1, 2) for overload in ("", ".padding")}
-    assert set(extension.low_bit_kernels(recipe)) == ops
+    assert set(CpuKernels().low_bit_kernels(polycast.Int8(scales=scales))) == ops
 
 
 @pytest.mark.skipif(not CpuKernels.ops_in_cpp, reason="the CPU has no ops in C++ here")
-def test_the_ops_that_int8_loads_are_those_that_polycast_build_compiles(monkeypatch):
+def test_the_ops_that_int8_loads_are_those_that_polycast_build_compiles(pretend, monkeypatch):
     asked = []
-    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
-    monkeypatch.setattr(
-        polycast_plugins.quantize.cpu.int8,
-        "load_ops",
-        lambda package: asked.append(package) or polycast.plugin.Availability(False, "no"),
-    )
-    polycast_plugins.quantize.cpu.int8.int8_availability()
+    pretend("x86_64", "AVX2")
+    no = polycast.plugin.Availability(False, "no")
+    monkeypatch.setattr(int8, "load_ops", lambda package: asked.append(package) or no)
+    int8.int8_availability()
     assert CpuKernels.ops_in_cpp == tuple(asked)
-
-
-def test_the_cpus_ops_register_themselves():
-    if not polycast.plugin.check(polycast.plugin.get_backend("cpu"), polycast.Int8()):
-        pytest.skip("this CPU or compiler has no int8")
-    assert torch.ops.polycast_cpu.best_isa() in torch.ops.polycast_cpu.isas()

@@ -6,10 +6,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from polycast import Int8
 from polycast_plugins.quantize.cpu.int8 import Conv1d, Conv2d
-from polycast_plugins.testing.low_bit import assert_within
+from polycast_plugins.testing.low_bit import LINEAR_OPS, assert_within
 
-from .low_bit_calls import int8_product, run_kernel
+from .low_bit_calls import run_kernel
 from .matmul_kinds import INT8
 
 pytestmark = pytest.mark.skipif(not INT8, reason=f"no int8 here: {INT8.reason}")
@@ -17,6 +18,7 @@ pytestmark = pytest.mark.skipif(not INT8, reason=f"no int8 here: {INT8.reason}")
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
 ONE = ([1, 1], [0, 0], [1, 1], 1)
+PADDED = ([1, 1], [1, 1], [1, 1], 1)
 
 
 def reference(x, weight, bias, stride, padding, dilation, groups, by_image):
@@ -27,7 +29,8 @@ def reference(x, weight, bias, stride, padding, dilation, groups, by_image):
     # A value of the largest magnitude, which no weight is for, gives each patch the scale of its image.
     largest = torch.stack(scales).view(-1, 1, 1).expand(-1, patches.shape[1], 1)
     flat = F.pad(weight.double().flatten(1), (0, 1))
-    _, error = int8_product(torch.cat([patches, largest], 2), flat, by_row=True)
+    args = (torch.cat([patches, largest], 2), flat, None)
+    _, error = LINEAR_OPS["aten::linear"].within(Int8(), args, random=False)
     expected = F.conv2d(batch, weight.double(), None if bias is None else bias.double(), stride, padding, dilation)
     return expected, error.mT.reshape(expected.shape)
 
@@ -51,15 +54,12 @@ STEPS = {
 
 @pytest.mark.parametrize(("channels", "features"), [(1, 1), (3, 8), (16, 70), (33, 64)])
 def test_convolutions_are_within_the_error(isa, channels, features, subtests):
-    for steps in STEPS:
-        with subtests.test(steps=steps):
-            size, *rest = STEPS[steps]
+    for name, (size, *rest) in STEPS.items():
+        with subtests.test(steps=name):
             weight, bias = torch.randn(features, channels, size, size), torch.randn(features)
             for by_image, layout in itertools.product((True, False), FORMATS.values()):
-                x = torch.randn(3, channels, 9, 11).to(memory_format=layout) * torch.tensor([1.0, 5, 0.1]).view(
-                    3, 1, 1, 1
-                )
-                check(x, weight, bias, *rest, 1, by_image=by_image, isa=isa)
+                x = torch.randn(3, channels, 9, 11) * torch.tensor([1.0, 5, 0.1]).view(3, 1, 1, 1)
+                check(x.to(memory_format=layout), weight, bias, *rest, 1, by_image=by_image, isa=isa)
 
 
 def ungrouped(weight, groups):
@@ -74,51 +74,51 @@ def ungrouped(weight, groups):
 WIDTHS = {"48 of 48": (48, 48, 4), "64 of 64": (64, 64, 3), "70 of 50": (50, 70, 3), "128 of 48": (48, 128, 2)}
 
 
+def check_groups(x, weight, bias, *rest, by_image=True, isa=None):
+    """Compare the bits with those of the convolution with zeros between the groups."""
+    kernel, (*steps, groups) = Conv2d(by_image, isa), rest
+    actual = run_kernel(kernel, x, weight, bias, *steps, groups)
+    expected = run_kernel(kernel, x, ungrouped(weight, groups), bias, *steps, 1)
+    assert torch.equal(actual, expected)
+    assert actual.stride() == expected.stride()
+
+
 @pytest.mark.parametrize("width", WIDTHS)
 def test_groups_have_the_bits_of_the_convolution_with_zeros_between_them(isa, width, subtests):
-    for steps in STEPS:
-        with subtests.test(steps=steps):
-            channels, features, groups = WIDTHS[width]
-            size, *rest = STEPS[steps]
+    channels, features, groups = WIDTHS[width]
+    for name, (size, *rest) in STEPS.items():
+        with subtests.test(steps=name):
             weight, bias = torch.randn(groups * features, channels, size, size), torch.randn(groups * features)
             for by_image, layout in itertools.product((True, False), FORMATS.values()):
                 x = torch.randn(2, groups * channels, 5, 6).to(memory_format=layout)
-                kernel = Conv2d(by_image, isa)
-                actual = run_kernel(kernel, x, weight, bias, *rest, groups)
-                expected = run_kernel(kernel, x, ungrouped(weight, groups), bias, *rest, 1)
-                assert torch.equal(actual, expected)
-                assert actual.stride() == expected.stride()
+                check_groups(x, weight, bias, *rest, groups, by_image=by_image, isa=isa)
 
 
 def test_groups_of_more_patches_than_are_made_at_once_are_right():
     x, weight = torch.randn(3, 192, 30, 30), torch.randn(192, 48, 3, 3)
-    kernel, rest = Conv2d(True), ([1, 1], [1, 1], [1, 1])
     for layout in FORMATS.values():
-        x = x.to(memory_format=layout)
-        actual = run_kernel(kernel, x, weight, None, *rest, 4)
-        assert torch.equal(actual, run_kernel(kernel, x, ungrouped(weight, 4), None, *rest, 1))
+        check_groups(x.to(memory_format=layout), weight, None, *PADDED[:3], 4)
 
 
 def test_inf_in_a_group_leaves_the_other_groups_and_images_alone(isa):
     x, weight = torch.randn(2, 96, 9, 9), torch.randn(96, 48, 3, 3)
     x[1, 3, 4, 4] = torch.inf
-    actual = run_kernel(Conv2d(True, isa), x, weight, None, [1, 1], [0, 0], [1, 1], 2)
-    expected = F.conv2d(x, weight, groups=2)
-    assert torch.equal(actual.isfinite(), expected.isfinite())
-    assert torch.equal(actual[:1], run_kernel(Conv2d(True, isa), x[:1], weight, None, [1, 1], [0, 0], [1, 1], 2))
+    whole, first = (run_kernel(Conv2d(True, isa), each, weight, None, *ONE[:3], 2) for each in (x, x[:1]))
+    assert torch.equal(whole.isfinite(), F.conv2d(x, weight, groups=2).isfinite())
+    assert torch.equal(whole[:1], first)
 
 
 def test_each_dtype_is_taken_and_given(subtests):
-    for given, wanted in list(itertools.product(FLOATS, FLOATS)):
+    for given, wanted in itertools.product(FLOATS, FLOATS):
         with subtests.test(given=given, wanted=wanted):
             x, weight = torch.randn(2, 16, 20, 20).to(given), torch.randn(40, 16, 3, 3).to(given)
             for layout in FORMATS.values():
-                check(x.to(memory_format=layout), weight, None, [1, 1], [1, 1], [1, 1], 1, dtype=wanted)
+                check(x.to(memory_format=layout), weight, None, *PADDED, dtype=wanted)
 
 
 @pytest.mark.slow
 def test_more_patches_than_are_made_at_once_are_right():
-    check(torch.randn(3, 32, 70, 70), torch.randn(20, 32, 3, 3), None, [1, 1], [1, 1], [1, 1], 1)
+    check(torch.randn(3, 32, 70, 70), torch.randn(20, 32, 3, 3), None, *PADDED)
     check(torch.randn(2, 3, 60, 70).to(memory_format=torch.channels_last), torch.randn(5, 3, 17, 17), None, *ONE)
 
 
@@ -138,7 +138,7 @@ def test_the_result_has_the_strides_that_torch_gives_it(sizes, subtests):
             channels, height, width, size = sizes
             x = LAYOUTS[images](torch.randn(4, channels, height + 1, 2 * width))
             weight = LAYOUTS[weights](torch.randn(4, channels, size + 1, 2 * size))
-            actual = check(x, weight, None, [1, 1], [1, 1], [1, 1], 1)
+            actual = check(x, weight, None, *PADDED)
             assert actual.stride() == F.conv2d(x.bfloat16(), weight.bfloat16(), None, 1, 1).stride()
 
 
@@ -207,68 +207,69 @@ def test_a_weight_with_nan_is_not_packed():
 
 
 X, WEIGHT, W = torch.randn(2, 8, 9, 9), torch.randn(5, 8, 3, 3), torch.randn(1, 96, 5, 5)
-NARROW, NO_FIT = "its groups have fewer than 48 channels", "the sizes do not fit"
-DECLINED = [
-    (NARROW, X, torch.randn(8, 1, 3, 3), None, [1, 1], [0, 0], [1, 1], 8),
-    (NARROW, W, torch.randn(96, 48, 1, 1)[:94], None, [1, 1], [0, 0], [1, 1], 2),
-    (NARROW, torch.randn(2, 8, 9), torch.randn(8, 1, 3), None, [1], [0], [1], 8),
-    (NO_FIT, W, torch.randn(97, 48, 1, 1), None, [1, 1], [0, 0], [1, 1], 2),
-    (NO_FIT, X, WEIGHT, None, [1, 1], [0, 0], [1, 1], 2),
-    (NO_FIT, X, WEIGHT, None, [1, 1], [0, 0], [1, 1], 0),
-    (NO_FIT, X, torch.randn(5, 7, 3, 3), None, *ONE),
-    (NO_FIT, X, torch.randn(5, 8, 10, 3), None, *ONE),
-    (NO_FIT, X, WEIGHT, None, [0, 1], [0, 0], [1, 1], 1),
-    (NO_FIT, X[0, 0], WEIGHT, None, *ONE),
-    (NO_FIT, torch.randn(2, 7, 9), torch.randn(5, 8, 3), None, [1], [0], [1], 1),
-    (NO_FIT, torch.randn(2, 8, 9), torch.randn(5, 8, 3), None, [1, 1], [0], [1], 1),
-    ("the bias is not a vector of the output channels", X, WEIGHT, torch.randn(1), *ONE),
-    ("the images have no elements", X[:0], WEIGHT, None, *ONE),
-    ("the images have no elements", torch.randn(0, 8, 9), torch.randn(5, 8, 3), None, [1], [0], [1], 1),
-    ("the padding is much larger than the images", X, WEIGHT, None, [1, 1], [2**20, 0], [1, 1], 1),
-    ("the weight has no elements", X, torch.randn(0, 8, 3, 3), None, *ONE),
-    (
-        "its sums have more than 65536 terms, which may not fit 32 bits",
-        *(torch.ones(1, 1025, 8, 8), torch.ones(1, 1025, 8, 8), None, *ONE),
-    ),
-]
+SIGNALS, OF_SIGNALS = torch.randn(2, 8, 9), torch.randn(5, 8, 3)
+ONE_STEP = ([1], [0], [1], 1)
+DECLINED = {
+    "its groups have fewer than 48 channels": [
+        (X, torch.randn(8, 1, 3, 3), None, *ONE[:3], 8),
+        (W, torch.randn(94, 48, 1, 1), None, *ONE[:3], 2),
+        (SIGNALS, torch.randn(8, 1, 3), None, *ONE_STEP[:3], 8),
+    ],
+    "the sizes do not fit": [
+        (W, torch.randn(97, 48, 1, 1), None, *ONE[:3], 2),
+        (X, WEIGHT, None, *ONE[:3], 2),
+        (X, WEIGHT, None, *ONE[:3], 0),
+        (X, torch.randn(5, 7, 3, 3), None, *ONE),
+        (X, torch.randn(5, 8, 10, 3), None, *ONE),
+        (X, WEIGHT, None, [0, 1], *ONE[1:]),
+        (X[0, 0], WEIGHT, None, *ONE),
+        (SIGNALS[:, 1:], OF_SIGNALS, None, *ONE_STEP),
+        (SIGNALS, OF_SIGNALS, None, [1, 1], *ONE_STEP[1:]),
+    ],
+    "the bias is not a vector of the output channels": [(X, WEIGHT, torch.randn(1), *ONE)],
+    "the images have no elements": [(X[:0], WEIGHT, None, *ONE), (SIGNALS[:0], OF_SIGNALS, None, *ONE_STEP)],
+    "the padding is much larger than the images": [(X, WEIGHT, None, [1, 1], [2**20, 0], [1, 1], 1)],
+    "the weight has no elements": [(X, WEIGHT[:0], None, *ONE)],
+    "its sums have more than 65536 terms, which may not fit 32 bits": [
+        (torch.ones(1, 1025, 8, 8), torch.ones(1, 1025, 8, 8), None, *ONE)
+    ],
+}
 
 
-def test_what_is_declined_has_a_reason(subtests):
-    for reason, x, weight, *rest in DECLINED:
-        with subtests.test(reason=reason, shapes=(x.shape, weight.shape)):
-            kind = Conv1d if weight.dim() == 3 else Conv2d
-            assert kind(True).unsupported_reason(x, weight, *rest) == reason
+@pytest.mark.parametrize("reason", DECLINED)
+def test_what_is_declined_has_a_reason(reason):
+    for x, weight, *rest in DECLINED[reason]:
+        kind = Conv1d if weight.dim() == 3 else Conv2d
+        assert kind(True).unsupported_reason(x, weight, *rest) == reason
 
 
 # ---- Of one axis.
 
 
+def run_on_signals(x, weight, bias, *steps, by_signal=True, isa=None):
+    """Return the convolution of signals, whose bits are those of the convolution of images of height one."""
+    stride, padding, dilation, groups = steps
+    actual = run_kernel(Conv1d(by_signal, isa), x, weight, bias, [stride], [padding], [dilation], groups)
+    args = (x[:, :, None], weight[:, :, None], bias, [1, stride], [0, padding], [1, dilation], groups)
+    of_images = run_kernel(Conv2d(by_signal, isa), *args)[:, :, 0]
+    torch.testing.assert_close(actual, of_images, rtol=0, atol=0, equal_nan=True)
+    return actual
+
+
 @pytest.mark.parametrize("steps", [(3, 1, 1, 1), (3, 2, 0, 1), (4, 1, 2, 3), (1, 1, 0, 1), (10, 5, 3, 1)], ids=str)
 @pytest.mark.parametrize("by_signal", [True, False])
-def test_it_has_the_bits_of_the_convolution_of_images_of_height_one(isa, steps, by_signal):
-    size, stride, padding, dilation = steps
+def test_signals_are_convolved_as_images_of_height_one(isa, steps, by_signal):
+    size, *rest = steps
     x, weight, bias = torch.randn(3, 17, 40), torch.randn(70, 17, size), torch.randn(70)
-    actual = run_kernel(Conv1d(by_signal, isa), x, weight, bias, [stride], [padding], [dilation], 1)
-    two = Conv2d(by_signal, isa)
-    args = (x[:, :, None], weight[:, :, None], bias, [1, stride], [0, padding], [1, dilation], 1)
-    assert torch.equal(actual, run_kernel(two, *args)[:, :, 0])
-    torch.testing.assert_close(actual, F.conv1d(x, weight, bias, stride, padding, dilation), rtol=0.05, atol=1.0)
+    actual = run_on_signals(x, weight, bias, *rest, 1, by_signal=by_signal, isa=isa)
+    torch.testing.assert_close(actual, F.conv1d(x, weight, bias, *rest), rtol=0.05, atol=1.0)
 
 
-def test_groups_have_the_bits_of_those_of_images_of_height_one(isa):
-    x, weight, bias = torch.randn(2, 96, 40), torch.randn(192, 48, 5), torch.randn(192)
-    actual = run_kernel(Conv1d(True, isa), x, weight, bias, [1], [2], [1], 2)
-    args = (x[:, :, None], weight[:, :, None], bias, [1, 1], [0, 2], [1, 1], 2)
-    assert torch.equal(actual, run_kernel(Conv2d(True, isa), *args)[:, :, 0])
-
-
-def test_inf_and_nan_leave_other_signals_alone(isa):
-    x, weight = torch.randn(3, 8, 20), torch.randn(5, 8, 3).sign()
-    clean = x.clone()
-    x[1, 3, 4], clean[1] = torch.inf, 0
-    actual, without = (run_kernel(Conv1d(False, isa), each, weight, None, [1], [0], [1], 1) for each in (x, clean))
-    assert torch.equal(actual[[0, 2]], without[[0, 2]])
-    assert torch.equal(actual[1].isfinite(), F.conv1d(x, weight)[1].isfinite())
+def test_groups_of_signals_and_signals_with_inf_are_convolved_as_images_of_height_one(isa):
+    run_on_signals(torch.randn(2, 96, 40), torch.randn(192, 48, 5), torch.randn(192), 1, 2, 1, 2, isa=isa)
+    x = torch.randn(3, 8, 20)
+    x[1, 3, 4] = torch.inf
+    run_on_signals(x, torch.randn(5, 8, 3).sign(), None, 1, 0, 1, 1, by_signal=False, isa=isa)
 
 
 # ---- Operators.
@@ -289,35 +290,29 @@ CALLS = {
 
 def call(name, dtype=torch.bfloat16):
     """Return the operator of a call, and all its arguments."""
-    op = name.partition(" ")[0].rstrip(",")
-    args = CALLS[name]
+    op, args = name.partition(" ")[0].rstrip(","), CALLS[name]
     convolution = Conv1d if op.startswith("conv1d") else Conv2d
     kernel = convolution(True, overload="padding" if op.endswith("padding") else "default")
-    packed = kernel.prepack(args[kernel.weight])
-    return kernel.operator, (*args, *packed, dtype, *kernel.constants)
+    return kernel.operator, [*args, *kernel.prepack(args[kernel.weight]), dtype, *kernel.constants]
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_an_operator_is_as_its_fake_one(name, subtests):
-    for dtype in [torch.bfloat16, torch.float16]:
-        with subtests.test(dtype=dtype):
-            operator, args = call(name, dtype)
-            torch.library.opcheck(operator, args, test_utils=("test_schema", "test_faketensor"))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_an_operator_is_as_its_fake_one(name, dtype):
+    operator, args = call(name, dtype)
+    torch.library.opcheck(operator, tuple(args), test_utils=("test_schema", "test_faketensor"))
 
 
 @pytest.mark.parametrize("name", [name for name in CALLS if "conv2d" in name])
 def test_a_convolution_rejects_arguments_that_it_cannot_compute(name, subtests):
     for at, value, message in [
-        (3, [0, 1], "expected a positive stride"),
+        (3, [0, 1], "expected a positive stride" + "|needs a stride" * ("padding" in name)),
         (5, [1, 0], "expected a positive stride and dilation"),
         (6, 2, "expected a number of groups that divides 5 output channels, got 2"),
         (0, torch.ones(9, 9), "expected images of 3 or 4 dimensions, got 2"),
     ]:
         with subtests.test(at=at, value=value, message=message):
             operator, args = call(name)
-            given = [*args]
-            given[at] = value
-            with pytest.raises(
-                RuntimeError, match=message if at != 3 or "padding" not in name else message + "|needs a stride"
-            ):
-                operator(*given)
+            args[at] = value
+            with pytest.raises(RuntimeError, match=message):
+                operator(*args)

@@ -35,36 +35,18 @@ def assert_as_without_a_recipe(convolution, x, weight, *rest):
 
 
 DEGENERATE = {
-    "no image": ((0, 3, 5, 5), (4, 3, 3, 3)),
-    "no image of one channel": ((0, 1, 5, 5), (1, 1, 3, 3), None, 1, 1),
-    "no channels": ((2, 0, 5, 5), (4, 0, 3, 3)),
-    "no features": ((2, 3, 5, 5), (0, 3, 3, 3)),
-    "no rows": ((2, 3, 0, 5), (4, 3, 3, 3), None, 1, 2),
-    "no columns": ((2, 3, 5, 0), (4, 3, 3, 3), None, 1, 2),
-    "no rows and no batch": ((3, 0, 5), (4, 3, 3, 3), None, 1, 2),
-    "no rows, same": ((2, 3, 0, 5), (4, 3, 3, 3), None, 1, "same"),
-    "a kernel of no rows": ((2, 3, 5, 5), (4, 3, 0, 3)),
-    "a kernel larger than the padded image": ((2, 3, 5, 5), (4, 3, 8, 3), None, 1, 1),
-    "a stride of 0": ((2, 3, 5, 5), (4, 3, 3, 3), None, 0),
-    "a stride below 0": ((2, 3, 5, 5), (4, 3, 3, 3), None, [1, -1]),
-    "no stride": ((2, 3, 5, 5), (4, 3, 3, 3), None, []),
-    "three strides": ((2, 3, 5, 5), (4, 3, 3, 3), None, [1, 1, 1]),
-    "a dilation of 0": ((2, 3, 5, 5), (4, 3, 3, 3), None, 1, 0, 0),
-    "a dilation of 0, same": ((2, 3, 5, 5), (4, 3, 3, 3), None, 1, "same", 0),
-    "padding below 0": ((2, 3, 5, 5), (4, 3, 3, 3), None, 1, [0, -1]),
-    "padding that overflows": ((2, 3, 5, 5), (4, 3, 3, 3), None, 1, 2**62),
-    "padding that nothing has memory for": ((2, 3, 5, 5), (4, 3, 3, 3), None, 2**31, 2**31),
-    "same with a stride": ((2, 3, 5, 5), (4, 3, 3, 3), None, 2, "same"),
-    "another name of a padding": ((2, 3, 5, 5), (4, 3, 3, 3), None, 1, "full"),
-    "groups of 0": ((2, 3, 5, 5), (4, 3, 3, 3), None, 1, 0, 1, 0),
+    "no stride": (None, []),
+    "three strides": (None, [1, 1, 1]),
+    "padding that overflows": (None, 1, 2**62),
+    "padding that nothing has memory for": (None, 2**31, 2**31),
+    "another name of a padding": (None, 1, "full"),
+    "groups of 0": (None, 1, 0, 1, 0),
 }
 
 
-def test_degenerate_sizes_give_the_result_or_the_error_that_they_give_without_a_recipe(subtests):
-    for case in DEGENERATE:
-        with subtests.test(case=case):
-            x, weight, *rest = DEGENERATE[case]
-            assert_as_without_a_recipe(F.conv2d, torch.randn(x), torch.randn(weight), *rest)
+@pytest.mark.parametrize("rest", DEGENERATE.values(), ids=DEGENERATE)
+def test_arguments_out_of_range_give_the_result_or_the_error_that_they_give_without_a_recipe(rest):
+    assert_as_without_a_recipe(F.conv2d, torch.randn(2, 3, 5, 5), torch.randn(4, 3, 3, 3), *rest)
 
 
 @pytest.mark.parametrize("convolution", [F.conv1d, F.conv2d], ids=["conv1d", "conv2d"])
@@ -78,10 +60,8 @@ def test_any_sizes_give_the_result_or_the_error_that_they_give_without_a_recipe(
             pick((default, [pick(numbers)], [pick(numbers), pick(numbers)]))
             for default, numbers in ((1, (0, 1, 2, -1)), (pick(("same", "valid")), (0, 1, 2, -1)), (1, (0, 1, 2)))
         )
-        x, weight = (
-            torch.randn(*batch, channels, *size),
-            torch.randn(features, channels, *(pick((0, 1, 2, 3)) for _ in size)),
-        )
+        x = torch.randn(*batch, channels, *size)
+        weight = torch.randn(features, channels, *(pick((0, 1, 2, 3)) for _ in size))
         if is_conv1d and batch and pick((True, False)):
             x = x.transpose(1, 2).contiguous().transpose(1, 2)
         rest = [pick((None, torch.randn(features))), stride, padding, dilation]

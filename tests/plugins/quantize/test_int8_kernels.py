@@ -1,17 +1,15 @@
-"""The CPU's int8 matmuls: the bits of their definition on every instruction set; inf, nan, accuracy, refused calls."""
+"""The CPU's int8 matmuls: the bits of their definition on every instruction set; inf, nan, refused calls."""
 
 import random
 import sys
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from polycast_plugins.quantize.cpu.int8 import Int8Matmul
-from polycast_plugins.testing.low_bit import assert_within
 
-from .low_bit_calls import int8_product, run_kernel
-from .matmul_kinds import INT8, Int8, Int8OneScale
+from .low_bit_calls import run_kernel
+from .matmul_kinds import INT8, LAYOUTS, Int8, Int8OneScale
 
 pytestmark = pytest.mark.skipif(not INT8, reason=f"no int8 here: {INT8.reason}")
 
@@ -32,26 +30,17 @@ def matrices(rows):
 
 def random_matrix(pick, rows, columns, dtype):
     """Return a matrix of random strides, magnitudes and special values."""
-    how = pick.choice(("dense", "transposed", "slice", "steps", "expanded"))
-    shape = {"transposed": (columns, rows), "slice": (rows, columns + 3), "expanded": (1, columns)}.get(
-        how, (3 * rows, 2 * columns) if how == "steps" else (rows, columns)
-    )
-    matrix = torch.randn(shape) * 10 ** pick.uniform(-4, 4)
-    if pick.random() < 0.3:
-        matrix *= 10 ** torch.empty(shape[0], 1).uniform_(-12, 12)
-    matrix = matrix.to(dtype)
-    views = {
-        "dense": lambda: matrix,
-        "transposed": matrix.t,
-        "slice": lambda: matrix[:, 1 : columns + 1],
-        "steps": lambda: matrix[::3, ::2],
-        "expanded": lambda: matrix.expand(rows, columns),
-    }
-    return views[how]()
+
+    def make(*shape):
+        matrix = torch.randn(shape) * 10 ** pick.uniform(-4, 4)
+        if pick.random() < 0.3:
+            matrix *= 10 ** torch.empty(shape[0], 1).uniform_(-12, 12)
+        return matrix.to(dtype)
+
+    return LAYOUTS[pick.choice(("dense", "transposed", "slice", "steps", "expanded"))](rows, columns, make)
 
 
 def scattered(pick, matrix, values):
-    """Return a matrix with values at some random places."""
     matrix = matrix.clone()
     for _ in range(pick.randint(1, 6)):
         matrix[pick.randrange(matrix.shape[0]), pick.randrange(matrix.shape[1])] = pick.choice(values)
@@ -65,8 +54,8 @@ def test_random_products_have_the_bits_of_the_definition(isa, threads, part):
     torch.manual_seed(1000 * threads + part)
     torch.set_num_threads(threads)
     for _ in range(60):
-        rows = pick.choice((1, 1, 2, 3, 4, 5, 6, 7, 9, 33, 70))
-        terms = pick.choice((1, 2, 3, 4, 31, 64, 67, 200, 256, 257, 500, 1030))
+        rows = pick.choice((1, 1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 16, 17, 32, 33, 70, 257))
+        terms = pick.choice((1, 2, 3, 4, 5, 7, 8, 9, 31, 63, 64, 65, 67, 200, 255, 256, 257, 500, 1030))
         columns = pick.choice((1, 7, 15, 63, 64, 65, 130, 300))
         given, packed, wanted = (pick.choice(FLOATS) for _ in range(3))
         x, weight = random_matrix(pick, rows, terms, given), random_matrix(pick, columns, terms, packed)
@@ -81,48 +70,11 @@ def test_random_products_have_the_bits_of_the_definition(isa, threads, part):
             (Int8 if pick.random() < 0.7 else Int8OneScale)(isa).check(x, weight, bias, wanted)
 
 
-def test_sums_of_the_largest_levels_do_not_saturate(isa):
-    for sign in (1, -1):
-        x, weight = torch.full((5, 4096), 2.0), torch.full((65, 4096), 3.0 * sign)
-        Int8(isa).check(x, weight)
-        x[:, ::2] *= -1
-        assert torch.equal(Int8(isa).linear(x, weight), torch.zeros(5, 65))
-
-
-@pytest.mark.parametrize(
-    "scale",
-    [
-        torch.ones(6),
-        torch.tensor([1e-30, 1e-3, 1.0, 1e3, 1e20, 1e-10]),
-        *(torch.tensor([each]) for each in (1e-45, 1e30)),
-    ],
-    ids=["alike", "very different rows", "tiny", "huge"],
-)
-def test_products_are_within_the_error_of_the_recipe(isa, by_row, scale):
-    x, weight = matrices(6)
-    x *= scale[:, None]
-    assert_within(run_kernel(linear(by_row, isa), x, weight, None), *int8_product(x, weight, by_row))
-    weight[::2] *= 1e-30
-    assert_within(run_kernel(linear(by_row, isa), x, weight, None), *int8_product(x, weight, by_row))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_inf_and_nan_come_to_what_they_come_to_in_bfloat16(isa, by_row, dtype, subtests):
-    for values in [(INF,), (-INF,), (INF, -INF), (INF, INF, INF), (NAN,), (INF, NAN)]:
-        with subtests.test(values=values):
-            x, weight = matrices(6)
-            x[2, : len(values)] = torch.tensor(values)
-            actual = run_kernel(linear(by_row, isa), x.to(dtype), weight, None, dtype=dtype)[2]
-            torch.testing.assert_close(actual.float(), F.linear(x, weight)[2], equal_nan=True)
-            assert not actual.isfinite().any()
-
-
-def test_rows_of_nothing_but_inf_or_nan_are_right(by_row):
+@pytest.mark.parametrize("kind", [Int8, Int8OneScale])
+def test_rows_of_nothing_but_inf_or_nan_are_right(kind):
     x, weight = torch.full((3, 130), INF), matrices(1)[1]
     x[1], weight[5] = NAN, weight[5].abs()
-    result = run_kernel(linear(by_row), x, weight, torch.ones(70))
-    assert result[0, 5] == INF
-    assert result[[0, 1, 2]].isnan().sum().item() == 3 * 70 - 2
+    assert kind().check(x, weight, torch.ones(70))[0, 5] == INF
 
 
 def test_inf_meets_alpha_and_what_is_added(isa):
@@ -138,7 +90,7 @@ def test_inf_meets_alpha_and_what_is_added(isa):
     )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_a_nan_in_the_bias_stays_one_whatever_its_bits(isa, dtype, subtests):
     for bits in [0x7FC00000, 0x7FFFFFFF, -1, 0x7F800001]:
         with subtests.test(bits=bits):
@@ -147,12 +99,6 @@ def test_a_nan_in_the_bias_stays_one_whatever_its_bits(isa, dtype, subtests):
             bias[5] = torch.tensor(bits, dtype=torch.int64).to(torch.int32).view(torch.float32) if bits > 0 else NAN
             result = run_kernel(linear(True, isa), x, weight, bias, dtype=dtype)
             assert result.isnan().sum().item() == result[:, 5].isnan().sum().item() == 3
-
-
-def test_with_one_scale_for_the_tensor_small_rows_are_lost(isa):
-    x, weight = matrices(2)
-    x[0] *= 1e-6
-    assert run_kernel(linear(False, isa), x, weight, None)[0].eq(0).all()
 
 
 def test_a_prepacked_weight_serves_every_set_of_instructions(isa):
@@ -167,16 +113,6 @@ def test_a_prepacked_weight_takes_a_byte_for_each_element():
     values, *others = linear(True).prepack(torch.randn(128, 192))
     assert values.nbytes == 128 * 192
     assert sum(other.nbytes for other in others) == 8 * 128
-
-
-def test_channels_that_are_much_larger_than_the_others_lose_no_accuracy_by_factors(isa, by_row):
-    x, weight = torch.randn(64, 256), torch.randn(128, 256)
-    large, kind = torch.ones(256), (Int8 if by_row else Int8OneScale)(isa)
-    large[[3, 77, 130]] = 256.0
-    exact = x @ weight.t()
-    plain, equalized = (kind.linear(x * large, weight / large, factors=factors) for factors in ((), (large,)))
-    assert (plain - exact).norm() / exact.norm() > 0.1
-    assert (equalized - exact).norm() / exact.norm() < 0.015
 
 
 @pytest.mark.parametrize(
@@ -198,12 +134,11 @@ def test_an_operator_refuses_another_number_of_factors():
 
 @pytest.mark.parametrize("op", ["linear", "matmul", "mm"])
 def test_an_operator_rejects_activations_that_do_not_fit(op):
-    kernel = Int8Matmul(True).kernels()[f"aten::{op}"]
-    x, weight, bias = torch.randn(5, 130), torch.randn(70, 130), (None,) if op == "linear" else ()
-    given = weight if op == "linear" else weight.t()
-    others = (given, *bias, *kernel.prepack(given), torch.bfloat16, *kernel.constants)
+    kernel, weight = Int8Matmul(True).kernels()[f"aten::{op}"], torch.randn(70, 130)
+    args = (weight, None) if op == "linear" else (weight.t(),)
+    others = (*args, *kernel.prepack(args[0]), torch.bfloat16, *kernel.constants)
     with pytest.raises(RuntimeError, match="the activations have 7 terms, the weight another number"):
-        kernel.operator(x[:, :7], *others)
+        kernel.operator(torch.randn(5, 7), *others)
     with pytest.raises(RuntimeError, match="expected activations with at least one dimension"):
         kernel.operator(torch.tensor(1.0), *others)
 

@@ -42,7 +42,6 @@ def computed(query, key, value, dtype=torch.bfloat16, mask=None, dropout=0.0, is
 
 
 def exact(query, key, value, scale=None):
-    """Return the attention in float64, by its definition."""
     query, key, value = (each.double() for each in (query, key, value))
     key, value = (each.repeat_interleave(query.shape[1] // key.shape[1], 1) for each in (key, value))
     products = query @ key.transpose(2, 3) * (1 / math.sqrt(query.shape[3]) if scale is None else scale)
