@@ -18,13 +18,11 @@ ISAS = torch.ops.polycast_cpu.isas() if AVAILABLE else [0]
 
 @pytest.fixture(params=ISAS, ids=NAMES.__getitem__)
 def isa(request):
-    """Run a test on each set of instructions that the processor has."""
     return request.param
 
 
 @pytest.fixture(params=["row", "tensor"])
 def by_row(request):
-    """Run a test with a scale for each row, and with one for all."""
     return request.param == "row"
 
 
@@ -51,15 +49,20 @@ def int8_operators(int8_kernels):
 
 
 @pytest.fixture(params=[False, True], ids=["run", "operator"])
-def either_kernels(request, int8_kernels):
+def kernels(request, int8_kernels):
     """Return int8 kernels, which compute in run() or by operators."""
     return request.getfixturevalue("int8_operators") if request.param else int8_kernels
 
 
 @pytest.fixture
-def linear(engine, either_kernels):
-    """Return the kernel of int8 linears."""
-    return either_kernels["aten::linear"]
+def linear(engine, kernels):
+    return kernels["aten::linear"]
+
+
+@pytest.fixture(params=[False, True], ids=["process cache", "own cache"])
+def cached(request):
+    """Return settings of a region without a cache, and with one of its own."""
+    return {"cache": polycast.WeightCache()} if request.param else {}
 
 
 @pytest.fixture
@@ -83,26 +86,27 @@ def kernel(int8_operators):
 
 @pytest.fixture
 def layer():
-    """Return a linear."""
     return torch.nn.Linear(8, 8)
 
 
 @pytest.fixture
 def path(tmp_path):
-    """Return the path of a cache to be saved."""
     return tmp_path / "model.casts"
 
 
 @pytest.fixture
 def model():
-    """Return two linears."""
     return torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
 
 
 @pytest.fixture
-def saved(path, model):
-    """Return the path of a saved cache of the model's casts."""
+def cache(model):
     cache = polycast.WeightCache()
     run(model, torch.ones(2, 8), recipe=None, cache=cache)
+    return cache
+
+
+@pytest.fixture
+def saved(path, model, cache):
     cache.save(path, model)
     return path

@@ -27,10 +27,14 @@ def encoder():
     return nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2).eval()
 
 
-def is_fused(model, recipe, **region):
+def profiled(model, recipe, **region):
     with torch.autograd.profiler.profile() as profile, polycast.autocast("cpu", recipe=recipe, **region):
-        model(X)
-    ops = {event.key for event in profile.key_averages()}
+        result = model(X)
+    return result, {event.key for event in profile.key_averages()}
+
+
+def is_fused(model, recipe, **region):
+    _, ops = profiled(model, recipe, **region)
     return not ops.isdisjoint(("aten::_native_multi_head_attention", "aten::_transformer_encoder_layer_fwd"))
 
 
@@ -44,25 +48,23 @@ def test_the_linears_of_attention_modules_in_eval_mode_are_computed_by_the_recip
 
 def test_no_weight_that_the_recipe_declines_is_copied_for_each_batch():
     model = encoder()  # which transposes its input: batches are not one after another
-    with torch.autograd.profiler.profile() as profile, polycast.autocast("cpu", recipe=polycast.Int8(min_size=2**16)):
-        result = model(X)
-    assert {"aten::addmm", "aten::bmm"} & {event.key for event in profile.key_averages()} == {"aten::addmm"}
+    result, ops = profiled(model, polycast.Int8(min_size=2**16))
+    assert {"aten::addmm", "aten::bmm"} & ops == {"aten::addmm"}
     torch.testing.assert_close(result.float(), model(X), atol=0.05, rtol=0.05)
 
 
+REGIONS = {
+    "no recipe": {"recipe": "none"},
+    "disabled": {"recipe": RECIPE, "enabled": False},
+    "not for linears": {"recipe": polycast.Int8(ops=["mm"])},
+    "a policy for linears": {"recipe": RECIPE, "policy": {"linear": "fp32"}},
+}
+
+
 @pytest.mark.parametrize("make", [attention, encoder])
-@pytest.mark.parametrize(
-    ("recipe", "region"),
-    [
-        ("none", {}),
-        (RECIPE, {"enabled": False}),
-        (polycast.Int8(ops=["mm"]), {}),
-        (RECIPE, {"policy": {"linear": "fp32"}}),
-    ],
-    ids=["no recipe", "disabled", "not for linears", "a policy for linears"],
-)
-def test_regions_whose_recipe_computes_no_linears_have_the_fused_path(make, recipe, region):
-    assert is_fused(make(), recipe, **region)
+@pytest.mark.parametrize("region", REGIONS.values(), ids=REGIONS)
+def test_regions_whose_recipe_computes_no_linears_have_the_fused_path(make, region):
+    assert is_fused(make(), **region)
 
 
 @pytest.mark.parametrize("make", [attention, encoder])

@@ -16,14 +16,15 @@ from polycast.policy.recipe import kinds
 from polycast.policy.recipe_settings import ObjectDigest
 from polycast_plugins.quantize import LowBitMatmul, LowBitRecipe
 
+from .conftest import AVAILABLE
+from .int8_linears import run
+
 pytestmark = [*NATIVE, pytest.mark.usefixtures("no_grad")]
 
 X = torch.randn(3, 64)
 
 
 class Grouped(LowBitRecipe):
-    """A recipe of a backend, which rounds weights in groups."""
-
     kind = "packed-in-groups"
     group_size: Literal[16, 32] = 32
     ops: Sequence[str] = ("linear", "mm")
@@ -66,43 +67,33 @@ def products(other_cpu):
     polycast.clear_autocast_cache()
 
 
-@pytest.mark.parametrize("cache", [None, WeightCache], ids=["process", "own"])
-def test_two_group_sizes_do_not_share_a_prepacked_weight(products, cache):
+def test_two_group_sizes_do_not_share_a_prepacked_weight(products, cached):
     layer = nn.Linear(64, 8)
-    settings = {} if cache is None else {"cache": cache()}
     for _ in range(3):
         for size in (16, 32):
             expected = products[size].multiply(X, products[size].prepack(layer.weight), layer.bias, 1.0)
-            with autocast("cpu", recipe=Grouped(size), **settings):
-                assert torch.equal(layer(X), expected)
+            assert torch.equal(run(layer, X, recipe=Grouped(size), **cached), expected)
     assert [product.packed - 3 for product in products.values()] == [1, 1]
 
 
 def test_recipes_that_pack_alike_share_a_prepacked_weight(products):
     layer, cache = nn.Linear(64, 8), WeightCache()
     for recipe in (Grouped(16), Grouped(16, min_size=1), Grouped(16, ops=("linear",))):
-        with autocast("cpu", recipe=recipe, cache=cache):
-            layer(X)
+        run(layer, X, recipe=recipe, cache=cache)
     assert (products[16].packed, cache.stats().packings) == (1, 1)
 
 
+@pytest.mark.skipif(not AVAILABLE, reason="the CPU has no such kernels")
 def test_a_calibration_that_becomes_known_is_used(monkeypatch):
-    if not polycast.plugin.check(polycast.plugin.get_backend("cpu"), Int8()):
-        pytest.skip("the CPU has no such kernels")
     monkeypatch.setattr(recipe_settings, "objects", {})
     factors = 2.0 ** torch.arange(64).remainder(5)
     calibration = SimpleNamespace(digest="0f", prepack_arguments=lambda weight, levels: (factors,))
-    unknown = Int8(min_size=0, calibration=ObjectDigest("0f"))
-    layer = nn.Linear(64, 8)
-    with autocast("cpu", recipe=unknown), pytest.raises(RuntimeError, match="does not have its calibration"):
-        layer(X)
-    known = Int8(min_size=0, calibration=calibration)
-    with autocast("cpu", recipe=known):
-        expected = layer(X)
-    with autocast("cpu", recipe=unknown):
-        assert torch.equal(layer(X), expected)
-    with autocast("cpu", recipe=Int8(min_size=0)):
-        assert not torch.equal(layer(X), expected)
+    layer, unknown = nn.Linear(64, 8), Int8(min_size=0, calibration=ObjectDigest("0f"))
+    with pytest.raises(RuntimeError, match=r"not have its calibration.*load it with polycast\.Calibration\.load"):
+        run(layer, X, recipe=unknown)
+    expected = run(layer, X, recipe=Int8(min_size=0, calibration=calibration))
+    assert torch.equal(run(layer, X, recipe=unknown), expected)
+    assert not torch.equal(run(layer, X, recipe=Int8(min_size=0)), expected)
 
 
 def test_compiled_code_finds_the_prepacked_weight_of_its_recipe(products):
@@ -116,8 +107,7 @@ def test_compiled_code_finds_the_prepacked_weight_of_its_recipe(products):
     for sizes in ((16, 32), (16, 32), (16, 32, 16)):
         before = [product.packed for product in products.values()]
         for size in sizes:
-            with autocast("cpu", recipe=Grouped(size), cache=cache):
-                expected = layer(X)
+            expected = run(layer, X, recipe=Grouped(size), cache=cache)
             assert torch.equal(function(X, size), expected)
     # The first call of new code gives out the weight's memory, so that it is packed again; the last has none.
     assert [product.packed for product in products.values()] == before

@@ -52,8 +52,7 @@ def test_a_weight_is_asked_for_again_if_another_thread_has_just_prepacked_it(lin
 def test_a_weight_with_an_alias_is_not_prepacked_although_other_threads_prepack_others(linear):
     layer, other = nn.Linear(8, 8), nn.Linear(8, 8)
     alias = layer.weight.data
-    started, may_end = threading.Event(), threading.Event()
-    pack = linear.prepack
+    started, may_end, pack = threading.Event(), threading.Event(), linear.prepack
 
     def prepack(weight):
         started.set()

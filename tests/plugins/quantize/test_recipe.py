@@ -20,18 +20,7 @@ from polycast.registry.registry import registry
 
 from .int8_linears import INT8, X, expected, run
 
-pytestmark = [*NATIVE, pytest.mark.usefixtures("no_grad")]
-
-
-@pytest.fixture
-def layer(linear):
-    return nn.Linear(8, 8)
-
-
-def test_a_prepacked_weight_outlives_the_region_and_serves_every_region(layer, linear):
-    for _ in range(3):
-        assert torch.equal(run(layer), expected(layer))
-    assert (linear.prepared, linear.ran) == (1, 3)
+pytestmark = [*NATIVE, pytest.mark.usefixtures("no_grad", "linear")]
 
 
 def _sgd(fused):
@@ -59,21 +48,18 @@ UPDATES = {
 
 
 @pytest.mark.parametrize("update", UPDATES.values(), ids=UPDATES)
-@pytest.mark.parametrize("cache", [None, WeightCache])
-def test_a_written_weight_is_prepacked_again(layer, linear, update, cache):
-    settings = {} if cache is None else {"cache": cache()}
-    for _ in range(2):
-        run(layer, **settings)
-    update(layer)
-    for _ in range(2):
-        assert torch.equal(run(layer, **settings), expected(layer))
-    assert linear.prepared == 2
+def test_a_written_weight_is_prepacked_again(layer, linear, update, cached):
+    for change in (lambda layer: None, update):
+        change(layer)
+        for _ in range(2):
+            assert torch.equal(run(layer, **cached), expected(layer))
+    assert (linear.prepared, linear.ran) == (2, 4)
 
 
 def test_verify_finds_an_unseen_write_of_a_prepacked_weight(layer, double_unseen):
     cache = WeightCache(verify=True)
-    run(layer, cache=cache)
-    run(layer, cache=cache)
+    for _ in range(2):
+        run(layer, cache=cache)
     double_unseen(layer.weight)
     with pytest.raises(polycast.errors.StaleWeightError, match="changed without a trace"):
         run(layer, cache=cache)
@@ -83,18 +69,10 @@ def test_verify_finds_an_unseen_write_of_a_prepacked_weight(layer, double_unseen
 
 def test_statistics_count_casts_and_prepacked_weights_separately(layer):
     cache = WeightCache()
-    run(layer, cache=cache)
-    stats = cache.stats()
-    assert (stats.entries, stats.bytes, stats.packings, stats.packed_bytes) == (0, 0, 1, 64 + 32)
-    with autocast("cpu", cache=cache):
-        layer(X)
-    stats = cache.stats()
-    assert (stats.entries, stats.bytes, stats.packings, stats.packed_bytes) == (2, 64 * 2 + 8 * 2, 1, 64 + 32)
-
-
-def _share(layer):
-    layer.share_memory()
-    return layer
+    for recipe, casts in ((INT8, (0, 0)), (None, (2, 64 * 2 + 8 * 2))):
+        run(layer, recipe=recipe, cache=cache)
+        stats = cache.stats()
+        assert (stats.entries, stats.bytes, stats.packings, stats.packed_bytes) == (*casts, 1, 64 + 32)
 
 
 def _flatten(layer):
@@ -102,18 +80,13 @@ def _flatten(layer):
     layer.weight.data = flat[:64].view(8, 8)
     layer.bias.data = flat[64:]
     layer.flat = flat
-    return layer
 
 
-@pytest.mark.parametrize("put", [_share, _flatten], ids=["in shared memory", "in a flat buffer"])
-@pytest.mark.parametrize("cache", [None, WeightCache])
-def test_a_weight_that_may_not_be_cached_is_not_prepacked(layer, linear, put, cache, declined):
+@pytest.mark.parametrize("put", [nn.Module.share_memory, _flatten], ids=["in shared memory", "in a flat buffer"])
+def test_a_weight_that_may_not_be_cached_is_not_prepacked(layer, linear, put, cached, declined):
     put(layer)
-    settings = {} if cache is None else {"cache": cache()}
-    with autocast("cpu"):
-        fast = layer(X)
-    assert torch.equal(run(layer, **settings), fast)
-    assert declined(layer, **settings).startswith("something else holds the weight's memory")
+    assert torch.equal(run(layer, **cached), run(layer, recipe=None))
+    assert declined(layer, **cached).startswith("something else holds the weight's memory")
     assert (linear.prepared, linear.ran) == (0, 0)
 
 
@@ -122,12 +95,10 @@ def test_a_prepacked_weight_is_freed_with_its_weight(linear):
     layer, cache = nn.Linear(8, 8), WeightCache()
     run(layer, cache=cache)
     run(layer)
-    kept = process_cache.cache
-    before = kept.stats().packings
+    before = process_cache.cache.stats().packings
     del layer
     gc.collect()
-    assert cache.stats().packings == 0
-    assert kept.stats().packings == before - 1
+    assert (cache.stats().packings, process_cache.cache.stats().packings) == (0, before - 1)
 
 
 @pytest.mark.parametrize("clear", [polycast.clear_autocast_cache, polycast.uninstall])
@@ -142,8 +113,7 @@ def test_clearing_and_uninstalling_empty_the_process_cache(layer, linear, clear)
 @pytest.mark.parametrize("frozen", [True, False])
 def test_weights_of_each_float_dtype_are_prepacked(layer, linear, dtype, frozen):
     layer.requires_grad_(not frozen).to(dtype)
-    assert run(layer).dtype is torch.bfloat16
-    assert run(layer).dtype is torch.bfloat16
+    assert [run(layer).dtype for _ in range(2)] == [torch.bfloat16] * 2
     assert (linear.prepared, linear.ran) == (1, 2)
 
 
@@ -157,28 +127,20 @@ def test_a_prepacked_weight_made_in_any_grad_mode_serves_all(layer, linear):
     assert (linear.prepared, linear.ran) == (1, 3)
 
 
-def test_kernels_with_the_same_key_share_a_prepacked_weight(either_kernels):
-    weight = nn.Parameter(torch.randn(8, 4))
-    with autocast("cpu", recipe=INT8):
-        assert torch.equal(torch.mm(X, weight), torch.matmul(X, weight))
-        assert torch.nn.functional.linear(X, weight.t()).shape == (3, 4)
-    assert [either_kernels[f"aten::{op}"].prepared for op in ("mm", "matmul", "linear")] == [1, 0, 1]
-
-
-def test_a_tied_weight_is_prepacked_for_each_kind_of_use(either_kernels):
+def test_kernels_share_a_prepacked_weight_with_those_of_the_same_key_only(kernels):
     weight = nn.Parameter(torch.randn(8, 8))
     with autocast("cpu", recipe=INT8):
         for _ in range(2):
-            one, other = nn.functional.linear(X, weight), torch.mm(X, weight)
-    torch.testing.assert_close(one.float(), X @ weight.t(), rtol=0.05, atol=0.05)
-    torch.testing.assert_close(other.float(), X @ weight, rtol=0.05, atol=0.05)
-    assert [either_kernels[f"aten::{op}"].prepared for op in ("linear", "mm")] == [1, 1]
+            by_row, by_column, same = nn.functional.linear(X, weight), torch.mm(X, weight), torch.matmul(X, weight)
+    assert torch.equal(by_column, same)
+    torch.testing.assert_close(by_row.float(), X @ weight.t(), rtol=0.05, atol=0.05)
+    torch.testing.assert_close(by_column.float(), X @ weight, rtol=0.05, atol=0.05)
+    assert [kernels[f"aten::{op}"].prepared for op in ("linear", "mm", "matmul")] == [1, 1, 0]
 
 
 def test_a_weight_that_cannot_be_prepacked_is_tried_once(layer, linear):
     layer.weight[0, 0] = float("inf")
-    with autocast("cpu"):
-        fast = layer(X)
+    fast = run(layer, recipe=None)
     for _ in range(3):
         assert torch.equal(run(layer), fast)
     assert (linear.prepared, linear.ran) == (1, 0)
@@ -190,25 +152,25 @@ class Subclass(nn.Parameter):
     pass
 
 
+NOT_CACHEABLE = "its weight is not a cacheable parameter"
+
+
 @pytest.mark.parametrize(
     ("weight", "reason"),
     [
-        (nn.Parameter(torch.randn(4, 8)).t().contiguous().t(), "its weight is not a cacheable parameter"),
-        ((nn.Parameter(torch.randn(8, 8)) * 1)[:4], "its weight is not a cacheable parameter"),
-        (torch.randn(4, 8), "its weight is not a cacheable parameter"),
-        (Subclass(torch.randn(4, 8)), "its weight is not a cacheable parameter"),
+        (nn.Parameter(torch.randn(4, 8)).t().contiguous().t(), NOT_CACHEABLE),
+        ((nn.Parameter(torch.randn(8, 8)) * 1)[:4], NOT_CACHEABLE),
+        (torch.randn(4, 8), NOT_CACHEABLE),
+        (Subclass(torch.randn(4, 8)), NOT_CACHEABLE),
         (nn.Parameter(torch.randn(4, 8).double()), "a tensor is float64"),
         (nn.Parameter(torch.randn(4, 7)), "its features are odd in number"),
     ],
 )
 def test_an_unsupported_call_runs_in_the_fast_dtype_and_is_counted(linear, recipe_counts, weight, reason):
-    x = torch.randn(3, weight.shape[1])
-    if weight.dtype is torch.float64:
-        x = x.double()
-    with autocast("cpu"):
-        fast = nn.functional.linear(x, weight)
-    with recipe_counts() as counts, autocast("cpu", recipe=INT8):
-        assert torch.equal(nn.functional.linear(x, weight), fast)
+    x = torch.randn(3, weight.shape[1], dtype=torch.promote_types(weight.dtype, torch.float32))
+    fast = run(nn.functional.linear, x, weight, recipe=None)
+    with recipe_counts() as counts:
+        assert torch.equal(run(nn.functional.linear, x, weight), fast)
     (record,) = counts.records()
     assert (record.op, record.recipe, record.device, record.calls) == ("aten::linear", "int8", "cpu", 1)
     assert record.declined.startswith(reason)
@@ -218,12 +180,6 @@ def test_an_unsupported_call_runs_in_the_fast_dtype_and_is_counted(linear, recip
 def test_calls_fall_back_where_weights_are_not_cached(layer, linear):
     run(layer, cache_enabled=False)
     assert (linear.prepared, linear.ran) == (0, 0)
-
-
-def test_writing_the_result_does_not_write_the_prepacked_weight(layer):
-    first = run(layer)
-    first.add_(1)
-    assert torch.equal(run(layer), expected(layer))
 
 
 @pytest.mark.parametrize("part", ["prepack", "run", "unsupported_reason"])
@@ -244,30 +200,14 @@ def test_an_error_of_a_kernel_propagates_and_caches_nothing(layer, linear, monke
 
 def test_threads_share_a_prepacked_weight(layer, linear):
     run(layer)
-    wrong = []
 
-    def work():
+    def work(_):
         with torch.no_grad():
-            for _ in range(20):
-                if not torch.equal(run(layer), expected(layer)):
-                    wrong.append(1)
+            return [torch.equal(run(layer), expected(layer)) for _ in range(20)]
 
     with ThreadPoolExecutor(4) as threads:
-        for each in [threads.submit(work) for _ in range(4)]:
-            each.result()
-    assert (wrong, linear.prepared) == ([], 1)
-
-
-def test_another_backend_for_the_device_has_its_own_kernels(layer, linear):
-    run(layer)
-    polycast.plugin.unregister_backend("cpu")
-    with pytest.warns(polycast.errors.RecipeDisabledWarning) if not _built_in() else polycast.autocast("cpu"):
-        run(layer)
-    assert linear.ran == 1
-
-
-def _built_in():
-    return bool(polycast.plugin.check(polycast.plugin.get_backend("cpu"), Int8()))
+        assert list(threads.map(work, range(4))) == [[True] * 20] * 4
+    assert linear.prepared == 1
 
 
 def test_a_kernel_may_return_another_dtype(layer, linear, monkeypatch):
@@ -277,8 +217,7 @@ def test_a_kernel_may_return_another_dtype(layer, linear, monkeypatch):
 
 
 def test_functions_of_functorch_run_in_the_fast_dtype(layer, linear):
-    with autocast("cpu", recipe=INT8):
-        mapped = torch.vmap(lambda x: nn.functional.linear(x, layer.weight))(X)
+    mapped = run(torch.vmap(lambda x: nn.functional.linear(x, layer.weight)), X)
     assert (mapped.dtype, linear.ran) == (torch.bfloat16, 0)
 
 
@@ -289,30 +228,16 @@ def test_after_clearing_weights_can_be_swapped(layer):
     assert torch.equal(run(layer), expected(layer))
 
 
-def test_equal_recipes_share_plans(layer):
-    backend = polycast.plugin.get_backend("cpu")
-    assert Plan.of(backend, Int8(min_size=1)) is Plan.of(backend, Int8(min_size=1))
-    assert Plan.of(backend, Int8(min_size=1)) is not Plan.of(backend, Int8(min_size=2))
+def test_equal_recipes_share_plans():
+    one, same, other = (Plan.of(polycast.plugin.get_backend("cpu"), Int8(min_size=size)) for size in (1, 1, 2))
+    assert one is same is not other
 
 
-@pytest.fixture
-def availability(int8_kernels):
-    """Return a function that lets the backend offer its kernels, or not, from now on."""
-
-    def set_available(available):
-        vars(backend).update(
-            recipe_availability=lambda recipe: Availability(available, "" if available else "unplugged")
-        )
-        polycast.plugin.refresh("cpu")
-
-    backend = polycast.plugin.get_backend("cpu")
-    return set_available
-
-
-def test_refresh_reaches_regions_that_were_made_before_and_keeps_prepacked_weights(layer, linear, availability):
-    region = autocast("cpu", recipe=INT8)
+def test_refresh_reaches_regions_that_were_made_before_and_keeps_prepacked_weights(layer, linear):
+    backend, region = polycast.plugin.get_backend("cpu"), autocast("cpu", recipe=INT8)
     for available, ran in ((False, 0), (True, 1), (False, 1), (True, 2)):
-        availability(available)
+        vars(backend).update(recipe_availability=lambda recipe, available=available: Availability(available))
+        polycast.plugin.refresh("cpu")
         with region:
             layer(X)
         assert linear.ran == ran
@@ -320,7 +245,6 @@ def test_refresh_reaches_regions_that_were_made_before_and_keeps_prepacked_weigh
 
 
 @pytest.mark.parametrize("name", ["native", "reference", "override"])
-@pytest.mark.usefixtures("int8_kernels")
 def test_devices_with_unusual_names_have_plans_of_their_own(monkeypatch, name):
     backend = copy.copy(polycast.plugin.get_backend("cpu"))
     vars(backend)["device_type"] = name
@@ -330,3 +254,68 @@ def test_devices_with_unusual_names_have_plans_of_their_own(monkeypatch, name):
         monkeypatch.setattr(registry, "find", lambda _: backend)
         assert plan_of(override, name).device_type == name
     assert override_of(None, "cpu", override.recipe) is override
+
+
+# ---- In a WeightCache with max_bytes.
+
+PACKED = 64 + 32  # bytes of an 8x8 weight, prepacked
+NO_ROOM = "the WeightCache has no room for its prepacked weight within max_bytes"
+
+
+def test_max_bytes_limits_casts_and_prepacked_weights_together(layer, linear, declined):
+    cache = WeightCache(max_bytes=PACKED + 2 * 8 * 8 + 2 * 8)
+    for recipe in (None, INT8):
+        run(layer, recipe=recipe, cache=cache)
+    assert (cache.stats().entries, cache.stats().packings) == (2, 1)
+    assert declined(nn.Linear(8, 8), cache=cache) == NO_ROOM
+    assert (cache.stats().packings, linear.prepared) == (1, 1)
+
+
+def test_a_weight_without_room_runs_in_the_fast_dtype_and_is_not_prepacked(layer, linear):
+    cache = WeightCache(max_bytes=50)
+    for _ in range(3):
+        assert torch.equal(run(layer, cache=cache), run(layer, recipe=None))
+    assert (linear.prepared, linear.ran) == (0, 0)
+
+
+def test_a_weight_whose_prepacked_form_had_no_room_is_prepacked_once(layer, linear, declined):
+    cache = WeightCache(max_bytes=PACKED - 1)
+    assert torch.equal(run(layer, cache=cache), expected(layer))
+    for _ in range(3):
+        assert declined(layer, cache=cache) == NO_ROOM
+    assert (linear.prepared, linear.ran, cache.stats().packings) == (1, 1, 0)
+
+
+def test_a_model_larger_than_the_cache_keeps_the_prepacked_weights_that_fit(linear):
+    cache = WeightCache(max_bytes=4 * PACKED)
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(9)))
+    for _ in range(40):
+        run(model, cache=cache)
+    assert (linear.prepared, linear.ran, cache.stats().evictions) == (4, 40 * 4, 0)
+
+
+def test_alternating_models_are_seldom_prepacked_again(linear):
+    cache = WeightCache(max_bytes=PACKED)
+    one, other = nn.Linear(8, 8), nn.Linear(8, 8)
+    for _ in range(20):
+        for layer in (one, one, one, other, other, other):
+            run(layer, cache=cache)
+    assert (linear.prepared, cache.stats().evictions) == (1, 0)
+
+
+def test_an_unused_model_is_evicted(layer, linear, declined):
+    cache = WeightCache(max_bytes=2 * PACKED)
+    run(layer, cache=cache)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    for _ in range(20):
+        run(model, cache=cache)
+    assert declined(model[0], cache=cache) == declined(model[1], cache=cache) == ""
+    assert (linear.prepared, cache.stats().evictions) == (3, 1)
+
+
+def test_an_updated_weight_has_the_room_that_it_had(layer, linear):
+    cache = WeightCache(max_bytes=PACKED)
+    for _ in range(3):
+        assert torch.equal(run(layer, cache=cache), expected(layer))
+        layer.weight.mul_(2)
+    assert (linear.prepared, linear.ran) == (3, 3)

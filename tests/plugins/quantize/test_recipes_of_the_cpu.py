@@ -51,64 +51,15 @@ def test_results_are_near_float32s_and_of_the_fast_dtype(model, x, recipe):
 
 
 @pytest.mark.parametrize("engine", ["native"], indirect=True)  # the reference engine caches nothing
-def test_recipes_have_results_of_their_own(model, x, recipe):
+def test_recipes_have_results_of_their_own_which_a_saved_cache_keeps(model, x, recipe, tmp_path):
     cache = WeightCache()
-    results = [run(model, x, each, cache=cache) for each in RECIPES]
-    equal = [each for each, result in zip(RECIPES, results, strict=True) if torch.equal(result, run(model, x, recipe))]
-    assert equal == [recipe]
+    results = {each: run(model, x, each, cache=cache) for each in RECIPES}
+    assert [each for each in RECIPES if torch.equal(results[each], run(model, x, recipe))] == [recipe]
+    cache.save(tmp_path / "model", model)
+    loaded = WeightCache.load(tmp_path / "model", model)
+    assert torch.equal(run(model, x, recipe, cache=loaded), results[recipe])
     # Of the two large weights. Int8's recipes have prepacked weights of their own too.
-    assert cache.stats().packings == 2 * len(RECIPES)
-
-
-@pytest.mark.parametrize("engine", ["native"], indirect=True)  # the reference engine caches nothing
-def test_a_saved_cache_has_its_prepacked_weights(model, x, recipe, tmp_path):
-    cache = WeightCache()
-    expected = {each: run(model, x, each, cache=cache) for each in RECIPES}
-    cache.save(tmp_path / "model", model)
-    loaded = WeightCache.load(tmp_path / "model", model)
-    assert torch.equal(run(model, x, recipe, cache=loaded), expected[recipe])
     assert (loaded.stats().packings, loaded.stats().misses) == (2 * len(RECIPES), 0)
-
-
-@pytest.mark.parametrize("engine", ["native"], indirect=True)  # the reference engine caches nothing
-def test_a_saved_cache_has_none_of_other_recipes(model, x, recipe, tmp_path):
-    cache = WeightCache()
-    for each in RECIPES:
-        if each != recipe:
-            run(model, x, each, cache=cache)
-    cache.save(tmp_path / "model", model)
-    loaded = WeightCache.load(tmp_path / "model", model)
-    assert torch.equal(run(model, x, recipe, cache=loaded), run(model, x, recipe, cache=WeightCache()))
-    assert loaded.stats().misses == 2
-
-
-@pytest.mark.parametrize("call", ["linear", "mm", "addmm", "matmul"])
-def test_each_op_is_computed_by_it(recipe, call, recipe_counts):
-    weight, bias, x = nn.Parameter(torch.randn(300, 256)), torch.randn(256), torch.randn(3, 300)
-    linear = nn.Parameter(weight.detach().t().contiguous())
-    calls = {
-        "linear": lambda: nn.functional.linear(x, linear),
-        "mm": lambda: torch.mm(x, weight),
-        "addmm": lambda: torch.addmm(bias, x, weight),
-        "matmul": lambda: x @ weight,
-    }
-    with recipe_counts() as counts, autocast("cpu", recipe=recipe):
-        result = calls[call]()
-    (record,) = counts.records()
-    assert (record.op, record.recipe, record.declined) == (f"aten::{call}", recipe.short, "")
-    assert error(result, calls[call]()) < 0.2
-
-
-def test_small_weights_run_in_the_fast_dtype(model, x, recipe, recipe_counts):
-    with recipe_counts() as counts:
-        run(model, x, recipe)
-    assert [(each.calls, each.declined) for each in counts.records()] == [
-        (2, ""),
-        (1, "the weight is smaller than the recipe's min_size"),
-    ]
-    with recipe_counts() as counts:
-        run(model, x, recipe.with_options(min_size=0))
-    assert [(each.calls, each.declined) for each in counts.records()] == [(3, "")]
 
 
 def test_a_rule_of_a_policy_file_uses_it(model, x, recipe, tmp_path):
@@ -138,12 +89,11 @@ def test_training_runs_in_the_fast_dtype(model, x, recipe):
             assert torch.equal(checkpoint(model, x, use_reentrant=False), expected)
 
 
-def test_it_is_explained(model, x, recipe):
+@pytest.mark.parametrize(("layer", "declined"), [(0, None), (3, "the weight is smaller than the recipe's min_size")])
+def test_it_is_explained(model, x, recipe, layer, declined):
     with autocast("cpu"):
-        explained = polycast.explain("linear", x, model[0].weight, device_type="cpu", recipe=recipe)
-        assert (explained.recipe, explained.declined) == (recipe.short, None)
-        explained = polycast.explain("linear", x, model[3].weight, device_type="cpu", recipe=recipe)
-    assert explained.declined == "the weight is smaller than the recipe's min_size"
+        explained = polycast.explain("linear", x, model[layer].weight, device_type="cpu", recipe=recipe)
+    assert (explained.recipe, explained.declined) == (recipe.short, declined)
 
 
 def test_compiled_code_has_its_results(model, x, recipe):
@@ -155,39 +105,9 @@ def test_compiled_code_has_its_results(model, x, recipe):
         with autocast("cpu", recipe=recipe):
             return model(x)
 
-    expected = run(model, x, recipe)
-    other = run(model, x, "int8")
-    for _ in range(2):
-        with autocast("cpu", recipe=recipe):
-            assert torch.equal(outside(x), expected)
-        with autocast("cpu", recipe="int8"):
-            assert torch.equal(outside(x), other)
-        assert torch.equal(inside(x), expected)
-
-
-MADE = {
-    "Int4()": lambda: Int4(),
-    "Int4(64)": lambda: Int4(64),
-    "Int4(group_size, ops)": lambda: Int4(group_size=128, ops=["linear", "aten::mm"]),
-    "Int8(scales)": lambda: Int8(scales="tensor"),
-}
-
-
-@pytest.mark.parametrize("made", MADE.values(), ids=MADE)
-def test_it_may_be_made_in_compiled_code(model, x, made):
-    if not polycast.plugin.check(polycast.plugin.get_backend("cpu"), made()):
-        pytest.skip("the CPU has no such kernels")
-    torch._dynamo.reset()
-
-    @torch.compile(backend="aot_eager", fullgraph=True)
-    def function(x):
-        recipe = made()
-        with autocast("cpu", recipe=recipe):
-            return model(x), recipe.text
-
-    result, text = function(x)
-    assert torch.equal(result, run(model, x, made()))
-    assert text == made().text
+    for each in (recipe, "int8") * 2:
+        assert torch.equal(run(outside, x, each), run(model, x, each))
+        assert torch.equal(inside(x), run(model, x, recipe))
 
 
 def test_compare_shows_its_errors(model, x, recipe):

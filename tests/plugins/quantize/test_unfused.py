@@ -25,6 +25,22 @@ def small_pays(monkeypatch):
     monkeypatch.setattr(unfused, "_LARGE", 1)
 
 
+@pytest.fixture
+def run(recipe_counts):
+    """Return a function that calls a layer in a region with the recipe; it returns the counts too, by op and reason."""
+
+    def run(layer, *args, **options):
+        with recipe_counts() as counts, polycast.autocast("cpu", recipe=RECIPE):
+            result = layer(*args, **options)
+        return result, {(each.op, each.declined): each.calls for each in counts.records()}
+
+    return run
+
+
+def grouped_mm(*args, **options):
+    return functional.grouped_mm(*args, **options)  # as it is in the region
+
+
 def flat(outputs):
     y, states = outputs
     return [y, *states]
@@ -34,53 +50,34 @@ def error(actual, expected):
     return (actual.float() - expected).norm() / expected.norm()
 
 
-def linears(counts):
-    return {(each.op, each.declined): each.calls for each in counts.records()}
-
-
 LAYERS = {
-    "one layer": {},
-    "batch first": {"batch_first": True},
-    "without biases": {"bias": False},
-    "two layers, both directions": {"num_layers": 2, "bidirectional": True},
+    "one layer": ({}, (3, 5, 24), 4),
+    "without a batch": ({}, (3, 24), 4),
+    "batch first": ({"batch_first": True}, (3, 5, 24), 6),
+    "without biases": ({"bias": False}, (3, 5, 24), 4),
+    "two layers, both directions": ({"num_layers": 2, "bidirectional": True}, (3, 5, 24), 16),
 }
 
 
-@pytest.mark.parametrize("options", LAYERS.values(), ids=LAYERS)
+@pytest.mark.parametrize(("options", "size", "linears"), LAYERS.values(), ids=LAYERS)
 @pytest.mark.parametrize("states", [False, True], ids=["zeros", "states"])
-def test_an_lstm_is_computed_by_linears_in_the_recipe(small_pays, recipe_counts, options, states):
-    layer = nn.LSTM(24, 16, **options).eval()
-    x = torch.randn(3, 5, 24)
-    count = layer.num_layers * (1 + layer.bidirectional)
-    length, batch = (5, 3) if layer.batch_first else (3, 5)
-    given = (torch.randn(count, batch, 16), torch.randn(count, batch, 16)) if states else None
-    expected = flat(layer(x, given))
-    with recipe_counts() as counts, polycast.autocast("cpu", recipe=RECIPE):
-        actual = flat(layer(x, given))
-    assert linears(counts) == {("aten::linear", ""): count * (1 + length)}
-    for ours, torchs in zip(actual, expected, strict=True):
+def test_an_lstm_is_computed_by_linears_in_the_recipe(small_pays, run, options, size, linears, states):
+    layer, x = nn.LSTM(24, 16, **options).eval(), torch.randn(size)
+    given = tuple(map(torch.randn_like, layer(x)[1])) if states else None
+    outputs, counts = run(layer, x, given)
+    assert counts == {("aten::linear", ""): linears}
+    for ours, torchs in zip(flat(outputs), flat(layer(x, given)), strict=True):
         assert (ours.dtype, ours.shape) == (torch.bfloat16, torchs.shape)
         assert error(ours, torchs) < 0.03
 
 
-def test_an_lstm_without_batch_is_computed_by_the_recipe(small_pays, recipe_counts):
-    layer, x = nn.LSTM(24, 16).eval(), torch.randn(3, 24)
-    with recipe_counts() as counts, polycast.autocast("cpu", recipe=RECIPE):
-        y, (hidden, _) = layer(x)
-    assert linears(counts) == {("aten::linear", ""): 4}
-    assert (y.shape, hidden.shape) == ((3, 16), (1, 16))
-
-
-def test_one_step_is_computed_by_the_recipe_and_several_if_the_weights_are_large(recipe_counts):
-    layer = nn.LSTM(24, 16).eval()
+def test_one_step_is_computed_by_the_recipe_and_several_if_the_weights_are_large(run):
     for length, count in ((1, 2), (2, 0)):
-        with recipe_counts() as counts, polycast.autocast("cpu", recipe=RECIPE):
-            layer(torch.randn(length, 5, 24))
-        assert sum(linears(counts).values()) == count
+        assert sum(run(nn.LSTM(24, 16).eval(), torch.randn(length, 5, 24))[1].values()) == count
 
 
 @pytest.mark.filterwarnings("ignore:LSTM with projections")
-def test_packed_sequences_and_projections_are_left_to_torch(small_pays):
+def test_packed_sequences_and_projections_are_left_to_torch(small_pays, run):
     x = torch.randn(3, 2, 24)
     packed = nn.utils.rnn.pack_padded_sequence(x, torch.tensor([3, 2]))
     for layer, given in ((nn.LSTM(24, 16), packed), (nn.LSTM(24, 16, proj_size=8), x)):
@@ -88,8 +85,7 @@ def test_packed_sequences_and_projections_are_left_to_torch(small_pays):
             expected = layer.eval()(given)[1][0]
         with polycast.autocast("cpu", recipe=RECIPE.with_options(ops=["mm"])):
             assert torch.equal(layer(given)[1][0], expected)
-        with polycast.autocast("cpu", recipe=RECIPE):
-            assert layer(given)[1][0].shape == expected.shape
+        assert run(layer, given)[0][1][0].shape == expected.shape
 
 
 REGIONS = {
@@ -112,23 +108,21 @@ def test_regions_whose_recipe_does_not_compute_them_leave_them_to_torch(small_pa
         assert torch.equal(functional.grouped_mm(rows, experts, offs=ends), products)
 
 
-def test_what_autograd_records_is_left_to_torch(small_pays, recipe_counts):
+def test_what_autograd_records_is_left_to_torch(small_pays, run):
     layer = nn.LSTM(24, 16)
     rows, experts, ends = operands()
-    with torch.enable_grad(), recipe_counts() as counts, polycast.autocast("cpu", recipe=RECIPE):
-        layer(torch.randn(3, 5, 24))[0].float().sum().backward()
-        products = functional.grouped_mm(rows, experts.requires_grad_(), offs=ends)
+    with torch.enable_grad():
+        (y, _), of_layer = run(layer, torch.randn(3, 5, 24))
+        products, of_experts = run(grouped_mm, rows, experts.requires_grad_(), offs=ends)
+        y.float().sum().backward()
         (products * torch.randn(11, 32)).sum().backward()
-    assert linears(counts).keys().isdisjoint({("aten::linear", ""), ("aten::mm", "")})
+    assert {**of_layer, **of_experts}.keys().isdisjoint({("aten::linear", ""), ("aten::mm", "")})
     assert layer.weight_hh_l0.grad is not None
     assert experts.grad is not None
 
 
-def test_a_training_lstm_with_dropout_is_left_to_torch(small_pays, recipe_counts):
-    layer = nn.LSTM(24, 16, num_layers=2, dropout=0.5)
-    with recipe_counts() as counts, polycast.autocast("cpu", recipe=RECIPE):
-        layer(torch.randn(3, 5, 24))
-    assert not counts.records()
+def test_a_training_lstm_with_dropout_is_left_to_torch(small_pays, run):
+    assert run(nn.LSTM(24, 16, num_layers=2, dropout=0.5), torch.randn(3, 5, 24))[1] == {}
 
 
 def operands(count=4, rows=11):
@@ -137,32 +131,28 @@ def operands(count=4, rows=11):
     return torch.randn(rows, 16), weights.transpose(1, 2), torch.tensor([3, 3, 10, 11][:count], dtype=torch.int32)
 
 
-def test_experts_with_rows_are_computed_by_the_recipe_one_by_one(engine, recipe_counts):
+def test_experts_with_rows_are_computed_by_the_recipe_one_by_one(run):
     rows, experts, ends = operands()
-    expected = functional.grouped_mm(rows, experts, offs=ends)
-    with recipe_counts() as counts, polycast.autocast("cpu", recipe=RECIPE):
-        actual = functional.grouped_mm(rows, experts, offs=ends)
-        alone = rows[3:10] @ experts[2]
-    computed = {(op, not declined): calls for (op, declined), calls in linears(counts).items()}
-    assert computed == {("aten::mm", True): 3, ("aten::matmul", True): 1}
+    actual, counts = run(grouped_mm, rows, experts, offs=ends)
+    alone, of_one = run(torch.matmul, rows[3:10], experts[2])
+    assert (counts, of_one) == ({("aten::mm", ""): 3}, {("aten::matmul", ""): 1})
     assert actual.dtype is torch.bfloat16
-    assert error(actual, expected) < 0.03
+    assert error(actual, functional.grouped_mm(rows, experts, offs=ends)) < 0.03
     assert torch.equal(actual[3:10], alone)
 
 
-def test_rows_after_the_last_end_are_zero():
+def test_rows_after_the_last_end_are_zero(run):
     rows, experts, ends = operands(count=3, rows=14)
-    with polycast.autocast("cpu", recipe=RECIPE):
-        actual = functional.grouped_mm(rows, experts, offs=ends)
+    actual, _ = run(grouped_mm, rows, experts, offs=ends)
     assert actual.shape == (14, 32)
     assert actual[9].any()
     assert not actual[10:].any()
 
 
-def test_wrong_sizes_have_torchs_error():
+def test_wrong_sizes_have_torchs_error(run):
     rows, experts, ends = operands()
-    with polycast.autocast("cpu", recipe=RECIPE), pytest.raises(RuntimeError):
-        functional.grouped_mm(rows[:, :8], experts, offs=ends)
+    with pytest.raises(RuntimeError):
+        run(grouped_mm, rows[:, :8], experts, offs=ends)
 
 
 def test_an_lstm_is_scripted_in_a_region_with_a_recipe():
@@ -180,12 +170,11 @@ def test_an_lstm_is_scripted_in_a_region_with_a_recipe():
     torch.testing.assert_close(scripted(x), model(x))
 
 
-def test_a_compiled_lstm_is_computed_as_without_compiling(small_pays, fresh_dynamo):
+def test_a_compiled_lstm_is_computed_as_without_compiling(small_pays, fresh_dynamo, run):
     layer, x = nn.LSTM(24, 16).eval(), torch.randn(3, 5, 24)
     compiled = torch.compile(lambda x: layer(x), backend="eager")
     for _ in range(2):
-        with polycast.autocast("cpu", recipe=RECIPE):
-            torch.testing.assert_close(compiled(x)[0], layer(x)[0], rtol=0.05, atol=0.05)
+        torch.testing.assert_close(run(compiled, x)[0][0], run(layer, x)[0][0], rtol=0.05, atol=0.05)
 
 
 def test_uninstalling_gives_torch_its_functions_back():
@@ -196,14 +185,13 @@ def test_uninstalling_gives_torch_its_functions_back():
     assert "lstm" not in vars(torch._VF)
 
 
-def test_an_lstm_of_float64_is_torchs(small_pays):
+def test_an_lstm_of_float64_is_torchs(small_pays, run):
     layer, x = nn.LSTM(24, 16).eval().double(), torch.randn(3, 5, 24).double()
     with polycast.autocast("cpu"):
         expected = flat(layer(x))
-    with polycast.autocast("cpu", recipe=RECIPE):
-        actual = flat(layer(x))
-    assert [each.dtype for each in actual] == [each.dtype for each in expected]
-    assert all(map(torch.equal, actual, expected))
+    for ours, torchs in zip(flat(run(layer, x)[0]), expected, strict=True):
+        assert ours.dtype is torchs.dtype
+        assert torch.equal(ours, torchs)
 
 
 def test_torchs_scripts_are_as_before_after_uninstalling():
@@ -214,9 +202,8 @@ def test_torchs_scripts_are_as_before_after_uninstalling():
     with polycast.autocast("cpu", recipe=RECIPE):
         assert _builtins._find_builtin(torch._VF.lstm) == "aten::lstm"
     polycast.uninstall()
-    assert (
-        _builtins._get_builtin_table() == before
-    )  # by address: an entry that stays would be taken for another function
+    # By address: an entry that stays would be taken for another function.
+    assert _builtins._get_builtin_table() == before
 
 
 def test_an_lstm_trains_in_compiled_code_whose_recipe_computes_no_linears(fresh_dynamo):

@@ -13,7 +13,9 @@ from polycast.engine.recipes import operators
 from polycast_plugins.quantize.kernel_plan import KernelPlan
 
 pytestmark = NATIVE
+BIAS = torch.randn(SIZE)
 PRODUCTS = {
+    "whole": ("aten::linear", lambda w, x: linear(x, w, BIAS)),
     "T": ("aten::matmul", lambda w, x: x @ w.T),
     "mm": ("aten::mm", lambda w, x: torch.mm(x, w.t())),
     "rows": ("aten::linear", lambda w, x: linear(x, w[:32])),
