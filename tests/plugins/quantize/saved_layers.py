@@ -4,12 +4,12 @@ import torch
 
 from polycast import Int8, autocast
 
-INT8 = Int8(min_size=1)
+INT8, X = Int8(min_size=1), torch.linspace(-1, 1, 16).view(2, 8)
 
 
-def run(model, cache, recipe=None):
-    with autocast("cpu", cache=cache, recipe=recipe):
-        return model(torch.ones(2, 8))
+def run(model, cache, recipe=None, dtype=None, x=X):
+    with autocast("cpu", dtype, cache=cache, recipe=recipe):
+        return model(x)
 
 
 def state_of(model):

@@ -13,19 +13,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-import polycast
 from polycast import WeightCache, autocast, map_weights
 
+from .conftest import AVAILABLE
 from .saved_layers import assert_state, state_of
 from .test_saved_caches_in_memory import memory_of
 
 on_linux = pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="only Linux says where memory is")
-
-
-@pytest.fixture
-def path(tmp_path):
-    """Return the path of a file that is not there."""
-    return tmp_path / "weights.safetensors"
 
 
 def train(model, optimizer):
@@ -78,8 +72,6 @@ def test_a_checkpoint_of_another_library_with_more_tensors_is_used(path, model):
 
 
 class Shared(nn.Module):
-    """Parameters, and a buffer, that share memory in several ways, and are laid out in several."""
-
     def __init__(self):
         super().__init__()
         self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
@@ -209,15 +201,13 @@ print(of_copy, of_weights, of_mapped, of_int8)
 
 @on_linux
 @pytest.mark.slow
+@pytest.mark.skipif(not AVAILABLE, reason="the processor or the compiler offers no int8 here")
 @pytest.mark.filterwarnings("ignore")
 def test_anonymous_memory_falls_by_the_models_size_and_int8_needs_less_than_a_bfloat16_copy(path):
-    if not polycast.plugin.check(polycast.plugin.get_backend("cpu"), polycast.Int8()):
-        pytest.skip("the processor or the compiler offers no int8 here")
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "-c", PROGRAM, str(path)], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     of_copy, of_weights, of_mapped, of_int8 = map(int, done.stdout.split())
-    assert of_copy >= 60  # MiB
-    assert of_weights >= 120
-    assert of_mapped <= 4
-    assert of_int8 < 0.75 * of_copy
+    assert (of_copy >= 60, of_weights >= 120, of_mapped <= 4, of_int8 < 0.75 * of_copy) == (True,) * 4, (
+        done.stdout
+    )  # MiB

@@ -42,38 +42,33 @@ def test_a_file_is_written_in_blocks_of_huge_pages(path, monkeypatch):
     assert all(found.tensor(name).equal(tensor) for name, tensor in tensors.items())
 
 
-def test_stale_entries_are_not_saved(path, model):
-    cache = WeightCache()
-    run(model, cache)
+def test_stale_entries_are_not_saved(path, model, cache):
     model[0].weight.add_(1)
     cache.save(path, model)
     assert WeightCache.load(path, model).stats().entries == 3
 
 
-def test_a_folder_that_is_not_there(tmp_path, model):
-    cache = WeightCache()
-    run(model, cache)
+def test_a_folder_that_is_not_there(tmp_path, model, cache):
     with pytest.raises(FileNotFoundError, match="not/there"):
         cache.save(tmp_path / "not" / "there", model)
 
 
-def test_a_link_stays_and_the_file_that_it_points_to_is_replaced(tmp_path, model):
-    cache, link, file = WeightCache(), tmp_path / "link", tmp_path / "files" / "model.casts"
+def test_a_link_stays_and_the_file_that_it_points_to_is_replaced(tmp_path, model, cache):
+    link, file = tmp_path / "link", tmp_path / "files" / "model.casts"
     file.parent.mkdir()
     link.symlink_to(file)
-    run(model, cache)
     cache.save(link, model)
     assert link.is_symlink()
     assert os.listdir(file.parent) == [file.name]
     assert WeightCache.load(file, model).stats().entries == 4
 
 
-def test_the_error_of_a_full_disk_names_the_file(saved, model, monkeypatch):
+def test_the_error_of_a_full_disk_names_the_file(saved, model, cache, monkeypatch):
     class Full(io.FileIO):
         def write(self, data):  # of the last block, which is written when the file is closed
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    content, cache = saved.read_bytes(), WeightCache.load(saved, model)
+    content = saved.read_bytes()
     with monkeypatch.context() as patched:
         patched.setattr(Path, "open", lambda path, mode, buffering: io.BufferedWriter(Full(path, mode), buffering))
         with pytest.raises(OSError, match=r"model\.casts'$") as caught:
@@ -82,11 +77,8 @@ def test_the_error_of_a_full_disk_names_the_file(saved, model, monkeypatch):
     assert saved.read_bytes() == content
 
 
-def test_an_interrupted_save_leaves_the_old_file(saved, model, monkeypatch):
-    content = saved.read_bytes()
-    cache = WeightCache()
-    run(model, cache)
-    written = []
+def test_an_interrupted_save_leaves_the_old_file(saved, model, cache, monkeypatch):
+    content, written = saved.read_bytes(), []
 
     def interrupt(tensor):
         written.append(tensor)
@@ -101,9 +93,7 @@ def test_an_interrupted_save_leaves_the_old_file(saved, model, monkeypatch):
     assert os.listdir(saved.parent) == [saved.name]
 
 
-def test_a_write_during_a_save_is_seen(path, model, monkeypatch):
-    cache = WeightCache()
-    run(model, cache)
+def test_a_write_during_a_save_is_seen(path, model, cache, monkeypatch):
     digests = saving.digests
 
     def write_first(tensors):
