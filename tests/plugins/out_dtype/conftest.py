@@ -8,7 +8,6 @@ import polycast_backends.cpu.out_dtype_kernels
 
 @pytest.fixture(params=["as it is here", "without int8 instructions", "without oneDNN"])
 def cpu(request, monkeypatch):
-    """Run a test on each code path of the CPU's kernels."""
     if request.param == "without int8 instructions":
         monkeypatch.setattr(polycast_backends.cpu.out_dtype_kernels, "_multiplies_int8", lambda: False)
     before = torch._C._get_mkldnn_enabled()

@@ -28,5 +28,4 @@ def outcome(function, *args):
 
 
 def same_as_torchs(op, dtype, *args):
-    """Check that a call has the result of torch's operator."""
     same(out_dtype(op, dtype, *args), OPERATOR(op, dtype, *args))

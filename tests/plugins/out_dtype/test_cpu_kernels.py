@@ -57,15 +57,13 @@ def test_long_sums_are_exact_and_wrap_as_torchs_do(cpu, terms, subtests):
 @settings(deadline=None, max_examples=60)
 @given(
     shape=st.lists(st.integers(0, 5), max_size=3),
-    sizes=st.tuples(st.integers(0, 40), st.integers(0, 40)),
-    data=st.data(),
+    terms=st.integers(0, 40),
+    columns=st.integers(0, 40),
+    dtype=st.sampled_from([None, torch.int8, torch.int32]),
 )
-def test_linear_of_int8_is_torchs_bit_for_bit(shape, sizes, data):
-    terms, columns = sizes
-    dtype = data.draw(st.sampled_from([None, torch.int8, torch.int32]))
+def test_linear_of_int8_is_torchs_bit_for_bit(shape, terms, columns, dtype):
     bias = () if dtype is None else (torch.randint(-100, 100, (columns,), dtype=dtype),)
-    args = (int8(*shape, terms), int8(columns, terms), *bias)
-    same_as_torchs(LINEAR, torch.int32, *args)
+    same_as_torchs(LINEAR, torch.int32, int8(*shape, terms), int8(columns, terms), *bias)
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.int32])
@@ -77,9 +75,9 @@ def test_addmm_of_int8_is_exact(cpu, dtype, subtests):
 
 
 def test_bmm_of_int8_is_exact(cpu, subtests):
-    for sizes in [(3, 5, 7, 2), (0, 1, 1, 1), (2, 0, 3, 4), (2, 3, 0, 4), (2, 64, 64, 64), (1, 2, 1030, 3)]:
-        with subtests.test(sizes=sizes):
-            count, rows, terms, columns = sizes
+    sizes = [(3, 5, 7, 2), (0, 1, 1, 1), (2, 0, 3, 4), (2, 3, 0, 4), (2, 64, 64, 64), (1, 2, 1030, 3)]
+    for count, rows, terms, columns in sizes:
+        with subtests.test(count=count, rows=rows, terms=terms, columns=columns):
             a, b = int8(count, terms, rows).mT, int8(count, terms, columns)
             same(out_dtype(BMM, torch.int32, a, b), torch.bmm(a.int(), b.int()))
 

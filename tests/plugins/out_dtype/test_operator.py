@@ -9,6 +9,7 @@ from polycast import out_dtype
 
 from .int8_matrices import ATEN, LINEAR, MM, OPERATOR, int8, outcome
 
+SQUARE = int8(2, 2)
 X, Y = torch.randn(5, 5, dtype=torch.float64), torch.randn(5, 5, dtype=torch.float64)
 DTYPES = (torch.int8, torch.uint8, torch.int32, torch.bool, torch.bfloat16, torch.float16, torch.float32, torch.float64)
 OPS = {
@@ -44,23 +45,22 @@ def test_reduced_dtypes_into_float32_are_as_accurate_as_torchs(dtype):
     assert error <= (OPERATOR(MM, torch.float32, a, b) - exact).abs().max()
 
 
-@pytest.mark.parametrize(
-    ("op", "text"),
-    [
-        (torch.mm, "out_dtype's first argument must be an OpOverload"),
-        (ATEN.mm, "out_dtype's first argument must be an OpOverload"),
-        ([], "out_dtype's first argument must be an OpOverload"),
-        (ATEN.mul_.Tensor, "out_dtype's first argument needs to be a functional operator"),
-        (ATEN.sort.default, "out_dtype's can only apply to ops that return a single tensor"),
-        (ATEN.add.Tensor, "out_dtype only allows the following operators:"),
-    ],
-    ids=["function", "packet", "list", "in_place", "several_tensors", "unlisted"],
-)
+REFUSED = {
+    "function": (torch.mm, "out_dtype's first argument must be an OpOverload"),
+    "packet": (ATEN.mm, "out_dtype's first argument must be an OpOverload"),
+    "list": ([], "out_dtype's first argument must be an OpOverload"),
+    "in_place": (ATEN.mul_.Tensor, "out_dtype's first argument needs to be a functional operator"),
+    "several_tensors": (ATEN.sort.default, "out_dtype's can only apply to ops that return a single tensor"),
+    "unlisted": (ATEN.add.Tensor, "out_dtype only allows the following operators:"),
+}
+
+
+@pytest.mark.parametrize(("op", "text"), REFUSED.values(), ids=REFUSED)
 def test_arguments_that_torchs_operator_refuses_raise_the_same_error(op, text):
-    error, message = outcome(OPERATOR, op, torch.int32, int8(2, 2), int8(2, 2))
+    error, message = outcome(OPERATOR, op, torch.int32, SQUARE, SQUARE)
     assert error is ValueError
     assert message.startswith(text)
-    assert outcome(out_dtype, op, torch.int32, int8(2, 2), int8(2, 2)) == (error, message)
+    assert outcome(out_dtype, op, torch.int32, SQUARE, SQUARE) == (error, message)
 
 
 @pytest.mark.parametrize(
@@ -72,26 +72,27 @@ def test_an_op_refuses_its_arguments_as_under_torchs_operator(args):
     assert outcome(out_dtype, MM, torch.int32, *args) == (error, message)
 
 
-@pytest.mark.parametrize("dtype", [None, "int32", int])
-def test_a_dtype_is_a_torch_dtype(dtype):
-    with pytest.raises(TypeError) as caught:
-        out_dtype(MM, dtype, int8(2, 2), int8(2, 2))
-    assert str(caught.value) == f"dtype must be a torch.dtype, such as torch.int32; got {dtype!r}"
-
-
-def test_no_tensor_is_an_error():
-    with pytest.raises(TypeError) as caught:
-        out_dtype(ATEN.mul.Scalar, torch.int32, 3, 4)
-    assert str(caught.value) == "out_dtype needs a tensor to compute on, but aten.mul.Scalar was given (3, 4)"
-
-
-def test_tensors_on_two_devices_are_an_error():
-    with pytest.raises(RuntimeError) as caught:
-        out_dtype(MM, torch.int32, int8(2, 2), int8(2, 2).to("meta"))
-    assert (
-        str(caught.value)
-        == "out_dtype needs all tensors on one device, but aten.mm.default was given some on cpu and meta"
-    )
+@pytest.mark.parametrize(
+    ("args", "error", "message"),
+    [
+        *(
+            ((MM, dtype, SQUARE, SQUARE), TypeError, f"dtype must be a torch.dtype, such as torch.int32; got {dtype!r}")
+            for dtype in (None, "int32", int)
+        ),
+        (
+            (ATEN.mul.Scalar, torch.int32, 3, 4),
+            TypeError,
+            "out_dtype needs a tensor to compute on, but aten.mul.Scalar was given (3, 4)",
+        ),
+        (
+            (MM, torch.int32, SQUARE, SQUARE.to("meta")),
+            RuntimeError,
+            "out_dtype needs all tensors on one device, but aten.mm.default was given some on cpu and meta",
+        ),
+    ],
+)
+def test_wrong_arguments_are_an_error(args, error, message):
+    assert outcome(out_dtype, *args) == (error, message)
 
 
 def test_a_tensor_without_dimensions_may_be_elsewhere():
