@@ -16,8 +16,6 @@ from polycast_plugins.testing.torch_policies import call_as
 
 
 class Maker:
-    """Make the tensors of samples."""
-
     def __init__(self, dtype):
         self.dtype = dtype
 

@@ -6,12 +6,10 @@ import torch.nn.functional as F
 
 from polycast.plugin import LowBitKernel
 
-from .test_recipe_checks_can_fail import Linear, changed, check, quantized
+from .test_recipe_checks_can_fail import Linear, changed, quantized
 
 
 class Equalized(Linear):
-    """A linear that takes factors, and is right."""
-
     equalizes = True
 
     def prepack(self, weight, factors=None):
@@ -23,8 +21,6 @@ class Equalized(Linear):
 
 
 class WithLevels(Equalized):
-    """A linear that takes levels, and is right."""
-
     levels = "rounded"
 
     def compensate(self, weight, moments):
@@ -35,8 +31,6 @@ class WithLevels(Equalized):
 
 
 class OfCast(Linear):
-    """A kernel of the fast dtype that is right."""
-
     uses_cast = True
 
     def run(self, prepared, x, weight, bias):
@@ -59,25 +53,23 @@ class OfCast(Linear):
     ],
     ids=["ignores", "other levels", "takes none"],
 )
-def test_a_kernel_that_equalizes(kernel, message):
-    check("test_recipe_calibration", Equalized())
-    check("test_recipe_calibration", WithLevels())
+def test_a_kernel_that_equalizes(kernel, message, check_kernel):
+    check_kernel("test_recipe_calibration", Equalized())
+    check_kernel("test_recipe_calibration", WithLevels())
     with pytest.raises((AssertionError, pytest.skip.Exception), match=message):
-        check("test_recipe_calibration", kernel)
+        check_kernel("test_recipe_calibration", kernel)
 
 
-def test_a_kernel_of_the_fast_dtype():
+def test_a_kernel_of_the_fast_dtype(check_kernel):
     name = "test_kernels_of_the_fast_dtype"
-    check(name, OfCast())
+    check_kernel(name, OfCast())
     with pytest.raises(AssertionError, match="aten::linear by the kernel of torch.bfloat16 on cpu: the error is"):
-        check(name, changed(OfCast, run=lambda self, rows, *args: OfCast.run(self, (rows[0].flip(0),), *args)))
+        check_kernel(name, changed(OfCast, run=lambda self, rows, *args: OfCast.run(self, (rows[0].flip(0),), *args)))
     with pytest.raises(pytest.skip.Exception, match="has no kernels of the fast dtype"):
-        check(name, Linear())
+        check_kernel(name, Linear())
 
 
 class Pointwise(LowBitKernel):
-    """A kernel of an elementwise op that is right."""
-
     weight = 0
     uses_cast = True
 
@@ -85,12 +77,12 @@ class Pointwise(LowBitKernel):
         return F.silu(x)
 
 
-def test_a_kernel_of_a_pointwise_op():
+def test_a_kernel_of_a_pointwise_op(check_kernel):
     name, op = "test_kernels_of_pointwise_ops", "aten::silu"
-    check(name, Pointwise(), op=op)
+    check_kernel(name, Pointwise(), op=op)
     with pytest.raises(AssertionError, match="aten::silu by the kernel of torch.bfloat16 on cpu: the result is not"):
-        check(name, changed(Pointwise, run=lambda self, prepared, x: F.silu(x) * 1.01), op=op)
+        check_kernel(name, changed(Pointwise, run=lambda self, prepared, x: F.silu(x) * 1.01), op=op)
     with pytest.raises(AssertionError, match="aten::silu by the kernel of torch.bfloat16 on cpu: the gradient is not"):
-        check(name, changed(Pointwise, run=lambda self, prepared, x: F.silu(x.detach()) + 0 * x), op=op)
+        check_kernel(name, changed(Pointwise, run=lambda self, prepared, x: F.silu(x.detach()) + 0 * x), op=op)
     with pytest.raises(pytest.skip.Exception, match="has no kernels of pointwise ops"):
-        check(name, OfCast())
+        check_kernel(name, OfCast())

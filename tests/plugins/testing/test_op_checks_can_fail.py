@@ -19,7 +19,6 @@ MM_INT8 = (torch.ops.aten.mm.default, torch.int8, torch.int32)
 
 
 def having(**attributes):
-    """Return a backend with these attributes."""
     return type("Wrong", (CpuBackend,), attributes)()
 
 
@@ -63,35 +62,85 @@ def test_a_policy_that_is_not_torchs_is_reported_unless_it_is_declared(op, polic
     table = {**CpuBackend.policies, op: policy}
     with pytest.raises(AssertionError, match=rf"^1 ops of the table are cast .*\n{op}, {policy.name}: with \w+ inputs"):
         check("test_policies_are_torchs", having(policies=table))
-    polycast.plugin.unregister_backend("cpu")
     check("test_policies_are_torchs", having(policies=table, excluded_ops={op: "it is faster here"}))
     assert capsys.readouterr().out == f"{op}: {policy.name} on purpose: it is faster here\n"
 
 
-def test_an_op_without_a_kernel_for_its_operands(engine, check):
-    message = "aten::complex with bfloat16, bfloat16: expected complex64[2, 3], got RuntimeError: Expected both inputs"
-    wrong = having(missing_kernels={}, matched_ops=CpuBackend().matched_ops)
-    with pytest.raises(AssertionError, match=re.escape(message)):
-        check("test_mixed_dtypes", wrong)
+def fails(self):
+    raise OSError("no driver")
 
 
-def test_an_op_that_the_device_lacks(engine, check):
-    table = {"aten::cudnn_convolution": CastPolicy.LOWER_PRECISION_FP}
-    message = r"the device cannot do what LOWER_PRECISION_FP says, outside of any region: .*If it lacks the op, add"
-    with pytest.raises(AssertionError, match=rf"(?s)^aten::cudnn_convolution on cpu, with float32 .*{message}"):
-        check("test_op", having(policies=table), "aten::cudnn_convolution")
+SAMPLES = {"aten::mm": lambda make: (make(2, 2), torch.nn.Parameter(make(2, 2)))}
+WITHOUT_MM = {name: policy for name, policy in CpuBackend.policies.items() if name != "aten::mm"}
+WRONG = [
+    (
+        ("test_mixed_dtypes",),
+        having(missing_kernels={}, matched_ops=CpuBackend().matched_ops),
+        r"aten::complex with bfloat16, bfloat16: expected complex64\[2, 3\], got RuntimeError: Expected both inputs",
+    ),
+    (
+        ("test_op", "aten::cudnn_convolution"),
+        having(policies={"aten::cudnn_convolution": CastPolicy.LOWER_PRECISION_FP}),
+        "(?s)^aten::cudnn_convolution on cpu, with float32 .*the device cannot do what LOWER_PRECISION_FP says, outside"
+        " of any region: .*If it lacks the op, add",
+    ),
+    (
+        ("test_op", "aten::mm"),
+        having(is_capturing=fails),
+        r"LOWER_PRECISION_FP gives bfloat16\[2, 2\] on cpu, the region gave OSErr",
+    ),
+    (
+        ("test_op", "aten::mm"),
+        having(policies={"aten::mm": CastPolicy.BANNED}, remedies={"aten::mm": ""}),
+        "and says what to do, got RuntimeError",
+    ),
+    (
+        ("test_op", "aten::sofmax.int"),
+        having(policies={"aten::sofmax.int": CastPolicy.FP32}),
+        r"cpu: policies: (?!policy: ).*sofmax.*Correct the name or, .* name it in optional_ops",
+    ),
+    (
+        ("test_no_op_of_torchs_table_is_missing",),
+        having(policies=WITHOUT_MM),
+        "does not name, and runs them: aten::mm. Give",
+    ),
+]
+NOT_CALLED = [
+    (
+        ("test_op", "aten::celu"),
+        having(policies={"aten::celu": CastPolicy.FP32}),
+        "aten::celu was not called: no arguments for it are known. Give",
+    ),
+    (
+        ("test_op", "aten::of_2_99"),
+        having(policies={"aten::of_2_99": CastPolicy.FP32}, optional_ops={"aten::of_2_99": "it is new in 2.99"}),
+        r"has no op aten::of_2_99: it is new in 2\.99",
+    ),
+    (
+        ("test_kernel", "aten::mm:int8:int32"),
+        having(kernels={MM_INT8: lambda x, y: NotImplemented}),
+        "aten::mm:int8:int32 does not take the suite's arguments. Give it",
+    ),
+    (
+        ("test_kernel", "aten::celu:float16:float32"),
+        having(kernels={(torch.ops.aten.celu.default, torch.half, torch.float32): max}),
+        "aten::celu was not called: no arguments for it are known",
+    ),
+]
 
 
-def test_an_op_that_fails_in_a_region_only(engine, check):
-    def fails(self):
-        raise OSError("no driver")
+@pytest.mark.parametrize(("call", "wrong", "message"), WRONG)
+def test_a_wrong_backend_fails_the_check(call, wrong, message, engine, check):
+    name, *arguments = call
+    with pytest.raises(AssertionError, match=message):
+        check(name, wrong, *arguments, samples=SAMPLES)
 
-    wrong = having(is_capturing=fails)
-    samples = {"aten::mm": lambda make: (make(2, 2), torch.nn.Parameter(make(2, 2)))}
-    with pytest.raises(
-        AssertionError, match=r"LOWER_PRECISION_FP gives bfloat16\[2, 2\] on cpu, the region gave OSErr"
-    ):
-        check("test_op", wrong, "aten::mm", samples=samples)
+
+@pytest.mark.parametrize(("call", "backend", "message"), NOT_CALLED)
+def test_what_cannot_be_called_is_reported(call, backend, message, check):
+    name, *arguments = call
+    with pytest.raises(pytest.skip.Exception, match=message):
+        check(name, backend, *arguments)
 
 
 def test_an_op_whose_values_differ(engine, check):
@@ -100,35 +149,9 @@ def test_an_op_whose_values_differ(engine, check):
     with torch.library._scoped_library("conformance", "FRAGMENT") as library:
         library.define("unsteady(Tensor x) -> Tensor")
         library.impl("unsteady", lambda x: x + next(calls), "CPU")
-        with pytest.raises(
-            AssertionError, match="the values differ from those of the policy: Tensor-likes are not close"
-        ):
-            check(
-                "test_op",
-                having(policies=table),
-                "conformance::unsteady",
-                samples={"conformance::unsteady": lambda make: (make(2),)},
-            )
-
-
-def test_a_ban_that_does_not_say_what_to_do(engine, check):
-    wrong = having(policies={"aten::mm": CastPolicy.BANNED}, remedies={"aten::mm": ""})
-    with pytest.raises(AssertionError, match="and says what to do, got RuntimeError"):
-        check("test_op", wrong, "aten::mm")
-
-
-def test_an_op_without_known_arguments_is_reported_as_not_called(check):
-    table = {"aten::celu": CastPolicy.FP32}
-    with pytest.raises(pytest.skip.Exception, match="aten::celu was not called: no arguments for it are known. Give"):
-        check("test_op", having(policies=table), "aten::celu")
-
-
-def test_an_op_that_this_torch_lacks_fails(check):
-    table = {"aten::sofmax.int": CastPolicy.FP32}
-    with pytest.raises(
-        AssertionError, match=r"cpu: policies: (?!policy: ).*sofmax.*Correct the name or, .* name it in optional_ops"
-    ):
-        check("test_op", having(policies=table), "aten::sofmax.int")
+        samples = {"conformance::unsteady": lambda make: (make(2),)}
+        with pytest.raises(AssertionError, match="the values differ from those of the policy: Tensor-likes are not cl"):
+            check("test_op", having(policies=table), "conformance::unsteady", samples=samples)
 
 
 @pytest.mark.parametrize("attribute", ["excluded_ops", "added_ops"])
@@ -137,20 +160,7 @@ def test_a_reason_for_an_op_that_torch_lacks_fails_unless_it_is_optional(check, 
     text = rf"^cpu: {attribute}: .*has no op 'bnm'; the nearest is 'bmm'.*Correct the name or, .* optional_ops"
     with pytest.raises(AssertionError, match=text):
         check("test_reasons_are_for_ops_of_torch", having(**{attribute: reasons}))
-    polycast.plugin.unregister_backend("cpu")
     check("test_reasons_are_for_ops_of_torch", having(optional_ops=reasons, **{attribute: reasons}))
-
-
-def test_an_optional_op_that_this_torch_lacks_is_skipped_with_its_reason(check):
-    backend = having(policies={"aten::of_2_99": CastPolicy.FP32}, optional_ops={"aten::of_2_99": "it is new in 2.99"})
-    with pytest.raises(pytest.skip.Exception, match=r"has no op aten::of_2_99: it is new in 2\.99"):
-        check("test_op", backend, "aten::of_2_99")
-
-
-def test_a_table_that_lacks_an_op_of_torchs(check):
-    table = {name: policy for name, policy in CpuBackend.policies.items() if name != "aten::mm"}
-    with pytest.raises(AssertionError, match="does not name, and runs them: aten::mm. Give"):
-        check("test_no_op_of_torchs_table_is_missing", having(policies=table))
 
 
 def test_a_device_whose_in_place_updates_are_not_counted(monkeypatch, native, check):
@@ -209,18 +219,6 @@ def test_a_device_that_is_said_to_be_there_and_is_not(fake, check):
 def test_a_kernel_that_is_its_op_passes(op, taken, given, check):
     right = having(kernels={(op, taken, given): lambda *inputs: op(*(value.to(given) for value in inputs))})
     check("test_kernel", right, f"{op.name()}:{str(taken)[6:]}:{str(given)[6:]}")
-
-
-def test_a_kernel_that_declines_the_arguments_is_reported_as_not_called(check):
-    wrong = having(kernels={MM_INT8: lambda x, y: NotImplemented})
-    with pytest.raises(pytest.skip.Exception, match="aten::mm:int8:int32 does not take the suite's arguments. Give it"):
-        check("test_kernel", wrong, "aten::mm:int8:int32")
-
-
-def test_kernels_without_known_arguments_are_reported_as_not_called(check):
-    wrong = having(kernels={(torch.ops.aten.celu.default, torch.half, torch.float32): max})
-    with pytest.raises(pytest.skip.Exception, match="aten::celu was not called: no arguments for it are known"):
-        check("test_kernel", wrong, "aten::celu:float16:float32")
 
 
 HALF = torch.ones(2, 2).half()

@@ -52,7 +52,6 @@ def _installed(distribution):
 
 @pytest.fixture
 def environment(folder):
-    """The environment of a program, with the plugin on its path."""
     others = {name: value for name, value in os.environ.items() if not name.startswith(("POLYCAST_", "PYTEST_"))}
     path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
     return {**others, "POLYCAST_ENGINE": "reference", "PYTHONPATH": path, "COLUMNS": "200"}

@@ -1,6 +1,6 @@
 """Each check of kernels of recipes, on a kernel that is wrong in what it checks: it fails and says what is wrong."""
 
-import inspect
+import contextlib
 import re
 from collections.abc import Sequence
 
@@ -11,7 +11,6 @@ from torch._subclasses import FakeTensor
 
 import polycast
 from polycast.policy import recipe
-from polycast_backends.cpu import CpuBackend
 from polycast_plugins.quantize import LowBitRecipe
 from polycast_plugins.testing import BackendConformance, recipe_checks
 from polycast_plugins.testing.low_bit import LINEAR_OPS, recipes
@@ -24,8 +23,6 @@ def quantized(values, dim):
 
 
 class Linear(polycast.plugin.LowBitKernel):
-    """A linear that is right."""
-
     dim = -1
 
     def prepack(self, weight):
@@ -40,7 +37,6 @@ class Linear(polycast.plugin.LowBitKernel):
 
 
 def changed(kernel=Linear, **attributes):
-    """Return a kernel with other attributes."""
     return type("Changed", (kernel,), attributes)()
 
 
@@ -93,41 +89,13 @@ WRONG = {
 }
 
 
-def check(name, kernel, recipe="int8", op="aten::linear", **answers):
-    """Run one check of the suite on a backend for the CPU that has a kernel."""
-
-    class Wrong(CpuBackend):
-        def recipe_availability(self, recipe):
-            there = polycast.plugin.Availability(
-                recipe.short == "int8", "" if recipe.short == "int8" else "there is int8 only"
-            )
-            return answers.get("availability", there)
-
-        def low_bit_kernels(self, recipe):
-            return answers.get("kernels", {op: kernel})
-
-    polycast.plugin.register_backend(Wrong())
-    suite = type("TestWrong", (BackendConformance,), {"backend": "cpu"})()
-    method = getattr(suite, name)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("polycast_plugins.testing.recipe_checks._SIZES", [(5, 32, 16)])
-        try:
-            parameters = inspect.signature(method).parameters
-            given = [recipe] * ("recipe" in parameters)
-            if "device" not in parameters:
-                return method(*given)
-            with suite.opened() as device:
-                return method(device, *given)
-        finally:
-            polycast.plugin.unregister_backend("cpu")
-
-
+YES = polycast.plugin.Availability(True)
 CHECKS = [name for name in dir(BackendConformance) if name.startswith("test_recipe")]
 
 
 @pytest.mark.parametrize("name", CHECKS)
-def test_a_kernel_that_is_right_passes(name, engine):
-    check(name, Linear())
+def test_a_kernel_that_is_right_passes(name, engine, check_kernel):
+    check_kernel(name, Linear())
 
 
 @pytest.mark.parametrize(
@@ -167,57 +135,59 @@ def test_a_kernel_that_is_right_passes(name, engine):
         ("test_recipe_in_a_region", "forgets the sign", "after the weight was negated: the error is "),
     ],
 )
-def test_a_kernel_that_is_wrong(name, kernel, message):
+def test_a_kernel_that_is_wrong(name, kernel, message, check_kernel):
     with pytest.raises(AssertionError, match=re.escape(message)):
-        check(name, WRONG[kernel])
+        check_kernel(name, WRONG[kernel])
 
 
-def test_an_operator_that_differs_from_run():
+def test_an_operator_that_differs_from_run(check_kernel):
     library = torch.library.Library("polycast_test_wrong", "FRAGMENT")
     library.define("linear(Tensor x, Tensor weight, Tensor? bias, Tensor rows, ScalarType dtype) -> Tensor")
     library.impl("linear", lambda x, weight, bias, rows, dtype: F.linear(x, rows).to(dtype) + 1, "CPU")
     kernel = Linear()
     kernel.operator = torch.ops.polycast_test_wrong.linear.default
     with pytest.raises(AssertionError, match=r"`operator` returns another result than run\(\)"):
-        check("test_recipe_in_a_region", kernel)
+        check_kernel("test_recipe_in_a_region", kernel)
     library._destroy()
 
 
-def test_one_scale_for_all_rows_is_not_what_a_scale_for_each_row_gives(monkeypatch):
+def test_one_scale_for_all_rows_is_not_what_a_scale_for_each_row_gives(monkeypatch, check_kernel):
     def rows_of_very_different_size(op, *sizes):
         x, weight = torch.randn(3, 32) * torch.tensor([1e-3, 1.0, 1e3])[:, None], torch.randn(16, 32)
         return [[x, weight, None]]
 
     monkeypatch.setattr(recipe_checks, "arguments_of", rows_of_very_different_size)
-    check("test_recipe_product", Linear())
+    check_kernel("test_recipe_product", Linear())
     with pytest.raises(AssertionError, match="times the bound of the recipe"):
-        check("test_recipe_product", changed(dim=None))
+        check_kernel("test_recipe_product", changed(dim=None))
 
 
-def test_a_recipe_that_is_refused_without_a_reason():
-    with pytest.raises(AssertionError, match="says no and gives no reason. Give one"):
-        check("test_availability_of_recipes", Linear(), availability=polycast.plugin.Availability(False))
-
-
-def test_a_recipe_that_is_available_and_has_no_kernels():
-    with pytest.raises(AssertionError, match="at least one; got {}"):
-        check("test_recipe", Linear(), kernels={})
-
-
-def test_a_kernel_for_an_op_that_is_not_cast_down():
-    with pytest.raises(AssertionError, match="has a kernel for aten::exp, which is not LOWER_PRECISION_FP in the"):
-        check("test_recipe", Linear(), op="aten::exp")
+@pytest.mark.parametrize(
+    ("name", "answers", "message"),
+    [
+        (
+            "test_availability_of_recipes",
+            {"availability": polycast.plugin.Availability(False)},
+            "says no and gives no reason. Give one",
+        ),
+        ("test_recipe", {"kernels": {}}, "at least one; got {}"),
+        ("test_recipe", {"op": "aten::exp"}, "has a kernel for aten::exp, which is not LOWER_PRECISION_FP in the"),
+    ],
+)
+def test_a_backend_whose_answers_are_wrong(name, answers, message, check_kernel):
+    with pytest.raises(AssertionError, match=re.escape(message)):
+        check_kernel(name, Linear(), **answers)
 
 
 @pytest.mark.parametrize("name", CHECKS)
-def test_a_recipe_that_the_device_lacks_is_skipped_with_the_reason(name):
+def test_a_recipe_that_the_device_lacks_is_skipped_with_the_reason(name, check_kernel):
     with pytest.raises(pytest.skip.Exception, match="cpu has no float8: there is int8 only"):
-        check(name, Linear(), recipe="float8")
+        check_kernel(name, Linear(), recipe="float8")
 
 
-def test_kernels_whose_arguments_are_not_known_are_reported_as_not_called():
+def test_kernels_whose_arguments_are_not_known_are_reported_as_not_called(check_kernel):
     with pytest.raises(pytest.skip.Exception, match="no kernel for int8 takes the suite's arguments: aten::bmm"):
-        check("test_recipe_product", Linear(), op="aten::bmm")
+        check_kernel("test_recipe_product", Linear(), op="aten::bmm")
 
 
 @pytest.fixture
@@ -226,35 +196,36 @@ def forget_kinds(monkeypatch):
     monkeypatch.setattr(recipe, "kinds", {**recipe.kinds})
 
 
-@pytest.mark.parametrize("says", ["its errors", "none", "nothing"])
-def test_kernels_of_another_packages_kind_are_tested_against_its_rounding_errors(says, forget_kinds):
+@pytest.mark.parametrize(
+    ("size", "outcome"),
+    [
+        (1 / 254 * 1.001, contextlib.nullcontext()),
+        (0.0, pytest.raises(AssertionError, match="aten::linear by coarse on cpu.* times the bound of the recipe")),
+        (
+            None,
+            pytest.raises(pytest.skip.Exception, match="Coarse does not say how far it rounds: define rounding_err"),
+        ),
+    ],
+    ids=["its errors", "none", "nothing"],
+)
+def test_kernels_of_another_packages_kind_are_tested_against_its_rounding_errors(
+    size, outcome, forget_kinds, check_kernel
+):
     class Coarse(LowBitRecipe):
         kind = "coarse"
         ops: Sequence[str] = ("linear",)
 
         def rounding_errors(self, x, weight):
-            size = {"its errors": 1 / 254 * 1.001, "none": 0.0}.get(says)
-            return (
-                None
-                if size is None
-                else (x.abs().amax(1, keepdim=True) * size + 0 * x, weight.abs().amax() * size + 0 * weight)
-            )
-
-    def run():
-        check("test_recipe_product", Linear(), recipe="coarse", availability=polycast.plugin.Availability(True))
+            if size is None:
+                return None
+            return x.abs().amax(1, keepdim=True) * size + 0 * x, weight.abs().amax() * size + 0 * weight
 
     assert "coarse" in recipes()
-    if says == "its errors":
-        run()
-    elif says == "none":
-        with pytest.raises(AssertionError, match="aten::linear by coarse on cpu.* times the bound of the recipe"):
-            run()
-    else:
-        with pytest.raises(pytest.skip.Exception, match=r"Coarse does not say how far it rounds: define rounding_err"):
-            run()
+    with outcome:
+        check_kernel("test_recipe_product", Linear(), recipe="coarse", availability=YES)
 
 
-def test_kernels_for_a_recipe_whose_ops_are_no_setting_are_tested(forget_kinds):
+def test_kernels_for_a_recipe_whose_ops_are_no_setting_are_tested(forget_kinds, check_kernel):
     class Fixed(LowBitRecipe):
         kind = "fixed"
         ops = ("linear",)
@@ -262,11 +233,10 @@ def test_kernels_for_a_recipe_whose_ops_are_no_setting_are_tested(forget_kinds):
         def rounding_errors(self, x, weight):
             return 0 * x, 0 * weight
 
-    yes = polycast.plugin.Availability(True)
     with pytest.raises(AssertionError, match="aten::linear by fixed on cpu.* times the bound of the recipe"):
-        check("test_recipe_product", Linear(), recipe="fixed", availability=yes)
+        check_kernel("test_recipe_product", Linear(), recipe="fixed", availability=YES)
     with pytest.raises(pytest.skip.Exception, match="no kernel for fixed takes the suite's arguments: aten::mm"):
-        check("test_recipe_product", Linear(), recipe="fixed", op="aten::mm", availability=yes)
+        check_kernel("test_recipe_product", Linear(), recipe="fixed", op="aten::mm", availability=YES)
 
 
 def rounded_to_e4m3(values):
