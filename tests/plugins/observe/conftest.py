@@ -31,6 +31,12 @@ def no_profile(monkeypatch):
 
 
 @pytest.fixture
+def path(tmp_path):
+    """Return the path of the file of a run, which is not there yet."""
+    return tmp_path / "run.jsonl"
+
+
+@pytest.fixture
 def findings():
     """Return a function that observes a run and returns the findings of one kind."""
 

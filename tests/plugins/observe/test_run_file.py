@@ -12,11 +12,6 @@ from polycast_plugins.observe.steps import line_of
 pytestmark = pytest.mark.usefixtures("engine")
 
 
-@pytest.fixture
-def path(tmp_path):
-    return tmp_path / "run.jsonl"
-
-
 def losses(log, *values):
     for value in values:
         with log.step() as step:
@@ -106,33 +101,33 @@ def test_steps_after_a_checkpoint_are_those_of_the_resumed_run(path):
     losses(log, 1.0)
     state = json.loads(json.dumps(log.state_dict()))
     losses(log, 2.0, 3.0, 4.0)
-    resumed = polycast.RunLog(path)
-    resumed.load_state_dict(state)
-    losses(resumed, 5.0)
-    assert recorded(resumed.history) == recorded(polycast.RunHistory.load(path)) == [(0, 1.0), (1, 5.0)]
-
-
-def test_so_they_are_in_memory():
-    log = polycast.RunLog()
-    losses(log, 1.0, 2.0, 3.0)
-    log.load_state_dict({"steps": 1})
-    losses(log, 4.0)
-    assert recorded(log.history) == [(0, 1.0), (1, 4.0)]
+    in_memory = polycast.RunLog()
+    losses(in_memory, 1.0, 2.0, 3.0)
+    for resumed in (polycast.RunLog(path), in_memory):
+        resumed.load_state_dict(state)
+        losses(resumed, 5.0)
+        assert recorded(resumed.history) == recorded(polycast.RunHistory.load(path)) == [(0, 1.0), (1, 5.0)]
 
 
 class Broken:
     """A writer that cannot write."""
 
-    def add_scalar(self, tag, value, step):
+    def __init__(self):
+        self.scalars = []
+
+    def add_scalar(self, *scalar):
+        self.scalars.append(scalar)
         raise ConnectionError("no route to host")
 
 
 def test_a_writer_that_fails_stops_the_run_but_the_step_is_in_the_file(path):
-    log = polycast.RunLog(path, writer=Broken())
+    writer = Broken()
+    log = polycast.RunLog(path, writer=writer)
     for value in (1.0, 2.0):
         with pytest.raises(ConnectionError):
             losses(log, value)
     assert recorded(log.history) == [(0, 1.0), (1, 2.0)]
+    assert writer.scalars == [("polycast/loss", 1.0, 0), ("polycast/loss", 2.0, 1)]
 
 
 def test_a_writer_that_fails_does_not_hide_what_interrupted_the_step(path):
@@ -170,7 +165,7 @@ def test_a_step_in_a_step_is_refused():
     with log.step() as step:
         step.log(loss=1.0)
         with pytest.raises(RuntimeError, match="step 0 of this log has not ended: record a step at a time"):
-            log.step().__enter__()
+            losses(log, 1.0)
     losses(log, 2.0)
     assert recorded(log.history) == [(0, 1.0), (1, 2.0)]
 
@@ -180,8 +175,3 @@ def test_numbers_that_are_no_floats_are_losses():
     log = polycast.RunLog()
     losses(log, numpy.float32(0.5), numpy.int64(2), torch.tensor([3], dtype=torch.int32), torch.tensor(4.0).bfloat16())
     assert [record.loss for record in log.history.steps] == [0.5, 2.0, 3.0, 4.0]
-
-
-def test_a_complex_loss_is_refused_where_it_is_logged():
-    with polycast.RunLog().step() as step, pytest.raises(TypeError, match=r"loss must be real, got .*torch\.complex64"):
-        step.log(loss=torch.tensor(1j))

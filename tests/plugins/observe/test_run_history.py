@@ -46,25 +46,18 @@ def test_an_observation_is_written_as_scalars(seen):
     writer = Writer()
     seen.log_to(writer, 7)
     scalars = {tag: value for tag, value, step in writer.scalars if step == 7}
-    assert scalars["polycast/underflow_share"] == 0.14
-    assert scalars["polycast/gradient_underflow_share"] == 0.5
-    assert scalars["polycast/overflow_share"] == 0.01
+    shares = {"underflow_share": 0.14, "gradient_underflow_share": 0.5, "overflow_share": 0.01}
+    assert {f"polycast/{name}": share for name, share in shares.items()}.items() <= scalars.items()
     assert "polycast/fast_share" not in scalars  # no op ran
+    with pytest.raises(TypeError, match="^step must be an int, got 1.5$"):
+        seen.log_to(writer, 1.5)
 
 
-def test_an_observation_is_written_as_a_json_line(seen, tmp_path):
+def test_an_observation_is_written_as_a_json_line(seen, path):
     for step in (1, 2):
-        seen.log_to(tmp_path / "seen.jsonl", step)
-    first, second = map(json.loads, (tmp_path / "seen.jsonl").read_text().splitlines())
-    assert (first["step"], second["step"], first["underflow_share"]) == (1, 2, 0.14)
-
-
-def test_a_log_writes_to_a_writer_as_it_goes():
-    writer = Writer()
-    log = polycast.RunLog(writer=writer)
-    with log.step() as step:
-        step.log(loss=1.0)
-    assert ("polycast/loss", 1.0, 0) in writer.scalars
+        seen.log_to(path, step)
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(line["step"], line["underflow_share"]) for line in lines] == [(1, 0.14), (2, 0.14)]
 
 
 def test_tensorboard_reads_what_is_written(tmp_path):
@@ -86,24 +79,10 @@ def test_what_is_no_writer_is_refused(writer, seen):
         polycast.RunHistory().log_to(writer)
 
 
-def test_a_step_that_is_no_int_is_refused(seen):
-    with pytest.raises(TypeError, match="^step must be an int, got 1.5$"):
-        seen.log_to(Writer(), 1.5)
-
-
-def test_a_notebook_shows_what_print_does():
-    history = polycast.RunHistory([StepRecord(0, loss=2.0), *(skipped(step) for step in range(1, 5))])
-    shown = html.unescape(re.sub("</?p>", "", history._repr_html_()))
-    assert shown == str(history)
-    assert shown.startswith("5 steps, loss 2 to ")
-
-
 def test_a_run_that_skips_in_a_row_names_the_module_to_keep_in_float32():
     steps = [StepRecord(0, skipped=False), *(skipped(step, 8.0 / 2**step) for step in range(1, 5))]
-    kinds = {found.kind: found for found in polycast.RunHistory(steps).findings}
-    assert list(kinds) == ["loss_not_finite", "skipped_steps"]
-    found = kinds["skipped_steps"]
-    assert found.step == 1
+    loss, found = polycast.RunHistory(steps).findings
+    assert (loss.kind, found.kind, found.step) == ("loss_not_finite", "skipped_steps", 1)
     assert found.what == "4 of 5 steps were skipped, up to 4 in a row. The scale fell to 0.5."
     assert found.remedy == (
         "It began in aten::linear in 'up' (forward, float16): inf or nan (4 of 4 skipped steps). The scale has no part "
@@ -112,36 +91,33 @@ def test_a_run_that_skips_in_a_row_names_the_module_to_keep_in_float32():
     )
 
 
-def test_the_remedy_for_skips_is_for_the_dtype_of_the_op_that_began_most_of_them():
-    other = Origin("aten::log", "forward", "up", "inf", "float32")
-    steps = [skipped(0, origin=other), *(skipped(step) for step in range(1, 4))]
-    remedy = polycast.RunHistory(steps).findings[-1].remedy
-    assert remedy.startswith(
-        "It began in aten::linear in 'up' (forward, float16): inf or nan (3 of 4 skipped steps). The scale"
-    )
-
-
-NO_DTYPE = (
-    r"It began in aten::sqrt in 'norm' \({}, {}\): inf or nan \(4 of 4 skipped steps\)\. .*a wider dtype does not help"
-)
-REMEDIES = {
-    Origin("aten::index_add_", "forward", "up", "inf", "float16"): (
-        r".* Create the tensor that it writes in float32, or use bfloat16\.$"
+BEGAN = r"It began in aten::{} in '{}' \({}, {}\): inf or nan \({} of 4 skipped steps\)\. "
+REMEDIES = [
+    (
+        [Origin("aten::log", "forward", "up", "inf", "float32"), *[ORIGIN] * 3],
+        BEGAN.format("linear", "up", "forward", "float16", 3) + "The scale",
     ),
-    None: r"Pass `rerun=` to `RunLog\.step`.* Gradients of down\.bias were not finite\.$",
-    **{
-        Origin("aten::sqrt", phase, "norm", "inf", dtype): NO_DTYPE.format(phase, dtype)
+    (
+        [Origin("aten::index_add_", "forward", "up", "inf", "float16")] * 4,
+        r".* Create the tensor that it writes in float32, or use bfloat16\.$",
+    ),
+    ([None] * 4, r"Pass `rerun=` to `RunLog\.step`.* Gradients of down\.bias were not finite\.$"),
+    *(
+        (
+            [Origin("aten::sqrt", phase, "norm", "inf", dtype)] * 4,
+            BEGAN.format("sqrt", "norm", phase, dtype, 4) + ".*a wider dtype does not help",
+        )
         for phase in ("forward", "backward")
         for dtype in ("float32", "bfloat16")
-    },
-}
+    ),
+]
 
 
-def test_the_remedy_for_skips_is_for_their_origin(subtests):
-    for origin, remedy in REMEDIES.items():
-        with subtests.test(origin=origin):
-            found = polycast.RunHistory([skipped(step, origin=origin) for step in range(4)]).findings[-1]
-            assert re.match(remedy, found.remedy)
+def test_the_remedy_for_skips_is_for_the_origin_of_most_of_them(subtests):
+    for origins, remedy in REMEDIES:
+        with subtests.test(origins=origins):
+            steps = [skipped(step, origin=origin) for step, origin in enumerate(origins)]
+            assert re.match(remedy, polycast.RunHistory(steps).findings[-1].remedy)
 
 
 def test_the_first_scale_is_no_finding_unless_the_loss_is_not_finite_either():
@@ -149,6 +125,8 @@ def test_the_first_scale_is_no_finding_unless_the_loss_is_not_finite_either():
     later = [StepRecord(step, loss=1.0, skipped=False) for step in range(8, 12)]
     assert polycast.RunHistory(first + later).findings == ()
     assert {found.kind for found in polycast.RunHistory(first).findings} == {"skipped_steps"}
+    single = [StepRecord(step, loss=1.0, skipped=step in (0, 1, 50)) for step in range(100)]
+    assert polycast.RunHistory(single).findings == ()
 
 
 def test_a_long_run_that_skips_every_step_has_its_finding():
@@ -157,33 +135,28 @@ def test_a_long_run_that_skips_every_step_has_its_finding():
     assert finding.what.startswith("99,999 of 100,000 steps were skipped, up to 99,999 in a row.")
 
 
-def test_single_skips_are_no_finding():
-    steps = [StepRecord(step, loss=1.0, skipped=step in (0, 1, 50)) for step in range(100)]
-    assert polycast.RunHistory(steps).findings == ()
-
-
 @pytest.mark.parametrize(("scale", "remedy"), [(None, "Scale the loss"), (2.0, "Use bfloat16")])
-def test_gradients_that_underflow_are_found(scale, remedy):
-    steps = [StepRecord(step, scale=scale, gradient_underflow_share=0.41) for step in range(3)]
-    (found,) = polycast.RunHistory(steps).findings
-    assert found.what == "up to 41% of the values of the backward pass underflow, in 3 of 3 observed steps."
-    assert found.remedy.startswith(remedy)
+def test_gradients_that_underflow_are_found_from_a_tenth_on(scale, remedy):
+    for share, percent in ((0.41, "41%"), (0.1, "10%")):
+        steps = [StepRecord(step, scale=scale, gradient_underflow_share=share) for step in range(3)]
+        (found,) = polycast.RunHistory(steps).findings
+        what = f"up to {percent} of the values of the backward pass underflow, in 3 of 3 observed steps."
+        assert (found.kind, found.what) == ("gradient_underflow", what)
+        assert found.remedy.startswith(remedy)
+    assert polycast.RunHistory([StepRecord(0, scale=scale, gradient_underflow_share=0.09)]).findings == ()
 
 
-@pytest.mark.parametrize(("share", "kinds"), [(0.1, ["gradient_underflow"]), (0.09, [])])
-def test_underflow_of_a_tenth_is_found(share, kinds):
-    history = polycast.RunHistory([StepRecord(0, gradient_underflow_share=share)])
-    assert [found.kind for found in history.findings] == kinds
-
-
-def test_a_history_prints_its_steps_skips_and_findings():
+def test_a_history_prints_its_steps_skips_and_findings_as_a_notebook_shows_it():
     skips = (skipped(step, 2.0**-step) for step in range(1, 5))
-    text = str(polycast.RunHistory([StepRecord(0, loss=2.0), *skips, StepRecord(5, loss=1.0)]))
-    first, second, *_ = text.splitlines()
-    assert first == "6 steps, loss 2 to 1, 4 skipped"
+    history = polycast.RunHistory([StepRecord(0, loss=2.0), *skips, StepRecord(5, loss=1.0)])
+    text = str(history)
     cause = "gradients of 2 of 4 parameters: down.bias, up.weight; first aten::linear in 'up' (forward, float16): inf"
-    assert second == f"  steps 1 to 4, scale 0.5 to 0.0625; {cause}"
+    assert text.splitlines()[:2] == [
+        "6 steps, loss 2 to 1, 4 skipped",
+        f"  steps 1 to 4, scale 0.5 to 0.0625; {cause}",
+    ]
     assert "from step 1: 4 of 6 steps were skipped" in text
+    assert html.unescape(re.sub("</?p>", "", history._repr_html_())) == text
 
 
 def test_values_that_a_later_version_wrote_are_ignored():
@@ -194,8 +167,7 @@ def test_values_that_a_later_version_wrote_are_ignored():
 
 
 @pytest.mark.parametrize("text", ["garbage", "\x89PNG", '{"epoch": 1', '[{"step": 1', '{"step": -1}', "{" * 100_000])
-def test_a_file_of_something_else_without_a_last_line_is_refused_and_kept(text, tmp_path):
-    path = tmp_path / "run.jsonl"
+def test_a_file_of_something_else_without_a_last_line_is_refused_and_kept(text, path):
     path.write_text(text)
     for read in (polycast.RunHistory.load, lambda path: polycast.RunLog(path, resume=True).step().__enter__()):
         with pytest.raises(ValueError, match=r"line 1: "):
@@ -206,15 +178,16 @@ def test_a_file_of_something_else_without_a_last_line_is_refused_and_kept(text, 
 @pytest.mark.parametrize(
     ("line", "text"),
     [
-        ("{", r"line 1: .*"),
-        ("[]", r"line 1: it is not a step: TypeError: .*"),
-        ('{"step": -1}', "line 1: it is not a step: ValueError: step must be an int of at least 0, got -1"),
-        ('{"step": 1, "loss": "low"}', "line 1: it is not a step: ValueError: could not convert string .*"),
-        ('{"step": 1, "skipped": 1}', "line 1: it is not a step: ValueError: skipped must be true or false, got 1"),
-        ('{"step": 1, "skip": {"parameters": [], "no": 1}}', "line 1: it is not a step: TypeError: .*"),
+        ("{", ".*"),
+        ("[]", "it is not a step: TypeError: .*"),
+        ('{"step": -1}', "it is not a step: ValueError: step must be an int of at least 0, got -1"),
+        ('{"step": 1, "loss": "low"}', "it is not a step: ValueError: could not convert string .*"),
+        ('{"step": 1, "skipped": 1}', "it is not a step: ValueError: skipped must be true or false, got 1"),
+        ('{"step": 1, "computed_by": 1}', "it is not a step: ValueError: computed_by must be a mapping, got 1"),
+        ('{"step": 1, "skip": {"parameters": [], "no": 1}}', "it is not a step: TypeError: .*"),
     ],
 )
-def test_a_file_of_something_else_is_refused(line, text, tmp_path):
-    (tmp_path / "run.jsonl").write_text(line + "\n")
-    with pytest.raises(ValueError, match=rf"run\.jsonl: {text}$"):
-        polycast.RunHistory.load(tmp_path / "run.jsonl")
+def test_a_file_of_something_else_is_refused(line, text, path):
+    path.write_text(line + "\n")
+    with pytest.raises(ValueError, match=rf"run\.jsonl: line 1: {text}$"):
+        polycast.RunHistory.load(path)

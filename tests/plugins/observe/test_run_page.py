@@ -81,29 +81,19 @@ def test_steps_skipped_for_the_same_reason_are_one_row():
     assert [(row.steps, row.scale) for row in page.skipped] == [("3 to 4", "8 to 4"), ("6", "2"), ("7", "1")]
 
 
-def test_findings_of_two_runs_say_whose_they_are():
-    bad = [StepRecord(step, loss=NAN) for step in range(3)]
-    assert [each.run for each in run_page_of([bad, [StepRecord(0, loss=1.0)]]).found] == ["before"]
+def test_findings_of_two_runs_say_whose_they_are_and_numbers_that_were_not_recorded_are_named():
+    bad, good = [StepRecord(step, loss=NAN) for step in range(3)], [StepRecord(0, loss=1.0)]
+    assert [each.run for each in run_page_of([bad, good]).found] == ["before"]
     assert [each.run for each in run_page_of([bad]).found] == [""]
+    assert run_page_of([good]).missing == ("Scale", "Time in fast dtypes", "Underflow", "Underflow of gradients")
 
 
-def test_numbers_that_were_not_recorded_are_named():
-    page = run_page_of([[StepRecord(0, loss=1.0)]])
-    assert page.missing == ("Scale", "Time in fast dtypes", "Underflow", "Underflow of gradients")
-
-
-def test_text_of_the_program_is_escaped(tmp_path):
+def test_text_of_the_program_is_escaped_and_the_page_loads_nothing(tmp_path):
     origin = Origin("<script>alert(1)</script>", "forward", "<b>", "inf", "float16", ("<i>",))
     polycast.RunHistory([skipped(0, 2.0, origin, "</script><b>")]).to_html(tmp_path / "run.html")
     text = (tmp_path / "run.html").read_text()
-    assert "<script>alert" not in text
-    assert "<i>" not in text
+    assert [said for said in ("<script>alert", "<i>") if said in text] == []
     assert "&lt;script&gt;alert(1)" in text
-
-
-def test_a_page_loads_nothing(tmp_path):
-    polycast.RunHistory([StepRecord(0, loss=1.0)]).to_html(tmp_path / "run.html")
-    text = (tmp_path / "run.html").read_text()
     assert "default-src &#39;none&#39;" in text
     assert not re.search(r"(src|href)=\"(?!#|data:,)", text)
 

@@ -98,16 +98,16 @@ def test_each_block_begins_with_the_first_step(engine):
         assert _calls(seen) == 1
 
 
-def test_schedule_that_selects_no_step_is_refused(engine):
-    with pytest.raises(
-        ValueError, match=r"observes none of the first 10,000 steps: it must return torch\.profiler\.Prof"
-    ):
-        polycast.observe(schedule=lambda step: ProfilerAction.NONE)
+NONE = r"observes none of the first 10,000 steps: it must return torch\.profiler\.Prof"
+REFUSED = {
+    "no step": (lambda step: ProfilerAction.NONE, ValueError, NONE),
+    **{str(select): (select, TypeError, r"schedule must be an int n .* got") for select in ("often", 1.5, True)},
+}
 
 
-@pytest.mark.parametrize("select", ["often", 1.5, True])
-def test_what_is_no_schedule_is_refused(engine, select):
-    with pytest.raises(TypeError, match=r"schedule must be an int n .* got"):
+@pytest.mark.parametrize(("select", "kind", "said"), REFUSED.values(), ids=REFUSED)
+def test_what_is_no_schedule_is_refused(engine, select, kind, said):
+    with pytest.raises(kind, match=said):
         polycast.observe(schedule=select)
 
 
