@@ -67,17 +67,19 @@ def test_op_in_float32_by_one_input_is_found(engine, findings, in_region):
     assert findings("float32_by_one_input", in_region(lambda: net(x)), net) == []
 
 
-def test_promotion_by_one_input_is_found(engine, findings, in_region):
-    narrow, wide = torch.ones(4).bfloat16(), torch.ones(4)
-    (found,) = findings("float32_by_one_input", in_region(lambda: torch.cat([narrow, narrow, wide])))
-    assert (found.where, found.ops) == ("outside of the model's modules", ("aten::cat",))
-    assert findings("float32_by_one_input", in_region(lambda: torch.cat([narrow, narrow]))) == []
+NARROW, WIDE = torch.ones(2, 4).bfloat16(), torch.ones(2, 4)
+PROMOTED = {
+    "of one input": (lambda: torch.cat([NARROW, NARROW, WIDE]), [("aten::cat",)]),
+    "inside an op": (lambda: torch.vstack([NARROW, NARROW, WIDE]), [("aten::cat",)]),
+    "of no input": (lambda: torch.cat([NARROW, NARROW]), []),
+    "with a float32 policy": (lambda: nn.functional.mse_loss(NARROW, WIDE), []),
+}
 
 
-def test_op_with_float32_policy_has_no_finding(engine, findings, in_region):
-    narrow, wide = torch.ones(2, 4).bfloat16(), torch.ones(2, 4)
-    loss = nn.functional.mse_loss
-    assert findings("float32_by_one_input", in_region(lambda: loss(narrow, wide))) == []
+@pytest.mark.parametrize(("run", "ops"), PROMOTED.values(), ids=PROMOTED)
+def test_promotion_by_one_input_is_found(engine, run, ops, findings, in_region):
+    found = findings("float32_by_one_input", in_region(run))
+    assert [(each.where, each.ops) for each in found] == [("outside of the model's modules", each) for each in ops]
 
 
 def gelu(cast):
@@ -88,15 +90,13 @@ def gelu(cast):
 def test_unlisted_op_between_ops_in_fast_dtype_is_found(engine, cast, findings, in_region):
     net, x = nn.Sequential(nn.Linear(8, 8), gelu(cast), nn.Linear(8, 8)), torch.ones(2, 8)
     found = findings("unlisted_float32_op", in_region(lambda: net(x)), net)
-    assert [each.ops for each in found] == [("aten::linear", "aten::gelu", "aten::linear")] * cast
-    for each in found:
-        assert each.what == (
-            "aten::gelu has no policy and runs in float32, once, between aten::linear and aten::linear, which run in "
-            "bfloat16: 64 bytes of outputs, cast once, in 2."
-        )
-        assert each.remedy == (
-            "The program converts its input to float32. If aten::gelu may run in bfloat16, remove the conversion."
-        )
+    what = (
+        "aten::gelu has no policy and runs in float32, once, between aten::linear and aten::linear, which run in "
+        "bfloat16: 64 bytes of outputs, cast once, in 2."
+    )
+    remedy = "The program converts its input to float32. If aten::gelu may run in bfloat16, remove the conversion."
+    ops = ("aten::linear", "aten::gelu", "aten::linear")
+    assert [(each.ops, each.what, each.remedy) for each in found] == [(ops, what, remedy)] * cast
 
 
 def rms_norm():
@@ -107,7 +107,7 @@ def rms_norm():
     return Defined(forward, weight=nn.Parameter(torch.ones(8)))
 
 
-def attention(norm, consumers=("q", "k", "v")):
+def attention(norm, consumers="qkv"):
     """Return a residual block, as in a transformer whose residuals stay in float32."""
 
     def forward(self, x):
@@ -118,44 +118,39 @@ def attention(norm, consumers=("q", "k", "v")):
     return Defined(forward, norm=norm, consumers=nn.ModuleDict({name: nn.Linear(8, 8) for name in consumers}))
 
 
-@pytest.mark.parametrize(
-    ("names", "said"),
-    [
-        (["q", "k", "v"], "cast 3 times, in 1.consumers.q, 1.consumers.k, 1.consumers.v."),
-        (
-            [f"c{i}" for i in range(9)],
-            f"cast 9 times, in {', '.join(f'1.consumers.c{i}' for i in range(4))} and 5 more.",
-        ),
-    ],
-    ids=["few", "many"],
-)
-def test_unlisted_op_is_found_once_with_the_modules_that_cast_its_output(engine, names, said, findings, in_region):
-    net, x = nn.Sequential(nn.Linear(8, 8), attention(rms_norm(), names)), torch.randn(4, 16, 8)
-    (found,) = findings("unlisted_float32_op", in_region(lambda: net(x)), net)
-    assert (found.where, found.module, found.count) == ("1.norm", "1.norm", 1)
-    assert found.ops == ("aten::linear", "aten::mul.Tensor", "aten::linear")
-    assert found.what.endswith(f"2.0 KB of outputs, {said}")
+def add_of_two(self, x):
+    h = self.norm(x)
+    return self.linear(h) + self.conv(h)
 
 
-def test_consumers_of_several_kinds_are_in_one_finding(engine, findings, in_region):
-    def forward(self, x):
-        h = self.norm(x)
-        return self.linear(h) + self.conv(h)
+BLOCKS = {
+    "few": (
+        lambda: attention(rms_norm()),
+        ("aten::linear", "cast 3 times, in 1.consumers.q, 1.consumers.k, 1.consumers.v."),
+    ),
+    "many": (
+        lambda: attention(rms_norm(), "abcdefghi"),
+        ("aten::linear", f"cast 9 times, in {', '.join(f'1.consumers.{each}' for each in 'abcd')} and 5 more."),
+    ),
+    "several kinds": (
+        lambda: Defined(add_of_two, norm=rms_norm(), linear=nn.Linear(8, 8), conv=nn.Conv1d(16, 16, 1)),
+        ("aten::linear and aten::conv1d", "cast 2 times, in 1.linear, 1.conv."),
+    ),
+}
 
-    both = Defined(forward, norm=rms_norm(), linear=nn.Linear(8, 8), conv=nn.Conv1d(4, 4, 1))
-    net, x = nn.Sequential(nn.Linear(8, 8), both), torch.randn(2, 4, 8)
-    (found,) = findings("unlisted_float32_op", in_region(lambda: net(x)), net)
-    assert (found.module, found.count) == ("1.norm", 1)
-    assert "between aten::linear and aten::linear and aten::conv1d, which run in bfloat16" in found.what
-    assert found.what.endswith("256 bytes of outputs, cast 2 times, in 1.linear, 1.conv.")
 
-
-def test_each_observer_names_the_producer_itself(engine, findings, in_region):
-    net, x = nn.Sequential(nn.Linear(8, 8), attention(rms_norm())), torch.randn(4, 16, 8)
+@pytest.mark.parametrize(("block", "said"), BLOCKS.values(), ids=BLOCKS)
+def test_unlisted_op_is_found_once_with_the_modules_that_cast_its_output(engine, block, said, findings, in_region):
+    net, x = nn.Sequential(nn.Linear(8, 8), block()), torch.randn(4, 16, 8)
     with polycast.observe(net[1]) as inner:
         (found,) = findings("unlisted_float32_op", in_region(lambda: net(x)), net)
+    assert (found.where, found.module, found.count) == ("1.norm", "1.norm", 1)
+    assert found.ops[:2] == ("aten::linear", "aten::mul.Tensor")
+    consumers, casts = said
+    assert f"between aten::linear and {consumers}, which run in bfloat16" in found.what
+    assert found.what.endswith(f"2.0 KB of outputs, {casts}")
+    # Each observer names the producer itself.
     assert [each.module for each in inner.findings if each.kind == "unlisted_float32_op"] == ["norm"]
-    assert found.module == "1.norm"
 
 
 def a_run(net, x, policy=None):
@@ -180,7 +175,7 @@ def mixed():
 
 NETS = {
     "norm before": lambda: [attention(nn.LayerNorm(8)), attention(nn.LayerNorm(8)), nn.Linear(8, 8)],
-    "one consumer": lambda: [attention(nn.LayerNorm(8), ["c"]), attention(nn.LayerNorm(8), ["c"]), nn.Linear(8, 8)],
+    "one consumer": lambda: [attention(nn.LayerNorm(8), "c"), attention(nn.LayerNorm(8), "c"), nn.Linear(8, 8)],
     "norm after": lambda: [normed(), attention(nn.Identity()), normed(), attention(nn.Identity()), nn.Linear(8, 8)],
     "custom norm": lambda: [nn.Linear(8, 8), attention(rms_norm()), attention(rms_norm())],
     "scaled": lambda: [nn.Linear(8, 8), scaled(torch.float32), nn.Linear(8, 8)],
@@ -200,8 +195,7 @@ def test_suggested_policy_saves_casts(engine, name):
 
 def test_policy_that_moves_a_cast_is_not_suggested(engine):
     net, x = nn.Sequential(*NETS["one consumer"]()), torch.randn(4, 16, 8)
-    seen = a_run(net, x)
-    moved = a_run(net, x, {"layer_norm": "lower_precision_fp"})
+    seen, moved = a_run(net, x), a_run(net, x, {"layer_norm": "lower_precision_fp"})
     assert moved.total.cast_bytes >= seen.total.cast_bytes
     where = {found.ops[1]: found.where for found in seen.findings if found.kind == "unlisted_float32_op"}
     assert where == {"aten::add.Tensor": "1", "aten::layer_norm": "1.norm"}
