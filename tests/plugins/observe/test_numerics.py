@@ -156,16 +156,11 @@ def test_inf_that_an_op_was_given_is_no_overflow(engine):
     }
 
 
-def test_values_that_are_only_moved_or_widened_are_not_counted(engine):
-    x = torch.ones(3, 3).half()
-    with polycast.observe(numerics=True) as seen, polycast.autocast("cpu", torch.float16):
-        x.t().contiguous().float().clone()
-    assert seen.numerics == ()
-
-
-def test_nothing_is_counted_outside_of_regions_in_the_forward_pass(engine):
+def test_values_outside_of_regions_or_only_moved_or_widened_are_not_counted(engine):
     with polycast.observe(numerics=True) as seen:
-        torch.ones(3).mul(2).half()
+        x = torch.ones(3, 3).mul(2).half()
+        with polycast.autocast("cpu", torch.float16):
+            x.t().contiguous().float().clone()
     assert seen.numerics == ()
 
 
@@ -187,21 +182,19 @@ def test_gradients_belong_to_the_modules_that_computed(engine):
     assert (cast.module, cast.count, cast.underflowed) == (None, 32, 32)
 
 
-def _train(use_checkpoint):
+def _train(**checkpointed):
     model, x = _net(), torch.linspace(-1, 1, 64).view(4, 16).requires_grad_()
     with polycast.observe(model, numerics=True) as seen:
         with polycast.autocast("cpu", torch.float16):
-            if use_checkpoint is None:
-                loss = model(x).float().square().mean()
-            else:
-                loss = checkpoint(model, x, use_reentrant=use_checkpoint).float().square().mean()
+            y = checkpoint(model, x, **checkpointed) if checkpointed else model(x)
+            loss = y.float().square().mean()
         loss.backward()
-    return seen.numerics
+    return set(seen.numerics)
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_recomputation_in_a_checkpoint_is_not_counted_again(engine, use_reentrant):
-    assert set(_train(use_reentrant)) == set(_train(None))
+    assert _train(use_reentrant=use_reentrant) == _train()
 
 
 def test_ops_of_compiled_code_that_torch_runs_are_counted(engine):
@@ -216,7 +209,7 @@ def test_ops_of_compiled_code_that_torch_runs_are_counted(engine):
     assert {each.role for each in matmuls} == {"forward", "backward"}
 
 
-def test_counts_of_threads_are_added(engine, in_thread):
+def test_counts_of_threads_are_added_and_nested_observers_count_the_same(engine, in_thread):
     x = torch.full((5,), 1e-6)
 
     def cast():
@@ -224,20 +217,97 @@ def test_counts_of_threads_are_added(engine, in_thread):
             x.half()
             x.double().float()
 
-    with polycast.observe(numerics=True, threads="all") as seen:
+    with polycast.observe(numerics=True, threads="all") as outer:
         in_thread(cast)
-        cast()
-    assert the_record(seen, dtype="float16").underflowed == 10
-    assert the_record(seen, dtype="float32").count == 10
-
-
-def test_nested_observers_count_the_same(engine):
-    x = torch.full((5,), 1e-6)
-    with polycast.observe(numerics=True) as outer, polycast.autocast("cpu", torch.float16):
-        x.half()
         with polycast.observe(numerics=True) as inner, polycast.observe() as plain:
-            x.half()
-            x.double().float()
-    assert (the_record(outer, dtype="float16").count, the_record(inner, dtype="float16").count) == (10, 5)
-    assert the_record(outer, dtype="float32") == the_record(inner, dtype="float32")
+            cast()
+    for seen, threads in ((outer, 2), (inner, 1)):
+        half, single = the_record(seen, dtype="float16"), the_record(seen, dtype="float32")
+        assert (half.count, half.underflowed, single.count) == (5 * threads, 5 * threads, 5 * threads)
     assert plain.numerics == ()
+
+
+# ---- Products in a backward pass that underflow to zero
+
+
+def test_zeros_of_products_underflow_unless_a_row_or_column_is_zero(engine):
+    a, b = torch.full((4, 3), 2e-4), torch.full((3, 5), 2e-4)
+    a[1], b[:, 2] = 0, 0
+    left, right = a.half().requires_grad_(), torch.eye(3).half().requires_grad_()
+    with polycast.observe(numerics=True) as seen:
+        torch.mm(left, right).backward(torch.ones(4, 3).half() * 0)
+        torch.mm(right, left.t()).backward(b[:, :4].half())
+    record = the_record(seen, op="aten::mm")
+    # Of the second one: the gradient of `right`, b[:, :4] @ a, and of left.t(), which is right.t() @ b[:, :4].
+    product = b[:, :4].half().double() @ a.half().double()
+    assert bool((product > 0).all())
+    assert (record.zeroed, record.underflowed) == (0, int((product.abs() < TINY[torch.float16]).sum()))
+
+
+def test_products_that_are_lost_are_counted(engine):
+    left, right = torch.full((4, 3), 2e-5).half().requires_grad_(), torch.eye(3).half().requires_grad_()
+    gradient = torch.full((4, 3), 2e-5)
+    gradient[1] = 0
+    with polycast.observe(numerics=True) as seen:
+        torch.mm(left, right).backward(gradient.half())
+    record = the_record(seen, op="aten::mm")
+    # left.t() @ gradient is all lost; gradient @ right.t() has a row of zeros and 9 subnormal elements.
+    assert (record.count, record.zeroed, record.underflowed) == (9 + 12, 9, 18)
+
+
+def test_products_that_are_lost_in_batches_are_counted(engine):
+    torch.manual_seed(0)
+    left, right = (torch.randn(2, 4, 3) * 3e-4).half(), (torch.randn(2, 4, 3) * 3e-4).half()
+    left[0, 1], left[1, :, 2], right[1, 2] = 0, 0, 0
+    weight, x = torch.eye(4).half().expand(2, 4, 4).clone(), left.clone().requires_grad_()
+    with polycast.observe(numerics=True) as seen:
+        torch.bmm(weight.transpose(1, 2), x).backward(right)
+        torch.bmm(x.transpose(1, 2), torch.zeros(2, 4, 5).half().requires_grad_()).backward(torch.ones(2, 3, 5).half())
+    record = the_record(seen, op="aten::bmm")
+    products = [weight.double() @ right.double(), torch.zeros(2, 4, 3), left.double() @ torch.ones(2, 3, 5).double()]
+    exact = torch.cat([each.flatten() for each in products])
+    rounded, nonzero = exact.half(), exact != 0
+    assert record.zeroed == int(((rounded == 0) & nonzero).sum())
+    assert record.underflowed == int(((rounded.abs() < TINY[torch.float16]) & nonzero).sum())
+
+
+class _MultiplyInRegion(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        with polycast.autocast("cpu", torch.float16):
+            return torch.mm(gradient, torch.eye(3) * 1e-6).float()
+
+
+def test_products_of_inputs_that_autocast_casts_are_counted(engine):
+    gradient = torch.full((2, 3), 1e-3)
+    gradient[1] = 0
+    with polycast.observe(numerics=True) as seen:
+        _MultiplyInRegion.apply(torch.ones(2, 3, requires_grad=True)).backward(gradient)
+    record = the_record(seen, op="aten::mm", of="result")
+    assert (record.role, record.count, record.zeroed, record.underflowed) == ("backward", 6, 3, 3)
+
+
+@pytest.mark.parametrize("length", [3, 63, 64, 65, 200])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_zeros_of_products_of_sparse_values_are_not_lost(engine, length, transposed):
+    """After ReLU an element of a small batch may have no product of two values that are not zero."""
+    generator = torch.Generator().manual_seed(length)
+    share = (2 / length) ** 0.5  # two products of each element on average
+    left, right = (
+        (torch.rand(shape, generator=generator) < share)
+        * torch.where(torch.rand(shape, generator=generator) < 0.5, 1, 1e-6)
+        for shape in ((20, length), (length, 300))
+    )
+    left, right = left.half(), right.half()
+    if transposed:
+        left, right = left.t().contiguous().t(), right.t().contiguous().t()
+    with polycast.observe(numerics=True) as seen:
+        torch.mm(left.t(), torch.zeros(20, 300).half().requires_grad_()).backward(right)
+    record = the_record(seen, op="aten::mm")
+    result, products = left @ right, left.ne(0).double() @ right.ne(0).double()
+    assert 0 < int((products == 0).sum()) < products.numel()
+    assert record.zeroed == int(((result == 0) & (products != 0)).sum()) > 0

@@ -13,6 +13,7 @@ from polycast_plugins.observe.records import NumericsRecord
 from polycast_plugins.observe.report import render
 from polycast_plugins.observe.report.page import page_of
 
+INPUTS = "what they are computed from."
 SCALE = "Scale the loss (`polycast.grad_scaler`), or use bfloat16."
 NARROW = (
     "Keep the module in float32, with `polycast.apply_policy(model, polycast.Policy(modules={'3': 'fp32'}))`, or use "
@@ -34,17 +35,14 @@ RECORD = NumericsRecord(
 
 
 def test_sum_adds_counts_and_keeps_the_larger_magnitude():
-    other = replace(RECORD, amax=4.0e38, count=2)
-    assert (_seen(RECORD) + _seen(other)).numerics == (
-        replace(RECORD, count=10, amax=4.0e38, underflowed=6, overflowed=2, zeroed=4, nonfinite=2),
-    )
+    both = replace(RECORD, count=10, amax=4.0e38, underflowed=6, overflowed=2, zeroed=4, nonfinite=2)
+    assert (_seen(RECORD) + _seen(replace(RECORD, amax=4.0e38, count=2))).numerics == (both,)
 
 
 def test_difference_subtracts_counts_and_keeps_the_magnitude_of_the_minuend():
     fewer = replace(RECORD, count=2, amax=4.0e38, underflowed=1, overflowed=1, zeroed=0, nonfinite=0)
-    assert (_seen(RECORD) - _seen(fewer)).numerics == (
-        replace(RECORD, count=6, amax=3.0e38, underflowed=2, overflowed=0, zeroed=2, nonfinite=1),
-    )
+    more = replace(RECORD, count=6, amax=3.0e38, underflowed=2, overflowed=0, zeroed=2, nonfinite=1)
+    assert (_seen(RECORD) - _seen(fewer)).numerics == (more,)
     assert (_seen(RECORD) - _seen(RECORD)).numerics == ()
 
 
@@ -54,18 +52,16 @@ def test_records_of_other_values_stay_apart(change):
     assert (_seen(RECORD) + _seen(other)).numerics == (RECORD, other)
 
 
-def test_file_keeps_them(tmp_path):
-    _seen(RECORD).save(tmp_path / "seen.json")
-    assert Observation.load(tmp_path / "seen.json").numerics == (RECORD,)
-    assert json.loads((tmp_path / "seen.json").read_text())["numerics"][0]["amax"] == 3.0e38
-
-
-@pytest.mark.parametrize("amax", [float("inf"), float("nan"), "1"])
-def test_file_with_an_invalid_magnitude_is_refused(amax):
-    values = _seen(RECORD).to_dict()
-    values["numerics"][0]["amax"] = amax
-    with pytest.raises(ValueError, match="amax of a NumericsRecord cannot be"):
-        Observation.from_dict(values)
+def test_file_keeps_them_and_has_a_finite_magnitude(tmp_path, subtests):
+    path = tmp_path / "seen.json"
+    _seen(RECORD).save(path)
+    assert Observation.load(path).numerics == (RECORD,)
+    values = json.loads(path.read_text())
+    assert values["numerics"][0]["amax"] == 3.0e38
+    for amax in (float("inf"), float("nan"), "1"):
+        values["numerics"][0]["amax"] = amax
+        with subtests.test(amax=amax), pytest.raises(ValueError, match="amax of a NumericsRecord cannot be"):
+            Observation.from_dict(values)
 
 
 UNDERFLOWS = [
@@ -74,33 +70,27 @@ UNDERFLOWS = [
     (_record(underflowed=100), f"gradients of 3: 100% underflow in float16. {SCALE}"),
     (_record(count=100_000, underflowed=99_999), f"gradients of 3: over 99% underflow in float16. {SCALE}"),
     (_record("", underflowed=41), f"gradients of the model: 41% underflow in float16. {SCALE}"),
-    (
-        _record(None, underflowed=41),
-        f"gradients outside of the model's modules: 41% underflow in float16. {SCALE}",
-    ),
+    (_record(None, underflowed=41), f"gradients outside of the model's modules: 41% underflow in float16. {SCALE}"),
     (_record(role="forward", underflowed=10), f"values of 3: 10% underflow in float16. {NARROW}"),
     (_record(role="forward", of="weight", underflowed=10), f"weights of 3: 10% underflow in float16. {NARROW}"),
     (
         _record(dtype="bfloat16", underflowed=50),
-        "gradients of 3: 50% underflow in bfloat16. bfloat16 has the exponents of float32: scale what they are "
-        "computed from.",
+        f"gradients of 3: 50% underflow in bfloat16. bfloat16 has the exponents of float32: scale {INPUTS}",
     ),
     (
         _record(role="forward", dtype="float32", underflowed=50),
-        "values of 3: 50% underflow in float32. Scale what they are computed from.",
+        f"values of 3: 50% underflow in float32. Scale {INPUTS}",
     ),
+    (_record(underflowed=9), None),
+    (_record(nonfinite=100), None),
+    (_record(count=0), None),
 ]
 
 
-def test_underflow_is_found(subtests):
+def test_underflow_is_found_from_a_tenth_on(subtests):
     for record, text in UNDERFLOWS:
         with subtests.test(record=record, text=text):
-            assert [str(found) for found in _seen(record).findings] == [text]
-
-
-@pytest.mark.parametrize("record", [_record(underflowed=9), _record(nonfinite=100), _record(count=0)])
-def test_little_underflow_is_none(record):
-    assert _seen(record).findings == ()
+            assert [str(found) for found in _seen(record).findings] == ([] if text is None else [text])
 
 
 def test_records_of_a_module_are_one_finding_and_the_worst_module_is_first():
@@ -160,13 +150,6 @@ def test_report_shows_the_worst_first():
     text = render(page)
     assert '<a href="#numerics">Numerics</a>' in text
     assert '<td data-of="underflow" class="n">7%</td><td data-of="to zero" class="n">3</td>' in text
-
-
-def test_report_of_two_runs_shows_both():
-    before, after = _seen(_record(underflowed=41)), _seen(_record(underflowed=0))
-    text = render(page_of(after.facts, before.facts))
-    assert '<span class="before"><span class="sr">before: </span>41%</span>' in text
-
-
-def test_report_without_numerics_has_no_table():
     assert "#numerics" not in render(page_of(Facts()))
+    text = render(page_of(_seen(_record(underflowed=0)).facts, _seen(_record(underflowed=41)).facts))
+    assert '<span class="before"><span class="sr">before: </span>41%</span>' in text
