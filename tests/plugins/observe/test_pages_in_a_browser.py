@@ -38,27 +38,21 @@ def test_axe_finds_no_violations(open_report, chromium, name, dark, width):
 
 
 @pytest.mark.parametrize("page", ["one", "training"], indirect=True)
-def test_each_part_has_a_name_for_a_screen_reader(page):
+def test_each_part_has_a_name_for_a_screen_reader_and_headings_skip_no_level(page):
     unnamed = """[...document.querySelectorAll('button, input, select, summary, a, table, section, nav, form')].filter(
         (each) => !(each.textContent.trim() || each.labels?.length || each.getAttribute('aria-label'))
     ).map((each) => each.outerHTML)"""
     assert page.js(unnamed) == []
-
-
-@pytest.mark.parametrize("page", ["one", "training"], indirect=True)
-def test_headings_skip_no_level(page):
     headings = [
-        int(text[1]) for text in page.js("[...document.querySelectorAll('h1,h2,h3')].map((each) => each.tagName)")
+        int(tag[1]) for tag in page.js("[...document.querySelectorAll('h1,h2,h3')].map((each) => each.tagName)")
     ]
     assert headings[0] == 1
     assert all(after - before <= 1 for before, after in itertools.pairwise(headings))
 
 
 def test_controls_are_reached_by_tab(page):
-    wanted = page.js(
-        "[...document.querySelectorAll('a, button, input, select, summary')].filter((e) => e.checkVisibility()).length"
-    )
-    reached = set()
+    controls = "[...document.querySelectorAll('a, button, input, select, summary')].filter((e) => e.checkVisibility())"
+    wanted, reached = page.js(f"{controls}.length"), set()
     for _ in range(wanted + 1):
         page.press("\ue004")
         reached.add(page.js("[...document.querySelectorAll('*')].indexOf(document.activeElement)"))
@@ -66,10 +60,8 @@ def test_controls_are_reached_by_tab(page):
 
 
 def test_dtypes_have_a_word_beside_each_colour(page):
-    alone = (
-        "[...document.querySelectorAll('.bar')].filter((each) => !each.nextElementSibling.textContent.trim()).length"
-    )
-    assert page.js(alone) == 0
+    bars = "[...document.querySelectorAll('.bar')]"
+    assert page.js(f"{bars}.filter((each) => !each.nextElementSibling.textContent.trim()).length") == 0
 
 
 @pytest.mark.parametrize("name", ["one", "two", "training", "trainings"])
@@ -97,8 +89,7 @@ def test_without_script_the_page_is_readable(open_report):
 
 def test_print_has_no_controls(page):
     page.open(medium="print")
-    assert not page.one("nav").is_displayed()
-    assert not page.one("#filter").is_displayed()
+    assert not any(page.one(selector).is_displayed() for selector in ("nav", "#filter"))
     assert page.js("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
 
 

@@ -50,41 +50,34 @@ def test_changed_ops_can_be_filtered(page):
     assert page.column(0) == ["gelu"]
 
 
-def test_a_module_opens_and_closes_by_keyboard(page):
+def test_a_module_opens_and_closes_by_keyboard_and_shows_its_rule(page):
+    assert [each.text for each in page.all("#tree .name .by")] == ["rule: norm* = 'fp32'"]
     closed = "[...document.querySelectorAll('#tree details.module:not([open])')].map((each) => each.id)"
     (first, *_) = page.js(closed)
-    summary = page.one(f"#{first} > summary")
-    page.js("arguments[0].focus()", summary)
-    page.press(" ")
-    assert page.js("document.getElementById(arguments[0]).open", first)
-    page.press("\ue007")  # enter
-    assert not page.js("document.getElementById(arguments[0]).open", first)
+    page.js("arguments[0].focus()", page.one(f"#{first} > summary"))
+    for key, is_open in ((" ", True), ("\ue007", False)):  # space and enter
+        page.press(key)
+        assert page.js("document.getElementById(arguments[0]).open", first) is is_open
 
 
 def test_arrow_keys_walk_the_modules(page):
     page.js("document.querySelector('#tree summary.line').focus()")
     left, up, right, down = "\ue012", "\ue013", "\ue014", "\ue015"
-    page.press(down)
-    assert page.active().startswith("layers")
-    page.press(left)
-    page.press(right)
-    page.press(right)
-    assert page.active().startswith("0 Block")
-    page.press(left)
-    assert page.active().startswith("layers")
-    page.press(up)
-    assert page.active().startswith("TinyGPT")
+    for keys, reached in (
+        ([down], "layers"),
+        ([left, right, right], "0 Block"),
+        ([left], "layers"),
+        ([up], "TinyGPT"),
+    ):
+        for key in keys:
+            page.press(key)
+        assert page.active().startswith(reached)
     page.press(left)
     assert not page.js("document.querySelector('#tree details').open")
 
 
-def test_a_module_shows_its_rule(page):
-    rules = [each.text for each in page.all("#tree .name .by")]
-    assert rules == ["rule: norm* = 'fp32'"]
-
-
-def elements(page):
-    return page.js("document.querySelectorAll('*').length")
+def elements(page, selector="*"):
+    return page.js("document.querySelectorAll(arguments[0]).length", selector)
 
 
 def until(page, condition):
@@ -93,28 +86,29 @@ def until(page, condition):
     page.browser.execute_async_script(wait % condition)
 
 
+def open_all(page):
+    page.one("[data-open]").click()
+    until(page, "document.querySelectorAll('#tree .module').length > 50")
+
+
 def test_contents_of_modules_are_made_when_opened(thousands):
     before = elements(thousands)
     assert before < 10_000
-    opened, closed = thousands.all("[data-open]")
-    opened.click()
-    until(thousands, "document.querySelectorAll('#tree .module').length > 50")
-    assert thousands.js("document.querySelectorAll('#tree details.module:not([open])').length") == 0
+    open_all(thousands)
+    assert elements(thousands, "#tree details.module:not([open])") == 0
     assert elements(thousands) < before + 20_000
-    closed.click()
-    assert thousands.js("document.querySelectorAll('#tree details.module[open]').length") == 0
+    thousands.all("[data-open]")[1].click()
+    assert elements(thousands, "#tree details.module[open]") == 0
 
 
 def test_open_modules_are_made_near_the_viewport(thousands):
     thousands.js(
         "window.isSeen = (e) => e.getBoundingClientRect().bottom > 0 && e.getBoundingClientRect().top < innerHeight"
     )
-    thousands.all("[data-open]")[0].click()
-    lines = "document.querySelectorAll('#tree .line').length"
-    until(thousands, f"{lines} > 50")
-    made = thousands.js(lines)
+    open_all(thousands)
+    made = elements(thousands, "#tree .line")
     thousands.js("document.querySelector('#tree').lastElementChild.scrollIntoView({block: 'end'})")
-    until(thousands, f"{lines} > {made}")
+    until(thousands, f"document.querySelectorAll('#tree .line').length > {made}")
     until(thousands, "[...document.querySelectorAll('.chunk:empty')].every((each) => !isSeen(each))")
     assert elements(thousands) < 30_000
 
@@ -131,7 +125,7 @@ def test_found_module_is_opened(thousands):
     until(thousands, f"document.getElementById('{target}')")
     assert thousands.one(f"#{target} > .line .label").text == "up"
     assert thousands.one(f"#{target} .own table").is_displayed()
-    assert thousands.js("document.querySelectorAll('#tree .target').length") == 1
+    assert elements(thousands, "#tree .target") == 1
     thousands.one("#module-find").clear()
     thousands.one("#module-find").send_keys("norm")
     assert thousands.one("#module-found p").text == "800 of 5,602 modules found, the first 20 of which are these."
@@ -153,16 +147,14 @@ def test_stack_is_made_when_opened(page):
     last = trace.find_element("css selector", "code").get_attribute("textContent")
     trace.find_element("css selector", "summary").click()
     until(page, "document.querySelector('#ops-table details[open] ol')")
-    lines = [each.text for each in page.all("#ops-table details[open] li")]
-    assert len(lines) > 1
-    assert lines[-1] == last
+    _, *others = [each.text for each in page.all("#ops-table details[open] li")]
+    assert others[-1] == last
 
 
 def test_modules_that_are_not_printed_are_counted(thousands):
-    thousands.all("[data-open]")[0].click()
-    until(thousands, "document.querySelectorAll('#tree .module').length > 50")
+    open_all(thousands)
     thousands.js("dispatchEvent(new Event('beforeprint'))")
-    assert 500 <= thousands.js("document.querySelectorAll('#tree .line').length") < 1000
+    assert 500 <= elements(thousands, "#tree .line") < 1000
     more = "[...document.querySelectorAll('.chunk:empty')].reduce((sum, each) => sum + each.modules.length, 0)"
     assert thousands.js(more) > 0
     assert elements(thousands) < 50_000
@@ -174,9 +166,6 @@ def test_finding_opens_its_module(page):
     target = page.js("arguments[0].hash.slice(1)", link)
     link.click()
     assert page.one(f"#{target} > .line").is_displayed()
-
-
-NARROW = 400
 
 
 @pytest.mark.parametrize("page", ["trainings"], indirect=True)
@@ -192,14 +181,10 @@ def test_the_slider_shows_the_numbers_of_a_step_in_each_chart(page):
 
 
 @pytest.mark.parametrize("page", ["training"], indirect=True)
-def test_the_slider_moves_by_the_keyboard(page):
+def test_the_keyboard_and_the_pointer_choose_a_step(page):
     page.js("document.getElementById('at').focus()")
     page.press("\ue012")  # left
     assert page.one("#at-step").text == "118"
-
-
-@pytest.mark.parametrize("page", ["training"], indirect=True)
-def test_the_pointer_chooses_a_step(page):
     at = """(() => {
         const plot = document.querySelector('.chart[data-chart=loss] svg'), box = plot.getBoundingClientRect();
         const where = {clientX: box.left + box.width / 2, clientY: box.top + 5};
@@ -210,22 +195,16 @@ def test_the_pointer_chooses_a_step(page):
 
 
 @pytest.mark.parametrize("name", ["training", "trainings"])
-def test_the_facts_fit_into_a_narrow_page(open_report, name):
-    page = open_report(name, width=NARROW)
-    facts = page.one(".facts").rect
-    run = page.one("#run").rect
+def test_the_facts_fit_into_a_narrow_page_without_a_number_broken_over_lines(open_report, name):
+    page = open_report(name, width=400)
+    facts, run = page.one(".facts").rect, page.one("#run").rect
     assert facts["x"] + facts["width"] < run["x"] + run["width"]
-
-
-@pytest.mark.parametrize("name", ["training", "trainings"])
-def test_no_number_is_broken_over_lines(open_report, name):
-    page = open_report(name, width=NARROW)
-    assert page.js(
-        "[...document.querySelectorAll('.word, .ticks li')].every((each) => each.offsetHeight < 2 * parseFloat("
-        "getComputedStyle(each).fontSize))"
-    )
-    assert page.js("[...document.querySelectorAll('.facts th')].every((each) => each.scrollWidth <= each.clientWidth)")
-    assert page.js("[...document.querySelectorAll('.ticks')].every((each) => each.scrollWidth <= each.clientWidth)")
+    for selector, holds in (
+        (".word, .ticks li", "each.offsetHeight < 2 * parseFloat(getComputedStyle(each).fontSize)"),
+        (".facts th", "each.scrollWidth <= each.clientWidth"),
+        (".ticks", "each.scrollWidth <= each.clientWidth"),
+    ):
+        assert page.js(f"[...document.querySelectorAll('{selector}')].every((each) => {holds})")
 
 
 def test_without_script_the_page_shows_charts_and_steps(open_report):

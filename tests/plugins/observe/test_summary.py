@@ -46,6 +46,7 @@ def test_a_run_without_regions_has_no_ops_outside_of_them():
         torch.ones(1).exp()
     assert seen.facts.outside == ()
     assert "outside" not in str(seen)
+    assert seen.headline.endswith(" calls of ops, no region was enabled; 0 casts of 0 bytes; no findings")
 
 
 def test_shares_are_of_time_else_of_matmuls_else_of_ops(trained):
@@ -56,25 +57,21 @@ def test_shares_are_of_time_else_of_matmuls_else_of_ops(trained):
     assert seen.headline.startswith("0% of the floating-point ops in bfloat16; ")
 
 
-@pytest.mark.parametrize(
-    ("width", "left_out"),
-    [
-        (60, "pass, policy, by, outputs, casts, bytes"),
-        (80, "policy, by, outputs, bytes"),
-        (120, "by, bytes"),
-        (150, ""),
-    ],
-)
-def test_a_narrow_text_has_the_columns_that_fit_and_says_which_do_not(width, left_out):
+LEFT_OUT = {60: "pass, policy, by, outputs, casts, bytes", 80: "policy, by, outputs, bytes", 120: "by, bytes", 150: ""}
+
+
+@pytest.mark.parametrize("width", LEFT_OUT)
+def test_a_narrow_text_has_the_columns_that_fit_and_says_which_do_not(width):
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.LayerNorm(8), torch.nn.Linear(8, 8))
     with polycast.observe(model, nonfinite="record") as seen:
         with polycast.autocast("cpu"):
             loss = model(torch.ones(2, 8)).mul(float("inf")).sum()
         loss.backward()
-    text = seen.text(width)
+    text, left_out = seen.text(width), LEFT_OUT[width]
     assert [line for line in text.splitlines() if len(line) > width] == []
-    columns = next(line.split() for line in str(seen).splitlines() if line.startswith(" op "))
-    shown = next(line.split() for line in text.splitlines() if line.startswith(" op "))
+    columns, shown = (
+        next(line.split() for line in each.splitlines() if line.startswith(" op ")) for each in (str(seen), text)
+    )
     assert shown == [name for name in columns if name not in left_out.split(", ")]
     assert (f" left out to fit the width: {left_out} " in " ".join(text.split())) == bool(left_out)
     assert "left out" not in str(seen)
