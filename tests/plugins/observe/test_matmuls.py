@@ -1,5 +1,7 @@
 """Matmuls: their floating-point operations, and the share that a recipe computed."""
 
+import contextlib
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -18,14 +20,10 @@ def r(*size):
     return torch.randn(size)
 
 
-def with_math(function):
+def attention():
     """Run attention as products, which torch counts on a CPU."""
-
-    def run():
-        with sdpa_kernel(SDPBackend.MATH):
-            return function()
-
-    return run
+    with sdpa_kernel(SDPBackend.MATH):
+        return F.scaled_dot_product_attention(r(2, 3, 5, 8), r(2, 3, 7, 8), r(2, 3, 7, 4))
 
 
 X, W, B = r(3, 4, 8), r(8, 5), r(5, 8)
@@ -52,20 +50,16 @@ OPS = {
     "conv2d in groups": lambda: F.conv2d(r(2, 4, 9, 7), r(6, 2, 3, 2), groups=2),
     "conv3d": lambda: F.conv3d(r(2, 4, 5, 6, 7), r(6, 4, 3, 2, 1)),
     "conv_transpose2d": lambda: F.conv_transpose2d(r(2, 4, 5, 7), r(4, 6, 3, 2), stride=2),
-    "attention": with_math(lambda: F.scaled_dot_product_attention(r(2, 3, 5, 8), r(2, 3, 7, 8), r(2, 3, 7, 4))),
+    "attention": attention,
     "a cell": lambda: nn.LSTMCell(8, 5)(r(3, 8)),
 }
 """Calls that torch counts too."""
 
 
-def counted(function, **region):
+def counted(function, region=None):
     """Return the operations that are seen, of a run in a region or outside."""
-    with polycast.observe() as seen:
-        if region:
-            with polycast.autocast("cpu", **region):
-                function()
-        else:
-            function()
+    with polycast.observe() as seen, contextlib.nullcontext() if region is None else polycast.autocast("cpu", region):
+        function()
     return sum(each.flops for each in seen.matmuls)
 
 
@@ -75,31 +69,26 @@ def expected(function):
     return counter.get_total_flops()
 
 
-@pytest.mark.parametrize("region", [{}, {"dtype": torch.bfloat16}], ids=["outside", "inside"])
+@pytest.mark.parametrize("region", [None, torch.bfloat16], ids=["outside", "inside"])
 def test_forward_has_the_flops_that_torch_counts(region, subtests):
     for op in OPS:
         with subtests.test(op=op):
-            assert counted(OPS[op], **region) == expected(OPS[op])
+            assert counted(OPS[op], region) == expected(OPS[op])
 
 
-def backward(make, *size):
+LAYERS = {
+    "linear": (lambda: nn.Linear(8, 5), (3, 8)),
+    "conv2d": (lambda: nn.Conv2d(4, 6, 3), (2, 4, 9, 7)),
+    "conv_transpose2d": (lambda: nn.ConvTranspose2d(4, 6, 3), (2, 4, 5, 7)),
+}
+
+
+@pytest.mark.parametrize(("make", "size"), LAYERS.values(), ids=LAYERS)
+def test_backward_has_the_flops_that_torch_counts(make, size):
     def run():
         layer, x = make(), r(*size).requires_grad_()
         layer(x).square().sum().backward()
 
-    return run
-
-
-@pytest.mark.parametrize(
-    "run",
-    [
-        backward(lambda: nn.Linear(8, 5), 3, 8),
-        backward(lambda: nn.Conv2d(4, 6, 3), 2, 4, 9, 7),
-        backward(lambda: nn.ConvTranspose2d(4, 6, 3), 2, 4, 5, 7),
-    ],
-    ids=["linear", "conv2d", "conv_transpose2d"],
-)
-def test_backward_has_the_flops_that_torch_counts(run):
     assert counted(run) == expected(run)
 
 
@@ -113,47 +102,47 @@ def test_flops_of_backward_pass_are_separate():
     }
 
 
-def test_recurrent_layers_have_flops():
-    layer = nn.LSTM(8, 6, num_layers=2, bidirectional=True)
+@pytest.mark.parametrize("size", [(7, 3, 8), (7, 8)], ids=["batch", "one"])
+def test_recurrent_layers_have_flops(size, no_grad):
+    layer, x = nn.LSTM(8, 6, num_layers=2, bidirectional=True), r(*size)
     weights = sum(weight.numel() for weight in layer.parameters() if weight.dim() == 2)
-    for size in ((7, 3, 8), (7, 8)):
-        x = r(*size)
-        with torch.no_grad():
-            assert counted(lambda: layer(x)) == counted(lambda: layer(x), dtype=torch.bfloat16)  # noqa: B023
-            assert counted(lambda: layer(x)) == 2 * weights * x.numel() / 8  # noqa: B023
+    flops = 2 * weights * x.numel() / 8
+    assert [counted(lambda: layer(x)), counted(lambda: layer(x), torch.bfloat16)] == [flops, flops]
 
 
-def test_fused_attention_has_the_flops_of_its_parts():
+def test_fused_attention_has_the_flops_of_its_parts(no_grad):
     model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2).eval()
     x = r(2, 5, 8)
-    with torch.no_grad():
-        fused = [counted(lambda: model(x)), counted(lambda: model(x), dtype=torch.bfloat16)]
-        torch.backends.mha.set_fastpath_enabled(False)
-        try:
-            unfused = counted(lambda: model(x))
-        finally:
-            torch.backends.mha.set_fastpath_enabled(True)
+    fused = [counted(lambda: model(x)), counted(lambda: model(x), torch.bfloat16)]
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        unfused = counted(lambda: model(x))
+    finally:
+        torch.backends.mha.set_fastpath_enabled(True)
     assert fused == [unfused, unfused]
 
 
 @pytest.mark.skipif(not hasattr(torch, "_grouped_mm"), reason="this torch has no grouped products")
 def test_grouped_products_have_flops():
     ends = torch.tensor([8, 24], dtype=torch.int32)
-
-    def half(*size):
-        return r(*size).bfloat16()
-
-    assert counted(lambda: torch._grouped_mm(half(24, 16), half(2, 16, 8), offs=ends)) == 2 * 24 * 16 * 8
-    assert counted(lambda: torch._grouped_mm(half(2, 16, 8), half(8, 24), offs=ends)) == 2 * 16 * 8 * 24
-    assert counted(lambda: torch._grouped_mm(half(16, 24), half(24, 8), offs=ends)) == 2 * 16 * 24 * 8
+    for one, other, flops in (
+        ((24, 16), (2, 16, 8), 2 * 24 * 16 * 8),
+        ((2, 16, 8), (8, 24), 2 * 16 * 8 * 24),
+        ((16, 24), (24, 8), 2 * 16 * 24 * 8),
+    ):
+        assert counted(lambda: torch._grouped_mm(r(*one).bfloat16(), r(*other).bfloat16(), offs=ends)) == flops  # noqa: B023
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:Sparse CSR tensor support")
-def test_tensors_without_dense_sizes_have_no_flops():
+def test_other_tensors_and_other_ops_have_no_flops():
     nested = torch.nested.nested_tensor([r(3, 8), r(2, 8)])
-    for x in (r(3, 8).to_sparse(), r(3, 8).to_sparse_csr()):
-        assert counted(lambda: torch.mm(x, W)) == 0  # noqa: B023
+    assert counted(lambda: torch.mm(r(3, 8).to_sparse(), W)) == 0
+    assert counted(lambda: torch.mm(r(3, 8).to_sparse_csr(), W)) == 0
     assert counted(lambda: F.linear(nested, B)) == 0
+    with polycast.observe() as seen:
+        torch.mm(torch.ones(3, 4, dtype=torch.long), torch.ones(4, 5, dtype=torch.long))
+        F.layer_norm(r(3, 8), (8,)).relu().softmax(-1).sum()
+    assert seen.matmuls == ()
 
 
 def test_products_in_place_and_with_vectors_have_flops():
@@ -161,18 +150,12 @@ def test_products_in_place_and_with_vectors_have_flops():
     assert counted(lambda: torch.mv(r(3, 8), r(8))) == counted(lambda: r(3, 8) @ r(8)) == 2 * 3 * 8
 
 
-def test_integers_and_other_ops_have_no_flops():
-    with polycast.observe() as seen:
-        torch.mm(torch.ones(3, 4, dtype=torch.long), torch.ones(4, 5, dtype=torch.long))
-        F.layer_norm(r(3, 8), (8,)).relu().softmax(-1).sum()
-    assert seen.matmuls == ()
-
-
 def test_call_after_one_that_raised_is_counted():
     with polycast.observe() as seen:
-        for bad in (lambda: F.linear(r(3, 8), r(5, 7)), lambda: torch.einsum("ik,kj->ij", r(3, 8), r(7, 5))):
-            with pytest.raises(RuntimeError):
-                bad()
+        with pytest.raises(RuntimeError):
+            F.linear(r(3, 8), r(5, 7))
+        with pytest.raises(RuntimeError):
+            torch.einsum("ik,kj->ij", r(3, 8), r(7, 5))
         torch.mm(r(3, 8), W)
     assert sum(each.flops for each in seen.matmuls if each.op == "aten::mm") == 240
 
@@ -194,28 +177,40 @@ def seen_of(model, recipe=RECIPE, x=None, **region):
 
 def test_each_matmul_has_the_outcome_of_the_recipe(model):
     outcomes = {(each.module, each.op): (each.recipe, each.declined) for each in seen_of(model).matmuls}
+    of_no_weight = outcomes["", "aten::matmul"]
     assert outcomes == {
         ("first", "aten::linear"): ("int8", ""),
         ("", "aten::bmm"): ("int8", "the recipe is not for it"),
-        ("", "aten::matmul"): ("int8", outcomes["", "aten::matmul"][1]),
+        ("", "aten::matmul"): of_no_weight,
         ("head", "aten::linear"): ("int8", ""),
     }
-    assert outcomes["", "aten::matmul"][1].startswith("its weight is not a cacheable parameter")
+    assert of_no_weight[0] == "int8"
+    assert of_no_weight[1].startswith("its weight is not a cacheable parameter")
+    (each,) = seen_of(model.first, policy={"linear": "fp32"}).matmuls
+    assert (each.recipe, each.declined) == ("int8", "the region's policy names it")
 
 
-def test_share_is_a_share_of_the_flops(model):
+def html_of(seen, folder):
+    seen.to_html(folder / "page.html")
+    return (folder / "page.html").read_text(encoding="utf-8")
+
+
+def test_share_of_the_flops_is_shown_with_the_large_other_matmuls(model, tmp_path):
     seen = seen_of(model)
     of_linears, others = 2 * 3 * 8 * 8 + 2 * 3 * 8 * 4, 2 * 3 * 8 * 3 + 2 * 3 * 3 * 8
-    assert seen.recipe_share == of_linears / (of_linears + others)
-    assert seen.to_dict()["recipe_share"] == seen.recipe_share
+    assert seen.recipe_share == seen.to_dict()["recipe_share"] == of_linears / (of_linears + others)
+    assert "int8: 67% of the 864 FLOPs in matmuls" in str(seen)
+    assert "17% not: bmm in the model: the recipe is not for it" in str(seen)
+    assert "int8: 67% of the 864 FLOPs in matmuls<br>" in html_of(seen, tmp_path)
 
 
-def test_without_a_recipe_there_is_no_share(model):
+def test_without_a_recipe_there_is_no_share(model, tmp_path):
     assert Observation(Facts()).recipe_share is None
     seen = seen_of(model, recipe="none")
     assert seen.recipe_share is None
     assert {(each.recipe, each.declined) for each in seen.matmuls} == {("", "")}
     assert list(matmul_lines(seen.matmuls)) == []
+    assert "In a recipe" not in html_of(seen, tmp_path)
 
 
 def test_ops_outside_of_the_recipe_count(model):
@@ -233,12 +228,6 @@ def test_ops_outside_of_the_recipe_count(model):
     ]
 
 
-def test_policy_for_the_op_is_the_reason(model):
-    seen = seen_of(model.first, policy={"linear": "fp32"})
-    (each,) = seen.matmuls
-    assert (each.recipe, each.declined) == ("int8", "the region's policy names it")
-
-
 @pytest.mark.skipif(not hasattr(torch, "_grouped_mm"), reason="this torch has no grouped products")
 def test_ops_without_policy_are_named(model):
     offsets = torch.tensor([8, 16], dtype=torch.int32)
@@ -247,28 +236,13 @@ def test_ops_without_policy_are_named(model):
     assert list(matmul_lines(seen.matmuls))[1:] == ["100% not: _grouped_mm in the model: autocast has no policy for it"]
 
 
-def test_printing_shows_the_share_and_the_large_other_matmuls(model):
-    shown = str(seen_of(model))
-    assert "int8: 67% of the 864 FLOPs in matmuls" in shown
-    assert "17% not: bmm in the model: the recipe is not for it" in shown
-
-
-def test_report_shows_the_share(model, tmp_path):
-    seen_of(model).to_html(tmp_path / "page.html")
-    page = (tmp_path / "page.html").read_text(encoding="utf-8")
-    assert "int8: 67% of the 864 FLOPs in matmuls<br>" in page
-    seen_of(model, recipe="none").to_html(tmp_path / "page.html")
-    assert "In a recipe" not in (tmp_path / "page.html").read_text(encoding="utf-8")
-
-
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compiled_code_has_a_share(model, backend):
     compiled = torch.compile(model.first, backend=backend, fullgraph=True)
     with polycast.autocast("cpu", recipe=RECIPE):
         compiled(r(3, 8))
     seen = seen_of(compiled)
-    assert seen.recipe_share == 1.0
-    assert sum(each.flops for each in seen.matmuls) == 2 * 3 * 8 * 8
+    assert (seen.recipe_share, sum(each.flops for each in seen.matmuls)) == (1.0, 2 * 3 * 8 * 8)
 
 
 def test_matmuls_of_other_threads_count_if_observed(model, in_thread):

@@ -24,22 +24,41 @@ def calls(seen, module, op, phase="forward"):
     return sum(each.calls for each in found.ops if (each.op, each.phase) == (op, phase))
 
 
-def test_ops_are_counted_for_the_innermost_module(engine):
+def entries(seen):
+    return {module.module: module.entries for module in seen.modules if module.entries}
+
+
+X = torch.ones(1, 4)
+OBSERVERS = pytest.mark.parametrize(
+    ("observer", "prefix"),
+    [(polycast.observe, ""), (lambda net: observe_program(), "Sequential.")],
+    ids=["model", "program"],
+)
+
+
+def test_ops_are_counted_for_the_innermost_module(engine, no_grad):
     net = model()
-    with torch.no_grad(), polycast.observe(net) as seen, polycast.autocast("cpu"):
-        net(torch.ones(1, 4))
-        net[0](torch.ones(1, 4))
-    assert [module.module for module in seen.modules] == ["", "0", "1", "1.0", "1.1", "2"]
-    assert [module.kind for module in seen.modules][:3] == ["Sequential", "Linear", "Sequential"]
-    assert [module.entries for module in seen.modules] == [1, 2, 1, 1, 1, 1]
+    with polycast.observe(net) as seen, polycast.autocast("cpu"):
+        net(X)
+        net[0](X)
+        X.relu()
+    assert [(module.module, module.kind, module.entries) for module in seen.modules] == [
+        ("", "Sequential", 1),
+        ("0", "Linear", 2),
+        ("1", "Sequential", 1),
+        ("1.0", "ReLU", 1),
+        ("1.1", "Linear", 1),
+        ("2", "Linear", 1),
+    ]
     assert [calls(seen, name, "aten::linear") for name in ("", "0", "1", "1.1", "2")] == [0, 2, 0, 1, 1]
-    assert calls(seen, "1.0", "aten::relu") == 1
+    assert [calls(seen, each.module, "aten::relu") for each in seen.modules] == [0, 0, 0, 1, 0, 0]
+    assert sum(op.calls for op in seen.ops if op.op == "aten::relu") == 2
 
 
 def test_casts_are_counted_by_module_and_totals_include_inner_modules(engine):
     net = model()
     with torch.no_grad(), polycast.observe(net) as seen, polycast.autocast("cpu"):
-        net(torch.ones(1, 4))
+        net(X)
     assert {(cast.module, cast.of): cast.count for cast in seen.casts} == {
         ("0", "weight"): 2,
         ("0", "activation"): 1,
@@ -53,38 +72,32 @@ def test_casts_are_counted_by_module_and_totals_include_inner_modules(engine):
 
 
 @pytest.mark.parametrize("is_inside", [False, True], ids=["before the block", "inside"])
-@pytest.mark.parametrize(("observer", "prefix"), [(polycast.observe, ""), (observe_program, "Sequential.")])
+@OBSERVERS
 def test_modules_have_their_rules(engine, observer, prefix, is_inside):
     net = model()
     rules = polycast.Policy(modules={"1": "fp32", "2": {"output": "float32"}})
     if not is_inside:
         polycast.apply_policy(net, rules)
-    with observer(*[net] * (observer is polycast.observe)) as seen, polycast.autocast("cpu"):
-        net(torch.ones(1, 4))
+    with observer(net) as seen, polycast.autocast("cpu"):
+        net(X)
         if is_inside:
             polycast.apply_policy(net, rules)
-        net(torch.ones(1, 4))
+        net(X)
     assert {each.module: each.rule for each in seen.modules if each.rule} == {
         f"{prefix}1": "1 = 'fp32'",
         f"{prefix}2": "2 = {'output': 'float32'}",
     }
 
 
-def test_backward_ops_belong_to_the_module_of_their_node(engine):
-    net = model()
-    with polycast.observe(net) as seen:
-        with polycast.autocast("cpu"):
-            loss = net(torch.ones(1, 4)).float().sum()
-        loss.backward()
-    assert [calls(seen, name, "aten::mm", "backward") for name in ("0", "1.1", "2")] == [1, 2, 2]
-    assert calls(seen, "1.0", "aten::threshold_backward", "backward") == 1
-
-
-def test_accumulated_gradient_belongs_to_the_module_of_its_parameter(engine):
+def test_backward_ops_belong_to_the_module_of_their_node_or_parameter(engine):
     net = model()
     with polycast.observe(net) as seen:
         for _ in range(2):
-            net(torch.ones(1, 4)).sum().backward()
+            with polycast.autocast("cpu"):
+                loss = net(X).float().sum()
+            loss.backward()
+    assert [calls(seen, name, "aten::mm", "backward") for name in ("0", "1.1", "2")] == [2, 4, 4]
+    assert calls(seen, "1.0", "aten::threshold_backward", "backward") == 2
     assert [calls(seen, name, "aten::add_.Tensor", "backward") for name in ("0", "1.1", "2")] == [2, 2, 2]
 
 
@@ -98,29 +111,21 @@ def test_recomputed_ops_belong_to_their_module_in_the_backward_pass(engine, use_
     assert calls(seen, "1.1", "aten::mm", "backward") >= 1
 
 
-def test_ops_outside_of_modules_have_no_module(engine):
-    net = model()
-    with torch.no_grad(), polycast.observe(net) as seen:
-        net(torch.ones(1, 4))
-        torch.ones(2).relu()
-    assert sum(op.calls for op in seen.ops if op.op == "aten::relu") == 2
-    assert sum(calls(seen, module.module, "aten::relu") for module in seen.modules) == 1
-
-
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
-def test_exception_leaves_a_module(engine, error):
+@OBSERVERS
+def test_exception_leaves_a_module(engine, observer, prefix, error):
     def forward(self, x):
         if x.numel() == 1:
             raise error
         return x.relu()
 
     net = nn.Sequential(Defined(forward))
-    with polycast.observe(net) as seen:
+    with observer(net) as seen:
         with pytest.raises(error):
             net(torch.ones(1))
         torch.ones(2).relu()
         net(torch.ones(2))
-    assert calls(seen, "0", "aten::relu") == 1
+    assert (calls(seen, f"{prefix}0", "aten::relu"), set(entries(seen).values())) == (1, {2})
     assert sum(op.calls for op in seen.ops if op.op == "aten::relu") == 2
 
 
@@ -129,43 +134,38 @@ def test_model_may_be_collected_while_observed(engine):
     net = model()
     kept, died = net[2], weakref.ref(net)
     with torch.no_grad(), polycast.observe(net) as seen:
-        net(torch.ones(1, 4))
+        net(X)
         del net
         gc.collect()
         assert died() is None
         others = [nn.Linear(4, 2) for _ in range(100)]
         for other in others:
-            other(torch.ones(1, 4))
-        kept(torch.ones(1, 4))
+            other(X)
+        kept(X)
     assert sum(module.entries for module in seen.modules) == 7
     assert calls(seen, "2", "aten::linear") == 2
 
 
-def test_unknown_modules_are_part_of_their_caller(engine):
-    helper = nn.ReLU()
-    net = nn.Sequential(Defined(lambda self, x: copy.deepcopy(helper)(x)))
-    with polycast.observe(net) as seen:
-        net(torch.ones(2))
-    assert calls(seen, "0", "aten::relu") == 1
+@OBSERVERS
+def test_modules_outside_of_models_are_part_of_their_caller(engine, observer, prefix):
+    hidden = [nn.ReLU()]
+    net = nn.Sequential(Defined(lambda self, x: copy.deepcopy(hidden)[0](hidden[0](x))))
+    with observer(net) as seen:
+        net(X)
+    assert calls(seen, f"{prefix}0", "aten::relu") == 2
+    assert list(entries(seen)) == [prefix.rstrip("."), f"{prefix}0"]
 
 
-def test_two_observers_each_have_their_own_model(engine):
-    net = model()
-    with torch.no_grad(), polycast.observe(net) as outer, polycast.observe(net[1]) as inner:
-        net(torch.ones(1, 4))
-    assert calls(outer, "1.1", "aten::linear") == calls(inner, "1", "aten::linear") == 1
-    assert [module.entries for module in inner.modules] == [1, 1, 1]
-    assert sum(op.calls for op in inner.ops) == sum(op.calls for op in outer.ops)
-
-
-def test_nothing_is_left_in_torch(engine):
-    call = nn.Module.__call__
-    with polycast.observe(model()):
-        assert nn.Module.__call__ is not call
-        with polycast.observe(model()):
-            pass
-        assert nn.Module.__call__ is not call
+def test_two_observers_each_have_their_own_model_and_leave_nothing_in_torch(engine, no_grad):
+    net, call = model(), nn.Module.__call__
+    with polycast.observe(net) as outer:
+        with polycast.observe(net[1]) as inner:
+            net(X)
+        net(X)
     assert nn.Module.__call__ is call
+    assert (calls(outer, "1.1", "aten::linear"), calls(inner, "1", "aten::linear")) == (2, 1)
+    assert [module.entries for module in inner.modules] == [1, 1, 1]
+    assert 2 * sum(op.calls for op in inner.ops) == sum(op.calls for op in outer.ops)
 
 
 def test_another_wrapper_of_module_calls_may_stay(engine):
@@ -192,31 +192,17 @@ def test_another_wrapper_of_module_calls_may_stay(engine):
     assert [module.entries for module in seen.modules] == [1, 1]
 
 
-X = torch.ones(1, 4)
-
-
-def entries(seen):
-    return {module.module: module.entries for module in seen.modules if module.entries}
-
-
-def test_model_is_named_after_its_class(engine):
-    net = model()
+def test_models_are_named_after_their_class_and_number(engine):
+    net, one, other = model(), nn.ReLU(), nn.ReLU()
     with observe_program() as seen:
-        net(X)
-        nn.MSELoss()(net(X), torch.ones(1, 2))
+        net[0](X)
+        for each in (net, net, one, other, one):
+            each(X)
     names = ("Sequential", *(f"Sequential.{name}" for name in ("0", "1", "1.0", "1.1", "2")))
-    assert entries(seen) == {**dict.fromkeys(names, 2), "MSELoss": 1}
+    assert entries(seen) == {"Linear": 1, **dict.fromkeys(names, 2), "ReLU": 2, "ReLU#2": 1}
     (top,) = [module for module in seen.modules if module.module == "Sequential"]
     assert (top.kind, top.calls) == ("Sequential", 0)
     assert top.total.calls > 0
-
-
-def test_models_of_one_class_are_numbered(engine):
-    one, other = nn.ReLU(), nn.ReLU()
-    with observe_program() as seen:
-        for each in (one, other, one):
-            each(X)
-    assert entries(seen) == {"ReLU": 2, "ReLU#2": 1}
 
 
 @pytest.mark.slow
@@ -231,14 +217,6 @@ def test_temporary_models_do_not_grow_memory(engine):
     assert entries(seen) == {"Sequential": 200, "Sequential.0": 200}
 
 
-def test_module_called_before_its_model_is_renamed(engine):
-    net = model()
-    with observe_program() as seen:
-        net[0](X)
-        net(X)
-    assert (entries(seen)["Linear"], entries(seen)["Sequential.0"]) == (1, 1)
-
-
 def test_added_module_is_named_when_called(engine):
     net = nn.Sequential(nn.ReLU())
     with observe_program() as seen:
@@ -248,14 +226,6 @@ def test_added_module_is_named_when_called(engine):
         net[0] = nn.Sigmoid()
         net(X)
     assert entries(seen) == {"Sequential": 3, "Sequential.0": 3, "Sequential.1": 2}
-
-
-def test_module_outside_of_models_is_part_of_its_caller(engine):
-    hidden = [nn.ReLU()]
-    with observe_program() as seen:
-        Defined(lambda self, x: hidden[0](x))(X)
-    assert entries(seen) == {"Defined": 1}
-    assert [op.op for op in seen.modules[0].ops] == ["aten::relu"]
 
 
 def test_model_that_cannot_be_traversed_runs(engine):
@@ -269,18 +239,6 @@ def test_model_that_cannot_be_traversed_runs(engine):
     with observe_program() as seen:
         assert Fails()(X).tolist() == [[1.0] * 4]
     assert entries(seen) == {}
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
-def test_model_that_raises_is_left(engine, error):
-    def forward(self, x):
-        raise error
-
-    with observe_program() as seen:
-        with pytest.raises(error):
-            nn.Sequential(Defined(forward))(X)
-        nn.ReLU()(X)
-    assert entries(seen) == {"Sequential": 1, "Sequential.0": 1, "ReLU": 1}
 
 
 def test_compiled_models_are_compiled_once(engine, fresh_dynamo):

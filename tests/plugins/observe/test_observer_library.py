@@ -24,10 +24,8 @@ INVALID = [
 
 def test_invalid_options_are_refused(subtests):
     for arguments, error, text in INVALID:
-        with subtests.test(arguments=arguments):
-            with pytest.raises(error) as raised:
-                polycast.observe(**arguments)
-            assert str(raised.value) == text
+        with subtests.test(arguments=arguments), pytest.raises(error, match=f"^{text}$"):
+            polycast.observe(**arguments)
 
 
 def test_leaving_before_entering_is_refused():
@@ -65,32 +63,33 @@ def test_the_reference_engine_cannot_be_observed(choose_engine, monkeypatch, set
     )
 
 
-def test_without_the_observer_regions_run_and_the_error_gives_the_reason(choose_engine, monkeypatch):
-    def fails(*_, **options):
-        raise BuildError("no room is left.")
+def fails(*_, **options):
+    raise BuildError("no room is left.")
 
+
+SOURCES = {"binding.cpp": b"// of the next version"}
+BROKEN = {
+    "not built": (
+        load,
+        "get_or_build",
+        fails,
+        r"^polycast\.observe needs C\+\+ that cannot be built: no room is left\.$",
+    ),
+    "other sources": (CppLibrary, "read_sources", lambda _: SOURCES, r"has changed since .* Restart the program\.$"),
+    "other enumerations": (observer_library, "CHAIN_KINDS", ("loss",), "the names of an enumeration differ"),
+}
+
+
+@pytest.mark.parametrize(("owner", "name", "value", "said"), BROKEN.values(), ids=BROKEN)
+def test_regions_run_without_the_observer_and_the_error_gives_the_reason(
+    choose_engine, monkeypatch, owner, name, value, said
+):
     choose_engine("native")
     monkeypatch.setattr(native_library, "_loaded", {})
-    monkeypatch.setattr(load, "get_or_build", fails)
+    monkeypatch.setattr(owner, name, value)
     with polycast.autocast("cpu"):
         assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.bfloat16
-    with pytest.raises(RuntimeError, match=r"^polycast.observe needs C\+\+ that cannot be built: no room is left\.$"):
-        polycast.observe().__enter__()
-
-
-def test_observer_from_other_sources_than_the_engine_is_not_loaded(choose_engine, monkeypatch):
-    choose_engine("native")
-    monkeypatch.setattr(native_library, "_loaded", {})
-    monkeypatch.setattr(CppLibrary, "read_sources", lambda _: {"binding.cpp": b"// of the next version"})
-    with pytest.raises(RuntimeError, match=r"has changed since its engine was loaded\. Restart the program\.$"):
-        polycast.observe().__enter__()
-
-
-def test_enumerations_are_checked_when_the_observer_is_loaded(choose_engine, monkeypatch):
-    choose_engine("native")
-    monkeypatch.setattr(native_library, "_loaded", {})
-    monkeypatch.setattr(observer_library, "CHAIN_KINDS", ("round_trip", "loss"))
-    with pytest.raises(RuntimeError, match="the names of an enumeration differ"):
+    with pytest.raises(RuntimeError, match=said):
         polycast.observe().__enter__()
 
 
