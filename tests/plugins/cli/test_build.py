@@ -27,47 +27,47 @@ ALL = [*OWN, OPS]
 
 
 @pytest.fixture
-def compiler(monkeypatch, tmp_path):
-    """Return a function that has a script be the compiler, where nothing is built yet."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr("polycast.toolchain.load._origins", {})  # of libraries that other tests have loaded
-
-    def behave(code):
-        script = tmp_path / "c++"
-        script.write_text(f"#!{sys.executable}\nimport os, signal, sys\nif '--version' not in sys.argv:\n    {code}\n")
-        script.chmod(0o755)
-        monkeypatch.setenv("CXX", str(script))
-
-    return behave
+def cpu(hand_made):
+    """Return the CPU's backend, which needs these ops in C++ and no others, on any processor."""
+    return hand_made("cpu", ops_in_cpp=[OPS.package])
 
 
 @pytest.fixture
-def ops(hand_made):
-    """Make the CPU's backend need these ops in C++ and no others, on any processor."""
-    return lambda *packages: hand_made("cpu", ops_in_cpp=packages)
+def compiler(monkeypatch, tmp_path, cpu):
+    """Return a function that has a script be the compiler, where nothing is built yet; it writes a library."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr("polycast.toolchain.load._origins", {})  # of libraries that other tests have loaded
+    script = tmp_path / "c++"
+    monkeypatch.setenv("CXX", str(script))
+
+    def behave(code):
+        script.write_text(f"#!{sys.executable}\nimport os, signal, sys\nif '--version' not in sys.argv:\n    {code}\n")
+        script.chmod(0o755)
+
+    behave(WRITES)
+    return behave
 
 
 def run():
     return CliRunner().invoke(app, ["build"])
 
 
-def test_it_builds_the_engine_and_the_ops_and_prints_where_and_how_long(compiler, ops):
-    ops(OPS.package)
-    compiler(WRITES)
-    result = run()
+def test_it_builds_the_engine_and_the_ops_once_and_prints_where_and_how_long(compiler):
+    result, again = run(), run()
     libraries = [find_build(cache_directory(), wanted) for wanted in ALL]
     assert {library.read_text() for library in libraries} == {"a library"}
-    assert result.exit_code == 0
     assert sorted(re.sub(r"\d+\.\d s", "0.0 s", result.stdout).splitlines()) == sorted(
         f"{wanted.description}: compiled here: {library} (0.0 s)"
         for wanted, library in zip(ALL, libraries, strict=True)
     )
+    compiled = [f"polycast: compiling {wanted.description} ..." for wanted in ALL]
+    assert (result.exit_code, sorted(result.stderr.splitlines())) == (0, sorted(compiled))
+    assert (again.exit_code, again.stderr) == (0, "")
 
 
-def test_the_largest_library_is_compiled_first(compiler, ops, monkeypatch, tmp_path):
+def test_the_largest_library_is_compiled_first(compiler, monkeypatch, tmp_path):
     order = tmp_path / "order"
     monkeypatch.setattr("polycast_plugins.cli.build.ThreadPoolExecutor", lambda _: ThreadPoolExecutor(1))
-    ops(OPS.package)
     compiler(f"open({str(order)!r}, 'a').write(sys.argv[sys.argv.index('-o') + 1] + '\\n'); {WRITES}")
     assert run().exit_code == 0
     sizes = {f"{each.name}.so": sum(map(len, each.read_sources().values())) for each in ALL}
@@ -75,10 +75,8 @@ def test_the_largest_library_is_compiled_first(compiler, ops, monkeypatch, tmp_p
     assert compiled == sorted(sizes.values(), reverse=True)
 
 
-def test_a_terminal_shows_what_is_compiled_and_for_how_long(compiler, ops, monkeypatch):
+def test_a_terminal_shows_what_is_compiled_and_for_how_long(compiler, monkeypatch):
     monkeypatch.setenv("TTY_COMPATIBLE", "1")
-    ops(OPS.package)
-    compiler(WRITES)
     shown = run().stderr
     assert "compiling the native engine 0:00:0" in re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", shown)
     assert "polycast: compiling" not in shown
@@ -107,22 +105,11 @@ with torch.no_grad():
     assert loaded == [set(), set(), set(), observer, {*observer, OPS.name}], done.stderr
 
 
-def test_it_does_not_build_again(compiler, ops):
-    ops(OPS.package)
-    compiler(WRITES)
-    assert sorted(run().stderr.splitlines()) == sorted(
-        f"polycast: compiling {wanted.description} ..." for wanted in ALL
-    )
-    again = run()
-    assert (again.exit_code, again.stderr) == (0, "")
-
-
 @pytest.mark.skipif((os.cpu_count() or 1) < 2 or not hasattr(os, "mkfifo"), reason="there is one core, or no FIFO")
-def test_libraries_are_compiled_in_parallel(compiler, ops, monkeypatch, tmp_path):
+def test_libraries_are_compiled_in_parallel(compiler, monkeypatch, tmp_path):
     monkeypatch.setattr("polycast_plugins.cli.build._MEMORY", ())
     meeting = tmp_path / "meeting"
     os.mkfifo(meeting)  # whoever opens an end of it waits for the other
-    ops(OPS.package)
     end = f"'w' if '/{ENGINE.name}.so' in str(sys.argv) else 'r' if '/{OPS.name}.so' in str(sys.argv) else None"
     compiler(f"end = {end}; signal.alarm(120); end and open({str(meeting)!r}, end).close(); {WRITES}")
     assert run().exit_code == 0
@@ -144,8 +131,7 @@ def test_as_many_compilers_run_as_there_are_cores_and_memory_for_them(monkeypatc
 
 
 @pytest.mark.parametrize("fails", ALL, ids=lambda library: library.name)
-def test_a_failure_names_its_log_and_does_not_stop_the_other_builds(compiler, ops, fails):
-    ops(OPS.package)
+def test_a_failure_names_its_log_and_does_not_stop_the_other_builds(compiler, fails):
     compiler(f"sys.exit('no room') if '/{fails.name}.so' in str(sys.argv) else {WRITES}")
     result = run()
     (log,) = cache_directory().rglob("*.log")
@@ -159,17 +145,15 @@ def test_a_failure_names_its_log_and_does_not_stop_the_other_builds(compiler, op
     assert result.exit_code == 1
 
 
-def test_a_failed_build_is_tried_again(compiler, ops):
-    ops(OPS.package)
+def test_a_failed_build_is_tried_again(compiler):
     compiler("sys.exit('no room')")
     assert run().exit_code == 1
     compiler(WRITES)
     assert run().exit_code == 0
 
 
-def test_it_says_once_that_there_is_no_compiler(compiler, ops, monkeypatch):
-    ops()
-    compiler("pass")
+def test_it_says_once_that_there_is_no_compiler(compiler, cpu, monkeypatch):
+    cpu.ops_in_cpp = []
     monkeypatch.setenv("CXX", "no-such-compiler")
     result = run()
     lines = (line.partition(" cannot be built") for line in result.stderr.splitlines() if "..." not in line)
@@ -179,9 +163,8 @@ def test_it_says_once_that_there_is_no_compiler(compiler, ops, monkeypatch):
     assert result.exit_code == 1
 
 
-def test_a_missing_package_is_reported(compiler, ops):
-    ops("acme_npu.native")
-    compiler(WRITES)
+def test_a_missing_package_is_reported(compiler, cpu):
+    cpu.ops_in_cpp = ["acme_npu.native"]
     result = run()
     assert (
         "polycast: the ops of acme_npu.native cannot be built: there is no package acme_npu.native with its C++ "
@@ -190,11 +173,10 @@ def test_a_missing_package_is_reported(compiler, ops):
     assert result.exit_code == 1
 
 
-def test_ops_of_an_unavailable_device_are_reported_and_not_built(compiler, ops, hand_made):
-    ops()
+def test_ops_of_an_unavailable_device_are_reported_and_not_built(compiler, cpu, hand_made):
+    cpu.ops_in_cpp = []
     absent = polycast.plugin.Availability(False, "there is none")
     hand_made("ipu", ops_in_cpp=[OPS.package], availability=lambda: absent)
-    compiler(WRITES)
     result = run()
     assert result.stdout.splitlines()[len(OWN) :] == [
         "the ops of polycast_plugins.quantize.cpu.native: not compiled: ipu cannot be used now"
@@ -202,10 +184,8 @@ def test_ops_of_an_unavailable_device_are_reported_and_not_built(compiler, ops, 
     assert result.exit_code == 0
 
 
-def test_ops_that_two_backends_share_are_built_once(compiler, ops, hand_made):
-    ops(OPS.package)
+def test_ops_that_two_backends_share_are_built_once(compiler, hand_made):
     hand_made("ipu", ops_in_cpp=[OPS.package])
-    compiler(WRITES)
     assert len(run().stdout.splitlines()) == len(ALL)
 
 
@@ -217,7 +197,7 @@ def test_a_compiler_that_the_user_interrupts_is_not_remembered_as_one_that_faile
     assert find_build(cache_directory(), ENGINE) is None
 
 
-def test_builds_that_wait_for_a_core_are_cancelled_by_an_interrupt(compiler, ops, monkeypatch, tmp_path):
+def test_builds_that_wait_for_a_core_are_cancelled_by_an_interrupt(compiler, monkeypatch, tmp_path):
     goes_on, calls = tmp_path / "goes on", tmp_path / "calls"
     os.mkfifo(goes_on)
 
@@ -233,7 +213,6 @@ def test_builds_that_wait_for_a_core_are_cancelled_by_an_interrupt(compiler, ops
             super().shutdown(wait)
 
     monkeypatch.setattr("polycast_plugins.cli.build.ThreadPoolExecutor", Pool)
-    ops(OPS.package)
     compiler(
         f"signal.alarm(120); open({str(calls)!r}, 'a').write('called '); os.kill(os.getppid(), signal.SIGINT); "
         f"open({str(goes_on)!r}).read(); {WRITES}"
@@ -246,32 +225,24 @@ def test_builds_that_wait_for_a_core_are_cancelled_by_an_interrupt(compiler, ops
     assert calls.read_text() == "called "
 
 
-@pytest.mark.usefixtures("rediscover")
-def test_an_invalid_engine_is_reported(compiler, monkeypatch):
-    compiler("pass")
+@pytest.mark.usefixtures("compiler", "rediscover")
+def test_an_invalid_engine_is_reported(monkeypatch):
     monkeypatch.setenv("POLYCAST_ENGINE", "perhaps")
-    result = CliRunner().invoke(app, ["build"])
+    result = run()
     assert result.stderr.startswith("polycast: POLYCAST_ENGINE='perhaps' is invalid: expected ")
     assert result.exit_code == 2
 
 
-def test_a_library_that_cannot_be_imported_does_not_stop_the_other_builds(compiler, ops, offer):
-    ops()
+def test_a_library_that_cannot_be_imported_does_not_stop_the_other_builds(compiler, cpu, offer):
+    cpu.ops_in_cpp = []
     offer("acme", "libraries=('acme_code:LIBRARY',)", "import acme_runtime")
-    compiler(WRITES)
     result = run()
-    assert result.stderr.splitlines()[0].startswith(
-        "polycast: acme_code:LIBRARY cannot be imported. The plugin 'acme' "
-    )
+    assert result.stderr.startswith("polycast: acme_code:LIBRARY cannot be imported. The plugin 'acme' ")
     assert {line.partition(":")[0] for line in result.stdout.splitlines()} == {each.description for each in OWN}
     assert result.exit_code == 1
 
 
-@pytest.mark.parametrize(
-    "wanted",
-    [each for each in ALL if each != ENGINE],
-    ids=lambda library: library.name,
-)
+@pytest.mark.parametrize("wanted", [each for each in ALL if each != ENGINE], ids=lambda library: library.name)
 def test_clang_compiles_what_gcc_does(wanted, monkeypatch, tmp_path):
     monkeypatch.setenv("CXX", "clang++ -fsyntax-only")
     compiler = find_compiler()
