@@ -13,25 +13,6 @@ from polycast.toolchain import cache_folder, load
 from polycast.toolchain.prebuilt import no_compiler
 from polycast_plugins.fastest import profile
 
-WORKING = """
-import polycast, torch
-
-class Acme(polycast.plugin.Backend):
-    device_type = "ipu"
-    default_dtype = torch.float16
-    policies = polycast.plugin.STANDARD_POLICIES
-
-    def supported_dtypes(self):
-        {supported}
-
-    def availability(self):
-        return polycast.plugin.Availability(False, "the box [red] is not plugged in")
-
-@polycast.plugin.hookimpl
-def polycast_backend():
-    return Acme()
-"""
-
 
 def listed(result):
     """Return the devices of ``devices --json`` by their types."""
@@ -48,8 +29,8 @@ def test_every_backend_is_listed_with_its_state(polycast_command):
         assert rows[name][2] == ("-" if status.default_dtype is None else str(status.default_dtype)[len("torch.") :])
 
 
-def test_a_device_that_is_not_ready_has_a_reason(polycast_command, plugin):
-    plugin("acme_absent", WORKING.format(supported="return (torch.float16,)"))
+def test_a_device_that_is_not_ready_has_a_reason(polycast_command, hand_made):
+    hand_made("ipu", availability=lambda: polycast.plugin.Availability(False, "the box [red] is not plugged in"))
     assert "ipu: the box [red] is not plugged in\n" in polycast_command("devices").stdout
 
 
@@ -57,9 +38,9 @@ def test_a_device_without_a_backend_shows_what_is_needed(polycast_command):
     reason = "A plugin is needed: no distribution has an entry point 'xla' in the group 'polycast.backends'."
     missing = [name for name, status in polycast.backends().items() if status.state == "missing"]
     of_that_name = reason.replace("entry point 'xla'", "entry point of that name")
-    assert f"{', '.join(missing)}: {of_that_name}\n" in polycast_command("devices", "--all").stdout
-    assert re.search(r"^xla ", polycast_command("devices", "--all").stdout, re.M)
-    said = polycast_command("devices").stdout
+    every, said = polycast_command("devices", "--all").stdout, polycast_command("devices").stdout
+    assert f"{', '.join(missing)}: {of_that_name}\n" in every
+    assert re.search(r"^xla ", every, re.M)
     assert [name for name in missing if name in said] == []
     assert "\nOther devices need a plugin: polycast devices --all\n" in said
     device = listed(polycast_command("devices", "--json"))["xla"]
@@ -71,29 +52,30 @@ def line_that_begins_with(word, text):
     return line
 
 
-def test_devices_names_the_engine(polycast_command, engine):
+def test_devices_names_the_engine_and_its_origin(polycast_command, engine):
     last = line_that_begins_with("Engine:", polycast_command("devices").stdout)
-    assert last.startswith(f"Engine: {engine}")
-    unset = "Engine: reference, because POLYCAST_ENGINE=reference. Unset it for the native engine."
-    assert (engine == "reference") == (last == unset)
+    if engine == "reference":
+        assert last == "Engine: reference, because POLYCAST_ENGINE=reference. Unset it for the native engine."
+    else:
+        origin = r"(compiled here|came with polycast): /.*/polycast_native\.(so|tar\.xz)"
+        assert re.fullmatch(rf"Engine: native, {origin}", last)
 
 
 def test_devices_shows_the_cost_of_the_reference_engine_and_the_remedy(polycast_command, monkeypatch):
-    installation.forget_choice()
-    monkeypatch.setenv("POLYCAST_ENGINE", "auto")
     failure = no_compiler()
+    monkeypatch.setenv("POLYCAST_ENGINE", "auto")
     monkeypatch.setattr(load, "try_build", lambda _: failure)
+    installation.forget_choice()
     result = polycast_command("devices")
     installation.forget_choice()
-    said = result.stdout.splitlines()
-    first = said.index(f"Engine: reference, because the native engine cannot be built: {failure}")
-    assert said[first + 1] == (
+    version = torch.__version__.partition("+")[0]
+    assert (
+        f"Engine: reference, because the native engine cannot be built: {failure}\n"
         "Without the native engine, regions are slower, weights are not cached and polycast.observe does not work; "
-        "without a compiler, neither do kernels in C++, such as those of int8. A wheel of polycast that has an engine "
-        "for torch "
-        f"{torch.__version__.partition('+')[0]} needs no compiler."
-    )
-    assert "apt install g++" in said[first]
+        "without a compiler, neither do kernels in C++, such as those of int8. "
+        f"A wheel of polycast that has an engine for torch {version} needs no compiler.\n"
+    ) in result.stdout
+    assert "apt install g++" in str(failure)
     assert result.stderr == ""  # no warning of the same
 
 
@@ -111,22 +93,14 @@ def test_devices_does_not_break_words(polycast_command, monkeypatch, columns):
     assert all(len(line) <= int(columns) or " " not in line for line in said.splitlines())  # or a long path
 
 
-def test_the_origin_of_the_native_engine_is_shown(polycast_command, engine):
-    last = line_that_begins_with("Engine:", polycast_command("devices").stdout)
-    if engine == "native":
-        assert re.fullmatch(
-            r"Engine: native, (compiled here|came with polycast): /.*/polycast_native\.(so|tar\.xz)", last
-        )
-
-
 def test_the_origin_of_the_ops_of_backends_is_shown(polycast_command, hand_made):
     hand_made("cpu", ops_in_cpp=["polycast_plugins.quantize.cpu.native", "acme_npu.native"])
-    missing = line_that_begins_with("Ops of acme_npu", polycast_command("devices").stdout)
+    shown = polycast_command("devices").stdout
+    missing = line_that_begins_with("Ops of acme_npu", shown)
     assert missing.startswith("Ops of acme_npu.native: none: there is no package acme_npu.native")
-    ours = line_that_begins_with("Ops of polycast_plugins.quantize", polycast_command("devices").stdout)
-    assert re.search(
-        r": (compiled here[:,] |came with polycast: |not compiled yet; `polycast build` does it$|none: )", ours
-    )
+    ours = line_that_begins_with("Ops of polycast_plugins.quantize", shown)
+    origins = "compiled here[:,] |came with polycast: |not compiled yet; `polycast build` does it$|none: "
+    assert re.search(f": ({origins})", ours)
 
 
 def test_devices_json_has_the_same_keys_for_every_device(polycast_command):
@@ -135,51 +109,60 @@ def test_devices_json_has_the_same_keys_for_every_device(polycast_command):
     assert len({tuple(device) for device in devices}) == 1
 
 
+def described(**values):
+    """Return what JSON has of a device, with these values."""
+    nothing = dict.fromkeys(["default_dtype", "supported_dtypes", "distribution", "version", "profile"])
+    engine = polycast.plugin.choose_engine().name
+    return {**nothing, "replaces": [], "extensions": [], "polycast": polycast.__version__, "engine": engine, **values}
+
+
 def test_devices_json_of_a_ready_device(polycast_command, monkeypatch, tmp_path):
     monkeypatch.setattr(cache_folder, "cache_directory", lambda: tmp_path)  # has no profile of an earlier test
     profile.forget()
-    assert listed(polycast_command("devices", "--json"))["cpu"] == {
-        "device_type": "cpu",
-        "state": "ready",
-        "reason": "",
-        "default_dtype": "bfloat16",
-        "supported_dtypes": ["bfloat16", "float16"],
-        "distribution": "polycast",
-        "version": importlib.metadata.version("polycast"),
-        "replaces": [],
-        "extensions": [f"polycast {importlib.metadata.version('polycast')} (polycast_plugins.quantize.cpu)"],
-        "polycast": polycast.__version__,
-        "engine": polycast.plugin.choose_engine().name,
-        "profile": None,
-    }
+    version = importlib.metadata.version("polycast")
+    assert listed(polycast_command("devices", "--json"))["cpu"] == described(
+        device_type="cpu",
+        state="ready",
+        reason="",
+        default_dtype="bfloat16",
+        supported_dtypes=["bfloat16", "float16"],
+        distribution="polycast",
+        version=version,
+        extensions=[f"polycast {version} (polycast_plugins.quantize.cpu)"],
+    )
 
 
 def test_devices_lists_a_broken_plugin_among_the_others(polycast_command, plugin):
     plugin("acme_broken", "raise OSError('libacme.so: cannot open')")
     devices = listed(polycast_command("devices", "--json"))
     assert devices["cpu"]["state"] == "ready"
-    assert devices["ipu"] == {
-        "device_type": "ipu",
-        "state": "broken",
-        "reason": "The backend for 'ipu' is broken: acme_broken 1.5 (acme_broken) could not be loaded: OSError: "
-        "libacme.so: cannot open\nRepair or uninstall acme_broken, or set POLYCAST_BLOCK=ipu.",
-        "default_dtype": None,
-        "supported_dtypes": None,
-        "distribution": "acme_broken",
-        "version": "1.5",
-        "replaces": [],
-        "extensions": [],
-        "polycast": polycast.__version__,
-        "engine": polycast.plugin.choose_engine().name,
-        "profile": None,
-    }
+    reason = (
+        "The backend for 'ipu' is broken: acme_broken 1.5 (acme_broken) could not be loaded: OSError: libacme.so: "
+        "cannot open\nRepair or uninstall acme_broken, or set POLYCAST_BLOCK=ipu."
+    )
+    assert devices["ipu"] == described(
+        device_type="ipu", state="broken", reason=reason, distribution="acme_broken", version="1.5"
+    )
+    result = polycast_command("devices", "--json", "--all")
+    assert listed(result)["ipu"] == devices["ipu"]
+    assert "OSError: libacme.so: cannot open" in result.stderr
+
+
+def test_all_shows_the_traceback_of_a_broken_plugin(polycast_command, plugin):
+    plugin("acme_traced", "raise OSError('libacme.so: cannot open')")
+    shown = polycast_command("devices").stdout
+    assert "Traceback" not in shown
+    assert shown.endswith("polycast devices --all shows the tracebacks.\n")
+    shown = polycast_command("devices", "--all").stdout
+    assert "The plugin of 'ipu' raised:\nTraceback (most recent call last):\n" in shown
+    assert 'acme_traced.py", line 1, in <module>' in shown
+    assert "OSError: libacme.so: cannot open\n" in shown
 
 
 def test_all_shows_which_recipes_a_device_supports(polycast_command, hand_made):
     def recipe_availability(recipe):
-        return polycast.plugin.Availability(
-            recipe.kind == "int8", "" if recipe.kind == "int8" else "it has no such units"
-        )
+        reason = "" if recipe.kind == "int8" else "it has no such units"
+        return polycast.plugin.Availability(not reason, reason)
 
     hand_made("cpu", recipe_availability=recipe_availability)
     shown = polycast_command("devices", "--all").stdout
@@ -200,40 +183,22 @@ def test_a_warning_of_a_plugin_that_a_filter_makes_an_error_is_a_remark(polycast
     assert "cpu: recipe_availability() raised UserWarning: the driver is old\n" in said
 
 
-def test_all_shows_the_traceback_of_a_broken_plugin(polycast_command, plugin):
-    plugin("acme_traced", "raise OSError('libacme.so: cannot open')")
-    shown = polycast_command("devices").stdout
-    assert "Traceback" not in shown
-    assert shown.endswith("polycast devices --all shows the tracebacks.\n")
-    shown = polycast_command("devices", "--all").stdout
-    assert "The plugin of 'ipu' raised:\nTraceback (most recent call last):\n" in shown
-    assert 'acme_traced.py", line 1, in <module>' in shown
-    assert "OSError: libacme.so: cannot open\n" in shown
+@pytest.mark.parametrize("error", [KeyError("driver"), SystemExit("driver")], ids=["error", "exit"])
+def test_a_plugin_whose_supported_dtypes_raise_is_listed(polycast_command, hand_made, error):
+    def fail():
+        raise error
 
-
-def test_all_does_not_change_json(polycast_command, plugin):
-    plugin("acme_json", "raise OSError('libacme.so: cannot open')")
-    result = polycast_command("devices", "--json", "--all")
-    assert listed(result)["ipu"]["state"] == "broken"
-    assert "OSError: libacme.so: cannot open" in result.stderr
-
-
-@pytest.mark.parametrize("error", ["KeyError('driver')", "SystemExit('driver')"])
-def test_a_plugin_whose_supported_dtypes_raise_is_listed(polycast_command, plugin, error):
-    plugin(f"acme_{error.partition('(')[0]}", WORKING.format(supported=f"raise {error}"))
+    hand_made("ipu", supported_dtypes=fail)
     assert listed(polycast_command("devices", "--json"))["ipu"]["supported_dtypes"] is None
-    assert re.search(
-        r"\nipu: supported_dtypes\(\) raised (KeyError: 'driver'|SystemExit: driver)\n",
-        polycast_command("devices").stdout,
-    )
+    said = f"\nipu: supported_dtypes() raised {type(error).__name__}: {error}\n"
+    assert said in polycast_command("devices").stdout
 
 
 def test_devices_shows_a_conflict(polycast_command, plugin):
     plugin("acme_one", "")
     plugin("acme_two", "")
-    result = polycast_command("devices", "--json")
-    assert listed(result)["ipu"]["state"] == "conflict"
-    assert listed(result)["ipu"]["supported_dtypes"] is None
+    device = listed(polycast_command("devices", "--json"))["ipu"]
+    assert (device["state"], device["supported_dtypes"]) == ("conflict", None)
 
 
 def test_blocked_backends_are_shown(polycast_command, monkeypatch, rediscover):
@@ -245,6 +210,6 @@ def test_blocked_backends_are_shown(polycast_command, monkeypatch, rediscover):
 
 def test_a_backend_shows_which_one_it_replaces(polycast_command, plugin, monkeypatch):
     monkeypatch.setenv("POLYCAST_PROVIDER", "ipu=acme-chosen")
-    plugin("acme_chosen", WORKING.format(supported="return (torch.float16,)"))
+    plugin("acme_chosen", "")
     plugin("acme_other", "")
     assert "ipu: in place of acme_other 1.5 (acme_other)\n" in polycast_command("devices").stdout
