@@ -68,9 +68,13 @@ def test_a_noisy_machine_is_all_that_it_says_and_once(polycast_command, kept, mo
     assert polycast_command("profile", "cpu", "--refresh").stdout.splitlines()[1] == SUMMARY[len("cpu: ") : -1]
 
 
-def test_it_prints_json(polycast_command, kept):
-    done = polycast_command("profile", "cpu", "--json")
-    assert polycast.DeviceProfile.from_json(done.stdout) == polycast.profile("cpu")
+def test_it_prints_json_for_a_file_that_the_variable_names(polycast_command, kept, tmp_path, monkeypatch):
+    said = polycast_command("profile", "cpu", "--json").stdout
+    profile = polycast.DeviceProfile.from_json(said)
+    assert profile == polycast.profile("cpu")
+    (tmp_path / "machine.json").write_text(said)
+    monkeypatch.setenv("POLYCAST_PROFILE", str(tmp_path / "machine.json"))
+    assert polycast.profile("cpu") == polycast.DeviceProfile.load(tmp_path / "machine.json") == profile
 
 
 def test_refresh_measures_again(polycast_command, kept):
@@ -79,13 +83,6 @@ def test_refresh_measures_again(polycast_command, kept):
     rule = "the result replaces the profile, unless it is noisy and no better."
     assert rule in " ".join(polycast.profile.__doc__.split())
     assert rule in " ".join(polycast_command("profile", "--help").stdout.replace("│", "").split())
-
-
-def test_its_json_is_a_file_for_the_variable(polycast_command, kept, tmp_path, monkeypatch):
-    path = tmp_path / "machine.json"
-    path.write_text(polycast_command("profile", "cpu", "--json").stdout)
-    monkeypatch.setenv("POLYCAST_PROFILE", str(path))
-    assert polycast.profile("cpu") == polycast.DeviceProfile.load(path)
 
 
 def test_it_shows_why_a_file_is_ignored(polycast_command, kept):
@@ -100,33 +97,25 @@ def test_it_shows_why_a_file_is_ignored(polycast_command, kept):
     assert SUMMARY in polycast_command("devices").stdout
 
 
-def test_unknown_device_is_an_error(polycast_command, kept):
+def test_unknown_device_and_bad_variable_are_errors(polycast_command, kept, monkeypatch):
     done = polycast_command("profile", "nothing")
     assert done.exit_code == 2
     assert "nothing" in done.stderr
-
-
-def test_bad_variable_is_an_error(polycast_command, kept, monkeypatch):
     monkeypatch.setenv("POLYCAST_PROFILE", "/nowhere.json")
     done = polycast_command("profile")
     assert done.exit_code == 2
-    assert done.stderr.startswith(
-        "polycast: POLYCAST_PROFILE: '/nowhere.json' cannot be used as a profile: No such file"
-    )
+    said = "polycast: POLYCAST_PROFILE: '/nowhere.json' cannot be used as a profile: No such file"
+    assert done.stderr.startswith(said)
 
 
-def test_devices_shows_a_profile_that_there_is(polycast_command, kept):
+def test_devices_and_doctor_show_a_profile_that_there_is_and_make_none(polycast_command, kept):
     assert "profile" not in polycast_command("devices").stdout
-    polycast.profile("cpu")
-    assert SUMMARY in polycast_command("devices").stdout
-    (cpu,) = (each for each in json.loads(polycast_command("devices", "--json").stdout) if each["device_type"] == "cpu")
-    assert f"cpu: {cpu['profile']}\n" == SUMMARY
-
-
-def test_doctor_shows_a_profile_that_there_is_and_makes_none(polycast_command, kept):
     assert "  cpu: none; polycast profile cpu makes one\n" in polycast_command("doctor").stdout
     assert not kept.exists()
     profile = polycast.profile("cpu")
+    assert SUMMARY in polycast_command("devices").stdout
+    (cpu,) = (each for each in json.loads(polycast_command("devices", "--json").stdout) if each["device_type"] == "cpu")
+    assert f"cpu: {cpu['profile']}\n" == SUMMARY
     expected = [profile.heading(), *verdict(profile)]
     assert "".join(f"  {line}\n" for line in expected) in polycast_command("doctor").stdout
     assert json.loads(polycast_command("doctor", "--json").stdout)["profiles"] == expected
