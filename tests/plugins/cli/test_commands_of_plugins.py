@@ -1,10 +1,13 @@
-"""Commands of plugins, their sections of ``polycast doctor``, and their remarks in ``polycast devices``."""
+"""Names, commands and changes to torch of plugins, their sections of ``polycast doctor``, and their remarks."""
 
 import json
 import sys
 
 import pytest
+import torch
 
+import polycast
+from polycast.plugin import Feature
 from polycast_plugins.cli import main
 
 GREET = """
@@ -16,10 +19,11 @@ def greet(name: str, loudly: bool = False) -> None:
 COMMANDS = "commands={'greet': '%s:greet'}"
 
 
-def test_a_command_of_a_plugin_is_in_the_help_and_runs(polycast_command, offer):
+def test_a_command_of_a_plugin_is_in_the_help_and_runs_and_is_corrected(polycast_command, offer):
     offer("acme", COMMANDS % "acme_code", GREET)
     assert "greet        Greet somebody." in polycast_command("--help").stdout
     assert polycast_command("greet", "you", "--loudly").stdout == "hello you!\n"
+    assert "Did you mean 'greet'" in polycast_command("grete").stderr
 
 
 def test_a_command_imports_no_other_plugin(polycast_command, offer):
@@ -73,24 +77,25 @@ def test_a_function_that_a_command_returns_is_called_when_the_command_line_has_e
         main()
 
 
-def test_a_misspelled_command_is_corrected(polycast_command, offer):
+SECTION = """
+def licence():
+    yield "until 2030"
+def fault():
+    raise OSError("none")
+"""
+
+
+def test_doctor_has_the_sections_of_plugins_or_their_errors(polycast_command, offer):
+    offer("acme", "doctor={'licence': 'acme_code:licence', 'fault': 'acme_code:fault'}", SECTION)
+    assert "\nlicence:\n  until 2030\nfault:\n  OSError: none\n" in polycast_command("doctor").stdout
+    found = json.loads(polycast_command("doctor", "--json").stdout)
+    assert found["licence"] == ["until 2030"]
+
+
+def test_doctor_lists_the_plugins_and_what_they_add_or_why_one_is_broken(polycast_command, offer):
     offer("acme", COMMANDS % "acme_code", GREET)
-    assert "Did you mean 'greet'" in polycast_command("grete").stderr
-
-
-def test_doctor_has_the_sections_of_plugins(polycast_command, offer):
-    offer("acme", "doctor={'licence': 'acme_code:licence'}", "def licence():\n    yield 'until 2030'\n")
-    assert "\nlicence:\n  until 2030\n" in polycast_command("doctor").stdout
-    assert json.loads(polycast_command("doctor", "--json").stdout)["licence"] == ["until 2030"]
-
-
-def test_a_section_that_fails_has_its_error(polycast_command, offer):
-    offer("acme", "doctor={'licence': 'acme_code:licence'}", "def licence():\n    raise OSError('none')\n")
-    assert "\nlicence:\n  OSError: none\n" in polycast_command("doctor").stdout
-
-
-def test_doctor_lists_the_plugins_and_why_one_is_broken(polycast_command, offer):
-    offer("acme", COMMANDS % "acme_code", GREET)
+    found = json.loads(polycast_command("doctor", "--json").stdout)
+    assert {each["name"]: each["adds"] for each in found["plugins"]}["acme"] == {"commands": ["greet"]}
     offer("other", "names=1")
     with pytest.warns(UserWarning, match="'other'"):
         shown = polycast_command("doctor").stdout
@@ -98,10 +103,40 @@ def test_doctor_lists_the_plugins_and_why_one_is_broken(polycast_command, offer)
     assert "\n  other of other 1.5: The plugin 'other' of other is broken: TypeError: names must map names" in shown
 
 
-def test_doctor_says_in_json_what_a_plugin_adds(polycast_command, offer):
-    offer("acme", COMMANDS % "acme_code", GREET)
-    found = json.loads(polycast_command("doctor", "--json").stdout)
-    assert {each["name"]: each["adds"] for each in found["plugins"]}["acme"] == {"commands": ["greet"]}
+COUNT = """
+import torch
+from polycast.plugin import Feature
+
+calls = []
+theirs = torch.nn.functional.softplus
+
+def softplus(*args):
+    calls.append(torch.is_autocast_enabled("cpu"))
+    return theirs(*args)
+
+def change(patch):
+    patch.replace(torch.nn.functional, "softplus", softplus)
+
+def count_softplus():
+    row = "torch.nn.functional", ("torch.nn.functional.softplus",), change
+    Feature("acme: softplus", "Calls of softplus are not counted.", (row,)).make()
+    return calls
+"""
+
+
+def test_a_change_to_torch_by_a_name_of_a_plugin_is_undone_by_uninstall(polycast_command, offer):
+    theirs = torch.nn.functional.softplus
+    offer("acme", "names={'count_softplus': 'acme_code:count_softplus'}", COUNT)
+    assert "count_softplus" in dir(polycast)
+    calls = polycast.count_softplus()
+    assert [each.name for each in Feature.made()][-1] == "acme: softplus"
+    torch.nn.functional.softplus(torch.ones(2))
+    with polycast.autocast("cpu"):
+        torch.nn.functional.softplus(torch.ones(2))
+    assert calls == [False, True]
+    assert "\n  acme: softplus: made\n" in polycast_command("doctor").stdout
+    polycast.uninstall()
+    assert torch.nn.functional.softplus is theirs
 
 
 def test_devices_has_the_remarks_of_plugins(polycast_command, offer):
