@@ -63,10 +63,9 @@ def reason(model, calibration, recipe=RECIPE):
 def test_errors_fall_on_other_data_in_each_group_size(model, subtests):
     other = correlated(200)
     for group_size in (32, 64, 128):
+        recipe = Int4(group_size, min_size=0)
+        calibration = polycast.calibrate(model, [correlated(700)], recipe)
         with subtests.test(group_size=group_size):
-            recipe = Int4(group_size, min_size=0)
-            calibration = polycast.calibrate(model, [correlated(700)], recipe)
-
             assert error(model, other, calibration, recipe) < 0.75 * error(model, other, None, recipe)
             assert reason(model, calibration, recipe).endswith("rounding errors compensated")
 
@@ -182,9 +181,10 @@ def test_activations_that_are_written_over_count_each_time(model):
         x = x.clone()
         return self.q(x) + self.k(x.copy_(x.flip(-1)))
 
-    x, parts = correlated(400), {"q": model.q, "k": model.k}
-    apart = Defined(lambda self, x: self.q(x) + self.k(x.flip(-1)), **parts)
-    assert polycast.calibrate(Defined(in_place, **parts), [x], RECIPE) == polycast.calibrate(apart, [x], RECIPE)
+    def calibrated(forward):
+        return polycast.calibrate(Defined(forward, q=model.q, k=model.k), [correlated(400)], RECIPE)
+
+    assert calibrated(in_place) == calibrated(lambda self, x: self.q(x) + self.k(x.flip(-1)))
 
 
 @pytest.mark.parametrize("value", [torch.inf, torch.nan])

@@ -47,20 +47,9 @@ def gpt2(text):
     """Return a small GPT-2 that was trained on the text of Python's help topics."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
-    config = transformers.GPT2Config(
-        vocab_size=int(text.max()) + 1,
-        n_positions=WINDOW,
-        n_embd=64,
-        n_layer=2,
-        n_head=4,
-        resid_pdrop=0,
-        embd_pdrop=0,
-        attn_pdrop=0,
-        bos_token_id=0,
-        eos_token_id=0,
-        tie_word_embeddings=False,
-    )
-    model = transformers.GPT2LMHeadModel(config)
+    sizes = {"vocab_size": int(text.max()) + 1, "n_positions": WINDOW, "n_embd": 64, "n_layer": 2, "n_head": 4}
+    zeros = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop", "bos_token_id", "eos_token_id"), 0)
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **zeros, tie_word_embeddings=False))
     optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)
     for _ in range(STEPS):
         tokens = text[torch.randint(len(text) * 9 // 10 - WINDOW, (16, 1)) + torch.arange(WINDOW)]

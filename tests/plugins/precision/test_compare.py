@@ -1,16 +1,20 @@
 """``compare`` with models whose errors are known."""
 
 import contextvars
+import functools
 import json
 import math
 import threading
 
 import pytest
 import torch
-from tests.plugins.models import Defined, by_name
+from tests.plugins.models import Defined, by_name, distance
 from torch import nn
 
 import polycast
+
+FLOAT32 = {"linear": "fp32"}
+X = torch.randn(2, 4, generator=torch.Generator().manual_seed(0))
 
 
 def residual(width):
@@ -23,39 +27,20 @@ def attention(width):
     return Defined(lambda self, x: torch.softmax(self.q(x) @ self.k(x).transpose(-1, -2), -1), q=q, k=k)
 
 
-def test_a_region_that_casts_nothing_is_bit_equal(engine):
-    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
-    comparison = polycast.compare(model, torch.randn(3, 8), policy={"linear": "fp32"})
-    assert {module.total.relative for module in comparison.modules} == {0.0}
-    assert comparison.outputs["output"].cosine == pytest.approx(1.0)
+def gated(forward):
+    return Defined(forward, **{name: nn.Linear(4, 4) for name in ("gate", "one", "two")})
 
 
-def test_the_total_error_is_that_of_the_output_in_a_region(engine):
+def test_errors_are_those_of_the_output_in_a_region_and_on_the_inputs_of_float32(engine):
     model, x = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4)), torch.randn(3, 8)
-    comparison = polycast.compare(model, x)
+    found = by_name(polycast.compare(model, x))
     with torch.no_grad():
-        expected = model(x)
+        hidden, expected = model[:2](x), model(x)
         with polycast.autocast("cpu"):
             error = model(x).float() - expected
-    total = by_name(comparison)["2"].total
-    assert total.max == pytest.approx(error.abs().max().item(), rel=1e-5)
-    assert total.relative == pytest.approx((error.norm() / expected.norm()).item(), rel=1e-5)
-
-
-def test_the_own_error_is_that_on_the_inputs_of_float32(engine):
-    model, x = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4)), torch.randn(3, 8)
-    own = by_name(polycast.compare(model, x))["2"].own
-    with torch.no_grad():
-        hidden = model[:2](x)
-        expected = model[2](hidden)
-        with polycast.autocast("cpu"):
-            error = model[2](hidden).float() - expected
-    assert own.relative == pytest.approx((error.norm() / expected.norm()).item(), rel=1e-5)
-
-
-def test_a_module_inherits_the_error_of_its_inputs():
-    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
-    found = by_name(polycast.compare(model, torch.randn(3, 8)))
+    assert found["2"].total.max == pytest.approx(error.abs().max().item(), rel=1e-5)
+    assert found["2"].total.relative == pytest.approx(distance(model, x, {}), rel=1e-5)
+    assert found["2"].own.relative == pytest.approx(distance(model[2], hidden, {}), rel=1e-5)
     assert (found["0"].inherited, found["1"].own.relative) == (0.0, 0.0)
     assert found["1"].inherited == found["1"].total.relative > 0
 
@@ -67,23 +52,15 @@ def test_the_own_error_of_a_container_excludes_the_modules_in_it():
     assert found["1"].own.relative > 0
 
 
-def test_the_modules_that_add_most_come_first():
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.ReLU())
-    with torch.no_grad():
-        model[1].weight.mul_(1e6)
-    comparison = polycast.compare(model, torch.randn(3, 8), dtype=torch.float16)
-    adds = [module.adds for module in comparison.modules]
-    assert comparison.modules[0].name == "1"
-    assert adds == sorted(adds, reverse=True)
-
-
-def test_a_module_that_amplifies_a_small_error_adds_the_growth():
+def test_a_module_that_amplifies_a_small_error_adds_the_growth_and_comes_first():
     norm = Defined(lambda self, x: x * torch.rsqrt((x * x).sum(-1, keepdim=True)))
     model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(norm, nn.ReLU()))
     with torch.no_grad():
         model[0].weight.mul_(1000.0)
     comparison = polycast.compare(model, torch.randn(3, 8), dtype=torch.float16)
     found = by_name(comparison)
+    adds = [module.adds for module in comparison.modules]
+    assert adds == sorted(adds, reverse=True)
     assert comparison.modules[0].name == "1.0"
     assert found["1.0"].own.relative == 0.0
     assert found["1.0"].adds == pytest.approx(1.0, abs=0.01)
@@ -139,24 +116,9 @@ def test_arguments_come_as_tensor_tuple_or_dict():
     assert list(polycast.compare(nn.Linear(4, 4), (x,)).outputs) == ["output"]
 
 
-def test_other_inputs_are_refused():
-    expected = (
-        r"^inputs must be a tensor, a tuple of arguments or a dict of keyword arguments for the model's forward; got "
-        r"int\. Put a single argument of another type into a tuple: \(argument,\)\.$"
-    )
-    with pytest.raises(TypeError, match=expected):
-        polycast.compare(nn.Linear(2, 2), 3)
-
-
 def test_runs_that_make_different_calls_are_matched_again_afterwards():
-    chooses = Defined(
-        lambda self, x: self.one(x) if self.gate(x).dtype is torch.float32 else self.two(x),
-        gate=nn.Linear(4, 4),
-        one=nn.Linear(4, 4),
-        two=nn.Linear(4, 4),
-    )
-    model = nn.Sequential(nn.Linear(4, 4), chooses, nn.Linear(4, 4))
-    comparison = polycast.compare(model, torch.randn(2, 4))
+    chooses = gated(lambda self, x: self.one(x) if self.gate(x).dtype is torch.float32 else self.two(x))
+    comparison = polycast.compare(nn.Sequential(nn.Linear(4, 4), chooses, nn.Linear(4, 4)), X)
     found = by_name(comparison)
     assert comparison.parted == ("1",)
     assert found["1.one"].total is None
@@ -170,26 +132,15 @@ def test_calls_in_another_order_are_matched():
         layers = (self.one, self.two) if first else (self.two, self.one)
         return sum(layer(x) for layer in layers)
 
-    order = Defined(forward, gate=nn.Linear(4, 4), one=nn.Linear(4, 4), two=nn.Linear(4, 4))
-    found = by_name(polycast.compare(order, torch.randn(2, 4)))
-    assert found["one"].total is not None
+    found = by_name(polycast.compare(gated(forward), X))
     assert found["one"].total.relative < 0.1
 
 
-def test_rules_for_modules_apply_in_the_region():
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    policy = polycast.Policy(modules={"0": "fp32"})
-    found = by_name(polycast.compare(model, torch.randn(2, 4), policy=policy))
-    assert (found["0"].own.relative, found["0"].total.relative) == (0.0, 0.0)
-    assert found["1"].own.relative > 0
-    assert "forward" not in vars(model[0])
-
-
 def test_compare_gives_the_same_inside_a_region():
-    model, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.randn(2, 4)
-    outside = polycast.compare(model, x, dtype=torch.float16)
-    with polycast.autocast("cpu", policy={"linear": "fp32"}):
-        assert polycast.compare(model, x, dtype=torch.float16) == outside
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    outside = polycast.compare(model, X, dtype=torch.float16)
+    with polycast.autocast("cpu", policy=FLOAT32):
+        assert polycast.compare(model, X, dtype=torch.float16) == outside
 
 
 def test_a_comparison_can_be_printed_and_written_as_json():
@@ -209,25 +160,34 @@ def test_texts_are_ascii():
     class Größe(nn.Linear):
         pass
 
-    model, x = nn.Sequential(Größe(4, 4)), torch.randn(2, 4)
-    tuned = polycast.tune(model, x, tolerance=1.0)
-    for value in (polycast.compare(model, x), tuned, tuned.evidence):
+    model = nn.Sequential(Größe(4, 4))
+    tuned = polycast.tune(model, X, tolerance=1.0)
+    for value in (polycast.compare(model, X), tuned, tuned.evidence):
         str(value).encode("ascii")
 
 
-def test_a_region_that_cannot_run_enabled_is_refused():
-    with pytest.raises(RuntimeError, match=r"An enabled region is needed\."):
-        polycast.compare(nn.Linear(2, 2), torch.ones(1, 2), dtype=torch.float64)
+SCRIPTED = torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
+REFUSED = [
+    (
+        (nn.Linear(2, 2), 3),
+        {},
+        TypeError,
+        r"^inputs must be a tensor, a tuple of arguments or a dict of keyword arguments for the model's forward; got "
+        r"int\. Put a single argument of another type into a tuple: \(argument,\)\.$",
+    ),
+    ((nn.Linear(4, 4), X), {"dtype": torch.float64}, RuntimeError, r"An enabled region is needed\."),
+    ((SCRIPTED, X), {}, TypeError, r"^the model is a ScriptModule, whose calls of modules are not visible to Python\."),
+]
+
+
+def test_what_cannot_be_compared_is_refused(subtests):
+    for args, settings, error, problem in REFUSED:
+        with subtests.test(problem=problem), pytest.raises(error, match=problem):
+            polycast.compare(*args, **settings)
 
 
 def test_a_scripted_module_counts_for_its_caller():
-    scripted = torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
-    found = by_name(polycast.compare(nn.Sequential(nn.Linear(4, 4), scripted), torch.randn(2, 4)))
-    assert set(found) == {"", "0"}
-    with pytest.raises(
-        TypeError, match=r"^the model is a ScriptModule, whose calls of modules are not visible to Python\."
-    ):
-        polycast.compare(scripted, torch.randn(2, 4))
+    assert set(by_name(polycast.compare(nn.Sequential(nn.Linear(4, 4), SCRIPTED), X))) == {"", "0"}
 
 
 def test_calls_in_threads_of_the_model_are_ignored(in_thread):
@@ -235,8 +195,7 @@ def test_calls_in_threads_of_the_model_are_ignored(in_thread):
         in_thread(lambda: self.layer(x.detach()))
         return self.layer(x)
 
-    threaded = Defined(forward, layer=nn.Linear(4, 4))
-    found = by_name(polycast.compare(threaded, torch.randn(2, 4)))
+    found = by_name(polycast.compare(Defined(forward, layer=nn.Linear(4, 4)), X))
     assert found["layer"].calls == 1
     assert "polycast.compare" not in {thread.name for thread in threading.enumerate()}
 
@@ -251,33 +210,34 @@ def test_both_runs_are_in_the_context_of_the_caller():
 
     def compared():
         scale.set(3.0)
-        return polycast.compare(nn.Sequential(nn.Linear(4, 4), Defined(forward)), torch.randn(2, 4), policy=FLOAT32)
+        return polycast.compare(nn.Sequential(nn.Linear(4, 4), Defined(forward)), X, policy=FLOAT32)
 
     comparison = contextvars.copy_context().run(compared)
     assert {(module.own.relative, module.total.relative) for module in comparison.modules} == {(0.0, 0.0)}
     assert comparison.outputs["output"].cosine == pytest.approx(1.0)
 
 
-FLOAT32 = {"linear": "fp32"}
-
-
+@pytest.mark.parametrize(
+    "function",
+    [polycast.compare, *(functools.partial(polycast.tune, tolerance=1e-3, over=over) for over in ("modules", "ops"))],
+    ids=["compare", "tune", "tune over ops"],
+)
 @pytest.mark.parametrize(
     "make", [lambda: nn.BatchNorm1d(4), lambda: nn.ReLU(inplace=True)], ids=["writes a buffer", "writes its argument"]
 )
 @pytest.mark.parametrize("made_in_it", [False, True])
-def test_inference_mode_changes_nothing(engine, make, made_in_it):
+def test_inference_mode_changes_nothing(engine, function, make, made_in_it):
     def found():
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(4, 4), make(), nn.Linear(4, 4))
         return model, torch.randn(8, 4)
 
     model, x = found()
-    expected = polycast.compare(model, x)
+    expected = function(model, x)
     with torch.inference_mode():
         model, x = found() if made_in_it else (model, x)
-        assert polycast.compare(model, x) == expected
+        assert function(model, x) == expected
         assert torch.is_inference_mode_enabled()
-    assert expected.outputs["output"].relative < 0.1
 
 
 def test_a_reference_without_a_finite_element_is_warned_about():

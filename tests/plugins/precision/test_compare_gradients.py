@@ -1,30 +1,18 @@
-"""``compare(loss=...)`` with models whose gradients have known errors."""
+"""``compare(loss=...)`` with models whose gradients have known errors, or errors that are unknown."""
 
+import gc
 import math
+import weakref
 
 import pytest
 import torch
-from tests.plugins.models import Defined
+from tests.plugins.models import Defined, Does
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import polycast
 
 from .planted_gradients import Wrong, by_name, compare, mean_square, planted
-
-
-def relative(error):
-    return None if error is None else error.relative
-
-
-def expected_gradients(model, x, loss=mean_square, **region):
-    model.zero_grad()
-    with polycast.autocast("cpu", **region) if region else torch.enable_grad():
-        value = loss(model(x))
-    value.backward()
-    found = {name: parameter.grad for name, parameter in model.named_parameters()}
-    model.zero_grad()
-    return found
 
 
 def test_a_region_that_casts_nothing_has_the_same_gradients(engine):
@@ -38,11 +26,17 @@ def test_a_region_that_casts_nothing_has_the_same_gradients(engine):
 
 def test_the_total_errors_are_those_of_the_gradients_of_a_training_step(engine):
     model, x = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4)), torch.randn(3, 8)
+
+    def gradients(**region):
+        with polycast.autocast("cpu", **region):
+            loss = mean_square(model(x))
+        return torch.autograd.grad(loss, [*model.parameters()])
+
     found = by_name(compare(model, x, policy=None))
-    expected, region = expected_gradients(model, x), expected_gradients(model, x, dtype=torch.bfloat16)
-    for name, gradient in expected.items():
-        error = (region[name] - gradient).norm() / gradient.norm()
-        assert found[name].total.relative == pytest.approx(error.item(), rel=1e-4)
+    pairs = zip(gradients(enabled=False), gradients(), strict=True)
+    for (name, _), (expected, got) in zip(model.named_parameters(), pairs, strict=True):
+        error = ((got - expected).norm() / expected.norm()).item()
+        assert found[name].total.relative == pytest.approx(error, rel=1e-4)
         assert found[name].total.relative > 0
 
 
@@ -52,10 +46,11 @@ def test_the_own_error_is_that_of_the_gradients_given_those_of_float32():
     hidden = model[:2](x).detach().requires_grad_()
     output = model[2](hidden)
     (gradient,) = torch.autograd.grad(mean_square(output), output, retain_graph=True)
-    expected = torch.autograd.grad(output, (hidden, model[2].weight), gradient)
     with polycast.autocast("cpu"):
-        output = model[2](hidden)
-    got = torch.autograd.grad(output, (hidden, model[2].weight), gradient.to(output.dtype))
+        cast = model[2](hidden)
+    expected, got = (
+        torch.autograd.grad(each, (hidden, model[2].weight), gradient.to(each.dtype)) for each in (output, cast)
+    )
     for name, one, two in zip(("2", "2.weight"), expected, got, strict=True):
         assert own[name].own.relative == pytest.approx(((two - one).norm() / one.norm()).item(), rel=1e-4)
 
@@ -74,12 +69,11 @@ def test_an_error_in_a_backward_is_found_where_it_was_planted(engine, use_reentr
     # The layer itself adds 10%, also to its weight; the layers before it inherit that; those after it are right.
     for name in ("layers.2", "layers.2.weight"):
         assert found[name].own.relative == pytest.approx(0.1, rel=1e-3)
-    assert {relative(each.own) for name, each in found.items() if not name.startswith("layers.2")} == {0.0}
+    assert {each.own.relative for name, each in found.items() if not name.startswith("layers.2")} == {0.0}
     for number, total in enumerate([0.1, 0.1, 0.1, 0.0, 0.0]):
-        assert found[f"layers.{number}"].total.relative == pytest.approx(total, abs=1e-4)
-        assert found[f"layers.{number}.weight"].total.relative == pytest.approx(total, abs=1e-4)
-        if number < 2:
-            assert found[f"layers.{number}.weight"].inherited == pytest.approx(0.1, abs=1e-4)
+        for name in (f"layers.{number}", f"layers.{number}.weight"):
+            assert found[name].total.relative == pytest.approx(total, abs=1e-4)
+            assert number == 2 or found[name].inherited == pytest.approx(total, abs=1e-4)
     assert found["layers.2"].inherited == 0.0
     assert comparison.gradients[0].module == "layers.2"
     assert {module.own.relative for module in comparison.modules} == {0.0}
@@ -175,3 +169,151 @@ def test_the_first_gradient_that_is_inf_or_nan_is_named(engine):
     assert found["2"].total.made > 0
     assert math.isinf(found["1.weight"].total.relative)
     assert "The first inf or nan in backward: 2." in str(comparison)
+
+
+POLICY = dict.fromkeys(("linear", "mm", "addmm", "bmm", "matmul", "scaled_dot_product_attention"), "fp32")
+
+
+def compare_in_float32(model, x, loss=lambda output: output.float().pow(3).sum()):
+    return compare(model, x, loss, policy=POLICY)
+
+
+def own_errors(comparison):
+    """Return the own errors of gradients by name; None where they are unknown."""
+    return {each.name: None if each.own is None else each.own.relative for each in comparison.gradients}
+
+
+def linear():
+    return nn.Linear(8, 8)
+
+
+def call(inner, *args):
+    return inner(*args)
+
+
+def residual(inner, layer, x):
+    h = layer(x)
+    return h + inner(h) * h
+
+
+def with_cache(first, attend, x):
+    h, cache = first(x), {"keys": []}
+    for _ in range(2):
+        h = h + attend(h, cache)
+    return h + cache["keys"][0]
+
+
+def write_cache(layer, h, cache):
+    cache["keys"].append(layer(h))
+    return sum(cache["keys"])
+
+
+def with_bias(first, inner, x):
+    bias = first(x)
+    h = x
+    for _ in range(2):
+        h, bias = inner(h, bias)
+    return h + bias
+
+
+def use_and_return(layer, h, bias):
+    return layer(h) * bias, bias
+
+
+def both(inner, x):
+    one, two = inner(x)
+    return one * two
+
+
+def intermediate(first, second, x):
+    h = first(x)
+    return h, second(h)
+
+
+def write_used(layer, act, x):
+    h = layer(x)
+    other = h * 2
+    act(h)
+    return other + h
+
+
+MODELS = {
+    "an input with other users": lambda: Does(residual, Does(call, linear()), linear()),
+    "a cache that is written": lambda: Does(with_cache, linear(), Does(write_cache, linear())),
+    "an input that is returned": lambda: Does(with_bias, linear(), Does(call, Does(use_and_return, linear()))),
+    "an output that is used inside": lambda: Does(both, Does(intermediate, linear(), linear())),
+    "a written input with other users": lambda: Does(write_used, linear(), Does(lambda h: h.mul_(h.detach() * 3))),
+}
+
+
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+def test_gradients_of_others_are_no_error(make):
+    comparison = compare_in_float32(make(), torch.randn(3, 8, requires_grad=True))
+    assert max(own_errors(comparison).values()) < 1e-6
+    assert {each.total.relative for each in comparison.gradients} == {0.0}
+
+
+def test_a_language_model_with_a_key_value_cache():
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=50, bos_token_id=0, eos_token_id=0)
+    ids = torch.randint(50, (1, 5))
+    comparison = compare_in_float32(
+        GPT2LMHeadModel(config), {"input_ids": ids, "labels": ids}, lambda output: output.loss
+    )
+    assert max(own_errors(comparison).values()) < 1e-6
+    assert {each.total.relative for each in comparison.gradients} == {0.0}
+    assert {(each.own.relative, each.total.relative) for each in comparison.modules} == {(0.0, 0.0)}
+    assert len(comparison.outputs) == 6  # with the keys and values
+
+
+def test_an_own_error_is_unknown_where_hooks_change_the_gradients_of_outputs():
+    model = nn.Sequential(linear(), linear(), linear())
+    model[1].register_full_backward_pre_hook(lambda module, gradients: (gradients[0] * 2,))
+    model[0].register_full_backward_hook(lambda module, inputs, outputs: None)
+    comparison = compare_in_float32(model, torch.randn(3, 8, requires_grad=True))
+    unknown = {name for name, own in own_errors(comparison).items() if own is None}
+    assert unknown == {"1", "1.weight", "1.bias"}
+    assert {each.total.relative for each in comparison.gradients} == {0.0}
+    assert {each.inherited for each in comparison.gradients if each.name in unknown} == {None}
+    assert "-" in str(comparison)
+
+
+def test_an_own_error_is_unknown_where_the_forward_computes_gradients():
+    """As models of physics do, whose forces are gradients of an energy."""
+
+    def forces(first, second, last, x):
+        x = x.detach().requires_grad_()
+        with torch.enable_grad():
+            energy = second(torch.tanh(first(x))).sum()
+            (gradient,) = torch.autograd.grad(energy, x, create_graph=True)
+        return last(gradient)
+
+    comparison = compare_in_float32(Does(forces, linear(), linear(), linear()), torch.randn(3, 8))
+    own = own_errors(comparison)
+    assert {own[f"layers.{n}.weight"] for n in (0, 1)} == {None}
+    assert own["layers.2.weight"] == 0.0
+    assert {each.total.relative for each in comparison.gradients} == {0.0}
+
+
+def test_calls_inside_of_functorch_transforms_are_not_compared():
+    model = Does(lambda mapped, layer, x: layer(torch.func.vmap(mapped)(x)), linear(), linear())
+    comparison = compare_in_float32(model, torch.randn(3, 8))
+    modules = {module.name: module.total for module in comparison.modules}
+    assert modules["layers.0"] is None
+    assert modules["layers.1"].relative == 0.0
+    assert {each.total.relative for each in comparison.gradients} == {0.0}
+
+
+def test_nothing_is_kept_alive():
+    alive = weakref.WeakSet()
+
+    def note(x):
+        y = x * 1
+        alive.add(y)
+        return y
+
+    model = nn.Sequential(linear(), Does(note), nn.Sequential(Does(note), linear()))
+    compare_in_float32(model, torch.randn(3, 8))
+    gc.collect()
+    assert not alive

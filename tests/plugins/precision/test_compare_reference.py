@@ -8,9 +8,12 @@ import pytest
 import torch
 from tests.plugins.models import Defined, by_name
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import polycast
 from polycast import Reference
+
+from .planted_gradients import mean_square
 
 RECIPE = polycast.Int8(min_size=0)
 
@@ -49,15 +52,16 @@ def test_float32_is_the_default_reference(model, x):
 
 def test_two_dtypes(model, x, engine):
     comparison = polycast.compare(model, x, dtype=torch.bfloat16, reference=Reference(dtype=torch.float16))
-    expected = distance(output_of(model, x, torch.bfloat16), output_of(model, x, torch.float16))
-    assert by_name(comparison)[""].total.relative == pytest.approx(expected, rel=1e-3)
-    assert by_name(comparison)["2"].own.relative == 0.0  # the modules in it are in float16, as in the reference
+
+    def expected(module, x):
+        return distance(output_of(module, x, torch.bfloat16), output_of(module, x, torch.float16))
+
+    found = by_name(comparison)
+    assert found[""].total.relative == pytest.approx(expected(model, x), rel=1e-3)
+    assert found["2"].own.relative == 0.0  # the modules in it are in float16, as in the reference
     with torch.no_grad():
         hidden = torch.tanh(nn.functional.linear(x.half(), model[0].weight.half(), model[0].bias.half()))
-        expected = distance(
-            output_of(model[2][0], hidden, torch.bfloat16), output_of(model[2][0], hidden, torch.float16)
-        )
-    assert by_name(comparison)["2.0"].own.relative == pytest.approx(expected, rel=1e-2)
+    assert found["2.0"].own.relative == pytest.approx(expected(model[2][0], hidden), rel=1e-2)
     assert comparison.reference == "a region of float16 on cpu"
 
 
@@ -175,25 +179,24 @@ def counting_backend(calls):
 @pytest.mark.parametrize("how", ["wrapped", "in place", "a part"])
 def test_eager_and_compiled(model, x, how):
     calls = []
-    compiled = model
+    backend, compiled, names, wrong = counting_backend(calls), model, {""}, ""
     if how == "wrapped":
-        compiled = torch.compile(model, backend=counting_backend(calls))
+        compiled = torch.compile(model, backend=backend)
     elif how == "in place":
         compiled = Defined(lambda self, x: self.model(x) + 0, model=model)
-        compiled.compile(backend=counting_backend(calls))
+        compiled.compile(backend=backend)
     else:
-        model[2] = torch.compile(model[2], backend=counting_backend(calls))
+        model[2] = torch.compile(model[2], backend=backend)
+        names, wrong = {"", "0", "1", "2", "3"}, "2"
     reference = Reference(compiled=False)
     comparison = polycast.compare(compiled, x, compiled=True, enabled=False, reference=reference)
     found = by_name(comparison)
-    wrong = "2" if how == "a part" else ""
-    assert found[wrong].own.relative == pytest.approx(1.0)
+    assert {name: each.own.relative for name, each in found.items()} == {
+        name: pytest.approx(1.0) if name == wrong else 0.0 for name in names
+    }
     assert {"polycast.compare", "MainThread"} == set(calls)  # the tested run, and the repeated call
     assert (comparison.reference, comparison.tested) == ("float32", "float32, compiled")
-    assert set(found) == ({"", "0", "1", "2", "3"} if how == "a part" else {""})
-    if how == "a part":
-        assert {name for name, module in found.items() if module.own.relative} == {"2"}
-        assert found["3"].inherited > 0.0
+    assert how != "a part" or found["3"].inherited > 0.0
     # The model is compiled, and not eager, afterwards.
     before = len(calls)
     with torch.no_grad():
@@ -208,6 +211,7 @@ def test_a_compiled_model_against_its_eager_one(model, x):
     assert [module.name for module in comparison.modules] == [""]
     assert comparison.modules[0].own.relative == pytest.approx(1.0, rel=1e-3)
     assert calls
+    assert "_orig_mod.2.0" in by_name(polycast.compare(compiled, x))
     eager = polycast.compare(compiled, x, reference=model)
     assert set(by_name(eager)) == {"", "0", "1", "2", "2.0", "2.1", "3"}
     assert {module.total.relative for module in eager.modules} == {0.0}
@@ -216,17 +220,10 @@ def test_a_compiled_model_against_its_eager_one(model, x):
 @pytest.mark.slow
 def test_gradients_of_compiled_code(model, x):
     compiled = torch.compile(model, backend="aot_eager")
-    comparison = polycast.compare(
-        compiled,
-        x,
-        device_type="cpu",
-        compiled=True,
-        reference=Reference(compiled=False),
-        loss=lambda y: y.float().sum(),
-    )
-    names = {each.name for each in comparison.gradients}
-    assert {f"_orig_mod.{name}" for name, _ in model.named_parameters()} <= names
-    assert all(each.total.relative < 0.02 for each in comparison.gradients)
+    settings = {"compiled": True, "reference": Reference(compiled=False), "loss": lambda y: y.float().sum()}
+    gradients = polycast.compare(compiled, x, device_type="cpu", **settings).gradients
+    assert {f"_orig_mod.{name}" for name, _ in model.named_parameters()} <= {each.name for each in gradients}
+    assert all(each.total.relative < 0.02 for each in gradients)
 
 
 @pytest.mark.parametrize(
@@ -253,3 +250,81 @@ def test_a_reference_with_inf_is_warned_about(model, x):
         comparison = polycast.compare(model, x, dtype=torch.bfloat16, reference=Reference(dtype=torch.float16))
     said = json.loads(json.dumps(comparison.to_dict(), allow_nan=False))
     assert said["reference"] == "a region of float16 on cpu"
+
+
+def net(width=8, outputs=4):
+    return nn.Sequential(nn.Linear(6, width), nn.ReLU(), nn.Linear(width, outputs))
+
+
+@pytest.mark.parametrize("other", [{"width": 12}, {"outputs": 3}])
+def test_models_whose_layers_have_other_shapes_can_be_compared(engine, other):
+    comparison = polycast.compare(net(), torch.randn(5, 6), reference=net(**other), enabled=False, loss=mean_square)
+    errors = {each.name: each.own.relative for each in comparison.modules}
+    assert errors["2"] == float("inf")
+    assert errors["1"] == errors["(loss)"] == 0
+    assert {each.own for each in comparison.gradients if each.name in ("2.weight", "2.bias")} == {None}
+
+
+@pytest.mark.parametrize("model", ["reference", "tested"])
+def test_an_exception_of_a_model_itself_is_raised(model):
+    wrong = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(9, 4))
+    models = (wrong, net()) if model == "reference" else (net(), wrong)
+    with pytest.raises(RuntimeError, match="cannot be multiplied"):
+        polycast.compare(models[1], torch.randn(5, 6), reference=models[0])
+
+
+@pytest.mark.parametrize("loss", [None, mean_square])
+def test_a_model_in_the_fast_dtype_can_be_compared(engine, loss):
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4)).bfloat16()
+    comparison = polycast.compare(model, torch.randn(5, 6).bfloat16(), loss=loss)
+    assert comparison.outputs["output"].relative < 0.02
+    assert {each.own.relative for each in comparison.modules} == {0.0}
+
+
+def test_a_gradient_of_rounding_errors_only_does_not_come_first():
+    """The gradient of a bias before a batch norm is zero, but for rounding."""
+    model = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 4))
+    gradients = polycast.compare(model, torch.randn(64, 16), loss=mean_square).gradients
+    bias = next(each for each in gradients if each.name == "0.bias")
+    assert bias.total.relative > 100
+    assert bias.adds < 0.1
+    assert gradients[0].name != "0.bias"
+
+
+def test_a_reentrant_checkpoint_does_not_warn():
+    """A part gets no gradients when only those of the module around it are computed again."""
+
+    def forward(self, x):
+        return self.last(checkpoint(self.second, self.first(x), use_reentrant=True))
+
+    model = Defined(forward, first=nn.Linear(6, 8), second=nn.Linear(8, 8), last=nn.Linear(8, 4))
+    gradients = polycast.compare(model, torch.randn(5, 6), enabled=False, loss=mean_square).gradients
+    assert {each.name for each in gradients if each.parameter} == {
+        f"{name}.{parameter}" for name in ("first", "second", "last") for parameter in ("weight", "bias")
+    }
+    assert {each.total.relative for each in gradients} == {0.0}
+
+
+@pytest.mark.parametrize("tuned", [False, True])
+def test_a_model_that_another_call_compares_is_refused(in_thread, tuned):
+    model, x, found = net(), torch.randn(5, 6), []
+
+    def compare_part():
+        if tuned:
+            polycast.tune(model[0], x, tolerance=1.0)
+        else:
+            polycast.compare(model[0], x)
+
+    def other():
+        with pytest.raises(RuntimeError, match="Linear is in use by another call of polycast.compare or polycast.tune"):
+            compare_part()
+        found.append(polycast.compare(net(), x))
+
+    def loss(output):
+        if not found:
+            in_thread(other)
+        return mean_square(output)
+
+    polycast.compare(model, x, loss=loss)
+    assert found
+    compare_part()

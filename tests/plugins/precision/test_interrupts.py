@@ -63,19 +63,18 @@ def ends_at_once(call, model):
         call(model, x)
     assert time.monotonic() - began < 3
     assert not in_worker()
-    assert "polycast.compare" not in {thread.name for thread in threading.enumerate()}
+    assert threads() == 0
     assert not torch.is_autocast_enabled("cpu")
     assert [len(each._forward_hooks) for each in model.modules()] == [0] * len(list(model.modules()))
 
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
-def test_an_interrupt_of_the_run_in_the_region_ends_both(call):
-    ends_at_once(call, nn.Sequential(nn.Linear(4, 4), interrupted(lambda y: in_worker())))
+@pytest.mark.parametrize("where", ["the region", "float32"])
+def test_an_interrupt_of_one_run_ends_both(call, where):
+    def when(y):
+        return in_worker() if where == "the region" else not in_worker() and threads() > 0
 
-
-def test_an_interrupt_of_the_run_in_float32_ends_both():
-    model = nn.Sequential(nn.Linear(4, 4), interrupted(lambda y: not in_worker() and threads() > 0))
-    ends_at_once(CALLS["compare"], model)
+    ends_at_once(call, nn.Sequential(nn.Linear(4, 4), interrupted(when)))
 
 
 def threads():
@@ -125,10 +124,9 @@ def test_a_timeout_of_another_signal_handler_ends_both_runs():
     before = signal.signal(signal.SIGUSR1, handler)
     try:
         model = interrupted(lambda y: in_worker(), interrupt=lambda: os.kill(os.getpid(), signal.SIGUSR1))
-        with pytest.raises(Timeout):
-            polycast.compare(model, torch.randn(2, 4))
-        with pytest.raises(Timeout):
-            polycast.tune(model, torch.randn(2, 4), tolerance=0.0)
+        for call in CALLS.values():
+            with pytest.raises(Timeout):
+                call(model, torch.randn(2, 4))
     finally:
         signal.signal(signal.SIGUSR1, before)
     assert threads() == 0

@@ -1,4 +1,4 @@
-"""``tune(objective="time")``: the choice for given times, and the race."""
+"""``tune(objective="time")``: the choice for given times or by a profile, and the race."""
 
 import math
 import time
@@ -9,12 +9,22 @@ from tests.plugins.models import Defined
 from torch import nn
 
 import polycast
+from polycast_plugins.fastest import estimates
 from polycast_plugins.precision import timing
 from polycast_plugins.precision.calls import ModelCall, in_this_thread, watched
 from polycast_plugins.precision.candidates import Blocks
 from polycast_plugins.precision.minimal_set import NO_POLICY, Choice
 from polycast_plugins.precision.profiling_run import profile_runs
-from polycast_plugins.precision.timing import FLOAT32, PLAIN_REGION, ModelTimer, ModuleClock, Race, pick_fastest
+from polycast_plugins.precision.timing import (
+    BY_PROFILE,
+    FLOAT32,
+    PLAIN_REGION,
+    ModelTimer,
+    ModuleClock,
+    Race,
+    pick_fastest,
+)
+from polycast_plugins.precision.tuner import modules_faster_in_float32
 
 
 class Made(Race):
@@ -42,25 +52,18 @@ def test_the_fastest_side_is_chosen_and_in_a_tie_the_simpler_one(seconds, chosen
     assert timings.seconds == {"float32": 1.0, **seconds}
 
 
-def proposed(model, fast, float32, monkeypatch, rule=0.5, forced=()):
-    """Return the modules that are chosen for float32."""
-    return set(chosen(model, [fast, float32], monkeypatch, rule, Choice(tuple(forced))).members)
-
-
-def chosen(model, seconds, monkeypatch, rule=0.5, needed=NO_POLICY, exclude=(), candidates=None):
-    call, region = ModelCall.of(model, torch.randn(2, 4)), polycast.autocast("cpu")
-    profile, _ = profile_runs(model, (call,), "cpu")
-    timer = ModelTimer(model, (call,), region, profile)
-    monkeypatch.setattr(ModelTimer, "_seconds_by_module", lambda self: seconds)
-    monkeypatch.setattr(timing, "rule_overhead", lambda *_: rule)
-    return timer.fastest_modules(
-        Blocks(model, profile, dict.fromkeys(exclude, "fp32"), candidates).in_order_of_calls(), needed
-    )
-
-
 @pytest.fixture
-def model():
-    return nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), nn.Linear(4, 4))
+def timer():
+    """Return the timer of a model, and its modules in the order of their calls."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), nn.Linear(4, 4))
+    return timer_of(model)
+
+
+def timer_of(model):
+    call = ModelCall.of(model, torch.randn(2, 4))
+    profile, _ = profile_runs(model, (call,), "cpu")
+    timer = ModelTimer(model, (call,), polycast.autocast("cpu"), profile)
+    return timer, Blocks(model, profile).in_order_of_calls()
 
 
 NAMES = ["", "0", "1", "1.0", "1.1", "2"]
@@ -70,44 +73,34 @@ def seconds(**changed):
     return {name: changed.get("m" + name.replace(".", "_"), 0.0 if name in ("", "1") else 10.0) for name in NAMES}
 
 
-def test_each_module_has_its_faster_precision(model, monkeypatch):
-    assert proposed(model, seconds(), seconds(m0=1.0), monkeypatch) == {"0"}
-    assert proposed(model, seconds(), seconds(m0=100.0), monkeypatch) == set()
+SLOW = {"m1_0": 50.0, "m1_1": 50.0}
+OF_TWO = (seconds(m0=1.0, m2=1.0), seconds(m0=5.0, m2=8.0, **SLOW), seconds(m0=8.0, m2=5.0, **SLOW))
+OF_THREE = (seconds(m1_0=1.0), seconds(m2=1.0))
 
 
-def test_no_rule_whose_overhead_exceeds_its_gain(model, monkeypatch):
-    assert proposed(model, seconds(), seconds(m0=9.8), monkeypatch) == set()
-
-
-def test_with_a_recipe_each_module_has_the_fastest_of_three(model, monkeypatch):
-    times = [seconds(m0=1.0), seconds(m1_0=1.0), seconds(m2=1.0)]
-    assert chosen(model, times, monkeypatch) == Choice(members=("2",), in_fast_dtype=("1.0",))
-    assert chosen(model, [seconds(), *times[1:]], monkeypatch, rule=20.0) == NO_POLICY
-
-
-def test_a_module_that_must_leave_the_recipe_has_the_faster_of_the_other_two(model, monkeypatch):
-    slow = {"m1_0": 50.0, "m1_1": 50.0}
-    times = [seconds(m0=1.0, m2=1.0), seconds(m0=5.0, m2=8.0, **slow), seconds(m0=8.0, m2=5.0, **slow)]
-    assert chosen(model, times, monkeypatch, needed=Choice(in_fast_dtype=("0", "2"))) == Choice(
-        members=("2",), in_fast_dtype=("0",)
-    )
-    assert chosen(model, times, monkeypatch, needed=Choice(members=("0",), in_fast_dtype=("2",))) == Choice(
-        members=("0", "2")
-    )
-
-
-def test_one_rule_serves_all_modules_inside(model, monkeypatch):
-    faster = seconds(m1_0=9.7, m1_1=9.7)
-    assert proposed(model, seconds(), faster, monkeypatch) == {"1", "1.0", "1.1"}
-
-
-def test_one_rule_suffices_where_float32_is_faster_everywhere(model, monkeypatch):
-    everywhere = dict.fromkeys(NAMES, 0.0)
-    assert proposed(model, seconds(), everywhere, monkeypatch) == set(NAMES)
-
-
-def test_a_module_that_needs_float32_gets_it_at_any_cost(model, monkeypatch):
-    assert proposed(model, seconds(), seconds(m2=100.0), monkeypatch, forced={"2"}) == {"2"}
+@pytest.mark.parametrize(
+    ("times", "rule", "needed", "expected"),
+    [
+        ((seconds(), seconds(m0=1.0)), 0.5, NO_POLICY, Choice(("0",))),
+        ((seconds(), seconds(m0=100.0)), 0.5, NO_POLICY, NO_POLICY),
+        ((seconds(), seconds(m0=9.8)), 0.5, NO_POLICY, NO_POLICY),  # less than the overhead of a rule
+        ((seconds(), seconds(m1_0=9.7, m1_1=9.7)), 0.5, NO_POLICY, Choice(("1", "1.0", "1.1"))),  # one rule
+        ((seconds(), dict.fromkeys(NAMES, 0.0)), 0.5, NO_POLICY, Choice(tuple(NAMES))),
+        ((seconds(), seconds(m2=100.0)), 0.5, Choice(("2",)), Choice(("2",))),  # at any cost
+        ((seconds(m0=1.0), *OF_THREE), 0.5, NO_POLICY, Choice(("2",), ("1.0",))),
+        ((seconds(), *OF_THREE), 20.0, NO_POLICY, NO_POLICY),
+        (OF_TWO, 0.5, Choice((), ("0", "2")), Choice(("2",), ("0",))),
+        (OF_TWO, 0.5, Choice(("0",), ("2",)), Choice(("0", "2"))),
+    ],
+    ids=range(10),
+)
+def test_each_module_has_its_fastest_precision(timer, times, rule, needed, expected, monkeypatch):
+    """The times are those of the region, of float32 and, with a recipe, of the fast dtype in between."""
+    timer, modules = timer
+    monkeypatch.setattr(ModelTimer, "_seconds_by_module", lambda self: list(times))
+    monkeypatch.setattr(timing, "rule_overhead", lambda *_: rule)
+    found = timer.fastest_modules(modules, needed)
+    assert (set(found.members), set(found.in_fast_dtype)) == (set(expected.members), set(expected.in_fast_dtype))
 
 
 def test_a_module_is_timed_without_the_modules_that_it_calls():
@@ -126,14 +119,7 @@ def test_a_module_is_timed_without_the_modules_that_it_calls():
 
 
 def tune(model, x, **arguments):
-    return polycast.tune(model, x, tolerance=1e-2, objective="time", **arguments)
-
-
-def test_the_policy_is_empty_where_the_plain_region_is_the_fastest(quick):
-    quick(PLAIN_REGION)
-    tuned = tune(nn.Linear(8, 8), torch.randn(4, 8))
-    assert tuned.policy.modules == {}
-    assert tuned.evidence.timings.chosen == PLAIN_REGION
+    return polycast.tune(model, x, **{"tolerance": 1e-2, "objective": "time", **arguments})
 
 
 def test_the_model_is_in_float32_where_that_is_the_fastest(quick):
@@ -159,21 +145,13 @@ def test_the_fastest_keeps_the_tolerance(quick, over):
     assert PLAIN_REGION not in tuned.evidence.timings.seconds
 
 
-def test_the_name_of_the_policy_has_the_inputs_and_the_machine(quick):
+def test_the_policy_is_empty_where_the_plain_region_is_the_fastest_and_names_the_inputs_and_the_machine(quick):
     quick(PLAIN_REGION)
     tuned = tune(nn.Linear(8, 8), torch.randn(4, 8))
+    assert (tuned.policy.modules, tuned.evidence.timings.chosen) == ({}, PLAIN_REGION)
     assert "tuned for time with float32 (4, 8) on " in tuned.policy.name
     assert torch.__version__ in tuned.policy.name
     assert "ms per call: float32 2e+03, the region without a policy 1e+03" in str(tuned.evidence)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("over", ["modules", "ops"])
-def test_a_real_race_is_run(over):
-    model, x = nn.Sequential(nn.Linear(8, 8), nn.ReLU()), torch.randn(4, 8)
-    timings = tune(model, x, over=over).evidence.timings
-    assert all(0 < each < 1 for each in timings.seconds.values())
-    assert timings.chosen in timings.seconds
 
 
 def test_all_modules_are_in_float32_where_the_model_does_not_run_in_the_region():
@@ -182,11 +160,82 @@ def test_all_modules_are_in_float32_where_the_model_does_not_run_in_the_region()
             raise ValueError(x.dtype)
         return x
 
-    strict = Defined(forward)
-    model = nn.Sequential(nn.Linear(4, 4), strict)
-    call, region = ModelCall.of(model, torch.randn(2, 4)), polycast.autocast("cpu")
-    profile, _ = profile_runs(model, (call,), "cpu")
-    timer = ModelTimer(model, (call,), region, profile)
-    assert timer.fastest_modules(Blocks(model, profile).in_order_of_calls(), NO_POLICY).members == ("", "0", "1")
+    timer, modules = timer_of(nn.Sequential(nn.Linear(4, 4), Defined(forward)))
+    assert timer.fastest_modules(modules, NO_POLICY).members == ("", "0", "1")
     tried = {"linear": [Choice(("linear",))]}
     assert timer.fastest_ops(tried, NO_POLICY, lambda choice: polycast.Policy()) == NO_POLICY
+
+
+@pytest.fixture
+def profiled(profile_of, monkeypatch):
+    """Return a function that gives cpu a profile with the times of bfloat16, by op, relative to float32."""
+    return lambda **ratios: monkeypatch.setattr(
+        estimates, "find_profile", lambda device_type: profile_of(bfloat16=ratios)
+    )
+
+
+def new_model():
+    conv, out = nn.Conv2d(3, 8, 3), nn.Linear(8 * 36, 16)
+    return Defined(lambda self, x: self.out(self.conv(x).relu().flatten(1)), conv=conv, out=out)
+
+
+X = torch.randn(2, 3, 8, 8)
+
+
+def faster_in_float32(model):
+    with torch.no_grad():
+        found = modules_faster_in_float32(model, lambda: model(X), polycast.autocast("cpu"))
+    names = {module: name for name, module in model.named_modules()}
+    return None if found is None else [names[each] for each in found]
+
+
+def test_modules_are_chosen_by_their_ops(engine, profiled):
+    model = new_model()
+    profiled(linear=2.0, conv2d=0.5)
+    assert faster_in_float32(model) == ["out"]
+    profiled(linear=0.5, conv2d=2.0)
+    assert faster_in_float32(model) == ["conv"]
+    profiled(other=0.99)
+    assert faster_in_float32(model) == []
+
+
+def test_modules_that_stay_in_float32_anyway_are_not_chosen(engine, profiled):
+    model = new_model()
+    profiled(linear=2.0, conv2d=2.0)
+    with polycast.apply_policy(model, polycast.Policy(modules={"conv": "fp32"})):
+        assert faster_in_float32(model) == ["out"]
+
+
+def test_without_a_profile_there_is_no_choice():
+    assert faster_in_float32(new_model()) is None
+
+
+def test_choice_is_timed_and_returned_if_it_is_the_fastest(profiled, quick):
+    profiled(linear=2.0, conv2d=0.5)
+    quick(BY_PROFILE)
+    tuned = tune(new_model(), X, tolerance=0.1)
+    assert tuned.evidence.members == ("out",)
+    assert [*tuned.evidence.timings.seconds][:3] == ["float32", PLAIN_REGION, BY_PROFILE]
+    assert tuned.policy.modules["out"] == "fp32"
+
+
+def test_choice_that_does_not_keep_the_tolerance_is_not_timed(profiled, quick):
+    profiled(other=2.0)
+    quick(PLAIN_REGION)
+    # The budget is spent on the plain region and on float32.
+    tuned = tune(new_model(), X, metric=lambda *_: 1.0, tolerance=2.0, budget=2)
+    assert BY_PROFILE not in tuned.evidence.timings.seconds
+
+
+@pytest.mark.parametrize("over", ["modules", "ops"])
+@pytest.mark.parametrize("objective", ["accuracy", "time"])
+def test_recipe_fastest_can_be_tuned(profile_of, tmp_path, quick, over, objective):
+    profile_of(bfloat16=2.0).save(tmp_path / "profile.json")
+    quick(PLAIN_REGION)
+    recipe = polycast.Fastest(str(tmp_path / "profile.json"))
+    tuned = tune(new_model(), X, tolerance=0.1, recipe=recipe, over=over, objective=objective)
+    assert tuned.met
+    assert tuned.evidence.recipe == recipe
+    assert tuned.evidence.to_dict()["recipe"] == "fastest"
+    tuned.save(tmp_path / "policy.toml")
+    assert polycast.Policy.load(tmp_path / "policy.toml") == tuned.policy

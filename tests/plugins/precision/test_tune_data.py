@@ -60,16 +60,16 @@ def test_each_trial_has_the_distance_of_each_batch(model):
 
 
 def test_the_mean_over_batches_can_be_the_distance(model):
-    def share(output, reference):
-        return float(not output.isfinite().all())
+    def found(**reduction):
+        batches = [usual(), usual(), usual(), large()]
+        settings = {**FLOAT16, "tolerance": 0.3, **reduction}
+        return polycast.tune(model, batches, lambda output, _: float(not output.isfinite().all()), **settings).evidence
 
-    batches = [usual(), usual(), usual(), large()]
-    mean = polycast.tune(model, batches, share, **{**FLOAT16, "tolerance": 0.3}, reduction="mean")
-    assert set(mean.evidence.members) <= {"2.up", "2.down"}
-    assert (mean.met, mean.evidence.distance) == (True, 0.25)
-    assert "mean of 4 batches" in str(mean.evidence)
-    worst = polycast.tune(model, batches, share, **{**FLOAT16, "tolerance": 0.3})
-    assert {name.partition(".")[0] for name in worst.evidence.members} == {"2", "4"}
+    mean = found(reduction="mean")
+    assert set(mean.members) <= {"2.up", "2.down"}
+    assert (mean.met, mean.distance) == (True, 0.25)
+    assert "mean of 4 batches" in str(mean)
+    assert {name.partition(".")[0] for name in found().members} == {"2", "4"}
 
 
 def test_each_batch_sees_the_state_of_the_model_that_the_first_one_sees():
@@ -96,26 +96,25 @@ def test_modules_that_only_one_batch_calls_are_candidates():
 
 
 def test_a_margin_aims_below_the_tolerance(model):
-    def members_left(output, reference):
-        return (output.float() - reference).norm() / reference.norm()
+    def found(tolerance, **margin):
+        return polycast.tune(model[:2], usual(), **{**FLOAT16, "tolerance": tolerance}, **margin).evidence
 
-    plain = polycast.tune(model[:2], usual(), members_left, **{**FLOAT16, "tolerance": 1.0}).evidence.plain
-    tolerance = {**FLOAT16, "tolerance": plain * 1.05}
-    assert polycast.tune(model[:2], usual(), members_left, **tolerance).evidence.members == ()
-    tuned = polycast.tune(model[:2], usual(), members_left, **tolerance, margin=0.2)
-    assert tuned.met
-    assert tuned.evidence.members
-    assert tuned.evidence.distance <= 0.8 * tolerance["tolerance"]
-    assert "(margin 0.2)" in str(tuned.evidence)
+    tolerance = found(1.0).plain * 1.05
+    assert found(tolerance).members == ()
+    evidence = found(tolerance, margin=0.2)
+    assert evidence.met
+    assert evidence.members
+    assert evidence.distance <= 0.8 * tolerance
+    assert "(margin 0.2)" in str(evidence)
 
 
 def test_without_a_policy_that_keeps_the_margin_the_tolerance_decides(model):
     def never_small(output, reference):
         return 0.9 if output.isfinite().all() else 5.0
 
-    tuned = polycast.tune(model, usual(), never_small, **{**FLOAT16, "tolerance": 1.0}, margin=0.5)
-    assert (tuned.met, tuned.evidence.reason) == (True, "no policy keeps the margin")
-    assert {name.partition(".")[0] for name in tuned.evidence.members} == {"2"}
+    evidence = polycast.tune(model, usual(), never_small, **{**FLOAT16, "tolerance": 1.0}, margin=0.5).evidence
+    assert (evidence.met, evidence.reason) == (True, "no policy keeps the margin")
+    assert {name.partition(".")[0] for name in evidence.members} == {"2"}
 
 
 @pytest.mark.parametrize("exclude", ["0", ["0"], ["0.*", "0"]], ids=str)
@@ -160,16 +159,20 @@ def test_modules_that_are_no_candidates_are_never_in_float32(model):
     assert not tuned.met
 
 
-def test_excluded_and_chosen_ops(model):
+def test_excluded_and_chosen_ops():
     attention = Defined(lambda self, x: torch.softmax((x * 300) @ (x * 300).T, -1) @ x)
-    attention = nn.Sequential(nn.Linear(8, 8), attention)
-    found = polycast.tune(attention, usual(), **FLOAT16, over="ops", exclude=["lin*"])
-    assert (found.evidence.excluded, found.evidence.members) == (("linear",), ("matmul",))
-    assert set(found.policy.ops) == {"linear", "matmul"}
-    found = polycast.tune(attention, usual(), **FLOAT16, over="ops", exclude={"lin*": "passthrough"})
-    assert found.policy.ops == polycast.Policy({"linear": "passthrough", "matmul": "fp32"}).ops
-    found = polycast.tune(attention, usual(), **FLOAT16, over="ops", candidates=iter(["matmul"]))
-    assert (found.evidence.candidates, found.evidence.members) == (1, ("matmul",))
+    model = nn.Sequential(nn.Linear(8, 8), attention)
+
+    def found(**chosen):
+        return polycast.tune(model, usual(), **FLOAT16, over="ops", **chosen)
+
+    policy, evidence = found(exclude=["lin*"])
+    assert (evidence.excluded, evidence.members) == (("linear",), ("matmul",))
+    assert set(policy.ops) == {"linear", "matmul"}
+    kept = found(exclude={"lin*": "passthrough"}).policy.ops
+    assert kept == polycast.Policy({"linear": "passthrough", "matmul": "fp32"}).ops
+    evidence = found(candidates=iter(["matmul"])).evidence
+    assert (evidence.candidates, evidence.members) == (1, ("matmul",))
 
 
 def test_batches_held_out_are_only_measured(model):
@@ -218,21 +221,18 @@ def test_metrics_of_outcomes_get_outputs_without_history(model):
     assert set(map(str, seen)) == {"(False, False, ['1.down.weight', '1.up.weight'])"}
 
 
+BATCHES = "batch 1 of data has another structure than batch 0: argument "
+ONE = torch.ones(1, 8)
 INVALID = [
+    ({"model": lambda x: x}, r"model must be a torch\.nn\.Module, got function$"),
     ({"data": []}, "data has no batches: pass one call's inputs, or an iterable with at least one batch"),
-    ({"data": [torch.ones(1, 8), 3]}, "batch 1 of data: inputs must be a tensor, a tuple"),
+    ({"data": [ONE, 3]}, "batch 1 of data: inputs must be a tensor, a tuple"),
     ({"holdout": iter(())}, "holdout has no batches"),
     ({"holdout": usual().double()}, r"holdout has another structure than data: argument \[0\] is float64, and "),
-    ({"data": [(torch.ones(1, 8), torch.ones(1))]}, r"Sequential.forward\(input\) does not take these inputs, "),
-    (
-        {"data": [torch.ones(1, 8), (torch.ones(1, 8), torch.ones(1))]},
-        "batch 1 of data has another structure than batch 0: argument ",
-    ),
-    (
-        {"data": [torch.ones(1, 8), torch.ones(1, 8).double()]},
-        r"batch 1 of data has another structure than batch 0: argument \[0\] is float64, and float32 in batch 0\.",
-    ),
-    ({"data": [{"input": torch.ones(1, 8)}, torch.ones(1, 8)]}, "batch 1 of data has another structure"),
+    ({"data": [(ONE, torch.ones(1))]}, r"Sequential.forward\(input\) does not take these inputs, "),
+    ({"data": [ONE, (ONE, torch.ones(1))]}, BATCHES),
+    ({"data": [ONE, ONE.double()]}, rf"{BATCHES}\[0\] is float64, and float32 in batch 0\."),
+    ({"data": [{"input": ONE}, ONE]}, "batch 1 of data has another structure"),
     ({"reduction": "max"}, "reduction must be 'worst' or 'mean', got 'max'"),
     ({"margin": 1}, "margin must be a share of the tolerance, at least 0 and below 1; got 1"),
     ({"margin": math.nan}, "margin must be a share of the tolerance, at least 0 and below 1; got nan"),
@@ -259,7 +259,7 @@ def test_invalid_arguments_are_refused(model, subtests):
     for arguments, problem in INVALID:
         refusal = pytest.raises((TypeError, ValueError), match=f"^{problem}")
         with subtests.test(problem=problem), refusal:
-            polycast.tune(model, **{"data": usual(), **FLOAT16, **arguments})
+            polycast.tune(**{"model": model, "data": usual(), **FLOAT16, **arguments})
 
 
 def test_the_fastest_precision_is_found_for_blocks_over_batches(model, quick):

@@ -54,19 +54,13 @@ def tune(model, x, **arguments):
     return tuned
 
 
-@pytest.mark.parametrize("culprits", [(1,), (0, 3)], ids=str)
-def test_the_layers_with_outlier_channels_leave_the_recipe(culprits, engine):
-    tuned = tune(*planted(*culprits))
+@pytest.mark.parametrize(("culprits", "tolerance"), [((1,), 2e-2), ((0, 3), 2e-2), ((), 0.05)], ids=str)
+def test_the_layers_with_outlier_channels_leave_the_recipe_and_no_others(culprits, tolerance, engine):
+    tuned = tune(*planted(*culprits), tolerance=tolerance)
     assert set(tuned.evidence.kept) == {f"{n}.up" for n in culprits}
     assert tuned.evidence.members == ()
     assert tuned.evidence.is_minimal
     assert dict(tuned.policy.modules) == {"": RECIPE, **{f"{n}.up": NoRecipe() for n in culprits}}
-
-
-def test_nothing_leaves_a_recipe_that_is_sufficient():
-    tuned = tune(*planted(), tolerance=0.05)
-    assert dict(tuned.policy.modules) == {"": RECIPE}
-    assert (tuned.evidence.kept, tuned.evidence.members, tuned.evidence.is_minimal) == ((), (), True)
 
 
 def test_layers_that_need_float32_are_in_float32_and_the_others_stay_in_the_recipe(engine):
@@ -86,20 +80,14 @@ def test_layers_that_need_float32_are_in_float32_and_the_others_stay_in_the_reci
     assert tuned.evidence.is_minimal
 
 
-def test_the_policy_works_with_and_without_the_recipe_of_the_region(engine):
-    model, x = planted(1)
-    tuned = tune(model, x)
-    expected = pytest.approx(tuned.evidence.distance)
-    assert distance(model, x, tuned.policy) == expected
-    assert distance(model, x, tuned.policy, recipe=RECIPE) == expected
-
-
-def test_the_policy_is_saved_and_loaded(tmp_path):
+def test_the_policy_works_with_and_without_the_recipe_of_the_region_and_from_a_file(tmp_path, engine):
     model, x = planted(1)
     tuned = tune(model, x)
     tuned.save(tmp_path / "int8.toml")
     assert Policy.load(tmp_path / "int8.toml") == tuned.policy
-    assert distance(model, x, tmp_path / "int8.toml") == pytest.approx(tuned.evidence.distance)
+    expected = pytest.approx(tuned.evidence.distance)
+    assert distance(model, x, tmp_path / "int8.toml") == expected
+    assert distance(model, x, tuned.policy, recipe=RECIPE) == expected
 
 
 def test_the_evidence_has_the_distances_of_the_recipe_and_the_fast_dtype():
@@ -128,15 +116,6 @@ def test_the_result_keeps_the_tolerance_when_the_budget_is_spent():
     tuned = tune(*planted(1), budget=3)
     assert (tuned.met, tuned.evidence.is_minimal) == (True, False)
     assert tuned.evidence.reason == "the budget was spent after 3 evaluations"
-
-
-def test_a_warning_says_that_even_float32_is_insufficient():
-    model, x = planted()
-    with pytest.warns(
-        UserWarning, match="no policy keeps the tolerance: with all modules in float32 the distance is 1"
-    ):
-        tuned = polycast.tune(model, x, lambda *_: 1.0, tolerance=0.5, recipe=RECIPE)
-    assert not tuned.met
 
 
 @pytest.mark.parametrize(
@@ -185,29 +164,28 @@ def test_the_fastest_leaves_the_recipe_where_the_tolerance_needs_it(monkeypatch)
 
 
 @pytest.mark.parametrize(
-    ("choice", "rules"),
+    ("recipe", "choice", "rules"),
     [
-        (Choice(), {"": RECIPE}),
-        (Choice(in_fast_dtype=("first",)), {"": RECIPE, "first": "none"}),
-        (Choice(in_fast_dtype=("",)), {"": "none", "first": RECIPE, "last": RECIPE}),
-        (Choice(("",)), {"": "fp32", "first": RECIPE, "last": RECIPE}),
-        (Choice(("",), ("first", "last")), {"": "fp32", "first": "none", "last": "none"}),
-        (Choice(("first",), ("", "act")), {"": "none", "first": "fp32", "last": RECIPE}),
+        (RECIPE, Choice(), {"": RECIPE}),
+        (RECIPE, Choice(in_fast_dtype=("first",)), {"": RECIPE, "first": "none"}),
+        (RECIPE, Choice(in_fast_dtype=("",)), {"": "none", "first": RECIPE, "last": RECIPE}),
+        (RECIPE, Choice(("",)), {"": "fp32", "first": RECIPE, "last": RECIPE}),
+        (RECIPE, Choice(("",), ("first", "last")), {"": "fp32", "first": "none", "last": "none"}),
+        (RECIPE, Choice(("first",), ("", "act")), {"": "none", "first": "fp32", "last": RECIPE}),
+        (None, Choice(("",)), {"": "fp32", "first": "float16", "last": "float16"}),
+        (None, Choice(("", "act", "last")), {"": "fp32", "first": "float16"}),
+        (None, Choice(("act",)), {"act": "fp32"}),
     ],
     ids=str,
 )
-def test_a_module_has_a_rule_where_its_precision_is_not_that_of_its_caller(choice, rules):
+def test_a_module_has_a_rule_where_its_precision_is_not_that_of_its_caller(recipe, choice, rules):
     parts = {"first": nn.Linear(4, 4), "act": nn.ReLU(), "last": nn.Linear(4, 4)}
     model = Defined(lambda self, x: self.last(self.act(self.first(x))), **parts)
     seen, _ = profile_runs(model, (ModelCall.of(model, torch.randn(2, 4)),), "cpu")
-    assert ModuleCandidates(Blocks(model, seen), torch.bfloat16, RECIPE).policy(choice) == Policy(modules=rules)
+    assert ModuleCandidates(Blocks(model, seen), torch.float16, recipe).policy(choice) == Policy(modules=rules)
 
 
 def test_only_the_ops_of_a_recipe_can_leave_it():
     ops = OpCandidates(Int8(ops=("linear",)))
-    assert (ops.can_leave_recipe("linear"), ops.can_leave_recipe("mm"), ops.can_leave_recipe("exp")) == (
-        True,
-        False,
-        False,
-    )
+    assert [name for name in ("linear", "mm", "exp") if ops.can_leave_recipe(name)] == ["linear"]
     assert not OpCandidates().can_leave_recipe("linear")
