@@ -2,16 +2,14 @@
 
 import ast
 import functools
-import importlib
 import io
+import pkgutil
 import re
 import tokenize
 from pathlib import Path
 
 import pytest
 import torch
-
-import polycast
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = ("backends", "benchmarks", "core", "docs", "plugins", "tools")
@@ -27,16 +25,8 @@ FILES = [
     for path in (ROOT / folder).rglob("*.*")
     if path.suffix in (".py", ".h", ".cpp", ".md")
 ]
-ELSEWHERE = {
-    "file.py",
-    "model.py",
-    "policies.py",
-    "program.py",
-    "script.py",
-    "train.py",
-    "Convolution.cpp",
-    "llama.cpp",
-}
+OF_USERS = {f"{name}.py" for name in ("file", "model", "policies", "program", "script", "train")}
+ELSEWHERE = {*OF_USERS, "Convolution.cpp", "llama.cpp"}
 """Files of users, and of torch's sources."""
 OF_TORCH = Path(torch.__file__).parent / "include"
 PATH = r"(?<![\w.<*/])[A-Za-z_][\w./-]*\.(?:py|h|cpp|md)\b"
@@ -102,17 +92,10 @@ def dead_modules(text):
     """Return the dotted names in polycast, in a comment, that cannot be imported."""
     dead = []
     for name in re.findall(r"(?<![\w./:-])polycast(?:\.[A-Za-z_]\w*)+", text):
-        value, path = polycast, "polycast"
-        for part in name.split(".")[1:]:
-            path += f".{part}"
-            if hasattr(value, part):
-                value = getattr(value, part)
-                continue
-            try:
-                value = importlib.import_module(path)
-            except ImportError:
-                dead.append(name)
-                break
+        try:
+            pkgutil.resolve_name(name)
+        except (AttributeError, ImportError):
+            dead.append(name)
     return dead
 
 

@@ -10,12 +10,10 @@ MAY_READ = {
     "compilers/guards.py": "names that guard_dynamo has checked",
     "dropin/shim.py": "what Dynamo has while it traces",
     "precision/explain.py": "fake tensors and their errors, used while it explains a model",
-    "testing/kernel_checks.py": "the conformance suite runs in tests",
-    "testing/mixed_dtypes.py": "the conformance suite runs in tests",
-    "testing/op_checks.py": "the conformance suite runs in tests",
-    "testing/recipe_checks.py": "the conformance suite runs in tests",
-    "testing/subject.py": "the conformance suite runs in tests",
-    "testing/torch_policies.py": "the conformance suite runs in tests",
+    **{
+        f"testing/{name}.py": "the conformance suite runs in tests"
+        for name in ("kernel_checks", "mixed_dtypes", "op_checks", "recipe_checks", "subject", "torch_policies")
+    },
     "quantize/cuda/float8.py": "the recipe is available only if the op has the signature that it knows",
     "out_dtype/operator.py": "a type, for type checkers",
     "cuda/out_dtype_kernels.py": "an op that it has looked for",

@@ -1,5 +1,6 @@
 """The part of the benchmark `serving` that asks servers: what it measures, and what it leaves out."""
 
+import contextlib
 import re
 from pathlib import Path
 
@@ -23,17 +24,15 @@ http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Answers).serve_
 
 
 @pytest.fixture
-def module(monkeypatch):
-    """Return a function that imports a module of benchmarks/."""
+def servers(monkeypatch):
     monkeypatch.syspath_prepend(ROOT)
     pytest.importorskip("transformers")
-    return lambda name: pytest.importorskip(f"benchmarks.{name}")
+    return pytest.importorskip("benchmarks.servers")
 
 
 @pytest.fixture
-def side(module):
+def side(servers):
     """Return a function that makes the side of a server whose answers have a number of tokens."""
-    servers = module("servers")
 
     def make(tokens=servers.TOKENS, code=STAND_IN, gguf=""):
         return servers.Side(
@@ -48,8 +47,7 @@ def side(module):
 
 
 @pytest.mark.slow
-def test_each_server_has_a_speed_and_a_wait_for_each_number_of_clients(module, side, monkeypatch, tmp_path):
-    servers = module("servers")
+def test_each_server_has_a_speed_and_a_wait_for_each_number_of_clients(servers, side, monkeypatch, tmp_path):
     monkeypatch.setattr(servers, "SIDES", {"a, int4": side(), "b": side(code="raise SystemExit('it has no model')")})
     found = servers.measure(tmp_path, quick=True)
     clients = [f"{count} client{'s' * (count > 1)}" for count in (1, 4, 8)]
@@ -61,28 +59,19 @@ def test_each_server_has_a_speed_and_a_wait_for_each_number_of_clients(module, s
 
 
 @pytest.mark.slow
-def test_an_answer_with_too_few_tokens_is_an_error(module, side, tmp_path):
-    servers = module("servers")
-    with (
-        servers.Server(side(tokens=3), tmp_path) as server,
-        pytest.raises(RuntimeError, match="3 tokens with status 200"),
-    ):
+def test_an_answer_with_too_few_tokens_is_an_error(servers, side, tmp_path):
+    refused = pytest.raises(RuntimeError, match="3 tokens with status 200")
+    with servers.Server(side(tokens=3), tmp_path) as server, refused:
         server.wait()
 
 
-def test_the_best_of_several_turns_counts_and_all_servers_get_the_same_prompts(module, side, monkeypatch, tmp_path):
-    servers = module("servers")
+def test_the_best_of_several_turns_counts_and_all_servers_get_the_same_prompts(servers, side, monkeypatch, tmp_path):
     asked = {"a": [], "b": []}
 
-    class Server:
+    class Server(contextlib.nullcontext):
         def __init__(self, side, folder):
+            super().__init__(self)
             self.asked = asked["a" if side is servers.SIDES["a"] else "b"]
-
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *_):
-            pass
 
         def wait(self):
             pass
@@ -100,16 +89,14 @@ def test_the_best_of_several_turns_counts_and_all_servers_get_the_same_prompts(m
     assert [found[f"b, first token, {count}"] for count in ("1 client", "4 clients", "8 clients")] == [1000, 2000, 6000]
 
 
-def test_without_llama_cpp_its_server_is_left_out_with_the_reason(module, side, monkeypatch, tmp_path):
-    servers = module("servers")
+def test_without_llama_cpp_its_server_is_left_out_with_the_reason(servers, side, monkeypatch, tmp_path):
     monkeypatch.setattr(servers.gguf_files, "missing", lambda: "llama-cpp-python is not installed")
     monkeypatch.setattr(servers, "SIDES", {"a": side(gguf="Q4_0")})
     found = servers.measure(tmp_path, quick=True)
     assert {(each.measured, each.skipped) for each in found} == {(None, "llama-cpp-python is not installed")}
 
 
-def test_a_prompt_begins_otherwise_than_those_before_it(module):
-    servers = module("servers")
+def test_a_prompt_begins_otherwise_than_those_before_it(servers):
     prompts = [servers._prompt(number) for number in range(200)]
     assert {len(prompt) for prompt in prompts} == {servers.PROMPT}
     assert all(len({prompt[0] for prompt in prompts[start : start + 16]}) == 16 for start in range(184))
@@ -117,11 +104,10 @@ def test_a_prompt_begins_otherwise_than_those_before_it(module):
 
 
 @pytest.fixture
-def folder(module, tmp_path):
+def folder(servers, tmp_path):
     """Return a folder with a tiny LLaMA for all servers."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    servers = module("servers")
     if servers.gguf_files.missing():
         pytest.skip(servers.gguf_files.missing())
     for name in ("fastapi", "sse_starlette", "starlette_context", "pydantic_settings"):
@@ -133,8 +119,7 @@ def folder(module, tmp_path):
 
 
 @pytest.mark.slow
-def test_llama_cpp_reads_a_prompt_as_the_tokens_that_polycasts_server_gets(module, folder):
-    servers = module("servers")
+def test_llama_cpp_reads_a_prompt_as_the_tokens_that_polycasts_server_gets(servers, folder):
     import llama_cpp
 
     servers.gguf_files._be_quiet()
@@ -145,8 +130,7 @@ def test_llama_cpp_reads_a_prompt_as_the_tokens_that_polycasts_server_gets(modul
 
 
 @pytest.mark.slow
-def test_both_servers_answer_the_clients(module, folder, monkeypatch):
-    servers = module("servers")
+def test_both_servers_answer_the_clients(servers, folder, monkeypatch):
     monkeypatch.setattr(servers, "SIDES", {name: servers.SIDES[name] for name in list(servers.SIDES)[:2]})
     found = servers.measure(folder, quick=True)
     assert [each.what for each in found[:6:3]] == ["polycast, int4, 1 client", "llama-cpp-python, Q4_0, 1 client"]

@@ -13,7 +13,9 @@ ROOT = Path(__file__).parent.parent
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 if not WORKFLOWS:
     pytest.skip("the sdist has no workflows", allow_module_level=True)
-CI = (ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8")
+CI, RELEASE, WHEELS = (
+    (ROOT / ".github" / "workflows" / f"{name}.yml").read_text(encoding="utf-8") for name in ("ci", "release", "wheels")
+)
 
 
 @pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.name)
@@ -37,10 +39,7 @@ def test_each_target_that_is_run_is_one_of_the_makefile():
 
 
 def test_the_platforms_are_those_of_the_table():
-    if sys.version_info < (3, 11):
-        pytest.skip("tomllib is new in Python 3.11")
-    import tomllib
-
+    tomllib = pytest.importorskip("tomllib", reason="tomllib is new in Python 3.11")
     table = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["polycast"]["platforms"]
     program = textwrap.dedent(re.search(r"python3 -c '\n(.*?)'\)", CI, re.DOTALL)[1])
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
@@ -49,20 +48,15 @@ def test_the_platforms_are_those_of_the_table():
 
 
 def test_what_publishes_has_no_password():
-    release = (ROOT / ".github" / "workflows" / "release.yml").read_text(encoding="utf-8")
-    assert "id-token: write" in release
-    assert "secrets" not in release
-    assert "password:" not in release
+    assert "id-token: write" in RELEASE
+    assert "secrets" not in RELEASE
+    assert "password:" not in RELEASE
 
 
 def test_the_issue_templates_ask_for_what_the_doctor_says():
     forms = [path for path in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml") if path.name != "config.yml"]
     assert len(forms) == 3
     assert [path.name for path in forms if "`polycast doctor`" not in path.read_text(encoding="utf-8")] == []
-
-
-RELEASE = (ROOT / ".github" / "workflows" / "release.yml").read_text(encoding="utf-8")
-WHEELS = (ROOT / ".github" / "workflows" / "wheels.yml").read_text(encoding="utf-8")
 
 
 def test_nothing_is_published_that_was_not_installed_in_a_clean_environment():
@@ -76,9 +70,8 @@ def test_nothing_is_published_that_was_not_installed_in_a_clean_environment():
 
 def test_what_is_published_has_absolute_links():
     builds = re.findall(r"make wheels|pipx run build", WHEELS)
-    assert (
-        len(re.findall(r"tools/for_index\.py \"\$GITHUB_SERVER_URL/\$GITHUB_REPOSITORY\"", WHEELS)) == len(builds) == 2
-    )
+    absolute = re.findall(r"tools/for_index\.py \"\$GITHUB_SERVER_URL/\$GITHUB_REPOSITORY\"", WHEELS)
+    assert len(absolute) == len(builds) == 2
 
 
 def test_the_releases_are_tried_on_the_ends_of_the_table():
