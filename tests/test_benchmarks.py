@@ -1,4 +1,4 @@
-"""The benchmarks: their numbers of threads, and the computation of their figures."""
+"""The benchmarks: their numbers of threads, the computation of their figures, and the names of processors in them."""
 
 import json
 import os
@@ -11,8 +11,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-
-from polycast.engine import installation
 
 ROOT = Path(__file__).parent.parent
 EACH = {
@@ -56,11 +54,18 @@ def test_a_plan_ends_after_its_rounds_or_its_seconds_but_not_before_three(timing
 
 
 def test_a_ratio_is_the_median_over_the_rounds_or_the_ratio_of_the_minima(timing):
-    plan = timing.Plan([timing.Ratio("a", "b", "ours", "theirs", 1.0)], mean="all", mean_at_most=2.0)
+    plan = timing.Plan([timing.Ratio("a", "b", "ours", "theirs", 0.5)], mean="all", mean_at_most=2.0)
     taken = [{"ours": 1.0, "theirs": 2.0}, {"ours": 3.0, "theirs": 4.0}, {"ours": 9.0, "theirs": 3.0}]
-    assert [each.measured for each in plan.results(taken)] == [0.75, 0.75]
-    assert [each.measured for each in plan.results(taken, least=True)] == [0.5, 0.5]
-    assert [each.what for each in plan.results(taken)] == ["a", "all"]
+    median, least = plan.results(taken), plan.results(taken, least=True)
+    assert [(each.what, each.measured, each.ok) for each in median] == [("a", 0.75, False), ("all", 0.75, True)]
+    assert [(each.measured, each.ok) for each in least] == [(0.5, True), (0.5, True)]
+
+
+def test_a_slow_side_is_timed_once_and_a_figure_without_a_bound_is_ok(timing):
+    plan = timing.Plan([timing.Ratio("a", "b", "a", "b", None)], once={"b": 8.0})
+    (result,) = plan.results([{"a": 1.0}, {"a": 4.0}, {"a": 2.0}])
+    assert (result.measured, result.ok) == (0.25, True)
+    assert timing.Result("a", "float32", 7.0, None).ok
 
 
 def test_the_fastest_of_several_sides_counts(timing):
@@ -78,9 +83,8 @@ def test_sides_with_a_base_are_compared_relative_to_it_in_their_own_process(timi
     plan = timing.Plan(ratios, once={"theirs": 6.0}, bases=bases)
     slow_process = [{"base": 4.0, "ours": 2.0, "again": 3.0}, {"base": 5.0, "ours": 3.0, "again": 3.5}]
     fast_process = [{"base": 2.0, "ours": 1.2, "again": 3.0}]
-    compared, again = results_of(plan, [slow_process, fast_process], least=True)
-    assert compared.measured == pytest.approx((2.0 / 4.0) / (6.0 / 3.0))
-    assert again.measured == 3.0 / 2.0
+    found = [each.measured for each in results_of(plan, [slow_process, fast_process], least=True)]
+    assert found == pytest.approx([(2.0 / 4.0) / (6.0 / 3.0), 3.0 / 2.0])
     assert results_of(timing.Plan(ratios[:1]), [[{"ours": 1.0, "theirs": 2.0}]])[0].measured == 0.5
 
 
@@ -100,19 +104,12 @@ def test_a_bound_may_hold_only_where_a_side_is_slow(timing):
 
 
 def test_a_side_that_is_left_out_is_named_and_counts_as_slow(timing):
-    ratios = [
-        timing.Ratio("a", "b", "a", "b", 0.7, ("b", "c", 1.0)),
-        timing.Ratio("a", "the fastest of b and c", "a", ("b", "c"), 1.0),
-    ]
-    plan = timing.Plan(ratios, left_out={"b": "it is slow"})
+    to_b = timing.Ratio("a", "b", "a", "b", 0.7, ("b", "c", 1.0))
+    to_fastest = timing.Ratio("a", "the fastest of b and c", "a", ("b", "c"), 1.0)
+    plan = timing.Plan([to_b, to_fastest], left_out={"b": "it is slow"})
     to_b, to_fastest = plan.results([{"a": 1.0, "c": 2.0}])
     assert (to_b.measured, to_b.at_most, to_b.skipped) == (None, 0.7, "b is left out: it is slow")
     assert (to_fastest.measured, to_fastest.sides) == (0.5, ("a", "c"))
-
-
-def test_a_slow_side_is_timed_once(timing):
-    plan = timing.Plan([timing.Ratio("a", "b", "a", "b", 1.0)], once={"b": 8.0})
-    assert [each.measured for each in plan.results([{"a": 1.0}, {"a": 4.0}, {"a": 2.0}])] == [0.25]
 
 
 def test_slow_sides_are_found_by_the_time_of_the_fastest_before_them(timing, monkeypatch):
@@ -197,22 +194,13 @@ def fastest(catalog):
 
 def test_fastest_runs_the_scenarios_and_common_models(catalog, fastest):
     assert len({case.what for case in fastest.SCENARIOS}) == 20
-    inference = {case.what for case in fastest.MODELS if isinstance(case, fastest.Inference)}
-    assert inference >= {
-        "GPT-2 small, 128 tokens",
-        "GPT-2 small, 1 token",
-        "LLaMA 1.1 B, 1 token",
-        "BERT base, 4 x 128 tokens",
-        "ViT base, 2 images",
-        "ResNet-18, 2 images",
-        "ResNet-50, 2 images",
-    }
-    training = {case.what for case in fastest.MODELS if isinstance(case, fastest.Training)}
-    assert training >= {
-        "GPT-2 of 6 layers, training step of 4 x 128 tokens",
-        "BERT of 4 layers, training step of 4 x 128 tokens",
-        "ResNet-18, training step of 2 images",
-    }
+    kinds = {case.what: type(case) for case in fastest.MODELS}
+    inference = ["GPT-2 small, 128 tokens", "GPT-2 small, 1 token", "LLaMA 1.1 B, 1 token", "BERT base, 4 x 128 tokens"]
+    inference += ["ViT base, 2 images", "ResNet-18, 2 images", "ResNet-50, 2 images"]
+    steps = ["GPT-2 of 6 layers, {} of 4 x 128 tokens", "BERT of 4 layers, {} of 4 x 128 tokens"]
+    steps = [each.format("training step") for each in (*steps, "ResNet-18, {} of 2 images")]
+    assert {kinds[name] for name in inference} == {fastest.Inference}
+    assert {kinds[name] for name in steps} == {fastest.Training}
     assert catalog.BENCHMARKS["fastest"].threads is catalog.each
     assert catalog.BENCHMARKS["fastest-avx2"].make().processes == 1
 
@@ -274,25 +262,21 @@ def test_fastest_bounds_the_peak_memory_of_training_by_torchs(fastest, monkeypat
     assert (result.measured, result.against, result.ok) == (1.03, "torch.autocast", False)
 
 
-@pytest.mark.parametrize(
-    ("ratio", "reason"), [(0.5, ""), (5.0, "int8 does not compute it: int8 takes 5 of bfloat16's")]
-)
+INT8_IS_SLOW = "int8 does not compute it: int8 takes 5 of bfloat16's"
+
+
+@pytest.mark.parametrize(("ratio", "measured", "reason"), [(0.5, 3.0, ""), (5.0, None, INT8_IS_SLOW)])
 def test_low_bit_call_is_measured_only_where_int8_computes_it(
-    ratio, reason, profile_of, catalog, monkeypatch, tmp_path
+    ratio, measured, reason, profile_of, catalog, monkeypatch, native, tmp_path
 ):
     low_bit = pytest.importorskip("benchmarks.low_bit")
     if low_bit._missing()[0]:
         pytest.skip(low_bit._missing()[0])
     profile_of(overhead=1e-15, cast=1e-15, bfloat16=1.0, int8=ratio).save(tmp_path / "machine.json")
     monkeypatch.setenv("POLYCAST_PROFILE", str(tmp_path / "machine.json"))
-    monkeypatch.setenv("POLYCAST_ENGINE", "native")
     monkeypatch.setattr(low_bit.Side, "time", lambda side, calls: 3e-6)
-    installation.forget_choice()
-    try:
-        (result,) = low_bit.Call().run(quick=True)
-    finally:
-        installation.forget_choice()
-    assert (result.measured, result.at_most) == (None if reason else pytest.approx(3.0), 4.0)
+    (result,) = low_bit.Call().run(quick=True)
+    assert (result.measured, result.at_most) == (pytest.approx(measured), 4.0)
     assert result.skipped.startswith(reason)
     assert bool(result.skipped) == bool(reason)
 
@@ -305,7 +289,6 @@ def test_families_are_at_least_thirty_with_names_of_their_own(catalog):
 
 def test_a_family_has_shares_errors_and_ratios_of_every_side(catalog):
     families, models = pytest.importorskip("benchmarks.families"), pytest.importorskip("benchmarks.family_models")
-    torch = pytest.importorskip("torch")
 
     class Model(torch.nn.Linear):
         def forward(self, x):
@@ -314,33 +297,38 @@ def test_a_family_has_shares_errors_and_ratios_of_every_side(catalog):
     family = models.Family("one", lambda: Model(256, 256), lambda rows: {"x": torch.randn(rows, 256)}, (1, 2), "row")
     figures = families.Families((family,)).run(quick=True)
     names = [(each.what, getattr(each, "metric", None) or each.against) for each in figures]
-    assert names[:2] == [("one, 2 rows", families.SHARE), ("one, 2 rows", families.ERROR)]
-    assert names[2:7] == [
-        ("one, 1 row, a bfloat16 copy", "float32"),
-        ("one, 1 row, int8", "float32"),
-        ("one, 1 row, int4", "float32"),
-        ("one, 1 row, int8", "a bfloat16 copy"),
-        ("one, 1 row, int4", "a bfloat16 copy"),
+    sides = [("a bfloat16 copy", "float32"), ("int8", "float32"), ("int4", "float32")]
+    sides += [("int8", "a bfloat16 copy"), ("int4", "a bfloat16 copy")]
+    assert names[:7] == [
+        *(("one, 2 rows", metric) for metric in (families.SHARE, families.ERROR)),
+        *((f"one, 1 row, {side}", against) for side, against in sides),
     ]
     assert not figures[0].by or (figures[0].by == {"int8": 1.0, "int4": 1.0} and figures[1].by["int4"] > 1)
-
-
-def test_a_figure_without_a_bound_is_ok(timing):
-    assert timing.Result("a", "float32", 7.0, None).ok
-    assert not timing.Result("a", "torch", 7.0, 1.0).ok
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["depth", "small"], ids=["in one process", "apart"])
 def test_a_benchmark_runs_in_processes_with_its_number_of_threads(name):
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.catalog", name, "quick"],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "3", "MKL_DYNAMIC": "FALSE", "OMP_WAIT_POLICY": "PASSIVE"},
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    )
+    command = [sys.executable, "-m", "benchmarks.catalog", name, "quick"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "3", "MKL_DYNAMIC": "FALSE", "OMP_WAIT_POLICY": "PASSIVE"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     results = json.loads(done.stdout)["results"]
     assert {each["threads"] for each in results} == {3}
     assert all(each["measured"] > 0 for each in results)
+
+
+@pytest.mark.parametrize(
+    ("cpuinfo", "name"),
+    [
+        ("vendor_id\t: AuthenticAMD\ncpu family\t: 25\nmodel\t\t: 17\nmodel name\t: EPYC\n", "EPYC, Zen 4 (Genoa)"),
+        ("vendor_id : GenuineIntel\ncpu family : 6\nmodel : 143\nmodel name : Xeon", "Xeon, Sapphire Rapids"),
+        ("vendor_id : HygonGenuine\ncpu family : 24\nmodel : 1\nmodel name : C86", "C86, family 24, model 1"),
+        ("BogoMIPS : 50\nCPU implementer : 0x41\nCPU part : 0xd40\n\nCPU part : 0xd0c", "Arm Neoverse V1"),
+        ("CPU implementer : 0x99\nCPU part : 0x001", "Arm, implementer 0x99, part 0x001"),
+        ("isa : rv64", ""),
+    ],
+    ids=["amd", "intel", "unknown", "arm", "unknown-arm", "none"],
+)
+def test_a_processor_is_named_with_its_generation(cpuinfo, name, monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parent.parent)
+    assert pytest.importorskip("benchmarks.processor").named(cpuinfo) == name
