@@ -43,7 +43,7 @@ def _noise(found: dict[str, speed.Times]) -> str:
     turns = [each.most / each.least - 1 for of in found.values() for each in of.values() if each and each.most]
     sentence = (
         f"float32 in two processes differs by {statistics.median(again):.0%} in half of the {len(again)} cases, and by "
-        f"up to {max(again):.0%}: differences below that are no differences."
+        f"up to {max(again):.0%}: smaller differences between ways are noise."
     )
     if turns:
         sentence += f" Half of the lines are longer than {statistics.median(turns):.0%} of their bar."
@@ -62,11 +62,11 @@ def _beside() -> str:
     found, steps = _measured(speed.LLAMA), ("1 token", "1 token after 2,048", "128 tokens")
     pairs = (("int8", "Q8_0"), ("int4", "Q4_0"))
     by_pair = (
-        f"{ours} takes {one:.2f}, {after:.2f} and {many:.2f} of {theirs}'s time"
+        f"{ours} takes {one:.2f}, {after:.2f} and {many:.2f} of the time of llama.cpp's {theirs}"
         for ours, theirs in pairs
         for one, after, many in [[found[f"{step}, {ours}", theirs] for step in steps]]
     )
-    return f"Beside llama.cpp, for a token, a token after 2,048, and 128 tokens at once: {'; '.join(by_pair)}."
+    return f"For a token, a token after 2,048 others, and 128 at once, {', and '.join(by_pair)}."
 
 
 def _int4() -> str:
@@ -91,8 +91,8 @@ def _generate() -> str:
         for cache in ("", ", static cache")
     )
     return (
-        f"A token of a LLaMA of 1.1 B weights takes {plain:.2f} of the loop's time with `generate()`, and {static:.2f} "
-        "with a static cache."
+        f"For a LLaMA of 1.1 B weights, a token takes {plain:.2f} of the loop's time with `generate()`, and "
+        f"{static:.2f} with a static cache."
     )
 
 

@@ -89,7 +89,7 @@ def _verdict(results: Sequence[dict[str, Any]], shown: int) -> str:
     verdict = f"{len(bounded) - missed} of {len(bounded)} are within their bounds, {missed} missed."
     if shown == len(results):
         return verdict
-    return f"{verdict} Of the {len(results)} rows those that missed are shown, and means."
+    return f"{verdict} Of {len(results)} rows, only means and those that missed are shown."
 
 
 def _intro(names: Sequence[str], threads: int = 0) -> str:
@@ -136,7 +136,7 @@ def times(names: Sequence[str]) -> str:
     parts = [_intro(names)]
     for name, results in zip((each for each in names if has_results(each)), _results(names), strict=True):
         threads = max(result["threads"] for result in results)
-        title = f"`{name}`, {threads} thread{'s' if threads > 1 else ''}: time, where float32 takes 1:"
+        title = f"`{name}`, {threads} thread{'s' if threads > 1 else ''}: time relative to float32's:"
         parts += [title, _times([each for each in results if each["threads"] == threads])]
     return "\n\n".join(parts) + "\n"
 

@@ -1,16 +1,15 @@
-"""Serve a LLaMA on a CPU: text in, streaming text out, from processes that share its weights and what is made of them.
+"""Serve a LLaMA on a CPU: text in, streaming text out, from processes that share its weights.
 
-The weights are mapped into memory from their folder. What polycast makes of them for a recipe is saved there once, or
-in the user's cache if the folder is read-only, and mapped too, so that all processes share both. Requests that arrive
-together are decoded together: transformers' continuous batching adds each to the batch that runs. The model, its
-tokenizer and its loop are those of transformers.
+The weights are mapped from their folder. Those that are prepacked for a recipe are saved there once, or in the user's
+cache if the folder is read-only, and mapped too. All requests are decoded in one batch, which new ones join: this is
+the continuous batching of transformers.
 
-    pip install "polycast[serve]"
+    pip install ".[serve]"
     python examples/serve_llama.py --weights FOLDER
     curl -N localhost:8000/generate -H "Content-Type: application/json" -d '{"text": "The capital of France is"}'
 
 `--compare FILE` prints perplexity, speed and memory on a text, in float32 and with the recipe. Without a folder the
-weights are random, and requests have `"tokens"` in place of `"text"`. With `--try N` it answers N requests, and ends.
+weights are random, and requests have `"tokens"` in place of `"text"`. `--try N` answers N requests, and exits.
 """
 
 import argparse
@@ -48,7 +47,7 @@ SIZES = {
     "1b": {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22, "num_key_value_heads": 4},
 }
 KEPT = ContinuousBatchingConfig(num_blocks=64, page_size=64, max_batch_tokens=256, use_cuda_graph=False)
-"""The tokens whose keys and values are kept, of all requests together: num_blocks * page_size."""
+"""Keys and values of num_blocks * page_size tokens are kept, of all requests together."""
 ENDED = "a process of the server ended: see its error above"
 
 
@@ -83,9 +82,10 @@ class Server:
             raise HTTPException(400, f"tokens must be from 0 to {self.model.config.vocab_size - 1}")
         if request.max_new_tokens < 1:
             raise HTTPException(400, f"max_new_tokens must be at least 1, got {request.max_new_tokens}")
-        most = min(KEPT.num_blocks * KEPT.page_size, self.model.config.max_position_embeddings) - request.max_new_tokens
-        if not 0 < len(tokens) <= most:
-            raise HTTPException(400, f"the prompt has {len(tokens)} tokens: send 1 to {most}")
+        most = min(KEPT.num_blocks * KEPT.page_size, self.model.config.max_position_embeddings)
+        if not 0 < len(tokens) <= most - request.max_new_tokens:
+            sizes = f"the prompt has {len(tokens)} tokens and the answer {request.max_new_tokens}"
+            raise HTTPException(400, f"{sizes}: send at least one, and at most {most} in all")
         return tokens
 
     async def generate(self, request: Request, prompt: list[int]) -> AsyncIterator[str]:
@@ -194,7 +194,7 @@ def serve(folder: Path, recipe: str, torch_threads: int, listener: socket.socket
 
 
 def prepare(folder: Path, recipe: str, size: str | None) -> None:
-    """Write what polycast makes of the weights, and before it, if a size is given, random weights."""
+    """Save the prepacked weights, after random weights if a size is given."""
     if size is not None:
         # No token ends the answers: with random weights, any may be next.
         LlamaForCausalLM(LlamaConfig(**SIZES[size], eos_token_id=None)).save_pretrained(folder)
@@ -235,15 +235,15 @@ def ask(port: int, number: int) -> str:
 def main() -> None:
     """Start the processes, and answer requests."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--weights", type=Path, help="a folder, as save_pretrained writes it")
+    parser.add_argument("--weights", type=Path, help="the folder of a model, as save_pretrained writes it")
     parser.add_argument("--size", choices=SIZES, default="tiny", help="of random weights")
     parser.add_argument("--recipe", default="int4")
     parser.add_argument(
-        "--compare", type=Path, metavar="FILE", help="compare float32 and the recipe on a text, and end"
+        "--compare", type=Path, metavar="FILE", help="compare float32 and the recipe on a text, and exit"
     )
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--processes", type=int, default=1)
-    parser.add_argument("--try", dest="tries", type=int, default=0, help="answer so many requests, and end")
+    parser.add_argument("--try", dest="tries", type=int, default=0, metavar="N", help="answer N requests, and exit")
     options = parser.parse_args()
     if options.weights and not (options.weights / "config.json").exists():
         parser.error(f"--weights {options.weights}: expected a folder with config.json, as save_pretrained writes it")
