@@ -1,6 +1,5 @@
 """Recipes with a calibration: the products, on each path to a kernel."""
 
-import os
 import pickle
 from concurrent.futures import ThreadPoolExecutor
 
@@ -19,7 +18,6 @@ pytestmark = [
     pytest.mark.skipif(not INT8, reason=f"no int8 here: {INT8.reason}"),
     pytest.mark.usefixtures("engine", "no_grad"),
 ]
-needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="the platform has no fork")
 
 PLAIN = Int8(min_size=0)
 NOT_KNOWN = "not calibrated: the calibration does not have the values of this weight"
@@ -218,24 +216,6 @@ def test_a_region_with_a_calibration_may_be_in_compiled_code(model, e, equalized
 
     function(x)
     assert torch.equal(function(x), expected(model, x, e))
-
-
-@needs_fork
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_forked_process_computes_with_the_factors(model, e, equalized, x):
-    wanted = expected(model, x, e)
-    run(model, x, equalized)
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            torch.set_num_threads(1)
-            polycast.clear_autocast_cache()
-            code = 0 if torch.equal(run(model, x, equalized), wanted) else 1
-        finally:
-            os._exit(code)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
 OTHER_PROCESS = """

@@ -10,7 +10,7 @@ from tests.engines import NATIVE
 from torch import nn
 
 import polycast
-from polycast import Int8, WeightCache, autocast
+from polycast import Int8, WeightCache
 from polycast.policy import recipe_settings
 from polycast.policy.recipe import kinds
 from polycast.policy.recipe_settings import ObjectDigest
@@ -94,20 +94,3 @@ def test_a_calibration_that_becomes_known_is_used(monkeypatch):
     expected = run(layer, X, recipe=Int8(min_size=0, calibration=calibration))
     assert torch.equal(run(layer, X, recipe=unknown), expected)
     assert not torch.equal(run(layer, X, recipe=Int8(min_size=0)), expected)
-
-
-def test_compiled_code_finds_the_prepacked_weight_of_its_recipe(products):
-    layer, cache = nn.Linear(64, 8), WeightCache()
-
-    @torch.compile(backend="aot_eager", fullgraph=True)
-    def function(x, size):
-        with autocast("cpu", recipe=Grouped(size), cache=cache):
-            return layer(x)
-
-    for sizes in ((16, 32), (16, 32), (16, 32, 16)):
-        before = [product.packed for product in products.values()]
-        for size in sizes:
-            expected = run(layer, X, recipe=Grouped(size), cache=cache)
-            assert torch.equal(function(X, size), expected)
-    # The first call of new code gives out the weight's memory, so that it is packed again; the last has none.
-    assert [product.packed for product in products.values()] == before
