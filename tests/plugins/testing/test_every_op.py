@@ -5,49 +5,36 @@ import functools
 
 import pytest
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 import polycast
 from polycast import CastPolicy, explain
 from polycast.plugin import find_op
 from polycast.policy.schemas import entry_problem, optional_dtype
+from polycast_plugins.testing import BackendConformance
 from polycast_plugins.testing.samples import SAMPLES, split
 from polycast_plugins.testing.torch_policies import call_as
 
 
-class Maker:
-    def __init__(self, dtype):
-        self.dtype = dtype
+@pytest.fixture
+def make(engine):
+    """Return what makes the tensors of samples."""
+    with type("TestCpu", (BackendConformance,), {"backend": "cpu"})().opened() as device:
+        yield device
 
-    def __call__(self, *shape):
-        return torch.full(shape, 0.5, dtype=self.dtype)
 
-    def spd(self, size):
-        return torch.eye(size, dtype=self.dtype)
-
-    def signs(self, *shape):
-        return torch.ones(shape, dtype=self.dtype)
-
-    def integers(self, values, dtype=torch.int64):
-        return torch.tensor(values, dtype=dtype)
+def changed(arguments, change):
+    """Return arguments with their floating-point tensors changed."""
+    return tree_map_only(torch.Tensor, lambda value: change(value) if value.is_floating_point() else value, arguments)
 
 
 def variants(arguments):
-    """Return arguments in the dtypes that policies tell apart."""
+    """Yield arguments in the dtypes that policies tell apart."""
     count = iter(range(1000))
-    changes = [
-        lambda value: value,
-        lambda value: value.to(torch.float16),
-        lambda value: value.to(torch.float64),
-        lambda value: value.to(torch.bfloat16) if next(count) == 0 else value,
-    ]
-    for change in changes:
-        yield tree_map(
-            lambda value, change=change: (
-                change(value) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
-            ),
-            arguments,
-        )
+    yield arguments
+    yield changed(arguments, torch.Tensor.half)
+    yield changed(arguments, torch.Tensor.double)
+    yield changed(arguments, lambda value: value.bfloat16() if next(count) == 0 else value)
 
 
 def as_explained(explained, args, kwargs):
@@ -83,7 +70,7 @@ def outcome(function):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # torch warns of ops that it has deprecated
 @pytest.mark.parametrize("policy", [None, *(each for each in CastPolicy if each is not CastPolicy.MATCH)], ids=str)
-def test_explain_describes_what_the_region_does_for_every_op(engine, policy):
+def test_explain_describes_what_the_region_does_for_every_op(make, policy):
     expected, outcomes = {}, {}
     for name, sample in SAMPLES.items():
         op = find_op(name)
@@ -92,7 +79,7 @@ def test_explain_describes_what_the_region_does_for_every_op(engine, policy):
         if policy is None and explain(op, device_type="cpu").policy is None:
             continue  # its inner ops are cast instead
         own = None if policy is None else {op: policy}
-        for number, (args, kwargs) in enumerate(variants(split(sample(Maker(torch.float32))))):
+        for number, (args, kwargs) in enumerate(variants(split(sample(make)))):
             with polycast.autocast("cpu", policy=own):
                 explained = explain(op, *args, device_type="cpu", **kwargs)
                 outcomes[name, number] = outcome(functools.partial(op, *args, **kwargs))
@@ -108,12 +95,12 @@ def test_explain_describes_what_the_region_does_for_every_op(engine, policy):
 
 
 @pytest.mark.filterwarnings("ignore")  # torch warns of ops that it has deprecated
-def test_every_op_has_another_policy_by_its_short_name(engine):
+def test_every_op_has_another_policy_by_its_short_name(make):
     found, said = {}, {}
     for name, sample in SAMPLES.items():
         op = find_op(name)
         if op is not None:
-            args, kwargs = arguments = split(sample(Maker(torch.bfloat16)))
+            args, kwargs = arguments = changed(split(sample(make)), torch.Tensor.bfloat16)
             short = name.removeprefix("aten::").partition(".")[0]
             with polycast.autocast("cpu", policy={short: "fp32"}):
                 found[name] = outcome(functools.partial(op, *args, **kwargs))
