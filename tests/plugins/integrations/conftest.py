@@ -6,6 +6,17 @@ import torch
 import polycast
 
 
+def dtypes_in_a_region(layers, region=None):
+    """Return the dtypes that the modules of a model return in a region."""
+    found = []
+    handles = [layer.register_forward_hook(lambda _, inputs, output: found.append(output.dtype)) for layer in layers]
+    with region or polycast.autocast("cpu"):
+        layers(torch.ones(1, 8))
+    for handle in handles:
+        handle.remove()
+    return found
+
+
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)
@@ -25,7 +36,6 @@ def layers():
 
 @pytest.fixture
 def data():
-    """Return a data set of 32 rows."""
     x = torch.randn(32, 8)
     return torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))
 

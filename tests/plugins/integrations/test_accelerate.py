@@ -1,5 +1,6 @@
 """``prepare`` for Accelerate."""
 
+import contextlib
 import copy
 import pickle
 import types
@@ -13,25 +14,33 @@ accelerate = pytest.importorskip("accelerate", reason="accelerate is in the extr
 
 from polycast_plugins.integrations.accelerate import prepare  # noqa: E402
 
+from .conftest import dtypes_in_a_region  # noqa: E402
+
 
 @pytest.fixture
 def accelerator():
     """Return a function that makes an accelerator, as a new process would."""
-    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
-    yield lambda precision="bf16": accelerate.Accelerator(mixed_precision=precision, cpu=True)
+
+    def make(precision="bf16"):
+        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+        return accelerate.Accelerator(mixed_precision=precision, cpu=True)
+
+    yield make
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
 
 
-def train(accelerator, model, data):
-    """Train a prepared model for four steps; return the losses."""
+def train(accelerator, model, data, log=None):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer, batches = accelerator.prepare(optimizer, torch.utils.data.DataLoader(data, 8))
     losses = []
     for inputs, targets in batches:
-        loss = torch.nn.functional.mse_loss(model(inputs), targets)
-        accelerator.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
+        with contextlib.nullcontext() if log is None else log.step() as step:
+            loss = torch.nn.functional.mse_loss(model(inputs), targets)
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            if log is not None:
+                step.log(loss=loss)
         losses.append(loss.item())
     return losses
 
@@ -57,7 +66,6 @@ def test_a_resumed_run_uses_the_policy_of_its_checkpoint(accelerator, layers, po
     runner = accelerator()
     prepare(runner, copy.deepcopy(layers), policy=policy, recipe="fastest")
     runner.save_state(str(tmp_path))
-    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
     runner = accelerator()
     model = prepare(runner, copy.deepcopy(layers))
     assert polycast.rules_of(model) == {}
@@ -81,16 +89,6 @@ COPIES = {
     "pickle": lambda model: pickle.loads(pickle.dumps(model)),
     "both": lambda model: pickle.loads(pickle.dumps(copy.deepcopy(model))),
 }
-
-
-def dtypes_in_a_region(model):
-    found = []
-    handles = [layer.register_forward_hook(lambda _, inputs, output: found.append(output.dtype)) for layer in model]
-    with polycast.autocast("cpu"):
-        model(torch.ones(1, 8))
-    for handle in handles:
-        handle.remove()
-    return found
 
 
 @pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
@@ -135,42 +133,26 @@ def test_a_forward_with_rules_that_is_bound_to_another_module_is_refused(acceler
         other(torch.ones(1, 8))
 
 
-def test_an_unwrapped_model_runs_under_its_rules(accelerator, layers, policy, dtypes, engine):
+def test_an_unwrapped_model_runs_under_its_rules(accelerator, layers, engine):
     runner = accelerator()
     polycast.apply_policy(layers, polycast.Policy({"relu": "fp32"}))
     model = runner.unwrap_model(prepare(runner, layers), keep_fp32_wrapper=False)
-    found = dtypes(model)
     assert "" in polycast.rules_of(model)
-    with polycast.autocast("cpu"):
-        model(torch.ones(1, 8))
-    assert found == [torch.bfloat16, torch.float32, torch.bfloat16]
-
-
-def logged(runner, model, log, data):
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer, batches = runner.prepare(optimizer, torch.utils.data.DataLoader(data, 8))
-    for inputs, targets in batches:
-        with log.step() as step:
-            loss = torch.nn.functional.mse_loss(model(inputs), targets)
-            step.log(loss=loss)
-            runner.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
+    assert dtypes_in_a_region(model) == [torch.bfloat16, torch.float32, torch.bfloat16]
 
 
 def test_a_log_is_saved_and_continued(accelerator, layers, data, tmp_path):
-    path = tmp_path / "run.jsonl"
+    path, state = tmp_path / "run.jsonl", str(tmp_path / "state")
     runner, log = accelerator(), polycast.RunLog(path)
     model = prepare(runner, copy.deepcopy(layers), log=log)
     assert log.model is not None
-    logged(runner, model, log, data)
-    runner.save_state(str(tmp_path / "state"))
-    logged(runner, model, log, data)
-    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    train(runner, model, data, log)
+    runner.save_state(state)
+    train(runner, model, data, log)
     runner, log = accelerator(), polycast.RunLog(path)
     model = prepare(runner, copy.deepcopy(layers), log=log)
-    runner.load_state(str(tmp_path / "state"))
-    logged(runner, model, log, data)
+    runner.load_state(state)
+    train(runner, model, data, log)
     assert [record.step for record in log.history.steps] == list(range(8))
 
 

@@ -57,9 +57,22 @@ def fit(layers, data, tmp_path):
     return fit
 
 
-@pytest.mark.parametrize("bits", ["bf16-mixed", "16-mixed"])
-def test_without_settings_the_losses_are_those_of_lightning(bits, fit, engine):
-    theirs, ours = fit(MixedPrecision(bits, "cpu"))[0], fit(Precision(bits, "cpu"))[0]
+@pytest.fixture
+def resume(fit, tmp_path):
+    """Return a function that resumes a run of one plugin with another, and returns the model."""
+
+    def resume(saved, resumed, **settings):
+        _, trainer = fit(saved)
+        trainer.save_checkpoint(tmp_path / "run.ckpt")
+        return fit(resumed, tmp_path / "run.ckpt", **settings)[0]
+
+    return resume
+
+
+@pytest.mark.parametrize(("bits", "logs"), [("bf16-mixed", 0), ("16-mixed", 0), ("16-mixed", 1)])
+def test_without_settings_the_losses_are_those_of_lightning(bits, logs, fit, engine):
+    theirs = fit(MixedPrecision(bits, "cpu"))[0]
+    ours = fit(Precision(bits, "cpu"), callbacks=[LogSteps(polycast.RunLog()) for _ in range(logs)])[0]
     assert len(ours.losses) == 4
     assert ours.losses == theirs.losses
 
@@ -96,38 +109,32 @@ def test_a_cache_is_used(fit, native):
     assert cache.stats().misses > 0
 
 
-def test_a_resumed_run_uses_the_policy_of_its_checkpoint(fit, policy, tmp_path, engine):
-    _, trainer = fit(precision(policy=policy, recipe="fastest"))
-    trainer.save_checkpoint(tmp_path / "run.ckpt")
+def test_a_resumed_run_uses_the_policy_of_its_checkpoint(resume, policy, engine):
     plugin = precision()
-    model, _ = fit(plugin, tmp_path / "run.ckpt")
+    model = resume(precision(policy=policy, recipe="fastest"), plugin)
     assert plugin.settings.policy == policy
     assert plugin.settings.recipe == polycast.Fastest()
     assert polycast.rules_of(model) == {"layers.2": "**.2 = 'fp32'"}
 
 
-def test_a_scaler_is_restored_too(fit, tmp_path):
-    plugin = Precision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=4.0))
-    _, trainer = fit(plugin)
-    trainer.save_checkpoint(tmp_path / "run.ckpt")
+def test_a_scaler_is_restored_too(resume):
     resumed = Precision("16-mixed", "cpu")
-    fit(resumed, tmp_path / "run.ckpt")
+    resume(Precision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=4.0)), resumed)
     assert resumed.scaler.get_scale() == 4.0
 
 
-def test_a_checkpoint_of_lightnings_plugin_is_loaded(fit, tmp_path):
-    _, trainer = fit(MixedPrecision("bf16-mixed", "cpu"))
-    trainer.save_checkpoint(tmp_path / "run.ckpt")
-    fit(precision(), tmp_path / "run.ckpt")
+def test_the_history_of_the_scaler_is_in_the_checkpoint(resume):
+    saved, resumed = (
+        Precision("16-mixed", "cpu", scaler=polycast.grad_scaler("cpu", torch.float16, init_scale=scale))
+        for scale in (4.0, 8.0)
+    )
+    resume(saved, resumed)
+    assert resumed.scaler.history == saved.scaler.history
+    assert resumed.scaler.history.steps == 4
 
 
-def test_another_policy_than_the_checkpoints_is_kept_with_a_warning(fit, policy, tmp_path):
-    _, trainer = fit(precision(policy=policy))
-    trainer.save_checkpoint(tmp_path / "run.ckpt")
-    other = precision(policy={"relu": "fp32"})
-    with pytest.warns(UserWarning, match=r"^the run was saved with the policy .*careful.* leave out policy=$"):
-        fit(other, tmp_path / "run.ckpt")
-    assert other.settings.policy == polycast.Policy({"relu": "fp32"})
+def test_a_checkpoint_of_lightnings_plugin_is_loaded(resume):
+    resume(MixedPrecision("bf16-mixed", "cpu"), precision())
 
 
 def test_some_steps_are_observed(fit, tmp_path):
@@ -203,16 +210,9 @@ def test_a_log_has_the_loss_the_scale_and_the_skipped_steps(fit, tmp_path):
 
 
 class OverflowingScaler(lightning.Callback):
-    """Makes a gradient of the second step infinite."""
-
     def on_after_backward(self, trainer, module):
         if trainer.global_step == 1:
             module.layers[2].weight.grad.fill_(float("inf"))
-
-
-def test_a_log_leaves_the_losses_unchanged(fit, engine):
-    logged = fit(Precision("16-mixed", "cpu"), callbacks=[LogSteps(polycast.RunLog())])[0]
-    assert logged.losses == fit(MixedPrecision("16-mixed", "cpu"))[0].losses
 
 
 def test_batches_that_are_accumulated_are_one_step_of_a_log(fit):
@@ -222,18 +222,7 @@ def test_batches_that_are_accumulated_are_one_step_of_a_log(fit):
     assert [record.loss for record in log.history.steps] == pytest.approx(means)
 
 
-def test_a_resumed_run_continues_its_log(fit, tmp_path):
-    path = tmp_path / "run.jsonl"
-    _, trainer = fit(precision(), callbacks=[LogSteps(polycast.RunLog(path))])
-    trainer.save_checkpoint(tmp_path / "run.ckpt")
-    log = polycast.RunLog(path)
-    fit(precision(), tmp_path / "run.ckpt", callbacks=[LogSteps(log)], max_epochs=3)
-    assert [record.step for record in log.history.steps] == list(range(6))
-
-
 class TwoOptimizers(Regression):
-    """Steps with two optimizers for each batch."""
-
     automatic_optimization = False
 
     def training_step(self, batch):
@@ -248,11 +237,12 @@ class TwoOptimizers(Regression):
         return [torch.optim.SGD(self.layers[at].parameters(), lr=0.1) for at in (0, 2)]
 
 
-def test_a_resumed_run_with_two_optimizers_continues_its_log(fit, tmp_path):
+@pytest.mark.parametrize("kind", [Regression, TwoOptimizers])
+def test_a_resumed_run_continues_its_log(fit, tmp_path, kind):
     path = tmp_path / "run.jsonl"
     for checkpoint, epochs in ((None, 2), (tmp_path / "run.ckpt", 3)):
         log = polycast.RunLog(path)
-        others = {"callbacks": [LogSteps(log), LogSteps(polycast.RunLog())], "kind": TwoOptimizers}
+        others = {"callbacks": [LogSteps(log), LogSteps(polycast.RunLog())], "kind": kind}
         _, trainer = fit(precision(), checkpoint, max_epochs=epochs, **others)
         trainer.save_checkpoint(tmp_path / "run.ckpt")
     assert [record.step for record in log.history.steps] == list(range(6))
@@ -279,27 +269,14 @@ class WithTestStep(Regression):
         pass
 
 
-def test_the_history_of_the_scaler_is_in_the_checkpoint(fit, tmp_path):
-    plugin = Precision("16-mixed", "cpu", scaler=polycast.grad_scaler("cpu", torch.float16, init_scale=4.0))
-    _, trainer = fit(plugin)
-    trainer.save_checkpoint(tmp_path / "run.ckpt")
-    resumed = Precision("16-mixed", "cpu", scaler=polycast.grad_scaler("cpu", torch.float16))
-    fit(resumed, tmp_path / "run.ckpt")
-    assert resumed.scaler.history == plugin.scaler.history
-    assert resumed.scaler.history.steps == 4
-
-
 def test_an_interrupted_run_keeps_its_steps(fit, tmp_path):
     class Failing(lightning.Callback):
         def on_after_backward(self, trainer, module):
             if trainer.global_step == 2:
                 raise ZeroDivisionError
 
-    path = tmp_path / "run.jsonl"
+    path, page = tmp_path / "run.jsonl", tmp_path / "run.html"
     with pytest.raises(ZeroDivisionError):
-        fit(
-            precision(),
-            callbacks=[LogSteps(polycast.RunLog(path), tmp_path / "run.html"), Failing()],
-        )
+        fit(precision(), callbacks=[LogSteps(polycast.RunLog(path), page), Failing()])
     assert [record.step for record in polycast.RunHistory.load(path).steps] == [0, 1]
-    assert (tmp_path / "run.html").is_file()
+    assert page.is_file()

@@ -1,5 +1,6 @@
 """Models whose forward opens regions."""
 
+import contextlib
 import copy
 import inspect
 import pickle
@@ -10,6 +11,8 @@ import torch
 import polycast
 from polycast_plugins.integrations.settings import RegionSettings, run_in_regions
 
+from .conftest import dtypes_in_a_region
+
 
 @pytest.fixture
 def in_regions(layers):
@@ -18,30 +21,24 @@ def in_regions(layers):
     return layers
 
 
-def test_forward_opens_a_region_inside_an_enabled_one_with_its_dtype(in_regions, dtypes, engine):
-    found = dtypes(in_regions)
-    with torch.autocast("cpu", torch.float16):
-        in_regions(torch.ones(1, 8))
-    assert found == [torch.float16, torch.float32, torch.float16]
+@pytest.mark.parametrize(
+    ("region", "expected"),
+    [
+        (lambda: polycast.autocast("cpu"), [torch.bfloat16, torch.float32, torch.bfloat16]),
+        (lambda: torch.autocast("cpu", torch.float16), [torch.float16, torch.float32, torch.float16]),
+        (lambda: polycast.autocast("cpu", enabled=False), [torch.float32] * 3),
+        (contextlib.nullcontext, [torch.float32] * 3),
+    ],
+    ids=["a region", "torch's", "disabled", "none"],
+)
+def test_forward_opens_a_region_inside_an_enabled_one_with_its_dtype(in_regions, region, expected, engine):
+    assert dtypes_in_a_region(in_regions, region()) == expected
 
 
-def test_outside_of_regions_forward_is_unchanged(in_regions, dtypes):
-    found = dtypes(in_regions)
-    in_regions(torch.ones(1, 8))
-    with polycast.autocast("cpu", enabled=False):
-        in_regions(torch.ones(1, 8))
-    assert found == [torch.float32] * 3
-
-
-def test_a_copy_computes_with_its_own_weights_in_its_own_regions(in_regions, dtypes):
-    copied = copy.deepcopy(in_regions)
-    found = dtypes(copied)
-    with torch.no_grad(), polycast.autocast("cpu"):
-        for parameter in copied.parameters():
-            parameter.zero_()
-        assert copied(torch.ones(1, 8)) == 0
-        assert in_regions(torch.ones(1, 8)) != 0
-    assert found == [torch.bfloat16, torch.float32, torch.bfloat16]
+def test_copies_run_in_regions_without_the_cache_that_cannot_be_pickled(layers):
+    run_in_regions(layers, RegionSettings({"relu": "fp32"}, cache=polycast.WeightCache()))
+    for copied in (copy.deepcopy(layers), pickle.loads(pickle.dumps(layers))):
+        assert dtypes_in_a_region(copied) == [torch.bfloat16, torch.float32, torch.bfloat16]
 
 
 def test_the_signature_is_that_of_the_forward(in_regions):
@@ -60,26 +57,11 @@ def test_data_parallel_refuses_the_model(in_regions):
         in_regions._replicate_for_data_parallel()
 
 
-def test_parameters_without_memory_do_not_decide_the_device(dtypes):
-    model = torch.nn.Sequential(torch.nn.Linear(8, 8, device="meta"), torch.nn.ReLU())
-    model.append(torch.nn.Linear(8, 1))
+def test_parameters_without_memory_do_not_decide_the_device():
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8, device="meta"), torch.nn.ReLU(), torch.nn.Linear(8, 1))
     run_in_regions(model, RegionSettings({"relu": "fp32"}))
-    model[0] = torch.nn.Linear(8, 8, device="meta")
-    model[0].forward = lambda x: x
-    found = []
-    model[1].register_forward_hook(lambda module, inputs, output: found.append(output.dtype))
-    with polycast.autocast("cpu"):
-        model(torch.ones(1, 8).bfloat16())
-    assert found == [torch.float32]
-
-
-def test_a_model_with_a_cache_is_pickled_without_it(layers, dtypes):
-    run_in_regions(layers, RegionSettings({"relu": "fp32"}, cache=polycast.WeightCache()))
-    loaded = pickle.loads(pickle.dumps(layers))
-    found = dtypes(loaded)
-    with polycast.autocast("cpu"):
-        loaded(torch.ones(1, 8))
-    assert found == [torch.bfloat16, torch.float32, torch.bfloat16]
+    model[0].forward = lambda x: x.bfloat16()
+    assert dtypes_in_a_region(model) == [torch.bfloat16, torch.float32, torch.bfloat16]
 
 
 def test_each_checkpoint_replaces_the_settings_of_the_one_before(layers):
@@ -93,20 +75,18 @@ def test_each_checkpoint_replaces_the_settings_of_the_one_before(layers):
     assert (settings.policy, settings.recipe) == (None, None)
 
 
-def test_a_given_policy_is_not_replaced(layers):
+def test_a_given_policy_is_not_replaced(layers, policy):
     settings = RegionSettings({"relu": "fp32"})
-    with pytest.warns(UserWarning, match="leave out policy="):
-        settings.restore(RegionSettings({"tanh": "fp32"}).state_dict(), layers)
+    with pytest.warns(UserWarning, match=r"^the run was saved with the policy .*careful.* leave out policy=$"):
+        settings.restore(RegionSettings(policy).state_dict(), layers)
     assert settings.policy == polycast.Policy({"relu": "fp32"})
+    assert polycast.rules_of(layers) == {}
 
 
-def test_settings_of_a_later_run_replace_those_of_the_one_before(layers, dtypes):
+def test_settings_of_a_later_run_replace_those_of_the_one_before(layers):
     run_in_regions(layers, RegionSettings(polycast.Policy({"relu": "fp32"}, modules={"0": "fp32"})))
     run_in_regions(layers, RegionSettings(polycast.Policy(modules={"2": "fp32"})))
-    found = dtypes(layers)
-    with polycast.autocast("cpu"):
-        layers(torch.ones(1, 8))
-    assert found == [torch.bfloat16, torch.bfloat16, torch.float32]
+    assert dtypes_in_a_region(layers) == [torch.bfloat16, torch.bfloat16, torch.float32]
     assert list(polycast.rules_of(layers)) == ["2"]
 
 
