@@ -8,18 +8,25 @@ import torch
 
 import polycast
 from polycast.toolchain import cache_folder
+from polycast_plugins.fastest import fastest_plan, op_timer
 from polycast_plugins.fastest import measure as measuring
-from polycast_plugins.fastest import op_timer, stopwatch
 from polycast_plugins.fastest import profile as profiles
 from polycast_plugins.fastest.cases import Case
 from polycast_plugins.fastest.measurement import Measurement
 from polycast_plugins.fastest.op_timer import OpTimer
 from polycast_plugins.fastest.operands import MeasuredWay
 from polycast_plugins.fastest.profile_file import Conditions
-from polycast_plugins.fastest.stopwatch import Stopwatch
+from polycast_plugins.fastest.recorded_ways import Ways, choose_recorded
+from polycast_plugins.fastest.stopwatch import PreemptionWatch, Stopwatch
 
+ROWS = (1, 4, 16, 128, 1024)
 FLOAT32 = MeasuredWay("float32", torch.float32, torch.bfloat16)
 BFLOAT16 = MeasuredWay("bfloat16", torch.bfloat16, torch.bfloat16)
+
+
+def by_rows(timer, way):
+    """Return the measurements of a way by rows."""
+    return {each.rows: each for each in timer.measurements() if each.way == way}
 
 
 @pytest.fixture
@@ -33,7 +40,7 @@ def kept(tmp_path, monkeypatch):
 
 
 class Measured:
-    """What stands in for measuring: it counts, and can be made to do something else."""
+    """Stands in for measuring: counts, and can be made to do something else."""
 
     def __init__(self):
         self.count = 0
@@ -68,49 +75,53 @@ def measured(kept, monkeypatch):
     return found
 
 
+@pytest.fixture(scope="session")
+def recipe_of(profile_of):
+    """Return a function that makes the recipe for a machine where only the work of a call takes time."""
+    return lambda **ways: polycast.Fastest(profile_of(**{"overhead": 1e-15, "cast": 1e-15, **ways}))
+
+
 @pytest.fixture
-def float32_way(profile_of):
+def float32_way(recipe_of):
     """Return the recipe for a machine where only float32 is fast, also where an autograd function costs more."""
-    return polycast.Fastest(profile_of(overhead=1e-15, cast=1e-15, bfloat16=1e9, float16=1e9))
+    return recipe_of(bfloat16=1e9, float16=1e9)
 
 
 @pytest.fixture
-def slow(profile_of):
+def slow(recipe_of):
     """Return the recipe for a machine where float32 is faster."""
-    return polycast.Fastest(profile_of(overhead=1e-15, cast=1e-15, bfloat16=9.0, float16=9.0))
+    return recipe_of(bfloat16=9.0, float16=9.0)
 
 
 @pytest.fixture
-def quick(profile_of):
+def quick(recipe_of):
     """Return the recipe for a machine where the fast dtypes are faster."""
-    return polycast.Fastest(profile_of(overhead=1e-15, cast=1e-15, bfloat16=0.1, float16=0.1))
+    return recipe_of(bfloat16=0.1, float16=0.1)
 
 
 class Clock:
-    """A clock that runs only when a function says how long it takes."""
+    """A clock that runs only when a function says how long it takes, and whether it was preempted."""
 
     def __init__(self):
         self.now = 0.0
+        self.is_preempted = False
         self.calls = Counter()
 
     def __call__(self):
         return self.now
 
-    def cases(self, seconds, works=(1, 4, 16, 128, 1024), size=64):
-        """Return a case of linear for each work, given the seconds by way, work and number of earlier calls."""
+    def case(self, rows, size, work, seconds):
+        """Return a case of linear, given the seconds by way, work and number of earlier calls."""
 
-        def make(work):
-            def arguments(way, operands):
-                return (way.name,)
+        def function(way):
+            before = self.calls[way, work]
+            self.calls[way, work] += 1
+            self.now += seconds(way, work, before)
 
-            def function(way):
-                before = self.calls[way, work]
-                self.calls[way, work] += 1
-                self.now += seconds(way, work, before)
+        return Case("linear", rows, size, work, function, lambda way, operands: (way.name,))
 
-            return Case("linear", work, size, work, function, arguments)
-
-        return [make(work) for work in works]
+    def cases(self, seconds, works=ROWS, size=64):
+        return [self.case(work, size, work, seconds) for work in works]
 
 
 @pytest.fixture
@@ -118,7 +129,7 @@ def clock(monkeypatch):
     found = Clock()
     monkeypatch.setattr(time, "perf_counter", found)
     # The machine that runs the tests may be busy.
-    monkeypatch.setattr(stopwatch, "_involuntary_switches", lambda: 0)
+    monkeypatch.setattr(PreemptionWatch, "was_preempted", lambda self: found.is_preempted)
     monkeypatch.setattr(op_timer, "load_of_others", lambda: 0.0)
     return found
 
@@ -151,6 +162,11 @@ def queues(monkeypatch):
 
 
 @pytest.fixture
-def by_rows():
-    """Return a function that returns the measurements of a way by rows."""
-    return lambda timer, way: {each.rows: each for each in timer.measurements() if each.way == way}
+def choose_ways(monkeypatch):
+    """Return a function that sets the ways of the forward and of each gradient; None: by the profile."""
+
+    def choose(ways):
+        given = choose_recorded if ways is None else lambda *_: Ways(*ways, "for a test")
+        monkeypatch.setattr(fastest_plan, "choose_recorded", given)
+
+    return choose

@@ -3,64 +3,82 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
 import polycast
 from polycast_plugins.fastest import op_timer
-from polycast_plugins.fastest.cases import Case
+from polycast_plugins.fastest.cases import cases
 from polycast_plugins.fastest.measure import measure
 from polycast_plugins.fastest.measurement import PREEMPTED, Omission
-from polycast_plugins.fastest.stopwatch import PreemptionWatch, Stopwatch
+from polycast_plugins.fastest.operands import MeasuredWay
+from polycast_plugins.fastest.stopwatch import Stopwatch
 
-from .conftest import BFLOAT16, FLOAT32
+from .conftest import BFLOAT16, FLOAT32, ROWS, by_rows
 
-
-def test_steady_times_are_found(clock, run, by_rows):
-    timer = run(lambda way, work, before: work * (1e-6 if way == "float32" else 5e-7))
-    for way, rate in (("float32", 1e-6), ("bfloat16", 5e-7)):
-        found = by_rows(timer, way)
-        assert list(found) == [1, 4, 16, 128, 1024]
-        assert {rows: each.seconds for rows, each in found.items()} == pytest.approx(
-            {rows: rate * rows for rows in found}
+RATES = {"float32": 1e-5, "bfloat16": 5e-6}
+DISTURBED = {
+    "nothing": lambda now, way, work, before: 0,
+    "the first call": lambda now, way, work, before: 2e-3 * (not before),
+    # A library is read from the disk, or memory comes back from swap.
+    "the first call of an op": lambda now, way, work, before: 0.4 * (way == "float32" and now == 0),
+    "a part of the first pass": lambda now, way, work, before: 1e-3 * (now < 0.4),
+    **{
+        f"all ways of a case, from {begin} s on": lambda now, way, work, before, begin=begin: (
+            work * (1e-4 if way == "bfloat16" else 2e-5) * (begin <= now < begin + 0.5)
         )
-        assert not any(each.noisy or each.extrapolated for each in found.values())
+        for begin in (0.0, 0.3, 0.9, 1.2)
+    },
+    **{
+        f"a case of {slow} rows through the first pass": lambda now, way, work, before, slow=slow: (
+            0.1 * (work == slow and now < 0.9)
+        )
+        for slow in (1, 16, 1024)
+    },
+}
+"""The seconds that a disturbance adds to those of a call."""
+
+
+@pytest.mark.parametrize("added", DISTURBED.values(), ids=DISTURBED)
+def test_a_disturbance_that_ends_is_measured_away(added, clock, run):
+    found = run(lambda way, work, before: work * RATES[way] + added(clock.now, way, work, before)).measurements()
+    assert {(each.way, each.rows): each.seconds for each in found} == pytest.approx(
+        {(way, rows): rate * rows for way, rate in RATES.items() for rows in ROWS}
+    )
+    assert not any(each.noisy or each.extrapolated for each in found)
     assert clock.now < 2.2
 
 
-def test_a_hopeless_way_is_extrapolated(clock, run, by_rows):
-    timer = run(lambda way, work, before: work * (1e-6 if way == "float32" else 1e-2))
+def slower(ratio, shortest=0.0):
+    """Return the seconds of calls that take some times as long in bfloat16."""
+    return lambda way, work: (shortest + work * 1e-6) * (ratio if way == "bfloat16" else 1)
+
+
+def slow_for_few(shortest):
+    """Return the seconds of calls that take long besides the work, in bfloat16 7 times as long for less work."""
+    return lambda way, work: shortest * (1 + work / 1e3) * (7 if way == "bfloat16" and work < 128 else 1)
+
+
+EXTRAPOLATED = {
+    "hopeless": (slower(1e4), ROWS, [16, 128, 1024], 10.24),
+    "5.9 times as long": (slower(5.9), ROWS, [], 5.9 * 1024e-6),
+    "6.1 times as long": (slower(6.1), ROWS, [128, 1024], 6.1 * 1024e-6),
+    "from the time of float32": (slower(7, 1e-5), ROWS, [1024], 7 * (1e-5 + 1024e-6)),
+    "short calls": (slow_for_few(1e-6), (1, 4, 16, 128), [], 1.128e-6),
+    "long calls": (slow_for_few(1e-3), (1, 128), [128], 128 * 7 * 1.001e-3),
+}
+
+
+@pytest.mark.parametrize("case", EXTRAPOLATED)
+def test_a_way_that_takes_six_times_as_long_as_float32_is_extrapolated(case, clock, run):
+    seconds, works, extrapolated, longest = EXTRAPOLATED[case]
+    timer = run(lambda way, work, before: seconds(way, work), works=works)
     found = by_rows(timer, "bfloat16")
-    assert [rows for rows, each in found.items() if each.extrapolated] == [16, 128, 1024]
-    assert found[1024].seconds == pytest.approx(10.24)
-    assert {work for way, work in clock.calls if way == "bfloat16"} == {1, 4}
-    assert not any(each.extrapolated for each in by_rows(timer, "float32").values())
+    assert [rows for rows, each in found.items() if each.extrapolated] == extrapolated
+    assert found[works[-1]].seconds == pytest.approx(longest)
+    assert {work for way, work in clock.calls if way == "bfloat16"} == {*works} - {*extrapolated}
+    if case != "long calls":  # which are too long by the rate of the first
+        assert not any(each.extrapolated for each in by_rows(timer, "float32").values())
     assert clock.now < 3
-
-
-@pytest.mark.parametrize(("ratio", "timed"), [(5.9, [1, 4, 16, 128, 1024]), (6.1, [1, 4, 16])])
-def test_a_way_that_takes_six_times_as_long_as_float32_is_extrapolated(ratio, timed, run, by_rows):
-    timer = run(lambda way, work, before: work * (1e-6 if way == "float32" else ratio * 1e-6))
-    found = by_rows(timer, "bfloat16")
-    assert [rows for rows, each in found.items() if not each.extrapolated] == timed
-    assert found[1024].seconds == pytest.approx(ratio * 1024e-6)
-
-
-def test_a_hopeless_way_is_extrapolated_from_the_time_of_float32(run, by_rows):
-    def seconds(way, work, before):
-        return (1e-5 + work * 1e-6) * (7 if way == "bfloat16" else 1)
-
-    timer = run(seconds)
-    found = by_rows(timer, "bfloat16")
-    assert [rows for rows, each in found.items() if each.extrapolated] == [1024]
-    assert found[1024].seconds == pytest.approx(7 * seconds("float32", 1024, 0))
-
-
-@pytest.mark.parametrize("shortest", [1e-6, 1e-3])
-def test_a_way_whose_calls_take_long_besides_the_work_is_no_hopeless_one(shortest, run, by_rows):
-    def seconds(way, work, before):
-        return shortest * (1 + work / 1e3) * (1 if way == "float32" else 7 if work < 128 else 1)
-
-    found = by_rows(run(seconds, works=(1, 4, 16, 128) if shortest < 1e-4 else (1, 128)), "bfloat16")
-    assert found[128].extrapolated == (shortest > 1e-4)
 
 
 def test_a_case_for_whose_op_the_device_has_no_kernel_is_left_out(clock, run_cases):
@@ -71,12 +89,7 @@ def test_a_case_for_whose_op_the_device_has_no_kernel_is_left_out(clock, run_cas
 
 
 def sized(clock, rows, size, seconds):
-    """Return a case of linear, given the seconds by way."""
-
-    def function(way):
-        clock.now += seconds(way)
-
-    return Case("linear", rows, size, rows * size, function, lambda way, operands: (way.name,))
+    return clock.case(rows, size, rows * size, lambda way, work, before: seconds(way))
 
 
 def test_extrapolation_is_from_less_work_if_that_was_timed(clock, run_cases):
@@ -106,104 +119,44 @@ def test_a_way_is_timed_if_it_is_fast_for_fewer_rows_or_for_a_smaller_size(slow,
     assert {(each.rows, each.size) for each in timer.measurements() if each.extrapolated} == extrapolated
 
 
-def test_extrapolation_is_from_the_most_rows_that_were_timed(run, by_rows):
+def test_extrapolation_is_from_the_most_rows_that_were_timed(run):
     seconds = {1: 1e-4, 4: 1e-3, 16: 2e-2}
-    timer = run(lambda way, work, before: seconds[work], works=(1, 4, 16, 4096))
-    found = by_rows(timer, "bfloat16")
+    found = by_rows(run(lambda way, work, before: seconds[work], works=(1, 4, 16, 4096)), "bfloat16")
     assert found[4096].extrapolated
     assert found[4096].seconds == pytest.approx(2e-2 * 4096 / 16)
 
 
-def test_a_first_call_that_is_slow_does_not_count(run, by_rows):
-    timer = run(lambda way, work, before: 0.5e-3 if before else 2e-3)
-    assert by_rows(timer, "bfloat16")[1].seconds == pytest.approx(0.5e-3)
-
-
-def test_a_stall_at_the_first_call_of_an_op_is_no_rate_for_others(clock, run, by_rows):
-    def seconds(way, work, before):  # a library is read from the disk, or memory comes back from swap
-        stalls = way == "float32" and sum(clock.calls.values()) == 1
-        return 0.4 if stalls else work * 1e-6
-
-    found = by_rows(run(seconds), "float32")
-    assert {rows: each.seconds for rows, each in found.items()} == pytest.approx(
-        {rows: 1e-6 * rows for rows in (1, 4, 16, 128, 1024)}
-    )
-    assert not any(each.extrapolated or each.noisy for each in found.values())
-
-
-def test_what_is_extrapolated_from_a_noisy_time_is_noisy(clock, run, by_rows):
-    timer = run(lambda way, work, before: 1e-2 * work * (1 + 5 * clock.now), ways=(FLOAT32,))
-    found = by_rows(timer, "float32")
+def test_what_is_extrapolated_from_a_noisy_time_is_noisy(clock, run):
+    found = by_rows(run(lambda way, work, before: 1e-2 * work * (1 + 5 * clock.now), ways=(FLOAT32,)), "float32")
     assert found[1].noisy
-    assert all(each.noisy for each in found.values() if each.extrapolated)
-    assert any(each.extrapolated for each in found.values())
+    assert {each.noisy for each in found.values() if each.extrapolated} == {True}
 
 
-def test_the_least_of_the_rounds_counts(run, by_rows):
+def test_the_least_of_the_rounds_counts(run):
     timer = run(lambda way, work, before: work * (1e-5 if before % 3 else 3e-5))
     assert {rows: each.seconds for rows, each in by_rows(timer, "bfloat16").items()} == pytest.approx(
-        {rows: 1e-5 * rows for rows in (1, 4, 16, 128, 1024)}, rel=0.7
+        {rows: 1e-5 * rows for rows in ROWS}, rel=0.7
     )
 
 
-def test_a_disturbance_that_ends_is_measured_away(clock, run):
-    def seconds(way, work, before):
-        return (1e-3 if clock.now < 0.4 else 1e-5) * (2 if way == "bfloat16" else 1)
-
-    timer = run(seconds)
-    assert all(not each.noisy for each in timer.measurements())
-    assert {each.rows: each.seconds for each in timer.measurements() if each.way == "float32"} == pytest.approx(
-        dict.fromkeys((1, 4, 16, 128, 1024), 1e-5)
-    )
-
-
-@pytest.mark.parametrize("begin", [0.0, 0.3, 0.9, 1.2])
-def test_a_disturbance_of_all_ways_of_a_case_is_measured_away(begin, clock, run):
-    def seconds(way, work, before):
-        disturbed = begin <= clock.now < begin + 0.5
-        return work * (1e-4 if disturbed and way == "bfloat16" else 3e-5 if disturbed else 1e-5)
-
-    found = run(seconds).measurements()
-    assert {(each.way, each.rows): each.seconds for each in found} == pytest.approx(
-        {(way, rows): 1e-5 * rows for way in ("float32", "bfloat16") for rows in (1, 4, 16, 128, 1024)}
-    )
-    assert not any(each.noisy or each.extrapolated for each in found)
-
-
-@pytest.mark.parametrize("slow", [1, 16, 1024])
-def test_a_call_that_is_slow_through_the_first_pass_is_timed_again(slow, clock, run, by_rows):
-    def seconds(way, work, before):
-        return 0.1 if work == slow and clock.now < 0.9 else work * 1e-6
-
-    found = by_rows(run(seconds), "float32")
-    assert found[slow].seconds == pytest.approx(slow * 1e-6)
-    assert not any(each.extrapolated for each in found.values())
-
-
-def test_calls_that_are_slower_than_their_rate_take_no_more_than_their_time(clock, run, by_rows):
-    def seconds(way, work, before):
-        return 0.5 if work == 1024 else work * 1e-6
-
-    found = by_rows(run(seconds), "bfloat16")
+def test_calls_that_are_slower_than_their_rate_take_no_more_than_their_time(clock, run):
+    found = by_rows(run(lambda way, work, before: 0.5 if work == 1024 else work * 1e-6), "bfloat16")
     assert found[1024].seconds == pytest.approx(0.5)
     assert clock.now < 3
 
 
-def test_what_stays_noisy_is_marked(clock, run, by_rows):
+def test_what_stays_noisy_is_marked(clock, run):
     timer = run(lambda way, work, before: 1e-3 * (1 + 5 * clock.now) if way == "bfloat16" else 1e-3, works=(1,))
-    assert by_rows(timer, "bfloat16")[1].noisy
-    assert not by_rows(timer, "float32")[1].noisy
+    assert {each.way: each.noisy for each in timer.measurements()} == {"float32": False, "bfloat16": True}
     assert clock.now < 3
 
 
-def test_a_call_that_takes_longer_than_one_with_more_work_is_noisy(run, by_rows):
+def test_a_call_that_takes_longer_than_one_with_more_work_is_noisy(run):
     timer = run(lambda way, work, before: 1e-3 if work == 4 else work * 1e-6)
     assert [rows for rows, each in by_rows(timer, "float32").items() if each.noisy] == [4]
 
 
-def test_what_was_preempted_each_time_is_neither_used_nor_extrapolated_from(clock, monkeypatch, run, by_rows):
-    monkeypatch.setattr(PreemptionWatch, "was_preempted", lambda self: clock.is_preempted)
-
+def test_what_was_preempted_each_time_is_neither_used_nor_extrapolated_from(clock, run):
     def seconds(way, work, before):
         clock.is_preempted = way == "float32" or work > 1
         return 0.05 if clock.is_preempted else 1e-5
@@ -211,28 +164,31 @@ def test_what_was_preempted_each_time_is_neither_used_nor_extrapolated_from(cloc
     timer = run(seconds)
     assert by_rows(timer, "float32") == {}
     found = by_rows(timer, "bfloat16")
-    assert found[1].seconds == pytest.approx(1e-5)
+    assert {rows: each.seconds for rows, each in found.items()} == pytest.approx({rows: rows * 1e-5 for rows in ROWS})
     assert not found[1].noisy
-    assert found[1024].seconds == pytest.approx(1024e-5)
-    assert all(each.extrapolated for rows, each in found.items() if rows > 1)
+    assert [rows for rows, each in found.items() if each.extrapolated] == [4, 16, 128, 1024]
     assert set(timer.omissions) == {Omission("linear", "float32", PREEMPTED)}
     assert clock.now < 3
 
 
-def test_a_case_whose_first_call_was_preempted_is_timed_again(clock, monkeypatch, run, by_rows):
-    monkeypatch.setattr(PreemptionWatch, "was_preempted", lambda self: clock.is_preempted)
+@pytest.mark.parametrize(
+    ("is_preempted", "slow", "ends", "noisy"),
+    [(lambda before: before < 2, 0.04, op_timer._ENDS, False), (lambda before: before > 5, 1e-3, (1.1,), True)],
+    ids=["the first", "all but the first"],
+)
+def test_calls_that_were_preempted_do_not_count(is_preempted, slow, ends, noisy, clock, run, monkeypatch):
+    monkeypatch.setattr(op_timer, "_ENDS", ends)
 
     def seconds(way, work, before):
-        clock.is_preempted = before < 2
-        return 0.04 if clock.is_preempted else 1e-5
+        clock.is_preempted = is_preempted(before)
+        return slow if clock.is_preempted else 1e-5
 
-    found = by_rows(run(seconds, works=(1,)), "float32")[1]
-    assert (found.seconds, found.noisy) == (pytest.approx(1e-5), False)
+    timer = run(seconds, works=(1,))
+    assert [(each.seconds, each.noisy) for each in timer.measurements()] == [(pytest.approx(1e-5), noisy)] * 2
+    assert timer.omissions == []
 
 
-def test_a_preempted_block_does_not_count(clock, monkeypatch):
-    monkeypatch.setattr(PreemptionWatch, "was_preempted", lambda self: clock.is_preempted)
-
+def test_a_preempted_block_does_not_count(clock):
     def call():
         clock.calls["call"] += 1
         clock.is_preempted = clock.calls["call"] % 2 == 0
@@ -258,7 +214,7 @@ class Memory:
 
     nbytes = 2**27
 
-    def __init__(self, clock, made, read):
+    def __init__(self, clock, made=0.0, read=0.01):
         self._clock = clock
         self._read = read
         clock.now += made
@@ -270,6 +226,8 @@ class Memory:
         return self
 
     def sum(self):
+        if self._read is None:
+            raise NotImplementedError("no such op")
         self._clock.now += self._read
 
 
@@ -287,24 +245,93 @@ def test_making_the_memory_and_reading_it_is_part_of_the_time(made, read, clock,
     assert 1.5 < clock.now < 3
 
 
-@pytest.mark.parametrize(("seconds", "bandwidth"), [(1e-4, 2**21 / 1e-4), (1e-3, 2**27 / 0.01)])
-def test_the_bandwidth_is_the_best_of_a_sum_and_of_a_product_of_one_row(seconds, bandwidth, clock, monkeypatch, run):
-    monkeypatch.setattr(op_timer, "Operands", lambda device_type: Memory(clock, 0.0, 0.01))
+@pytest.mark.parametrize(
+    ("read", "size", "seconds", "bandwidth"),
+    [(0.01, 2**20, 1e-4, 2**21 / 1e-4), (0.01, 2**20, 1e-3, 2**27 / 0.01), (None, 64, 1e-3, 0.0)],
+    ids=["a product of one row", "a sum", "unknown"],
+)
+def test_the_bandwidth_is_the_best_of_a_sum_and_of_a_product(read, size, seconds, bandwidth, clock, monkeypatch, run):
+    monkeypatch.setattr(op_timer, "Operands", lambda device_type: Memory(clock, read=read))
     times = {"float32": 1e-3, "bfloat16": seconds}
-    timer = run(lambda way, work, before: times[way], works=(1,), size=2**20)
+    timer = run(lambda way, work, before: times[way], works=(1,), size=size)
     assert timer.bandwidth() == pytest.approx(bandwidth)
-
-
-def test_the_bandwidth_of_a_device_without_sums_is_unknown(clock, monkeypatch, run):
-    def fail(self):
-        raise NotImplementedError("no such op")
-
-    monkeypatch.setattr(Memory, "sum", fail)
-    monkeypatch.setattr(op_timer, "Operands", lambda device_type: Memory(clock, 0.0, 0.01))
-    assert run(lambda way, work, before: 1e-3).bandwidth() == 0.0
 
 
 def test_the_load_of_others_is_that_of_the_middle_pass(run, monkeypatch):
     loads = iter((0.9, 0.1, 0.2, 0.8, 0.0))
     monkeypatch.setattr(op_timer, "load_of_others", lambda: next(loads))
     assert run(lambda way, work, before: 1e-4).other_load() == 0.2
+
+
+RAISES = {
+    "in a case": (
+        lambda work, before: work > 4,
+        NotImplementedError("no kernel for. It has\nfew rows only"),
+        "NotImplementedError: no kernel for",
+        [1, 4],
+        {16: 1, 128: 1, 1024: 1},
+    ),
+    **{
+        f"after {count} calls": (
+            lambda work, before, count=count: work == 16 and before >= count,
+            MemoryError("the device is out of memory"),
+            "MemoryError: the device is out of memory",
+            [1, 4, 128, 1024],
+            {16: count + 1},
+        )
+        for count in (3, 7, 100)
+    },
+}
+
+
+@pytest.mark.parametrize("case", RAISES)
+def test_what_raises_is_left_out_with_the_reason_and_not_called_again(case, clock, run):
+    raises, error, text, timed, calls = RAISES[case]
+
+    def seconds(way, work, before):
+        if way == "bfloat16" and raises(work, before):
+            raise error
+        return work * 1e-6
+
+    timer = run(seconds)
+    assert {way: [*by_rows(timer, way)] for way in RATES} == {"float32": [*ROWS], "bfloat16": timed}
+    assert not any(each.noisy for each in timer.measurements())
+    assert timer.omissions == [Omission("linear", "bfloat16", text)]
+    assert {work: clock.calls["bfloat16", work] for work in calls} == calls
+
+
+def test_a_way_that_takes_long_to_fail_is_not_tried_for_other_cases(clock, run):
+    def seconds(way, work, before):
+        if way == "bfloat16":
+            clock.now += 0.4
+            raise NotImplementedError("no kernel")
+        return work * 1e-6
+
+    timer = run(seconds)
+    assert timer.omissions == [Omission("linear", "bfloat16", "NotImplementedError: no kernel")]
+    assert [clock.calls["bfloat16", work] for work in ROWS] == [1, 0, 0, 0, 0]
+
+
+def test_an_interruption_is_passed_on(run):
+    def seconds(way, work, before):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(seconds)
+
+
+def test_what_is_unsupported_is_not_extrapolated(run_cases, clock):
+    class FewRows(polycast.plugin.LowBitKernel):
+        def unsupported_reason(self, *args):
+            return "too many rows" if args[0].shape[0] > 4 else None
+
+        def prepack(self, weight):
+            return (weight.clone(),)
+
+        def run(self, prepacked, *args):
+            clock.now += 10.0  # so that there is no time for other cases
+
+    way = MeasuredWay("int8", torch.bfloat16, torch.bfloat16, {"aten::linear": FewRows()})
+    timer = run_cases([case for case in cases() if case.op == "linear"], [way])
+    assert {each.rows for each in timer.measurements()} == {1, 4}
+    assert timer.omissions == [Omission("linear", "int8", "too many rows")]
