@@ -16,9 +16,6 @@ from polycast_plugins.fastest.profile import Lookup, find, forget, look_up
 from polycast_plugins.fastest.profile_file import Conditions
 
 only_posix = pytest.mark.skipif(not hasattr(os, "geteuid"), reason="this system has other owners and permissions")
-only_root = pytest.mark.skipif(
-    not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root can give a file to another user"
-)
 
 
 def only_file(kept):
@@ -26,23 +23,24 @@ def only_file(kept):
     return path
 
 
-def test_the_first_call_measures_and_the_next_ones_do_not(measured, kept):
+@pytest.fixture
+def path(measured, kept):
+    """Measure the CPU and return the file of its profile."""
+    polycast.profile("cpu")
+    return only_file(kept)
+
+
+def test_the_first_call_measures_and_find_and_the_next_ones_do_not(measured, kept):
+    assert find("cpu") is None
+    assert not kept.exists()
     found = polycast.profile("cpu")
-    assert polycast.profile("cpu") is found
+    assert polycast.profile("cpu") is polycast.profile("cpu:0") is find("cpu") is found
     forget()  # as in another process
     again = polycast.profile("cpu")
     assert again is not found
     assert again == found
     assert measured.count == 1
     assert [path.suffix for path in sorted(kept.iterdir())] == [".json", ".lock"]
-
-
-def test_find_measures_nothing(measured, kept):
-    assert find("cpu") is None
-    assert not kept.exists()
-    found = polycast.profile("cpu")
-    assert find("cpu") is found
-    assert measured.count == 1
 
 
 def test_find_is_cheap_once_it_has_looked(measured, monkeypatch):
@@ -92,25 +90,6 @@ def test_each_number_of_threads_has_a_profile(measured, kept):
     assert len(list(kept.glob("*.json"))) == 2
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [{"device": "another processor"}, {"versions": {"torch": "1.0"}}, {"details": {"ONEDNN_MAX_CPU_ISA": "AVX2"}}],
-    ids=lambda changes: "".join(changes),
-)
-def test_other_conditions_have_another_file(changes):
-    now = Conditions.now(polycast.plugin.get_backend("cpu"))
-    assert dataclasses.replace(now, **changes).file_name != now.file_name
-
-
-def test_versions_belong_to_the_conditions():
-    versions = Conditions.now(polycast.plugin.get_backend("cpu")).versions
-    assert {name: versions[name] for name in ("polycast", "torch")} == {
-        "polycast": polycast.__version__,
-        "torch": str(torch.__version__),
-    }
-    assert versions["backend"].startswith("polycast ")
-
-
 @pytest.mark.parametrize("package", [polycast, torch], ids=["polycast", "torch"])
 def test_another_version_measures_for_itself(package, measured, kept, monkeypatch):
     first = polycast.profile("cpu")
@@ -124,13 +103,21 @@ def test_another_version_measures_for_itself(package, measured, kept, monkeypatc
     assert measured.count == len(list(kept.glob("*.json"))) == 2
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [{"device": "another processor"}, {"versions": {"torch": "1.0"}}, {"details": {"ONEDNN_MAX_CPU_ISA": "AVX2"}}],
+    ids=lambda changes: "".join(changes),
+)
+def test_other_conditions_have_another_file(changes):
+    now = Conditions.now(polycast.plugin.get_backend("cpu"))
+    assert dataclasses.replace(now, **changes).file_name != now.file_name
+
+
 def test_limits_of_the_instructions_belong_to_the_conditions(monkeypatch):
     backend = polycast.plugin.get_backend("cpu")
-    before = Conditions.now(backend)
-    assert before.details["capability"] == torch.backends.cpu.get_cpu_capability()
+    assert Conditions.now(backend).details["capability"] == torch.backends.cpu.get_cpu_capability()
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
     assert Conditions.now(backend).details["ONEDNN_MAX_CPU_ISA"] == "AVX2"
-    assert Conditions.now(backend).file_name != before.file_name
 
 
 def test_a_backend_registered_by_hand_has_profiles_of_its_own(measured, hand_made):
@@ -142,117 +129,91 @@ def test_a_backend_registered_by_hand_has_profiles_of_its_own(measured, hand_mad
     assert find("cpu").versions["backend"].startswith("polycast ")
 
 
+def edit(path, field, **values):
+    found = polycast.DeviceProfile.load(path)
+    dataclasses.replace(found, **{field: {**getattr(found, field), **values}}).save(path)
+
+
+ELSEWHERE = "{path} was measured elsewhere: its"
 REFUSED = {
-    "damaged": (lambda path: path.write_text(path.read_text()[:100]), "is damaged: it is not JSON"),
-    "binary": (lambda path: path.write_bytes(b"\xff\x00"), "is damaged: 'utf-8' codec can't decode"),
+    "damaged": (lambda path: path.write_text(path.read_text()[:100]), "{path} is damaged: it is not JSON"),
+    "binary": (lambda path: path.write_bytes(b"\xff\x00"), "{path} is damaged: 'utf-8' codec can't decode"),
     "edited": (
         lambda path: path.write_text(path.read_text().replace("0.0021", "0.0001")),
-        "is damaged: it was changed: its digest differs",
+        "{path} is damaged: it was changed: its digest differs",
     ),
-    "writable by the group": (lambda path: path.chmod(0o660), "can be written by others"),
+    "writable by the group": (lambda path: path.chmod(0o660), "{path} can be written by others (-rw-rw----)"),
     "in a writable folder": (lambda path: path.parent.chmod(0o777), "profiles can be written by others"),
     "in a writable cache": (lambda path: path.parent.parent.chmod(0o770), "polycast can be written by others"),
     "a folder": (lambda path: (path.unlink(), path.mkdir()), "Is a directory"),
     "of another processor": (
         lambda path: dataclasses.replace(polycast.DeviceProfile.load(path), device="Z80").save(path),
-        "was measured elsewhere: its device is Z80, and this is ",
+        f"{ELSEWHERE} device is Z80, and this is ",
     ),
-    "of another torch": (
-        lambda path: changed(path, "versions", torch="1.0"),
-        "was measured elsewhere: its version of torch is 1.0, and this is ",
-    ),
-    "of another polycast": (
-        lambda path: changed(path, "versions", polycast="0.0"),
-        "was measured elsewhere: its version of polycast is 0.0, and this is ",
-    ),
-    "of another backend": (
-        lambda path: changed(path, "versions", backend="acme 3"),
-        "was measured elsewhere: its version of backend is acme 3, and this is polycast ",
-    ),
+    **{
+        f"of another {name}": (
+            lambda path, name=name, value=value: edit(path, "versions", **{name: value}),
+            f"{ELSEWHERE} version of {name} is {value}, and this is ",
+        )
+        for name, value in {"torch": "1.0", "polycast": "0.0", "backend": "acme 3"}.items()
+    },
     "of a limited torch": (
-        lambda path: changed(path, "details", ATEN_CPU_CAPABILITY="avx2"),
-        "was measured elsewhere: its ATEN_CPU_CAPABILITY is avx2, and this is none",
+        lambda path: edit(path, "details", ATEN_CPU_CAPABILITY="avx2"),
+        f"{ELSEWHERE} ATEN_CPU_CAPABILITY is avx2, and this is none",
+    ),
+    "of another user": (lambda path: os.chown(path, 12345, -1), "belongs to another user (uid 12345)"),
+    "in a folder of another user": (
+        lambda path: os.chown(path.parent, 12345, -1),
+        "belongs to another user (uid 12345)",
     ),
 }
 
 
-def changed(path, field, **values):
-    found = polycast.DeviceProfile.load(path)
-    dataclasses.replace(found, **{field: {**getattr(found, field), **values}}).save(path)
-
-
 @only_posix
 @pytest.mark.parametrize("case", REFUSED)
-def test_a_file_that_cannot_be_trusted_is_ignored_with_the_reason(case, measured, kept):
+def test_a_file_that_cannot_be_trusted_is_ignored_with_the_reason(case, path):
     change, reason = REFUSED[case]
-    polycast.profile("cpu")
-    change(only_file(kept))
-    forget()
+    if "another user" in case and os.geteuid() != 0:
+        pytest.skip("only root can give a file to another user")
+    change(path)
+    forget()  # as in another process
     assert find("cpu") is None
-    assert reason in look_up("cpu").refusal
-
-
-@only_root
-@pytest.mark.parametrize("which", ["file", "folder"])
-def test_what_another_user_owns_is_ignored(which, measured, kept):
-    polycast.profile("cpu")
-    os.chown(only_file(kept) if which == "file" else kept, 12345, -1)
-    forget()
-    assert find("cpu") is None
-    assert "belongs to another user (uid 12345)" in look_up("cpu").refusal
+    assert reason.format(path=path) in look_up("cpu").refusal
 
 
 @only_posix
 @pytest.mark.parametrize("case", ["damaged", "edited", "writable by the group", "of another torch"])
-def test_a_file_that_is_ignored_is_replaced(case, measured, kept):
-    polycast.profile("cpu")
-    REFUSED[case][0](only_file(kept))
+def test_a_file_that_is_ignored_is_replaced(case, path, measured):
+    REFUSED[case][0](path)
     forget()
     again = polycast.profile("cpu")
     assert measured.count == 2
     forget()
     assert find("cpu") == again
-    assert only_file(kept).stat().st_mode & 0o077 == 0
+    assert path.stat().st_mode & 0o077 == 0
 
 
 @only_posix
-def test_a_folder_that_others_can_write_is_left_alone(measured, kept):
-    polycast.profile("cpu")
-    kept.chmod(0o777)
-    before = only_file(kept).read_text()
+def test_a_folder_that_others_can_write_is_left_alone(path, measured):
+    path.parent.chmod(0o777)
+    before = path.read_text()
     forget()
-    with pytest.warns(
-        UserWarning, match=r"for this process alone: .*profiles can be written by .* only you can write\.$"
-    ):
+    said = r"for this process alone: .*profiles can be written by .* only you can write\.$"
+    with pytest.warns(UserWarning, match=said):
         again = polycast.profile("cpu")
     assert polycast.profile("cpu") is again
-    assert only_file(kept).read_text() == before
+    assert path.read_text() == before
     assert measured.count == 2
-
-
-def test_a_profile_that_cannot_be_written_names_the_remedy(measured, kept):
-    kept.parent.touch()  # a file in place of the folder
-    remedy = r"Set XDG_CACHE_HOME to a folder of yours that has room\."
-    with pytest.warns(UserWarning, match=rf"for this process alone: \[Errno \d+\] [^.]*\. {remedy}$"):
-        assert polycast.profile("cpu") is polycast.profile("cpu")
-
-
-@only_posix
-def test_a_folder_that_others_can_write_matters_only_where_it_has_a_profile(measured, kept):
-    polycast.profile("cpu")
-    only_file(kept).unlink()
-    kept.chmod(0o777)
+    path.unlink()
     forget()
     assert look_up("cpu").warning is None
 
 
-def test_a_cache_that_cannot_be_written_gives_a_warning(measured, tmp_path, kept):
-    kept.parent.write_text("a file where a folder should be")
-    with pytest.warns(UserWarning, match="measured cpu for this process alone"):
-        polycast.profile("cpu")
-
-
-# ---- Errors, interruptions, threads.
+def test_a_profile_that_cannot_be_written_gives_a_warning_that_names_the_remedy(measured, kept):
+    kept.parent.touch()  # a file in place of the folder
+    said = r"for this process alone: \[Errno \d+\] [^.]*\. Set XDG_CACHE_HOME to a folder of yours that has room\.$"
+    with pytest.warns(UserWarning, match=f"^polycast measured cpu {said}"):
+        assert polycast.profile("cpu") is polycast.profile("cpu")
 
 
 def test_a_device_that_is_not_there_cannot_be_measured(kept, hand_made):
@@ -268,27 +229,15 @@ def test_what_is_no_device_is_an_error(bad, kept):
         polycast.profile(bad)
 
 
-def test_an_index_is_ignored(measured):
-    assert polycast.profile("cpu:0") is polycast.profile("cpu")
-
-
-def interrupt():
+def interrupt(*_):
     raise KeyboardInterrupt
 
 
-def test_an_interruption_while_measuring_leaves_nothing(measured, kept):
-    measured.instead = interrupt
-    with pytest.raises(KeyboardInterrupt):
-        polycast.profile("cpu")
-    assert list(kept.glob("*.json")) == []
-    measured.instead = lambda: None
-    polycast.profile("cpu")
-    only_file(kept)
-
-
-def test_an_interruption_while_writing_leaves_nothing(measured, kept, monkeypatch):
+@pytest.mark.parametrize("stage", ["measuring", "writing"])
+def test_an_interruption_leaves_nothing(stage, measured, kept, monkeypatch):
+    interrupted = {"measuring": (measured, "instead"), "writing": (os, "replace")}[stage]
     with monkeypatch.context() as patched:
-        patched.setattr(os, "replace", lambda source, target: interrupt())
+        patched.setattr(*interrupted, interrupt)
         with pytest.raises(KeyboardInterrupt):
             polycast.profile("cpu")
     assert [path.suffix for path in kept.iterdir()] == [".lock"]

@@ -52,9 +52,6 @@ def test_a_process_that_waits_for_another_one_says_so(measured, kept, monkeypatc
     assert "polycast: waiting for another process that measures cpu ...\n" in capsys.readouterr().err
 
 
-# ---- A profile that POLYCAST_PROFILE names.
-
-
 @pytest.fixture
 def elsewhere(measured, tmp_path, monkeypatch):
     """A profile of another machine, which POLYCAST_PROFILE names."""
@@ -65,18 +62,11 @@ def elsewhere(measured, tmp_path, monkeypatch):
     return found
 
 
-def test_a_named_profile_is_used_whichever_machine_it_is_from(elsewhere, measured):
-    assert polycast.profile("cpu") == elsewhere
-    assert find("cpu") == elsewhere
+def test_a_named_profile_is_used_whichever_machine_it_is_from(elsewhere, measured, hand_made):
+    assert polycast.profile("cpu") == find("cpu") == elsewhere
     assert measured.count == 1
-
-
-def test_a_named_profile_wins_over_a_new_one(elsewhere, measured):
     assert polycast.profile("cpu", refresh=True).device != "Z80"
     assert find("cpu") == elsewhere
-
-
-def test_a_named_profile_is_of_its_device_only(elsewhere, hand_made, measured):
     hand_made("xpu")
     assert find("xpu") is None
 
@@ -101,13 +91,9 @@ def test_a_named_profile_that_is_bad_is_an_error(text, reason, kept, tmp_path, m
         path.write_text(text)
     monkeypatch.setenv("POLYCAST_PROFILE", str(path))
     expected = rf"^POLYCAST_PROFILE: '{path}' cannot be used as a profile: {reason}.*`polycast profile --json > PATH`"
-    with pytest.raises(ValueError, match=expected):
-        polycast.profile("cpu")
-    with pytest.raises(ValueError, match=expected):
-        find("cpu")
-
-
-# ---- Settings of torch that select its kernels.
+    for look in (polycast.profile, find):
+        with pytest.raises(ValueError, match=expected):
+            look("cpu")
 
 
 @contextlib.contextmanager
