@@ -13,6 +13,16 @@ from polycast_plugins.fastest.workloads import workload_of
 KINDS = ("conv2d", "small_conv2d", "depthwise_conv2d")
 
 
+def workload_of_shapes(x, weight, groups=1):
+    axes = len(weight) - 2
+    args = torch.empty(x), torch.empty(weight), None, *([each] * axes for each in (1, 0, 1)), groups
+    return workload_of(f"aten::conv{axes}d", args)
+
+
+def chosen(profile, workload):
+    return choose(profile, torch.bfloat16, workload, Conversions(0, 0, 0), ())
+
+
 def profile_with(times):
     """Return a profile, given the microseconds in float32 and bfloat16 by op, rows and size."""
     measurements = [
@@ -29,17 +39,17 @@ def profile():
     return profile_with({("conv2d", 400, 2000): (80, 100), ("conv2d", 800, 40000): (580, 340)})
 
 
-@pytest.mark.parametrize(
-    ("rows", "size", "microseconds"),
-    [
-        pytest.param(400, 2000, 80, id="measured"),
-        pytest.param(8, 100_000, 80, id="the work of the least"),
-        pytest.param(1, 100, 80, id="less"),
-        pytest.param(10, 1_640_000, 330, id="between, of few rows"),
-        pytest.param(16_400, 1000, 330, id="between, of many rows"),
-        pytest.param(800, 80_000, 1160, id="more"),
-    ],
-)
+PRICES = {
+    "measured": (400, 2000, 80),
+    "the work of the least": (8, 100_000, 80),
+    "less": (1, 100, 80),
+    "between, of few rows": (10, 1_640_000, 330),
+    "between, of many rows": (16_400, 1000, 330),
+    "more": (800, 80_000, 1160),
+}
+
+
+@pytest.mark.parametrize(("rows", "size", "microseconds"), PRICES.values(), ids=PRICES)
 def test_a_convolution_is_priced_by_its_multiplications(profile, rows, size, microseconds):
     assert seconds_of(profile, "conv2d", "float32", rows, size) == pytest.approx(microseconds / 1e6)
 
@@ -60,17 +70,8 @@ def test_of_equal_multiplications_the_least_time_counts():
 
 @pytest.mark.parametrize(("channels", "pixels", "way"), [(16, 4, Way.FLOAT32), (256, 28, Way.FAST)])
 def test_the_way_depends_on_the_multiplications(profile, channels, pixels, way):
-    args = (
-        torch.empty(2, channels, pixels, pixels),
-        torch.empty(channels, channels, 3, 3),
-        None,
-        [1, 1],
-        [1, 1],
-        [1, 1],
-        1,
-    )
-    workload = workload_of("aten::conv2d", args)
-    assert choose(profile, torch.bfloat16, workload, Conversions(0, 0, 0), ()).way is way
+    workload = workload_of_shapes((2, channels, pixels + 2, pixels + 2), (channels, channels, 3, 3))
+    assert chosen(profile, workload).way is way
 
 
 @pytest.mark.parametrize(
@@ -93,31 +94,18 @@ def test_the_way_depends_on_the_multiplications(profile, channels, pixels, way):
     ],
 )
 def test_convolutions_with_kernels_of_their_own_are_priced_apart(x, weight, groups, op):
-    axes = len(weight) - 2
-    args = torch.empty(x), torch.empty(weight), None, *([each] * axes for each in (1, 0, 1)), groups
-    workload = workload_of(f"aten::conv{axes}d", args)
+    workload = workload_of_shapes(x, weight, groups)
     assert op == (None if workload is None else workload.op)
 
 
 @pytest.mark.parametrize("op", KINDS)
 def test_a_profile_without_a_kind_has_the_prices_of_others(profile, op):
-    one = workload_of("aten::conv2d", (torch.empty(2, 16, 20, 20), torch.empty(16, 16, 3, 3)))._replace(op=op)
-    expected = choose(profile, torch.bfloat16, one._replace(op="conv2d"), Conversions(0, 0, 0), ())
-    assert choose(profile, torch.bfloat16, one, Conversions(0, 0, 0), ()) == expected
-
-
-@pytest.mark.parametrize("op", KINDS)
-def test_without_convolutions_in_the_profile_the_fast_dtype_computes_them(profile, op):
-    without = replace(profile, measurements=())
-    workload = workload_of("aten::conv2d", (torch.empty(2, 16, 20, 20), torch.empty(16, 16, 3, 3)))._replace(op=op)
-    assert choose(without, torch.bfloat16, workload, Conversions(0, 0, 0), ()).way is Way.FAST
+    one = workload_of_shapes((2, 16, 20, 20), (16, 16, 3, 3))._replace(op=op)
+    assert chosen(profile, one) == chosen(profile, one._replace(op="conv2d"))
+    assert chosen(replace(profile, measurements=()), one).way is Way.FAST
 
 
 def test_a_kind_has_its_own_prices():
     profile = profile_with({("conv2d", 100, 1000): (100, 50), ("small_conv2d", 36, 1152): (30, 50)})
-    x = torch.empty(1, 16, 8, 8)
-    ways = [
-        choose(profile, torch.bfloat16, workload_of("aten::conv2d", args), Conversions(0, 0, 0), ()).way
-        for args in ((x, torch.empty(8, 16, 3, 3)), (x.expand(2, -1, -1, -1), torch.empty(8, 16, 3, 3)))
-    ]
+    ways = [chosen(profile, workload_of_shapes((batch, 16, 8, 8), (8, 16, 3, 3))).way for batch in (1, 2)]
     assert ways == [Way.FLOAT32, Way.FAST]

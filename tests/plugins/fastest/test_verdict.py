@@ -6,42 +6,28 @@ import pytest
 
 from polycast_plugins.fastest.verdict import verdict
 
-QUICK_DTYPE = {"bfloat16": 0.5, "float16": 3.0}
+
+def said(which_is_fast, decoding, many_rows, training):
+    uses = f"decoding: {decoding}; inference of many rows: {many_rows}; training: {training}"
+    return f"{which_is_fast} here; {uses}"
 
 
-@pytest.mark.parametrize(
-    ("ways", "expected"),
-    [
-        (
-            {**QUICK_DTYPE, "int8": 0.2, "int4": 0.1},
-            "bfloat16 is 2 times as fast as float32 here; decoding: int4; inference of many rows: int4; "
-            "training: a plain region",
-        ),
-        (
-            QUICK_DTYPE,
-            "bfloat16 is 2 times as fast as float32 here; decoding: a plain region; "
-            "inference of many rows: a plain region; training: a plain region",
-        ),
-        (
-            {"bfloat16": 2.5, "int8": 0.2},
-            "float32 is 2.5 times as fast as bfloat16 here; decoding: int8; inference of many rows: int8; "
-            "training: float32",
-        ),
-        (
-            {"bfloat16": {"conv2d": 0.5, "other": 2.5}, "bfloat16_kernel": 0.5},
-            "float32 is 2.5 times as fast as bfloat16 here; decoding: the recipe fastest; "
-            "inference of many rows: the recipe fastest; training: the recipe fastest",
-        ),
-        (
-            {"bfloat16": 1.04},
-            "bfloat16 is as fast as float32 here; decoding: float32; inference of many rows: float32; "
-            "training: float32",
-        ),
-        ({}, "no fast dtype was measured without noise; --table shows the times"),
-    ],
-    ids=["int4", "without recipes", "slow dtype", "slow but for one op", "no difference", "float32 alone"],
-)
-def test_the_first_line_says_what_to_do(profile_of, ways, expected):
+FAST, SLOW = "bfloat16 is 2 times as fast as float32", "float32 is 2.5 times as fast as bfloat16"
+QUICK_DTYPE, PLAIN, FASTEST = {"bfloat16": 0.5, "float16": 3.0}, "a plain region", "the recipe fastest"
+SLOW_BUT_FOR_ONE_OP = {"bfloat16": {"conv2d": 0.5, "other": 2.5}, "bfloat16_kernel": 0.5}
+VERDICTS = {
+    "int4": ({**QUICK_DTYPE, "int8": 0.2, "int4": 0.1}, said(FAST, "int4", "int4", PLAIN)),
+    "without recipes": (QUICK_DTYPE, said(FAST, PLAIN, PLAIN, PLAIN)),
+    "slow dtype": ({"bfloat16": 2.5, "int8": 0.2}, said(SLOW, "int8", "int8", "float32")),
+    "slow but for one op": (SLOW_BUT_FOR_ONE_OP, said(SLOW, FASTEST, FASTEST, FASTEST)),
+    "no difference": ({"bfloat16": 1.04}, said("bfloat16 is as fast as float32", *["float32"] * 3)),
+    "float32 alone": ({}, "no fast dtype was measured without noise; --table shows the times"),
+}
+
+
+@pytest.mark.parametrize("case", VERDICTS)
+def test_the_first_line_says_what_to_do(profile_of, case):
+    ways, expected = VERDICTS[case]
     assert verdict(profile_of(overhead=1e-12, **ways))[0] == expected
 
 
