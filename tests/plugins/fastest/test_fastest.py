@@ -13,33 +13,19 @@ from polycast.policy import recipe_settings
 from polycast_plugins.fastest.choose_way import Conversions, Way, bucket, choose
 from polycast_plugins.fastest.workloads import Workload
 
+from .products import ATTENTIONS, PRODUCTS, made
+
 pytestmark = pytest.mark.usefixtures("engine", "no_grad")
 X = torch.randn(6, 32)
 
 
-OPS = {
-    "linear": (lambda x, w: F.linear(x, w[:32].t(), w[0, :32]), 2),
-    "mm": (lambda x, w: torch.mm(x, w), 2),
-    "addmm": (lambda x, w: torch.addmm(w[0], x, w, beta=0.5, alpha=2), 2),
-    "matmul": (lambda x, w: torch.matmul(x, w), 3),
-    "matmul of batches": (lambda x, w: torch.matmul(x, w.expand(len(x), 32, 32)), 3),
-    "bmm": (lambda x, w: torch.bmm(x, w.expand(len(x), 32, 32)), 3),
-    "baddbmm": (lambda x, w: torch.baddbmm(w[:1], x, w.expand(len(x), 32, 32), beta=2), 3),
-    "conv1d": (lambda x, w: F.conv1d(x, w.flatten()[:900].view(10, 9, 10), w[0, :10], padding=1), 3),
-    "conv2d": (lambda x, w: F.conv2d(x[None], w.reshape(8, -1, 4, 2)[:, : len(x)], stride=2), 3),
-    "conv2d.padding": (lambda x, w: F.conv2d(x[None], w.flatten()[:810].view(15, 6, 3, 3), padding="same"), 3),
-    "conv3d": (lambda x, w: F.conv3d(x[None, None], w.reshape(8, 1, 2, 4, 16)), 3),
-    "attention": (lambda x, w: F.scaled_dot_product_attention(x[None], x[None], x[None], is_causal=True), 3),
-    "attention with a mask": (lambda x, w: F.scaled_dot_product_attention(x, x, x, x[0, :, :9] > -1), 3),
-}
+OPS = PRODUCTS | ATTENTIONS
 
 
 @pytest.fixture(params=OPS)
 def op(request):
-    """Return a function of an op, and arguments."""
-    function, dims = OPS[request.param]
-    torch.manual_seed(0)
-    return function, torch.randn(*[6, 9, 32][-dims:]), nn.Parameter(torch.randn(32, 32))
+    function, *shapes = OPS[request.param]
+    return function, *made(shapes)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -61,13 +47,6 @@ def test_the_fast_dtype_has_torchs_bits(op, quick, recipe_counts):
     with autocast("cpu", recipe=quick), recipe_counts() as counts:
         assert torch.equal(function(x, weight), expected)
     assert {record.recipe for record in counts.records()} == {"fastest:bfloat16"}
-
-
-def test_float32_casts_and_caches_no_weight(slow):
-    cache, layer = WeightCache(), nn.Linear(32, 32)
-    with autocast("cpu", recipe=slow, cache=cache):
-        assert layer(X).dtype is torch.bfloat16
-    assert cache.stats().entries == 0
 
 
 class Kernel(polycast.plugin.LowBitKernel):
@@ -105,9 +84,8 @@ def kernel(register_kernel):
     return register_kernel()
 
 
-def test_a_backend_that_is_registered_in_place_of_another_uses_its_own_kernel(register_kernel, profile_of):
-    recipe = Fastest(profile_of(overhead=1e-15, cast=1e-15, bfloat16=9.0, bfloat16_kernel=0.2))
-    layer, kernels = nn.Linear(32, 64), []
+def test_a_backend_that_is_registered_in_place_of_another_uses_its_own_kernel(register_kernel, recipe_of):
+    recipe, layer, kernels = recipe_of(bfloat16=9.0, bfloat16_kernel=0.2), nn.Linear(32, 64), []
     for _ in range(2):
         kernels.append(register_kernel())
         for _ in range(3):
@@ -117,8 +95,8 @@ def test_a_backend_that_is_registered_in_place_of_another_uses_its_own_kernel(re
 
 
 @pytest.mark.parametrize("engine", ["native"], indirect=True)  # the reference engine caches nothing
-def test_a_backends_kernel_gets_the_cached_cast(kernel, profile_of, recipe_counts):
-    recipe = Fastest(profile_of(overhead=1e-15, cast=1e-15, bfloat16=9.0, bfloat16_kernel=0.2))
+def test_a_backends_kernel_gets_the_cached_cast(kernel, recipe_of, recipe_counts):
+    recipe = recipe_of(bfloat16=9.0, bfloat16_kernel=0.2)
     cache, weight = WeightCache(), nn.Parameter(torch.randn(64, 32))
     with autocast("cpu", recipe=recipe, cache=cache), recipe_counts() as counts:
         one, other = F.linear(X[:1], weight), F.linear(X[:1], weight)
@@ -130,10 +108,8 @@ def test_a_backends_kernel_gets_the_cached_cast(kernel, profile_of, recipe_count
     assert torch.equal(many, F.linear(X, weight).bfloat16())
     assert len({cast.data_ptr() for cast in kernel.casts}) == 1
     assert cache.stats().entries == 1
-    assert {record.recipe: record.calls for record in counts.records()} == {
-        "fastest:bfloat16 kernel": 3,
-        "fastest:float32": 1,
-    }
+    calls = {record.recipe: record.calls for record in counts.records()}
+    assert calls == {"fastest:bfloat16 kernel": 3, "fastest:float32": 1}
 
 
 @pytest.mark.parametrize("engine", ["native"], indirect=True)  # the reference engine caches nothing
@@ -162,20 +138,20 @@ def test_a_float32_weight_that_is_multiplied_as_it_is_may_change(profile_of):
                 torch.testing.assert_close(result.double(), given.double() @ weight.double().t(), rtol=2**-8, atol=1e-5)
 
 
-@pytest.mark.parametrize("cached", [True, False])
-def test_the_cast_of_a_weight_counts_unless_a_cache_holds_it(profile_of, cached, recipe_counts):
-    recipe = Fastest(profile_of(bfloat16=0.3, cast=1e-9))
-    layer = nn.Linear(1024, 1024)
-    with autocast("cpu", recipe=recipe, cache=WeightCache() if cached else None), recipe_counts() as counts:
-        layer(torch.randn(64, 1024))
-    (record,) = counts.records()
-    assert record.recipe == ("fastest:bfloat16" if cached else "fastest:float32")
-
-
-def test_small_ops_run_in_the_fast_dtype(profile_of, recipe_counts):
-    with autocast("cpu", recipe=Fastest(profile_of(bfloat16=1.5)), cache=WeightCache()), recipe_counts() as counts:
-        nn.Linear(4, 4)(torch.randn(1, 4).bfloat16())
-    assert [record.recipe for record in counts.records()] == ["fastest:bfloat16"]
+@pytest.mark.parametrize(
+    ("times", "size", "x", "cached", "way"),
+    [
+        ({"bfloat16": 0.3, "cast": 1e-9}, 1024, torch.randn(64, 1024), True, "bfloat16"),
+        ({"bfloat16": 0.3, "cast": 1e-9}, 1024, torch.randn(64, 1024), False, "float32"),
+        ({"bfloat16": 1.5}, 4, torch.randn(1, 4).bfloat16(), True, "bfloat16"),
+    ],
+    ids=["a cast in a cache", "a cast", "a small op"],
+)
+def test_the_time_of_a_call_and_of_the_cast_of_a_weight_count(profile_of, times, size, x, cached, way, recipe_counts):
+    recipe, cache = Fastest(profile_of(**times)), WeightCache() if cached else None
+    with autocast("cpu", recipe=recipe, cache=cache), recipe_counts() as counts:
+        nn.Linear(size, size)(x)
+    assert [record.recipe for record in counts.records()] == [f"fastest:{way}"]
 
 
 def test_equal_buckets_give_equal_choices():
@@ -223,9 +199,9 @@ def test_ops_and_min_size_limit_it(profile_of, recipe_counts):
     ]
 
 
-def test_a_changed_weight_is_used_at_once(slow):
-    layer = nn.Linear(32, 32)
-    with autocast("cpu", recipe=slow, cache=WeightCache()):
+def test_float32_caches_no_weight_and_uses_a_changed_one_at_once(slow):
+    layer, cache = nn.Linear(32, 32), WeightCache()
+    with autocast("cpu", recipe=slow, cache=cache):
         for change in (
             lambda: layer.weight.mul_(2),
             lambda: layer.weight.data.add_(1),
@@ -234,29 +210,26 @@ def test_a_changed_weight_is_used_at_once(slow):
             layer(X)
             change()
             assert torch.equal(layer(X), F.linear(X, layer.weight, layer.bias).bfloat16())
+    assert cache.stats().entries == 0
 
 
-def test_explain_shows_the_way_and_why(slow, quick, kernel, profile_of):
-    layer = nn.Linear(32, 32)
-    with autocast("cpu", recipe=slow):
-        explained = polycast.explain("linear", X, layer.weight, layer.bias, device_type="cpu")
-        assert (explained.recipe, explained.way, explained.declined) == ("fastest", "float32", None)
-        assert "computes it in float32: float32 takes 0.1" in str(explained)
-        explained = polycast.explain("linear", X.bfloat16(), layer.weight, layer.bias, device_type="cpu")
-        assert [argument.is_cast for argument in explained.arguments] == [True, False, False]
-        assert polycast.explain("linear", device_type="cpu").way == ""
-        explained = polycast.explain("linear", X, layer.weight, device_type="cpu", recipe=quick)
-        assert (explained.way, [each.seen for each in explained.arguments]) == ("bfloat16", [torch.bfloat16] * 2)
-        assert "no other way takes less than 0.92 of bfloat16's time (float32" in explained.reason
-        explained = polycast.explain(
-            "linear",
-            X[:4],
-            layer.weight,
-            None,
-            device_type="cpu",
-            recipe=Fastest(profile_of(overhead=1e-15, cast=1e-15, bfloat16=3.0, bfloat16_kernel=0.01)),
-        )
-        assert explained.way == "bfloat16 kernel"
+def test_explain_shows_the_way_and_why(slow, quick, kernel, recipe_of):
+    weight, bias = nn.Linear(32, 32).parameters()
+
+    def explain(of_region, *args, **options):
+        with autocast("cpu", recipe=of_region):
+            return polycast.explain("linear", *args, device_type="cpu", **options)
+
+    explained = explain(slow, X, weight, bias)
+    assert (explained.recipe, explained.way, explained.declined) == ("fastest", "float32", None)
+    assert "computes it in float32: float32 takes 0.1" in str(explained)
+    explained = explain(slow, X.bfloat16(), weight, bias)
+    assert [argument.is_cast for argument in explained.arguments] == [True, False, False]
+    assert explain(slow).way == ""
+    explained = explain(slow, X, weight, recipe=quick)
+    assert (explained.way, [each.seen for each in explained.arguments]) == ("bfloat16", [torch.bfloat16] * 2)
+    assert "no other way takes less than 0.92 of bfloat16's time (float32" in explained.reason
+    assert explain(recipe_of(bfloat16=3.0, bfloat16_kernel=0.01), X[:4], weight, None).way == "bfloat16 kernel"
 
 
 @pytest.mark.parametrize("engine", ["native"], indirect=True)  # the reference engine cannot be observed
@@ -286,7 +259,7 @@ def test_a_weight_is_read_from_memory_in_the_narrower_dtype(profile_of, rate):
 
 
 def test_a_profile_that_becomes_known_is_used(profile_of, monkeypatch):
-    profile, weight = profile_of(overhead=1e-15, cast=1e-15, bfloat16=7.0), nn.Parameter(torch.randn(32, 32))
+    profile, weight = profile_of(bfloat16=7.0, overhead=1e-15, cast=1e-15), nn.Parameter(torch.randn(32, 32))
     text = Fastest(profile).text
     monkeypatch.setattr(recipe_settings, "objects", {})
 

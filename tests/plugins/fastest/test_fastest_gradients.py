@@ -11,9 +11,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from polycast import Fastest, autocast
-from polycast_plugins.fastest import fastest_plan
 from polycast_plugins.fastest.choose_way import Way
-from polycast_plugins.fastest.recorded_ways import Ways
 
 pytestmark = pytest.mark.usefixtures("engine")
 FAST, FLOAT32 = Way.FAST, Way.FLOAT32
@@ -64,12 +62,12 @@ CASES = [(op, ways) for op in OPS for ways in WAYS if op != "conv2d" or ways[1] 
 @pytest.mark.parametrize(
     ("op", "ways"), CASES, ids=[f"{op}-{'-'.join(way.value for way in ways)}" for op, ways in CASES]
 )
-def test_gradients_are_those_of_the_products_in_each_way(op, ways, is_weight, profile_of, monkeypatch):
+def test_gradients_are_those_of_the_products_in_each_way(op, ways, is_weight, profile_of, choose_ways):
     forward, of_first, of_second = ways
     if op == "conv2d" and of_first is FAST and "AVX512" not in torch.backends.cpu.get_cpu_capability():
         pytest.skip("torch rounds sums in the gradients of bfloat16 convolutions on this processor")
     function, *shapes = OPS[op]
-    monkeypatch.setattr(fastest_plan, "choose_recorded", lambda *_: Ways(forward, of_first, of_second, "for a test"))
+    choose_ways(ways)
     torch.manual_seed(0)
     x, weight = (torch.randn(shape, requires_grad=True) for shape in shapes)
     weight = nn.Parameter(weight.detach()) if is_weight else weight

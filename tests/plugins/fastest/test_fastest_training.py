@@ -1,5 +1,8 @@
 """Training in regions with the recipe "fastest": gradients, what is saved, and everything that runs a backward."""
 
+import copy
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -8,9 +11,9 @@ from torch.utils.checkpoint import checkpoint
 
 import polycast
 from polycast import WeightCache, autocast
-from polycast_plugins.fastest import fastest_plan
 from polycast_plugins.fastest.choose_way import Way
-from polycast_plugins.fastest.recorded_ways import Ways
+
+from .products import ATTENTIONS, HEADS, PRODUCTS, attention, attentions, equal, made
 
 pytestmark = pytest.mark.usefixtures("engine")
 FAST, FLOAT32 = Way.FAST, Way.FLOAT32
@@ -18,15 +21,14 @@ WAYS = [(FLOAT32, FLOAT32, FLOAT32), (FLOAT32, FAST, FAST), (FAST, FLOAT32, FLOA
 
 
 @pytest.fixture(params=WAYS, ids=lambda ways: "-".join(way.name for way in ways))
-def recipe(request, float32_way, monkeypatch):
+def recipe(request, float32_way, choose_ways):
     """Return a recipe that computes forward and gradients in given ways."""
-    monkeypatch.setattr(fastest_plan, "choose_recorded", lambda *_: Ways(*request.param, "for a test"))
+    choose_ways(request.param)
     return float32_way
 
 
-def attention(x, w):
-    scores = torch.matmul(x, x.mT)
-    return torch.matmul(scores, w.expand(len(x), *w.shape)[:, : x.shape[1]])
+def attention_of_matmuls(x, w):
+    return torch.matmul(torch.matmul(x, x.mT), w.expand(len(x), *w.shape)[:, : x.shape[1]])
 
 
 def attention_of_linears(x, w, mask=None, **options):
@@ -35,54 +37,22 @@ def attention_of_linears(x, w, mask=None, **options):
     return F.scaled_dot_product_attention(query, key, value, mask, **options)
 
 
-MASK = torch.eye(9, dtype=torch.bool) | (torch.arange(9) % 3 > 0)
-FUSED = {
-    "fused attention": (lambda x, w: F.scaled_dot_product_attention(x[None], x[None], x[None] * w[0]), 3),
-    "fused attention with a boolean mask": (lambda x, w: F.scaled_dot_product_attention(x, x, x * w[0], MASK), 3),
-    "attention of linears": (attention_of_linears, 3),
-    "scaled attention of linears": (lambda x, w: attention_of_linears(x, w, is_causal=True, scale=0.3), 3),
-    "attention of linears with a mask": (lambda x, w: attention_of_linears(x, w, w.detach()[:9, :9].to(x.dtype)), 3),
-    "attention of linears with a boolean mask": (lambda x, w: attention_of_linears(x, w, MASK), 3),
-}
-"""Attentions that torch computes by its fused kernel, which has no second derivative."""
 OPS = {
-    "linear": (lambda x, w: F.linear(x, w, w[0]), 3),
-    "linear of a vector": (lambda x, w: F.linear(x, w), 1),
-    "mm": (lambda x, w: torch.mm(x, w.t()), 2),
-    "addmm": (lambda x, w: torch.addmm(w[0], x, w, beta=0.5, alpha=2), 2),
-    "addmm of a column": (lambda x, w: torch.addmm(w[:9, :1], x, w), 2),
-    "matmul": (lambda x, w: torch.matmul(x, w), 3),
-    "matmul of batches": (lambda x, w: torch.matmul(x, w.expand(2, 1, *w.shape)), 3),
-    "bmm": (lambda x, w: torch.bmm(x, w.expand(len(x), *w.shape)), 3),
-    "baddbmm": (lambda x, w: torch.baddbmm(w[:1], x, w.expand(len(x), *w.shape), beta=2, alpha=0.5), 3),
-    "conv1d": (lambda x, w: F.conv1d(x, w.flatten()[:900].view(10, 9, 10), w[0, :10], padding=1), 3),
-    "conv2d": (lambda x, w: F.conv2d(x[None], w.reshape(8, -1, 4, 2)[:, : len(x)], stride=2), 3),
-    "conv2d unbatched": (lambda x, w: F.conv2d(x, w.flatten()[:810].view(15, 6, 3, 3), padding="same"), 3),
-    "conv2d in groups": (lambda x, w: F.conv2d(x[None], w.reshape(-1, 2, 4, 4)[:6], dilation=2, groups=3), 3),
-    "conv3d": (lambda x, w: F.conv3d(x[None, None], w.reshape(8, 1, 2, 4, 16), w[0, :8]), 3),
-    "attention": (attention, 3),
-    "fused attention with a mask": (lambda x, w: F.scaled_dot_product_attention(x, x, x, w[:9, :9] * 0.1), 3),
-    **FUSED,
+    **PRODUCTS,
+    "linear of a vector": (F.linear, (16,), (8, 16)),
+    "conv2d unbatched": (lambda x, w: F.conv2d(x, w, padding="same"), (8, 11, 9), (16, 8, 3, 3)),
+    "attention of matmuls": (attention_of_matmuls, (6, 9, 32), (32, 32)),
+    "attention with a mask that needs gradients": (lambda x, w: attention(x, w, w[0, 0, :, :12] * 0.1), *HEADS),
 }
-
-
-@pytest.fixture(params=OPS)
-def op(request):
-    """Return a function of ops, an activation and a weight."""
-    function, dims = OPS[request.param]
-    torch.manual_seed(0)
-    x = torch.randn(*[6, 9, 32][-dims:], requires_grad=True)
-    return function, x, nn.Parameter(torch.randn(32, 32))
+FUSED = ATTENTIONS | attentions("attention of linears", attention_of_linears, ((6, 12, 32), (32, 32)))
+"""Attentions that torch computes by its fused kernel, which has no second derivative."""
 
 
 def gradients(function, x, weight, region=None):
     """Return the result of a function, and the gradients of its arguments, in float64."""
     x.grad = weight.grad = None
-    if region is None:
+    with region or nullcontext():
         result = function(x, weight)
-    else:
-        with region:
-            result = function(x, weight)
     torch.manual_seed(1)
     result.backward(torch.randn(result.shape, dtype=torch.float64).to(result.dtype))
     return result, x.grad, weight.grad
@@ -95,25 +65,17 @@ def errors(found, expected):
     ]
 
 
-@pytest.mark.parametrize("narrow", [False, True])
-def test_gradients_are_as_exact_as_torchs(op, recipe, narrow):
-    function, x, weight = op
-    if narrow:
-        x = x.detach().bfloat16().requires_grad_()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("op", OPS | FUSED)
+def test_gradients_are_as_exact_as_torchs(op, recipe, dtype):
+    function, *shapes = (OPS | FUSED)[op]
+    x, weight = made(shapes, dtype)
     exact = gradients(function, x.detach().double().requires_grad_(), nn.Parameter(weight.detach().double()))
     torchs = errors(gradients(function, x, weight, torch.autocast("cpu")), exact)
     ours = gradients(function, x, weight, autocast("cpu", recipe=recipe))
-    assert [each.dtype for each in ours] == [torch.bfloat16, x.dtype, torch.float32]
+    assert [each.dtype for each in ours] == [torch.bfloat16, dtype, torch.float32]
     for error, of_torch in zip(errors(ours, exact), torchs, strict=True):
         assert error <= 1.1 * of_torch + 1e-4
-
-
-def test_a_forward_in_float32_has_the_bits_of_inference(op, float32_way):
-    function, x, weight = op
-    with autocast("cpu", recipe=float32_way):
-        recorded = function(x, weight)
-        with torch.no_grad():
-            assert torch.equal(function(x, weight), recorded)
 
 
 def test_nothing_is_saved_for_gradients_that_are_not_needed(float32_way):
@@ -129,9 +91,10 @@ def test_nothing_is_saved_for_gradients_that_are_not_needed(float32_way):
     assert saved == [torch.bfloat16]
 
 
-@pytest.mark.parametrize("op", [name for name in OPS if name not in FUSED], indirect=True)
+@pytest.mark.parametrize("op", OPS)
 def test_the_gradient_of_a_gradient(op, recipe):
-    function, x, weight = op
+    function, *shapes = OPS[op]
+    x, weight = made(shapes)
 
     def penalty(x, weight, region):
         with region:
@@ -171,10 +134,6 @@ def model():
     return nn.Sequential(nn.Linear(16, 32), SelfAttention(), nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 4))
 
 
-def equal(one, other):
-    return all(torch.equal(*pair) for pair in zip(one, other, strict=True))
-
-
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_a_checkpoint_recomputes_in_the_same_ways(model, recipe, reentrant):
     x = torch.randn(8, 16, requires_grad=True)
@@ -209,18 +168,12 @@ def test_tied_weights_add_up_their_gradients_in_float32(recipe):
 
 @pytest.mark.parametrize("cached", [True, False])
 def test_a_step_of_the_optimizer_is_seen(model, recipe, cached):
-    region = {"cache": WeightCache()} if cached else {}
-    x, other = torch.randn(8, 16), nn.Sequential(*[type(each)(*_sizes(each)) for each in model])
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x, optimizer = torch.randn(8, 16), torch.optim.SGD(model.parameters(), lr=0.1)
+    region = autocast("cpu", recipe=recipe, cache=WeightCache() if cached else None)
     for _ in range(3):
-        other.load_state_dict(model.state_dict())
-        found = step(model, x, autocast("cpu", recipe=recipe, **region))
-        assert equal(found, step(other, x, autocast("cpu", recipe=recipe)))
+        expected = step(copy.deepcopy(model), x, autocast("cpu", recipe=recipe))
+        assert equal(step(model, x, region), expected)
         optimizer.step()
-
-
-def _sizes(layer):
-    return (layer.in_features, layer.out_features) if isinstance(layer, nn.Linear) else ()
 
 
 def test_batched_gradients(recipe):
