@@ -20,14 +20,6 @@ needs_fast_lstm = pytest.mark.skipif(
 X = torch.randn(5, 3, 16, generator=torch.Generator().manual_seed(0))
 
 
-@pytest.fixture
-def without_fast_lstm(quick):
-    """Return the recipe for a machine where the fast dtype is fast, and has no kernel for recurrent layers."""
-    others = tuple(each for each in quick.profile.measurements if (each.op, each.way) != ("lstm", "bfloat16"))
-    raised = Omission("lstm", "bfloat16", "RuntimeError: no kernel")
-    return Fastest(replace(quick.profile, measurements=others, omissions=(raised,)))
-
-
 def attention():
     return nn.MultiheadAttention(16, 2, batch_first=True).eval().requires_grad_(False)
 
@@ -104,83 +96,74 @@ def test_an_activation_of_any_layout_is_multiplied_as_a_matrix(x, records, slow)
 @needs_fast_lstm
 @pytest.mark.usefixtures("no_grad")
 @pytest.mark.parametrize("layers", [1, 2])
-@pytest.mark.parametrize("profile", ["slow", "without_fast_lstm"])
-def test_a_recurrent_layer_is_computed_in_float32_where_that_is_faster_or_all_there_is(profile, layers, request):
+def test_a_recurrent_layer_is_computed_in_float32_where_that_is_faster(layers, slow):
     layer = nn.LSTM(16, 8, layers, bidirectional=True)
     expected = [each.bfloat16() for each in flat(layer(X))]
     off = 0 if layers == 1 else torch.finfo(torch.bfloat16).eps  # what is between layers is rounded, too
-    with autocast("cpu", recipe=request.getfixturevalue(profile)):
+    with autocast("cpu", recipe=slow):
         for _ in range(2):
             torch.testing.assert_close(flat(layer(X)), expected, rtol=0, atol=off)
 
 
-@needs_fast_lstm
-def test_a_recurrent_layer_is_trained_in_float32_where_the_fast_dtype_has_no_kernel(without_fast_lstm):
-    layer = nn.LSTM(16, 8)
-    weights = tuple(layer.parameters())
-    for _ in range(2):
-        expected = torch.autograd.grad(layer(X)[0].square().sum(), weights)
-        with autocast("cpu", recipe=without_fast_lstm):
-            output = layer(X)[0]
-        assert output.dtype is torch.bfloat16
-        found = torch.autograd.grad(output.float().square().sum(), weights)
-        assert all(each.dtype is torch.float32 for each in found)
-        for ours, theirs in zip(found, expected, strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=0.02, atol=0.02 * theirs.abs().max().item())
-
-
-@pytest.fixture(params=["no instructions", "float16"])
-def without_kernel(request, monkeypatch):
-    """Return a fast dtype that oneDNN has no kernels for, which the profile does not say."""
+@pytest.fixture(params=["by the profile", "no instructions", "float16"])
+def without_kernel(request, monkeypatch, quick):
+    """Return the arguments of a region whose fast dtype is fast, and has no kernel for recurrent layers."""
     if request.param == "float16":
         if onednn_supports(torch.float16):
             pytest.skip("oneDNN has float16 here")
-        return torch.float16
-    monkeypatch.setattr(fastest_plan, "onednn_supports", lambda dtype: False)
-    return torch.bfloat16
+        return {"dtype": torch.float16, "recipe": quick}
+    if request.param == "no instructions":
+        monkeypatch.setattr(fastest_plan, "onednn_supports", lambda dtype: False)
+        return {"dtype": torch.bfloat16, "recipe": Fastest(quick.profile, min_size=10**6)}
+    others = tuple(each for each in quick.profile.measurements if (each.op, each.way) != ("lstm", "bfloat16"))
+    raised = Omission("lstm", "bfloat16", "RuntimeError: no kernel")
+    profile = replace(quick.profile, measurements=others, omissions=(raised,))
+    return {"dtype": torch.bfloat16, "recipe": Fastest(profile)}
 
 
-@needs_fast_lstm
-@pytest.mark.parametrize("min_size", [0, 10**6])
-def test_a_recurrent_layer_without_a_kernel_is_trained_and_used_in_float32(quick, without_kernel, min_size):
-    torch.manual_seed(0)  # the float32 kernels for training and for inference may differ in the last bit
-    layer, recipe = nn.LSTM(16, 8, num_layers=2), Fastest(quick.profile, min_size=min_size)
-    weights = tuple(layer.parameters())
-    expected = flat(layer(X))
-    gradients = torch.autograd.grad(expected[0].square().sum(), weights)
-    for _ in range(2):
-        with autocast("cpu", without_kernel, recipe=recipe):
-            found = flat(layer(X))
-            with torch.no_grad():
-                used = flat(layer(X))
-        assert [each.dtype for each in found] == [without_kernel] * 3
-        assert all(torch.equal(*pair) for pair in zip(found, used, strict=True))
-        torch.testing.assert_close(found, [each.to(without_kernel) for each in expected], rtol=0.01, atol=0.01)
-        for ours, theirs in zip(torch.autograd.grad(found[0].float().square().sum(), weights), gradients, strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=0.02, atol=0.02 * theirs.abs().max().item())
-
-
-@needs_fast_lstm
-def test_compiled_code_trains_a_recurrent_layer_without_a_kernel_in_float32(quick, without_kernel, fresh_dynamo):
-    layer = nn.LSTM(16, 8)
-
-    def train(function):
-        with autocast("cpu", without_kernel, recipe=quick):
-            output = function(X)[0]
-        return output, *torch.autograd.grad(output.float().square().sum(), tuple(layer.parameters()))
-
-    expected, found = train(layer), train(torch.compile(layer, backend="aot_eager"))
-    assert found[0].dtype is without_kernel
+def assert_near(found, expected):
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0.02, atol=0.02 * theirs.abs().max().item())
 
 
 @needs_fast_lstm
-@pytest.mark.usefixtures("no_grad", "fresh_dynamo")
-def test_compiled_code_with_a_recurrent_layer_in_the_graph_uses_float32_without_a_kernel(quick, without_kernel):
+def test_a_recurrent_layer_without_a_kernel_is_trained_and_used_in_float32(without_kernel):
+    torch.manual_seed(0)  # the float32 kernels for training and for inference may differ in the last bit
+    layer, dtype = nn.LSTM(16, 8, num_layers=2), without_kernel["dtype"]
+    weights = tuple(layer.parameters())
+    expected = flat(layer(X))
+    gradients = torch.autograd.grad(expected[0].square().sum(), weights)
+    for _ in range(2):
+        with autocast("cpu", **without_kernel):
+            found = flat(layer(X))
+            with torch.no_grad():
+                used = flat(layer(X))
+        assert [each.dtype for each in found] == [dtype] * 3
+        assert all(torch.equal(*pair) for pair in zip(found, used, strict=True))
+        torch.testing.assert_close(found, [each.to(dtype) for each in expected], rtol=0.01, atol=0.01)
+        assert_near(torch.autograd.grad(found[0].float().square().sum(), weights), gradients)
+
+
+@needs_fast_lstm
+def test_compiled_code_trains_a_recurrent_layer_without_a_kernel_in_float32(without_kernel, fresh_dynamo):
     layer = nn.LSTM(16, 8)
-    expected = layer(X)[0].to(without_kernel)
-    with torch._dynamo.config.patch(allow_rnn=True), autocast("cpu", without_kernel, recipe=quick):
+
+    def train(function):
+        with autocast("cpu", **without_kernel):
+            output = function(X)[0]
+        return output, *torch.autograd.grad(output.float().square().sum(), tuple(layer.parameters()))
+
+    expected, found = train(layer), train(torch.compile(layer, backend="aot_eager"))
+    assert found[0].dtype is without_kernel["dtype"]
+    assert_near(found, expected)
+
+
+@needs_fast_lstm
+@pytest.mark.usefixtures("no_grad", "fresh_dynamo")
+def test_compiled_code_with_a_recurrent_layer_in_the_graph_uses_float32_without_a_kernel(without_kernel):
+    layer = nn.LSTM(16, 8)
+    expected = layer(X)[0].to(without_kernel["dtype"])
+    with torch._dynamo.config.patch(allow_rnn=True), autocast("cpu", **without_kernel):
         found = torch.compile(layer, backend="aot_eager")(X)[0]
     torch.testing.assert_close(found, expected)
 

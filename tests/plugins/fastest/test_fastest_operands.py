@@ -18,8 +18,8 @@ def _region(request, float32_way):
     return lambda: polycast.autocast("cpu", recipe=float32_way if request.param == "fastest" else None)
 
 
-def attention_operands():
-    return [torch.randn(2, 3, 24, 16).bfloat16().requires_grad_() for _ in range(3)]
+def attention_operands(dtype=torch.bfloat16):
+    return [torch.randn(2, 3, 24, 16).to(dtype).requires_grad_() for _ in range(3)]
 
 
 def gradient(region, call, x, create_graph):
@@ -66,7 +66,7 @@ def test_the_kernel_of_the_forward_decides_whether_gradients_have_gradients(regi
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32], ids=str)
 def test_a_mask_may_be_made_in_inference_mode(region, dtype):
-    operands = [torch.randn(2, 3, 24, 16, requires_grad=True) for _ in range(3)]
+    operands = attention_operands(torch.float32)
     with torch.inference_mode():
         mask = torch.ones(24, 24).tril().to(dtype)
     with region():
@@ -75,7 +75,7 @@ def test_a_mask_may_be_made_in_inference_mode(region, dtype):
 
 
 def test_a_boolean_mask_may_be_refilled_before_the_backward(region):
-    operands = [torch.randn(2, 3, 24, 16, requires_grad=True) for _ in range(3)]
+    operands = attention_operands(torch.float32)
     mask = torch.ones(24, 24, dtype=torch.bool).tril()
 
     def gradients(change):
@@ -95,28 +95,28 @@ class OwnParameter(nn.Parameter):
     """A subclass of Parameter without a dispatch of its own."""
 
 
-@pytest.mark.parametrize(
-    ("make", "is_view"),
-    [(lambda: torch.randn(16, 8, requires_grad=True), True), (lambda: OwnParameter(torch.randn(8, 16)), False)],
-    ids=["view of a leaf", "subclass"],
-)
-def test_equal_calls_have_equal_gradients(float32_way, make, is_view):
-    weight, x, gradient = make(), torch.randn(48, 16, requires_grad=True), torch.randn(48, 8).bfloat16()
+LEAF, OWN = torch.randn(16, 8, requires_grad=True), OwnParameter(torch.randn(8, 16))
 
-    def gradients():
+
+@pytest.mark.parametrize(("leaf", "weight"), [(LEAF, LEAF.t), (OWN, lambda: OWN)], ids=["view of a leaf", "subclass"])
+def test_equal_calls_have_equal_gradients(float32_way, leaf, weight):
+    x, gradient, found = torch.randn(48, 16, requires_grad=True), torch.randn(48, 8).bfloat16(), []
+    for _ in range(2):
         with polycast.autocast("cpu", recipe=float32_way):
-            y = F.linear(x, weight.t() if is_view else weight)
-        return torch.autograd.grad(y, (x, weight), gradient)
-
-    first, second = gradients(), gradients()
-    assert all(map(torch.equal, first, second))
+            y = F.linear(x, weight())
+        found.append(torch.autograd.grad(y, (x, leaf), gradient))
+    assert all(map(torch.equal, *found))
 
 
-@pytest.mark.parametrize("op", ["linear", "conv2d"])
-def test_a_frozen_parameter_may_be_made_in_inference_mode(region, op):
+@pytest.mark.parametrize(
+    ("make", "shape"),
+    [(lambda: nn.Linear(16, 16), (4, 16)), (lambda: nn.Conv2d(16, 16, 3), (2, 16, 8, 8))],
+    ids=["linear", "conv2d"],
+)
+def test_a_frozen_parameter_may_be_made_in_inference_mode(region, make, shape):
     with torch.inference_mode():
-        layer = (nn.Linear(16, 16) if op == "linear" else nn.Conv2d(16, 16, 3)).requires_grad_(False)
-    x = torch.randn((4, 16) if op == "linear" else (2, 16, 8, 8), requires_grad=True)
+        layer = make().requires_grad_(False)
+    x = torch.randn(shape, requires_grad=True)
     for _ in range(2):
         with region():
             y = layer(x)
@@ -130,7 +130,6 @@ def test_a_program_may_set_float32_as_the_fast_dtype(profile_of):
     with torch.no_grad(), contextlib.ExitStack() as stack:
         expected = layer(x)
         stack.enter_context(polycast.autocast("cpu", recipe=recipe))
-        before = torch.get_autocast_dtype("cpu")
-        stack.callback(torch.set_autocast_dtype, "cpu", before)
+        stack.callback(torch.set_autocast_dtype, "cpu", torch.get_autocast_dtype("cpu"))
         torch.set_autocast_dtype("cpu", torch.float32)
         assert torch.equal(layer(x), expected)

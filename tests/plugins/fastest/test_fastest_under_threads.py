@@ -30,7 +30,6 @@ def new_model():
 
 
 def train(model, number, recipe, cache=None):
-    """Return the weights of a model after a few steps."""
     generator = torch.Generator().manual_seed(number)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for at in range(6):
@@ -45,7 +44,6 @@ def train(model, number, recipe, cache=None):
 
 @pytest.fixture
 def recipes(profile_of):
-    """Return recipes whose choices differ."""
     return [Fastest(profile_of(overhead=1e-15, cast=1e-15, bfloat16=ratio)) for ratio in (0.01, 1.0, 1e9)]
 
 

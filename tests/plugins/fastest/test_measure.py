@@ -77,12 +77,6 @@ def test_kernels_of_the_backend_are_measured(with_kernels, quick):
     assert Doubling.calls > 0
 
 
-@pytest.mark.usefixtures("queues")
-def test_first_calls_on_a_device_that_queues_them_are_not_timed(run):
-    timer = run(lambda way, work, before: 1e-5 if before else 1.0, (FLOAT32,))
-    assert [(each.seconds, each.extrapolated) for each in timer.measurements()] == [(pytest.approx(1e-5), False)] * 5
-
-
 @pytest.mark.parametrize("can_wait", [True, False])
 def test_any_accelerator_is_measured_through_torchs_ops(can_wait, hand_made, quick, monkeypatch):
     waits = []
@@ -97,9 +91,8 @@ def test_any_accelerator_is_measured_through_torchs_ops(can_wait, hand_made, qui
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cpu"))
     monkeypatch.setattr(torch.accelerator, "synchronize", synchronize)
     found = measure(backend)
-    assert {op: found.ways(op) for op in ("linear", "bmm")} == dict.fromkeys(
-        ("linear", "bmm"), ("float32", "float16", "bfloat16")
-    )
+    for op in ("linear", "bmm"):
+        assert found.ways(op) == ("float32", "float16", "bfloat16")
     assert len(waits) > 100 if can_wait else len(waits) == 1
 
 
@@ -141,13 +134,18 @@ def test_each_large_case_fits_in_the_memory(dtype):
 
 
 @pytest.mark.usefixtures("queues")
+def test_first_calls_on_a_device_that_queues_them_are_not_timed(run):
+    timer = run(lambda way, work, before: 1e-5 if before else 1.0, (FLOAT32,))
+    assert [(each.seconds, each.extrapolated) for each in timer.measurements()] == [(pytest.approx(1e-5), False)] * 5
+
+
+@pytest.mark.usefixtures("queues")
 def test_passes_take_longer_on_a_device_that_queues_calls(run):
     timer = run(lambda way, work, before: 0.01, (FLOAT32,), works=range(1, 61))
     assert not any(each.noisy or each.extrapolated for each in timer.measurements())
 
 
 def surroundings():
-    """Return the state of torch that measuring might change."""
     return (
         torch.is_autocast_enabled("cpu"),
         torch.get_autocast_dtype("cpu"),
@@ -158,15 +156,17 @@ def surroundings():
     )
 
 
-@pytest.mark.parametrize("where", ["a region", "inference mode", "fake tensors", "another default device"])
+SURROUNDINGS = {
+    "a region": lambda: polycast.autocast("cpu", torch.float16),
+    "inference mode": torch.inference_mode,
+    "fake tensors": FakeTensorMode,
+    "another default device": lambda: torch.device("meta"),
+}
+
+
+@pytest.mark.parametrize("where", SURROUNDINGS)
 def test_what_surrounds_it_is_neither_measured_nor_changed(where, quick, engine):
-    context = {
-        "a region": lambda: polycast.autocast("cpu", torch.float16),
-        "inference mode": torch.inference_mode,
-        "fake tensors": FakeTensorMode,
-        "another default device": lambda: torch.device("meta"),
-    }[where]
-    with context():
+    with SURROUNDINGS[where]():
         before = surroundings() if where != "fake tensors" else None
         found = measure(registry.find("cpu"))
         assert before is None or surroundings() == before
@@ -187,10 +187,9 @@ def test_an_interruption_restores_the_state(monkeypatch):
         assert surroundings() == before
 
 
-@pytest.mark.parametrize("way", ["float32", "bfloat16", "float16"])
-def test_operands_are_normal_numbers(way):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_operands_are_normal_numbers(dtype):
     operands = Operands("cpu")
-    dtype = getattr(torch, way)
     for values in (*operands.activations((64, 64), dtype=dtype), operands.weights(256, 256, dtype=dtype)[-1]):
         assert values.dtype is dtype
         assert bool(values.isfinite().all())
