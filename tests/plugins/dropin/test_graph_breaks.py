@@ -1,6 +1,7 @@
 """Graph breaks in regions of compiled functions while torch is patched: Dynamo makes and enters the regions again."""
 
 import contextlib
+import inspect
 import subprocess
 import sys
 
@@ -25,15 +26,34 @@ def products(x):
     return y, y @ y
 
 
-def in_a_region(x):
+def around(make, returned=lambda y: y @ y):
+    """Return a function with a graph break in a region, which another function makes."""
+
+    def function(x):
+        with make():
+            y = x @ x
+            graph_break()
+            return y, returned(y)
+
+    return function
+
+
+def in_a_loop(make):
+    """Return a function that Dynamo runs in the interpreter: it compiles the functions that it calls."""
+
+    def function(x):
+        for _ in range(2):
+            with make():
+                y = x @ x
+                graph_break()
+                z = y @ y
+        return y, z
+
+    return function
+
+
+def in_the_function_itself(x):
     with torch.autocast("cpu"):
-        y = x @ x
-        graph_break()
-        return y, y @ y
-
-
-def with_every_argument(x):
-    with torch.autocast("cpu", dtype=HALF, enabled=True, cache_enabled=False):
         y = x @ x
         graph_break()
         return y, y @ y
@@ -52,27 +72,9 @@ def at_a_branch(x):
         return (y, y @ y) if y.sum() > 0 else (y, y)
 
 
-def in_an_inner_function(x):
-    def inner(x):
-        y = x @ x
-        graph_break()
-        return y, y @ y
-
-    with torch.autocast("cpu"):
-        return inner(x)
-
-
 def in_a_function_that_is_called(x):
     with torch.autocast("cpu"):
         return products(x)
-
-
-def in_a_function_decorated_inside(x):
-    return torch.autocast("cpu")(products)(x)
-
-
-def in_a_function_decorated_by_autocast_decorator(x):
-    return torch.amp.autocast_mode.autocast_decorator(torch.autocast("cpu"), products)(x)
 
 
 def in_nested_regions(x):
@@ -101,56 +103,32 @@ def where_an_error_leaves_the_region(x):
         return y, x @ x
 
 
-def in_a_loop(x):
-    """Dynamo runs the whole function in the interpreter, and compiles the functions that it calls."""
-    for _ in range(2):
-        with torch.autocast("cpu"):
-            y = x @ x
-            graph_break()
-            z = y @ y
-    return y, z
+def half_region():
+    return torch.autocast("cpu", dtype=HALF, enabled=True, cache_enabled=False)
 
 
-def in_a_deprecated_region(x):
-    with torch.cpu.amp.autocast():
-        y = x @ x
-        graph_break()
-        return y, y @ y
-
-
-def in_a_deprecated_region_in_a_loop(x):
-    for _ in range(2):
-        with torch.cpu.amp.autocast(dtype=HALF):
-            y = x @ x
-            graph_break()
-            z = y @ y
-    return y, z
-
-
-def in_a_region_of_torchs_own(x):
-    with torch.autocast("hpu", BFLOAT):
-        y = x @ x
-        graph_break()
-        return y, torch.is_autocast_enabled("hpu")
-
-
-FUNCTIONS = [
-    in_a_region,
-    with_every_argument,
-    at_a_print,
-    at_a_branch,
-    in_an_inner_function,
-    in_a_function_that_is_called,
-    in_a_function_decorated_inside,
-    in_a_function_decorated_by_autocast_decorator,
-    in_nested_regions,
-    and_below_the_region,
-    where_an_error_leaves_the_region,
-    in_a_loop,
-    pytest.param(in_a_deprecated_region, marks=needs_its_signature),
-    pytest.param(in_a_deprecated_region_in_a_loop, marks=needs_its_signature),
-    in_a_region_of_torchs_own,
-]
+FUNCTIONS = {
+    "in the function itself": in_the_function_itself,
+    "at a print": at_a_print,
+    "at a branch": at_a_branch,
+    "in a function that is called": in_a_function_that_is_called,
+    "in a function decorated inside": lambda x: torch.autocast("cpu")(products)(x),
+    "in one decorated by autocast_decorator": (
+        lambda x: torch.amp.autocast_mode.autocast_decorator(torch.autocast("cpu"), products)(x)
+    ),
+    "in nested regions": in_nested_regions,
+    "and below the region": and_below_the_region,
+    "where an error leaves the region": where_an_error_leaves_the_region,
+    "with every argument": around(half_region),
+    "in a region of torch's own": around(
+        lambda: torch.autocast("hpu", BFLOAT), lambda y: torch.is_autocast_enabled("hpu")
+    ),
+    "in a loop": in_a_loop(lambda: torch.autocast("cpu")),
+}
+DEPRECATED = {
+    "in a deprecated region": around(lambda: torch.cpu.amp.autocast()),
+    "in a deprecated region in a loop": in_a_loop(lambda: torch.cpu.amp.autocast(dtype=HALF)),
+}
 
 
 def kinds(values):
@@ -159,9 +137,9 @@ def kinds(values):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("engine")
-@pytest.mark.parametrize("function", FUNCTIONS)
-def test_a_region_continues_after_a_graph_break(function):
-    seen = []
+@pytest.mark.parametrize("name", [*FUNCTIONS, *(pytest.param(each, marks=needs_its_signature) for each in DEPRECATED)])
+def test_a_region_continues_after_a_graph_break(name):
+    function, seen = (FUNCTIONS | DEPRECATED)[name], []
     for patching in (contextlib.nullcontext(), polycast.patch_torch()):
         torch.compiler.reset()
         with patching:
@@ -171,10 +149,17 @@ def test_a_region_continues_after_a_graph_break(function):
     assert seen == 4 * [kinds(function(X))]
 
 
+def compiled_kinds(function, *args):
+    """Return what two calls of a compiled function return, which must be equal."""
+    compiled = torch.compile(function, backend="eager")
+    first, second = kinds(compiled(X, *args)), kinds(compiled(X, *args))
+    assert first == second
+    return first
+
+
 @pytest.mark.usefixtures("patched", "engine")
 def test_a_decorated_function_may_be_compiled():
-    compiled = torch.compile(torch.autocast("cpu")(products), backend="eager")
-    assert 2 * [kinds(compiled(X))] == [[BFLOAT, BFLOAT], kinds(compiled(X))]
+    assert compiled_kinds(torch.autocast("cpu")(products)) == [BFLOAT, BFLOAT]
 
 
 @pytest.mark.usefixtures("patched", "engine")
@@ -193,11 +178,8 @@ def test_a_stored_region_can_be_an_argument_a_closure_or_an_attribute():
         def forward(self, x):
             return given(x, self.region)
 
-    for function in (lambda x: given(x, stored), Module()):
-        compiled = torch.compile(function, backend="eager")
-        assert 2 * [kinds(compiled(X))] == [[HALF, HALF], kinds(compiled(X))]
-    assert kinds(torch.compile(given, backend="eager")(X, stored)) == [HALF, HALF]
-    assert not torch.is_autocast_enabled("cpu")
+    for function, *args in ((given, stored), (lambda x: given(x, stored),), (Module(),)):
+        assert compiled_kinds(function, *args) == [HALF, HALF]
 
 
 @pytest.mark.usefixtures("patched", "engine")
@@ -206,14 +188,7 @@ def test_a_region_of_a_subclass_continues_after_a_graph_break():
         def __init__(self, device_type):
             super().__init__(device_type, HALF)
 
-    def function(x):
-        with Half("cpu"):
-            y = x @ x
-            graph_break()
-            return y, y @ y
-
-    compiled = torch.compile(function, backend="eager")
-    assert 2 * [kinds(compiled(X))] == [[HALF, HALF], kinds(compiled(X))]
+    assert compiled_kinds(around(lambda: Half("cpu"))) == [HALF, HALF]
 
 
 @pytest.mark.usefixtures("patched", "engine")
@@ -237,15 +212,11 @@ def test_the_interpreter_enters_polycasts_region_where_the_graph_is_broken():
 @pytest.mark.slow
 def test_a_graph_break_does_not_end_a_program_that_polycast_runs(tmp_path):
     program = tmp_path / "program.py"
-    program.write_text("""
+    program.write_text(f"""
 import torch
 @torch.compile(backend="eager")
-def f(x):
-    with torch.autocast("cpu"):
-        y = x @ x
-        print("break")
-        return y @ y
-print(f(torch.ones(2, 2)).dtype)
+{inspect.getsource(at_a_print)}
+print(at_a_print(torch.ones(2, 2))[1].dtype)
 """)
     command = [sys.executable, "-m", "polycast", "run", "--quiet", program]
     done = subprocess.run(command, capture_output=True, text=True)

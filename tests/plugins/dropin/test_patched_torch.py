@@ -99,35 +99,6 @@ def test_a_compiled_model_runs_and_trains_in_a_region():
     assert net[0].weight.grad.dtype is torch.float32
 
 
-@pytest.mark.slow
-@needs_its_signature
-def test_torch_compile_that_is_imported_while_patched_knows_torchs_classes_later():
-    script = """
-import sys, torch, polycast, warnings
-warnings.simplefilter("ignore")
-from torch.cuda.amp import autocast as imported_before
-assert "torch._dynamo.variables.torch" not in sys.modules
-def main(x):
-    with torch.autocast("cpu"):
-        return x @ x
-def deprecated(x):
-    with torch.cpu.amp.autocast():
-        return x @ x
-def other_device(x):
-    with imported_before():
-        return x @ x
-def dtypes():
-    torch._dynamo.reset()
-    compiled = [torch.compile(f, backend="eager", fullgraph=True) for f in (main, deprecated, other_device)]
-    return [str(f(torch.ones(2, 2)).dtype)[6:] for f in compiled]
-with polycast.patch_torch():
-    print(*dtypes())
-print(*dtypes())
-"""
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert done.stdout.splitlines() == ["bfloat16 bfloat16 float32"] * 2, done.stderr
-
-
 def in_half_region(x):
     with torch.autocast("cpu", torch.float16, cache_enabled=False):
         return x @ x
@@ -164,30 +135,49 @@ def test_torch_jit_scripts_a_region_with_and_without_the_patch(function, dtype):
     assert len(graphs) == 1
 
 
-@pytest.mark.slow
-@needs_its_signature
-def test_torch_jit_compiles_torchs_classes_while_patched(tmp_path):
-    """TorchScript caches compiled functions for the life of the process."""
-    program = tmp_path / "program.py"
-    program.write_text("""
-import warnings, torch, polycast
-from torch.jit._state import _script_classes
+PROGRAM = """
+import sys, warnings, torch, polycast
+from torch.cuda.amp import autocast as imported_before
 warnings.simplefilter("ignore")
+assert "torch._dynamo.variables.torch" not in sys.modules
 def main(x):
     with torch.autocast("cpu"):
         return x @ x
 def deprecated(x):
     with torch.cpu.amp.autocast(dtype=torch.float16):
         return x @ x
-def dtypes():
-    return [str(torch.jit.script(f)(torch.ones(2, 2)).dtype)[6:] for f in (main, deprecated)]
+def other_device(x):
+    with imported_before():
+        return x @ x
+def dtypes(compile, functions):
+    return [str(compile(f)(torch.ones(2, 2)).dtype)[6:] for f in functions]
+def dynamo():
+    torch._dynamo.reset()
+    compile = torch.compile(backend="eager", fullgraph=True)
+    return dtypes(compile, (main, deprecated, other_device))
+def script():
+    from torch.jit._state import _script_classes
+    return [*dtypes(torch.jit.script, (main, deprecated)), *(cls.__module__ for cls in _script_classes)]
+compile = globals()[sys.argv[1]]
 with polycast.patch_torch():
-    print(*dtypes(), *(cls.__module__ for cls in _script_classes))
-print(*dtypes(), *(cls.__module__ for cls in _script_classes))
-""")
-    done = subprocess.run([sys.executable, program], capture_output=True, text=True)
-    expected = "bfloat16 float16 torch.amp.autocast_mode torch.cpu.amp.autocast_mode"
-    assert done.stdout.splitlines() == [expected] * 2, done.stderr
+    print(*compile())
+print(*compile())
+"""
+COMPILED = {
+    "dynamo": "bfloat16 float16 float32",
+    "script": "bfloat16 float16 torch.amp.autocast_mode torch.cpu.amp.autocast_mode",
+}
+
+
+@pytest.mark.slow
+@needs_its_signature
+@pytest.mark.parametrize("compiler", COMPILED)
+def test_a_compiler_that_is_used_while_patched_first_knows_torchs_classes_later(tmp_path, compiler):
+    """Dynamo and TorchScript keep what they know of classes for the life of the process."""
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    done = subprocess.run([sys.executable, program, compiler], capture_output=True, text=True)
+    assert done.stdout.splitlines() == [COMPILED[compiler]] * 2, done.stderr
 
 
 @pytest.mark.usefixtures("patched", "engine")

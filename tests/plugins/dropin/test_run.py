@@ -1,6 +1,5 @@
-"""``polycast run``: a program runs as with python, on polycast's regions; options; bad input."""
+"""``polycast run``: a program runs as with python, on polycast's regions."""
 
-import re
 import signal
 import subprocess
 import sys
@@ -9,9 +8,6 @@ import zipfile
 
 import pytest
 from tests.plugins.dropin.conftest import ENVIRONMENT
-from typer.testing import CliRunner
-
-from polycast_plugins.cli import app
 
 pytestmark = pytest.mark.slow
 
@@ -25,7 +21,6 @@ def call(*command, folder, stdin="", **environment):
 
 @pytest.fixture
 def write(tmp_path):
-    """Return a function that writes a program, and returns the folder that it is in."""
 
     def write(source, name="program.py"):
         path = tmp_path / name
@@ -65,20 +60,20 @@ ARGUMENTS = ["--flag", "value", "--quiet", "--", "-m"]
     ("name", "arguments", "said"),
     [
         *((name, [name, *ARGUMENTS], str(ARGUMENTS)[1:]) for name in SCRIPTS),
+        ("folder/program.py", ["link.py"], "/folder\n"),
         ("package/program.py", ["-m", "package.program", "--flag"], "package.program"),
         ("package/__main__.py", ["-m", "package"], "package.__main__"),
         ("folder/__main__.py", ["folder", "x"], "__main__.py"),
+        ("program.py", ["program.zip", "x"], "program.zip"),
     ],
-    ids=["script", "script here", "script elsewhere", "module", "package", "folder"],
+    ids=["script", "script here", "script elsewhere", "link to a script", "module", "package", "folder", "archive"],
 )
 def test_a_program_sees_itself_as_under_python(same, write, name, arguments, said):
-    assert said in same(write(SELF_PORTRAIT, name), *arguments).stdout
-
-
-def test_a_link_to_a_script_has_the_folder_of_the_script(same, write):
-    folder = write(SELF_PORTRAIT, "folder/program.py")
-    (folder / "link.py").symlink_to(folder / "folder" / "program.py")
-    assert str(folder / "folder") in same(folder, "link.py").stdout
+    folder = write(SELF_PORTRAIT, name)
+    (folder / "link.py").symlink_to(folder / name)
+    with zipfile.ZipFile(folder / "program.zip", "w") as archive:
+        archive.writestr("__main__.py", SELF_PORTRAIT)
+    assert said in same(folder, *arguments).stdout
 
 
 @pytest.mark.parametrize("name", ["folder", "folder/__main__.py"])
@@ -89,15 +84,21 @@ def test_a_safe_path_has_no_more_in_it_than_under_python(write, name):
     assert (ours.returncode, ours.stdout, ours.stderr) == (0, theirs.stdout, theirs.stderr)
 
 
-def test_an_archive_runs_its_main_module(same, tmp_path):
-    with zipfile.ZipFile(tmp_path / "program.zip", "w") as archive:
-        archive.writestr("__main__.py", SELF_PORTRAIT)
-    assert "program.zip" in same(tmp_path, "program.zip", "x").stdout
+PICKLING = """
+import copy, pickle
+class Point:
+    x = 1
+print(pickle.loads(pickle.dumps(Point())).x, Point.__module__)
+"""
 
 
-def test_the_program_reads_the_standard_input(same, write):
-    done = same(write("import sys; print(input(), sys.stdin.read())"), "program.py", stdin="one\ntwo\n")
-    assert done.stdout == "one two\n\n"
+@pytest.mark.parametrize(
+    ("source", "printed"),
+    [("import sys; print(input(), sys.stdin.read())", "one two\n\n"), (PICKLING, "1 __main__\n")],
+    ids=["reads the standard input", "pickles its classes"],
+)
+def test_a_program_prints_what_it_does_under_python(same, write, source, printed):
+    assert same(write(source), "program.py", stdin="one\ntwo\n").stdout == printed
 
 
 def test_a_program_from_the_standard_input_runs_as_with_python(same, tmp_path):
@@ -133,12 +134,13 @@ def test_a_module_fails_as_under_python(same, write, source):
     assert same(write(source), "-m", "program").returncode == 1
 
 
-def test_a_missing_module_is_reported_as_by_python(same, tmp_path):
-    assert "No module named no_such" in same(tmp_path, "-m", "no_such").stderr
-
-
-def test_a_folder_without_a_main_module_is_reported_as_by_python(same, write):
-    assert "can't find '__main__' module in" in same(write("", "folder/other.py"), "folder").stderr
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [(["-m", "no_such"], "No module named no_such"), (["folder"], "can't find '__main__' module in")],
+    ids=["module", "main module of a folder"],
+)
+def test_what_is_missing_is_reported_as_by_python(same, write, arguments, said):
+    assert said in same(write("", "folder/other.py"), *arguments).stderr
 
 
 def test_a_missing_file_is_reported_as_by_python(polycast_run, tmp_path):
@@ -147,16 +149,6 @@ def test_a_missing_file_is_reported_as_by_python(polycast_run, tmp_path):
     assert (ours.returncode, theirs.returncode) == (2, 2)
     assert ours.stderr == f"polycast: can't open file '{tmp_path}/no_such.py': [Errno 2] No such file or directory\n"
     assert ours.stderr.partition(": ")[2] == theirs.stderr.partition(": ")[2]
-
-
-def test_classes_of_the_program_can_be_pickled(same, write):
-    source = """
-    import copy, pickle
-    class Point:
-        x = 1
-    print(pickle.loads(pickle.dumps(Point())).x, Point.__module__)
-    """
-    assert same(write(source), "program.py").stdout == "1 __main__\n"
 
 
 MULTIPROCESSING = """
@@ -274,56 +266,3 @@ def test_wrap_runs_the_outermost_call_of_a_module_in_a_region(run, wrap, dtype):
         f"torch.{dtype}",
     ]
     assert done.stderr.endswith(f" engine, 4 regions (cpu disabled 1, cpu {dtype} 3)\n")
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (["--wrap", "not a real device"], "polycast: Invalid device string: 'not a real device'. "),
-        (["--wrap", "hpu"], "polycast: No polycast backend is installed for 'hpu'."),
-        (
-            ["--wrap", "cpu:bfloat61"],
-            "polycast: --wrap cpu:bfloat61: 'bfloat61' is not a dtype; the nearest are 'bfloat16', 'float64', "
-            "'float16'. Expected DEVICE or DEVICE:DTYPE; cpu supports bfloat16, float16.\n",
-        ),
-        (["--wrap", "cpu:"], "polycast: --wrap cpu:: '' is not a dtype"),
-        (["--wrap", "cpu:Tensor"], "polycast: --wrap cpu:Tensor: 'Tensor' is not a dtype"),
-        (["--wrap", "cpu:int8"], "polycast: --wrap cpu:int8: cpu supports torch.bfloat16, torch.float16.\n"),
-        (["--unknown"], "No such option"),
-    ],
-)
-def test_an_invalid_option_is_refused_before_the_program_runs(write, monkeypatch, options, said):
-    monkeypatch.chdir(write("print('it ran')"))
-    monkeypatch.setenv("COLUMNS", "300")
-    done = CliRunner().invoke(app, ["run", *options, "program.py"])  # would raise Ready
-    assert (done.exit_code, done.stdout) == (2, "")
-    assert said in done.stderr
-
-
-def test_a_device_that_cannot_be_used_is_refused(run):
-    import torch
-
-    if torch.xpu.is_available():
-        pytest.skip("there is an XPU here")
-    done = run("print('it ran')", "--wrap", "xpu")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert re.match(r"polycast: --wrap xpu: .+\.\n$", done.stderr)
-
-
-def test_an_invalid_variable_is_refused(run):
-    done = run("print('it ran')", POLYCAST_ENGINE="fast")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("polycast: POLYCAST_ENGINE='fast' is invalid")
-
-
-def test_an_engine_that_cannot_be_built_is_refused(run, tmp_path):
-    missing = {"CXX": "no-such-compiler", "XDG_CACHE_HOME": str(tmp_path / "cache")}
-    done = run("print('it ran')", POLYCAST_ENGINE="native", **missing)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "the native engine cannot be built" in done.stderr
-
-
-def test_without_a_program_the_usage_is_shown(polycast_run):
-    done = polycast_run()
-    assert done.returncode == 2
-    assert "Usage: polycast run" in done.stderr

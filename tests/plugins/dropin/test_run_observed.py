@@ -5,13 +5,9 @@ import re
 import subprocess
 import sys
 import textwrap
-from pathlib import Path
 
 import pytest
 from tests.plugins.dropin.conftest import ENVIRONMENT
-from typer.testing import CliRunner
-
-from polycast_plugins.cli import app
 
 pytestmark = pytest.mark.slow
 
@@ -23,6 +19,10 @@ def work(size=2):
 def ranked(rank):
     os.environ["RANK"] = rank
     work()
+def start(target, *arguments, name, method="fork"):
+    process = multiprocessing.get_context(method).Process(target=target, args=arguments, name=name)
+    process.start()
+    process.join()
 """
 
 
@@ -37,7 +37,7 @@ def reports(folder):
     return found
 
 
-def test_an_unchanged_program_has_a_report(run, tmp_path):
+def test_the_report_is_named_and_summarized(run, tmp_path):
     done = run("work(); os.chdir('/')", "--report", "out.html", POLYCAST_ENGINE="native")
     assert reports(tmp_path) == {"out.html": 1}
     lines = done.stderr.splitlines()
@@ -67,18 +67,34 @@ def test_the_table_fits_a_terminal(run, columns, fit):
     assert ("left out to fit the width: " in done.stderr) == fit
 
 
-@pytest.mark.parametrize(
-    ("end", "code"),
-    [("raise ValueError('wrong')", 1), ("sys.exit(7)", 7), ("import atexit; atexit.register(work)", 0)],
-)
-def test_a_program_has_a_report_however_it_ends(run, tmp_path, end, code):
-    assert run(f"work()\n{end}", "--report", "out.html").returncode == code
-    assert reports(tmp_path) == {"out.html": 2 if "atexit" in end else 1}
+REPORTS = {
+    "raises": ("work()\nraise ValueError('wrong')", {}, 1, {"out.html": 1}),
+    "exits": ("work()\nsys.exit(7)", {}, 7, {"out.html": 1}),
+    "works at exit": ("work()\nimport atexit; atexit.register(work)", {}, 0, {"out.html": 2}),
+    "starts a thread": (
+        "thread = threading.Thread(target=work); thread.start(); work(); thread.join()",
+        *({}, 0, {"out.html": 2}),
+    ),
+    "starts ranks": (
+        "start(ranked, '3', name='worker'); start(work, name='worker'); work()",
+        *({}, 0, {"out.html": 1, "out.rank3.html": 1, "out.worker.html": 1}),
+    ),
+    "a worker of a rank": (
+        "work(); start(work, name='loader')",
+        *({"RANK": "1"}, 0, {"out.rank1.html": 1, "out.rank1.loader.html": 1}),
+    ),
+    "a fork without an op": ("work()\nif os.fork() == 0:\n    sys.exit()\nos.wait()", {}, 0, {"out.html": 1}),
+    "a rank": ("work()", {"RANK": "0"}, 0, {"out.rank0.html": 1}),
+}
 
 
-def test_a_report_covers_all_threads(run, tmp_path):
-    run("thread = threading.Thread(target=work); thread.start(); work(); thread.join()", "--report", "out.html")
-    assert reports(tmp_path) == {"out.html": 2}
+@pytest.mark.parametrize("case", REPORTS)
+def test_a_program_has_a_report_for_each_process_with_an_op_however_it_ends(run, tmp_path, case):
+    program, environment, code, expected = REPORTS[case]
+    for name in expected:
+        (tmp_path / name).write_text("of an earlier run")
+    assert run(program, "--report", "out.html", **environment).returncode == code
+    assert reports(tmp_path) == expected
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
@@ -87,9 +103,7 @@ def test_each_child_process_has_its_own_report(run, tmp_path, method):
     if __name__ == "__main__":
         work()
         for _ in range(2):
-            process = multiprocessing.get_context("{method}").Process(target=work, name="the worker/1")
-            process.start()
-            process.join()
+            start(work, name="the worker/1", method="{method}")
     """
     done = run(program, "--observe", "--report", "out.html")
     found = reports(tmp_path)
@@ -97,32 +111,6 @@ def test_each_child_process_has_its_own_report(run, tmp_path, method):
     (other,) = found.keys() - {"out.html", "out.the-worker-1.html"}
     assert re.fullmatch(r"out\.the-worker-1\.\d+\.html", other)
     assert done.stderr.count("polycast: observed in the worker/1\n") == 2
-
-
-def test_reports_of_ranks_are_named_by_rank(run, tmp_path):
-    program = """
-    if __name__ == "__main__":
-        context = multiprocessing.get_context("fork")
-        for target, arguments in [(ranked, ("3",)), (work, ())]:
-            process = context.Process(target=target, args=arguments, name="worker")
-            process.start()
-            process.join()
-        work()
-    """
-    run(program, "--report", "out.html")
-    assert set(reports(tmp_path)) == {"out.html", "out.rank3.html", "out.worker.html"}
-
-
-def test_a_worker_of_a_rank_has_another_name(run, tmp_path):
-    program = """
-    if __name__ == "__main__":
-        work()
-        process = multiprocessing.get_context("fork").Process(target=work, name="loader")
-        process.start()
-        process.join()
-    """
-    run(program, "--report", "out.html", RANK="1")
-    assert set(reports(tmp_path)) == {"out.rank1.html", "out.rank1.loader.html"}
 
 
 def test_a_process_made_by_os_fork_has_its_own_report(run, tmp_path):
@@ -134,55 +122,11 @@ def test_a_process_made_by_os_fork_has_its_own_report(run, tmp_path):
     assert calls == 2
 
 
-def test_a_process_without_an_op_writes_no_report(run, tmp_path):
-    run("work()\nif os.fork() == 0:\n    sys.exit()\nos.wait()", "--report", "out.html")
-    assert list(reports(tmp_path)) == ["out.html"]
-
-
-def test_a_report_of_an_earlier_run_is_overwritten(run, tmp_path):
-    (tmp_path / "out.rank0.html").write_text("old")
-    run("work()", "--report", "out.html", RANK="0")
-    assert reports(tmp_path) == {"out.rank0.html": 1}
-
-
 def test_a_report_into_a_deleted_folder_is_reported_and_keeps_the_status(run, tmp_path):
     (tmp_path / "folder").mkdir()
     done = run("work(); os.rmdir('folder'); sys.exit(3)", "--quiet", "--report", "folder/out.html")
     assert done.returncode == 3
     assert re.fullmatch(r"polycast: the report cannot be written: .*No such file or directory: .*\n", done.stderr)
-
-
-@pytest.mark.parametrize(
-    ("report", "said"),
-    [
-        ("missing/out.html", "polycast: --report: missing/out.html cannot be written: missing does not exist."),
-        (".", "polycast: --report: . is a folder: name a file in it, such as report.html.\n"),
-        ("/proc/out.html", "polycast: --report: /proc/out.html cannot be written: "),
-        ("", "polycast: --report: . is a folder"),
-    ],
-)
-def test_a_report_that_cannot_be_written_is_refused_before_the_program_runs(tmp_path, monkeypatch, report, said):
-    if report.startswith("/proc") and not Path("/proc/self").exists():
-        pytest.skip("there is no /proc here, which nobody can make files in")
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "program.py").write_text("print('it ran')")
-    done = CliRunner().invoke(app, ["run", "--report", report, "program.py"])  # would raise Ready
-    assert (done.exit_code, done.stdout) == (2, "")
-    assert done.stderr.startswith(said)
-
-
-@pytest.mark.parametrize("option", ["--observe", "--report=out.html"])
-def test_a_program_that_cannot_be_observed_is_refused_before_it_runs(run, tmp_path, option):
-    done = run("print('it ran')", option, CXX="no-such-compiler", XDG_CACHE_HOME=str(tmp_path / "cache"))
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "polycast: " in done.stderr
-    assert "cannot be built" in done.stderr
-    done = run("print('it ran')", option, POLYCAST_ENGINE="reference")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == (
-        "polycast: polycast.observe needs the native engine, and this process runs on the reference engine: "
-        "POLYCAST_ENGINE=reference. Unset it.\n"
-    )
 
 
 def test_a_report_has_the_modules_of_an_unchanged_program(run, tmp_path):

@@ -61,29 +61,6 @@ def test_the_option_combines_with_wrap_and_with_a_weight_cache(run, tmp_path):
     assert " 2 regions (cpu bfloat16 2), weight cache: " in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        (None, "polycast: [Errno 2] No such file or directory: 'policy.toml'\n"),
-        (
-            "schema = 1\n[ops]\nmm = 'fp23'\n",
-            "polycast: policy file 'policy.toml': the policy of 'mm' must be a CastPoli",
-        ),
-        (
-            "schema = 1\n[devices.cpu.modules]\nlm_head = 'fp32'\n",
-            "polycast: --policy policy.toml: the file has rules for modules, which --policy cannot apply. Call "
-            "polycast.apply_policy(model, policy) in the program, or leave [modules] out of the file.\n",
-        ),
-    ],
-)
-def test_an_invalid_file_is_reported_before_the_program_runs(run, tmp_path, text, said):
-    if text is not None:
-        (tmp_path / "policy.toml").write_text(text)
-    done = run("print('ran')", "--policy", "policy.toml")
-    assert done.stderr.startswith(said)
-    assert (done.stdout, done.returncode) == ("", 2)
-
-
 REPEATED = """
 import torch
 model, x = torch.nn.Linear(4, 4), torch.ones(1, 4)

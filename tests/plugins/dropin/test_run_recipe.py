@@ -50,66 +50,59 @@ def test_the_summary_counts_the_ops_of_the_recipe_and_gives_reasons_for_the_othe
 
 @pytest.mark.usefixtures("int8")
 def test_the_output_is_near_that_without_a_recipe(run):
-    near = (
-        "\ny = forward()\nz = small(large(x))\nprint(not torch.equal(y, z), ((y - z).norm() / z.norm()).item() < 0.03)"
-    )
+    near = "y = forward()\nz = small(large(x))\nprint(not torch.equal(y, z), ((y - z).norm() / z.norm()).item() < 0.03)"
     done = run(near, "--quiet", "--recipe", "int8")
     assert (done.stdout, done.stderr) == ("True True\n", "")
 
 
-@pytest.mark.usefixtures("int8")
-@pytest.mark.parametrize("recipe", ["int8", "int8:tensor"])
-def test_all_threads_are_counted(run, recipe):
-    program = """
-    threads = [threading.Thread(target=forward) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    """
-    said = run(program, "--recipe", recipe).stderr.splitlines()
-    assert said[0].endswith(f", {recipe}: 3 ops")
-    assert said[1] == f"  3{SMALL[1:]}"
-    assert said[2].startswith(f"  {recipe}: 97% of ")
+THREADS = """
+threads = [threading.Thread(target=forward) for _ in range(3)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+"""
+TRAINING = """
+with torch.autocast("cpu"):
+    y = large(x)
+y.sum().backward()
+"""
+OWN_RECIPE = """
+import polycast
+with torch.no_grad(), torch.autocast("cpu"), polycast.autocast("cpu", recipe="none"):
+    large(x)
+with torch.no_grad(), torch.autocast("cpu", enabled=False):
+    large(x)
+"""
+SUMMARIES = {
+    "of all threads": (THREADS, ["int8"], f", int8: 3 ops\n  3{SMALL[1:]}\n  int8: 97% of "),
+    "by another recipe": (THREADS, ["int8:tensor"], f", int8:tensor: 3 ops\n  3{SMALL[1:]}\n  int8:tensor: 97% of "),
+    "of a training program": (
+        TRAINING,
+        ["int8"],
+        "\n  1 linear in the fast dtype: autograd records it, and quantized kernels have no backward"
+        "\n  int8: 0% of the 2.1 MFLOPs in matmuls\n",
+    ),
+    "where the program has its own recipe": (OWN_RECIPE, ["int8"], ", int8: 0 ops\n"),
+    "of a program without a region": (
+        "with torch.no_grad():\n    large(x)",
+        ["int8", "--wrap", "cpu"],
+        ", int8: 1 op\n  int8: 100% of the 1.05 MFLOPs in matmuls\n",
+    ),
+    "of an observed run": (
+        "forward()",
+        ["int8", "--observe"],
+        "int8 on cpu: linear computed once\n"
+        "int8 on cpu: linear declined once: the weight is smaller than the recipe's min_size\n",
+    ),
+}
 
 
 @pytest.mark.usefixtures("int8")
-def test_a_training_program_is_told_that_the_recipe_has_no_effect(run):
-    program = """
-    with torch.autocast("cpu"):
-        y = large(x)
-    y.sum().backward()
-    """
-    assert run(program, "--recipe", "int8").stderr.splitlines()[1:3] == [
-        "  1 linear in the fast dtype: autograd records it, and quantized kernels have no backward",
-        "  int8: 0% of the 2.1 MFLOPs in matmuls",
-    ]
-
-
-@pytest.mark.usefixtures("int8")
-def test_the_programs_own_recipe_takes_precedence(run):
-    program = """
-    import polycast
-    with torch.no_grad(), torch.autocast("cpu"), polycast.autocast("cpu", recipe="none"):
-        large(x)
-    with torch.no_grad(), torch.autocast("cpu", enabled=False):
-        large(x)
-    """
-    assert run(program, "--recipe", "int8").stderr.endswith(", int8: 0 ops\n")
-
-
-@pytest.mark.usefixtures("int8")
-def test_it_combines_with_wrap_for_programs_without_a_region(run):
-    done = run("with torch.no_grad():\n    print(large(x).dtype)", "--wrap", "cpu", "--recipe", "int8")
-    assert done.stdout == "torch.bfloat16\n"
-    assert done.stderr.endswith(", int8: 1 op\n  int8: 100% of the 1.05 MFLOPs in matmuls\n")
-
-
-@pytest.mark.usefixtures("int8")
-def test_an_observed_run_has_them_too(run):
-    done = run("forward()", "--observe", "--recipe", "int8", COLUMNS="100")
-    assert "int8 on cpu: linear computed once\n" in done.stderr
-    assert "int8 on cpu: linear declined once: the weight is smaller than the recipe's min_size\n" in done.stderr
+@pytest.mark.parametrize("case", SUMMARIES)
+def test_the_summary_says_what_the_recipe_did(run, case):
+    program, options, said = SUMMARIES[case]
+    assert said in run(program, "--recipe", *options, COLUMNS="100").stderr
 
 
 def test_an_unsupported_recipe_is_reported_and_the_program_runs_in_the_fast_dtype(run):
@@ -187,16 +180,3 @@ def test_a_long_program_is_observed_in_its_first_seconds(monkeypatch):
                 torch.mm(torch.ones(1, 4), torch.nn.Parameter(torch.ones(4, 4)))
     assert summary.text() == "int8: 2 ops in the first 10 s\n  int8: 100% of the 64 FLOPs in matmuls"
     assert not events.recipe_call  # the engine computes calls without Python again
-
-
-@pytest.mark.parametrize(
-    ("recipe", "said"),
-    [
-        ("int9", "polycast: --recipe: 'int9' is not a recipe: did you mean 'int8'?\n"),
-        ("int8:columns", "polycast: --recipe: 'int8:columns' is not a recipe: "),
-    ],
-)
-def test_an_invalid_recipe_is_refused_before_the_program_runs(run, recipe, said):
-    done = run("print('ran')", "--recipe", recipe)
-    assert done.stderr.startswith(said)
-    assert (done.stdout, done.returncode) == ("", 2)

@@ -17,10 +17,11 @@ from polycast.policy import manifests
 from polycast.region import slow_dtype
 from polycast.registry.registry import registry
 
+pytestmark = pytest.mark.usefixtures("patched")
 X = torch.ones(2, 2)
 
 
-@pytest.mark.usefixtures("patched", "engine")
+@pytest.mark.usefixtures("engine")
 def test_a_region_is_polycasts():
     region = torch.autocast("cpu")
     assert isinstance(region, polycast.autocast)
@@ -31,7 +32,6 @@ def test_a_region_is_polycasts():
         assert (X @ X).dtype is torch.bfloat16
 
 
-@pytest.mark.usefixtures("patched")
 def test_a_region_takes_torchs_arguments_in_torchs_order():
     assert [*inspect.signature(torch.autocast).parameters] == ["device_type", "dtype", "enabled", "cache_enabled"]
     with torch.autocast("cpu", torch.float16, False, False):
@@ -40,7 +40,7 @@ def test_a_region_takes_torchs_arguments_in_torchs_order():
         assert not torch.is_autocast_cache_enabled()
 
 
-@pytest.mark.usefixtures("patched", "engine")
+@pytest.mark.usefixtures("engine")
 def test_a_region_decorates_functions_as_polycasts_does():
     @torch.autocast("cpu")
     def products(x):
@@ -52,7 +52,7 @@ def test_a_region_decorates_functions_as_polycasts_does():
     assert decorated(X).dtype is torch.bfloat16
 
 
-@pytest.mark.usefixtures("patched", "engine")
+@pytest.mark.usefixtures("engine")
 def test_a_region_nested_in_itself_is_left():
     region = torch.autocast("cpu")
     with region, region:
@@ -60,13 +60,11 @@ def test_a_region_nested_in_itself_is_left():
     assert not torch.is_autocast_enabled("cpu")
 
 
-@pytest.mark.usefixtures("patched")
 def test_a_region_that_was_not_entered_cannot_be_left():
     with pytest.raises(RuntimeError, match=r"^autocast\('cpu', .+ cannot be left on thread"):
         torch.autocast("cpu").__exit__(None, None, None)
 
 
-@pytest.mark.usefixtures("patched")
 @pytest.mark.parametrize(
     ("arguments", "kind"),
     [((3,), ValueError), (("not a real device",), RuntimeError), (("cpu", "bfloat16"), TypeError), ((), TypeError)],
@@ -78,7 +76,7 @@ def test_bad_arguments_are_refused(arguments, kind):
 
 @pytest.mark.usefixtures("engine")
 @pytest.mark.parametrize("module", [torch.amp, torch.cuda.amp])
-def test_custom_fwd_and_custom_bwd_are_polycasts(module, patched):
+def test_custom_fwd_and_custom_bwd_are_polycasts(module):
     device = {"device_type": "cpu"} if module is torch.amp else {}
     warns = pytest.warns(FutureWarning) if module is torch.cuda.amp else contextlib.nullcontext()
     with warns:
@@ -103,7 +101,6 @@ def test_custom_fwd_and_custom_bwd_are_polycasts(module, patched):
     assert x.grad.item() == 6.0
 
 
-@pytest.mark.usefixtures("patched")
 def test_is_autocast_available_returns_whether_the_device_can_be_used(hand_made):
     hand_made("maia", availability=lambda: polycast.plugin.Availability(False, "it is not plugged in"))
     assert torch.amp.is_autocast_available("maia") is False
@@ -112,7 +109,6 @@ def test_is_autocast_available_returns_whether_the_device_can_be_used(hand_made)
     assert torch.amp.is_autocast_available("meta") is False
 
 
-@pytest.mark.usefixtures("patched")
 def test_a_region_for_a_device_without_a_backend_is_torchs():
     region = torch.autocast("hpu", torch.bfloat16)
     assert isinstance(region, torch.autocast)
@@ -136,13 +132,11 @@ def test_a_device_without_autocast_raises_torchs_error(patched):
         patched.start()
 
 
-@pytest.mark.usefixtures("patched")
 def test_custom_fwd_for_a_device_without_a_backend_is_torchs():
     decorated = torch.amp.custom_fwd(lambda ctx: None, device_type="hpu")
     assert decorated.__code__.co_filename == autocast_mode.__file__
 
 
-@pytest.mark.usefixtures("patched")
 def test_a_blocked_device_is_torchs(monkeypatch):
     monkeypatch.setenv("POLYCAST_BLOCK", "xpu")
     monkeypatch.setattr(registry, "_discovered", None)
@@ -151,7 +145,7 @@ def test_a_blocked_device_is_torchs(monkeypatch):
         assert polycast.autocast_nesting("xpu") == 0
 
 
-def test_a_broken_backend_raises_an_error(patched, monkeypatch):
+def test_a_broken_backend_raises_an_error(monkeypatch):
     def broken(self):
         raise polycast.errors.BackendBrokenError("the plugin is broken")
 
@@ -162,41 +156,39 @@ def test_a_broken_backend_raises_an_error(patched, monkeypatch):
         torch.autocast("cpu")
 
 
-def test_attributes_that_a_subclass_sets_apply(engine):
+def test_attributes_that_a_subclass_sets_apply(engine, patched):
     class Half(torch.autocast):
         def __init__(self):
             super().__init__("cpu")
             self.fast_dtype = torch.float16
 
-    x = torch.ones(2, 2)
+    patched.stop()
+    before = Half()
+    patched.start()
     region = Half()
-    with polycast.patch_torch():
-        patched = Half()
-        for each in (region, patched):
-            with each:
-                assert (x @ x).dtype is torch.float16
-        assert patched(lambda: x @ x)().dtype is torch.float16
-        patched.fast_dtype = torch.bfloat16
-        with patched:
-            assert (x @ x).dtype is torch.bfloat16
+    for each in (before, region):
+        with each:
+            assert (X @ X).dtype is torch.float16
+    assert region(lambda: X @ X)().dtype is torch.float16
+    region.fast_dtype = torch.bfloat16
+    with region:
+        assert (X @ X).dtype is torch.bfloat16
 
 
 def test_a_region_of_patched_torch_can_be_set(engine):
-    with polycast.patch_torch():
-        region = torch.autocast("cpu")
-        region.fast_dtype = torch.float16
-        with region:
-            assert (X @ X).dtype is torch.float16
+    region = torch.autocast("cpu")
+    region.fast_dtype = torch.float16
+    with region:
+        assert (X @ X).dtype is torch.float16
 
 
 def test_copies_have_the_attributes_of_a_program(engine):
-    with polycast.patch_torch():
-        region = torch.autocast("cpu")
-        region.note = ["of the program"]
-        for copied in (copy.copy(region), copy.deepcopy(region), pickle.loads(pickle.dumps(region))):
-            assert vars(copied).keys() == vars(region).keys()
-            assert copied.note == region.note
-        assert copy.deepcopy(region).note is not region.note
+    region = torch.autocast("cpu")
+    region.note = ["of the program"]
+    for copied in (copy.copy(region), copy.deepcopy(region), pickle.loads(pickle.dumps(region))):
+        assert vars(copied).keys() == vars(region).keys()
+        assert copied.note == region.note
+    assert copy.deepcopy(region).note is not region.note
 
 
 @pytest.fixture
@@ -211,7 +203,7 @@ def emulated(hand_made, monkeypatch):
 
 
 def test_a_region_with_a_slow_dtype_warns_at_the_line_of_the_program(emulated):
-    with polycast.patch_torch(), warnings.catch_warnings(record=True) as caught:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         torch.autocast("cpu")
         torch.autocast("cpu", cache_enabled=False)
@@ -226,7 +218,7 @@ def test_the_warning_of_the_reference_engine_names_the_users_line(tmp_path, monk
     installation.forget_choice()
 
     def enter():
-        with polycast.patch_torch(), torch.autocast("cpu"):
+        with torch.autocast("cpu"):
             pass
 
     with pytest.warns(UserWarning, match="^Regions run on polycast's reference engine") as caught:
