@@ -5,6 +5,13 @@ import torch
 
 import polycast
 
+FP32 = {"aten::linear": polycast.CastPolicy.FP32}
+modes = pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not reentrant"])
+
+
+def in_policy():
+    return polycast.autocast("cpu", policy=FP32)
+
 
 class Block(torch.nn.Module):
     """A layer that keeps the dtype of what it gives, at each time that it runs."""
@@ -53,8 +60,6 @@ def _blocks():
 
 
 class Does(torch.nn.Module):
-    """A module whose forward is a function."""
-
     def __init__(self, function):
         super().__init__()
         self.function = function
@@ -84,3 +89,16 @@ def call(under):
             return under(function, rule)(*args, **kwargs)
 
     return call
+
+
+@pytest.fixture
+def call_function():
+    """Return a function that calls a function as an autograd.Function with inputs in float32, in a region."""
+
+    def call_function(function, *args):
+        forward = polycast.custom_fwd(lambda ctx, *args: function(*args), device_type="cpu", cast_inputs=torch.float32)
+        made = type("Function", (torch.autograd.Function,), {"forward": staticmethod(forward)})
+        with polycast.autocast("cpu"):
+            return made.apply(*args)
+
+    return call_function

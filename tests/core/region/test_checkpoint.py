@@ -20,15 +20,10 @@ from torch.utils.checkpoint import (
 )
 
 import polycast
-from polycast import CastPolicy
+
+from .conftest import FP32, in_policy, modes
 
 pytestmark = pytest.mark.usefixtures("engine")
-modes = pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not reentrant"])
-POLICY = {"aten::linear": CastPolicy.FP32}
-
-
-def in_policy():
-    return polycast.autocast("cpu", policy=POLICY)
 
 
 @modes
@@ -113,7 +108,7 @@ def test_uninstalling_restores_torchs_checkpoint_and_pending_recomputations_keep
 @pytest.mark.parametrize("engine", ["native"], indirect=True)  # the reference engine caches nothing
 def test_after_uninstalling_the_next_region_has_checkpoints_carry_regions_again(block, named, again):
     cache = polycast.WeightCache()
-    given = {"policy": {"policy": POLICY}, "cache": {"cache": cache}}[named]
+    given = {"policy": {"policy": FP32}, "cache": {"cache": cache}}[named]
     region = polycast.autocast("cpu", **given)
     with region:
         snapshot = polycast.capture()
@@ -147,7 +142,7 @@ def test_a_torch_whose_checkpoints_are_not_as_expected_is_told_at_the_region(blo
 
 @pytest.mark.slow
 @modes
-@pytest.mark.parametrize("policy", [None, POLICY], ids=["", "policy"])
+@pytest.mark.parametrize("policy", [None, FP32], ids=["", "policy"])
 def test_a_checkpoint_in_a_compiled_function(block, reentrant, policy):
     torch.compiler.reset()
     layer, compiler = block.layers[0], torch.compile(backend="aot_eager", fullgraph=True)

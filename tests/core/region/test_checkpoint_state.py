@@ -15,13 +15,10 @@ import polycast
 from polycast import CastPolicy
 from polycast.engine import state
 
+from .conftest import FP32, in_policy, modes
+
 pytestmark = pytest.mark.usefixtures("engine")
-modes = pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not reentrant"])
-FP32, PASSTHROUGH = {"aten::linear": CastPolicy.FP32}, {"aten::linear": CastPolicy.PASSTHROUGH}
-
-
-def in_policy():
-    return polycast.autocast("cpu", policy=FP32)
+PASSTHROUGH = {"aten::linear": CastPolicy.PASSTHROUGH}
 
 
 def innermost(device_type="cpu"):
@@ -220,6 +217,7 @@ def test_a_retained_graph_is_recomputed_in_each_backward(block):
 
 def test_a_gradient_of_a_gradient_is_recomputed_in_the_region_of_the_forward(blocks):
     def second_order(run):
+        blocks.seen.clear()
         x = torch.linspace(-1, 1, 24).reshape(3, 8).requires_grad_()
         with in_policy():
             loss = run(x).pow(3).sum()
@@ -227,10 +225,8 @@ def test_a_gradient_of_a_gradient_is_recomputed_in_the_region_of_the_forward(blo
         return torch.autograd.grad(first.pow(2).sum(), x)
 
     expected = second_order(blocks)
-    blocks.seen.clear()
-    torch.testing.assert_close(
-        second_order(lambda x: checkpoint(blocks, x, use_reentrant=False)), expected, rtol=0, atol=0
-    )
+    found = second_order(lambda x: checkpoint(blocks, x, use_reentrant=False))
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
     assert set(blocks.seen) == {torch.float32}
 
 
@@ -239,9 +235,7 @@ def test_a_backward_that_is_no_recomputation_has_the_policies_of_where_it_runs()
     seen = []
 
     class Double(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x * 2
+        forward = staticmethod(lambda ctx, x: x * 2)
 
         @staticmethod
         def backward(ctx, gradient):

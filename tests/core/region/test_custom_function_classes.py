@@ -21,8 +21,6 @@ class Frameless(Function):
 
 
 def doubling(cast_inputs=None):
-    """Return a decorated forward."""
-
     @polycast.custom_fwd(device_type="cpu", cast_inputs=cast_inputs)
     def forward(x):
         return 2 * x

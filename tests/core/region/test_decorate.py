@@ -92,17 +92,13 @@ def test_a_generators_return_value_and_exception_come_through(decorate):
         return "value"
 
     def outer(fail):
-        return (yield from body(fail))
+        returned.append((yield from body(fail)))
 
-    steps = outer(False)
-    next(steps)
-    with pytest.raises(StopIteration) as stop:
-        next(steps)
-    assert stop.value.value == "value"
-    steps = outer(True)
-    next(steps)
+    returned = []
+    list(outer(False))
+    assert returned == ["value"]
     with pytest.raises(KeyError, match="mine"):
-        next(steps)
+        list(outer(True))
 
 
 def test_a_block_that_a_generator_is_suspended_in_is_put_aside_with_it(decorate, in_thread):
@@ -172,7 +168,6 @@ def test_a_cancelled_coroutine_cleans_up_in_the_region(decorate):
 
 @types.coroutine
 def awaited(first):
-    """A generator that types.coroutine has made a coroutine."""
     sent = yield first, enabled()
     return sent, enabled()
 

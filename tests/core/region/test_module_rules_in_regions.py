@@ -11,24 +11,14 @@ from torch.utils.checkpoint import checkpoint
 import polycast
 from polycast import Policy
 
+from .conftest import Block, Does
+
 pytestmark = pytest.mark.usefixtures("engine")
 X = torch.ones(2, 2)
 
 
 def square(x):
     return torch.mm(x, x)
-
-
-@pytest.mark.parametrize("rule", ["fp32", "float16"])
-def test_outside_of_an_enabled_region_a_rule_has_no_effect(call, under, rule):
-    model = under(square, rule)
-
-    def found():
-        return model(X).dtype, model(X.bfloat16()).dtype
-
-    disabled = polycast.autocast("cpu", enabled=False)
-    as_given = (torch.float32, torch.bfloat16)
-    assert found() == disabled(found)() == call(disabled(found)) == as_given
 
 
 @pytest.mark.parametrize(("rule", "dtype"), [("fp32", torch.float32), ("float16", torch.float16)])
@@ -41,11 +31,7 @@ def test_rules_apply_in_torchs_regions(under, rule, dtype):
 
 
 def test_explain_op_names_the_rule_of_a_module():
-    class Explaining(nn.Module):
-        def forward(self):
-            return polycast.plugin.explain_op("mm", "cpu"), polycast.plugin.explain_op("bmm", "cpu")
-
-    model = nn.ModuleDict({"one": Explaining()})
+    model = nn.ModuleDict({"one": Does(lambda: [polycast.plugin.explain_op(op, "cpu") for op in ("mm", "bmm")])})
     polycast.apply_policy(model, Policy(modules={"one": {"mm": "fp32"}}))
     with polycast.autocast("cpu", policy={"bmm": "fp32"}):
         found, other = model["one"]()
@@ -72,7 +58,7 @@ def test_two_threads_with_two_policies_over_one_model():
         assert dict(zip(policies, found, strict=True)) == {policy: {dtype} for policy, dtype in policies.items()}
 
 
-def test_rules_that_change_during_a_call_decide_from_the_next_call_on():
+def test_rules_that_change_during_a_call_decide_from_the_next_call_on(under):
     called, changed = threading.Event(), threading.Event()
 
     class Waiting(dict):
@@ -81,20 +67,11 @@ def test_rules_that_change_during_a_call_decide_from_the_next_call_on():
             assert changed.wait(60)
             return super().items()
 
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(2, 2)
-
-        def forward(self, inputs):
-            return self.layer(inputs["x"])
-
     def work():
         with polycast.autocast("cpu"):
             model(Waiting(x=X.bfloat16()))
 
-    model = Model()
-    polycast.apply_policy(model, Policy(modules={"": "fp32"}))
+    model = under(lambda inputs: square(inputs["x"]))
     thread = threading.Thread(target=work)
     thread.start()
     assert called.wait(60)
@@ -105,22 +82,10 @@ def test_rules_that_change_during_a_call_decide_from_the_next_call_on():
         assert model({"x": X}).dtype is torch.bfloat16
 
 
-class Inner(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-        self.seen = []
-
-    def forward(self, x):
-        y = self.layer(x)
-        self.seen.append(y.dtype)
-        return y.float()
-
-
 class Outer(nn.Module):
     def __init__(self, call):
         super().__init__()
-        self.inner = Inner()
+        self.inner = Block()
         self.call = call
 
     def forward(self, x):
@@ -131,7 +96,7 @@ def seen_in(call, rule, region=lambda: polycast.autocast("cpu")):
     model = Outer(call)
     polycast.apply_policy(model, Policy(modules={"class:Outer": rule, "inner": "float16"}))
     with region():
-        y = model(torch.ones(2, 4, requires_grad=True))
+        y = model(torch.ones(2, 8, requires_grad=True))
     y.sum().backward()
     return model.inner.seen
 
@@ -144,18 +109,33 @@ def test_a_checkpoint_recomputes_a_module_that_a_rule_switches_on_again(rule, re
     assert set(seen) == {torch.float16}
 
 
-def test_a_snapshot_takes_along_that_a_rule_has_switched_autocast_off(in_thread):
-    def call(inner, x):
-        return in_thread(polycast.capture().wrap(lambda: inner(x)))
-
-    assert seen_in(call, "fp32") == [torch.float16]
+def two_steps(inner, x):
+    yield inner(x)
+    yield inner(x)
 
 
-def test_where_the_snapshot_is_applied_a_region_that_is_off_stays_off(in_thread):
-    def call(inner, x):
-        return in_thread(polycast.capture().wrap(lambda: polycast.autocast("cpu", enabled=False)(inner)(x)))
+def off(inner):
+    return polycast.autocast("cpu", enabled=False)(inner)
 
-    assert seen_in(call, "fp32") == [torch.float32]
+
+SNAPSHOTS = {
+    "a call": (lambda wrap, inner, x: wrap(inner)(x), [torch.float16]),
+    "a region that is off": (
+        lambda wrap, inner, x: wrap(polycast.autocast("cpu", enabled=False)(inner))(x),
+        [torch.float32],
+    ),
+    "steps of a generator": (lambda wrap, inner, x: list(wrap(two_steps)(inner, x))[1], [torch.float16] * 2),
+}
+
+
+@pytest.mark.parametrize(("call", "expected"), SNAPSHOTS.values(), ids=SNAPSHOTS)
+def test_a_snapshot_takes_along_that_a_rule_has_switched_autocast_off(in_thread, call, expected):
+    def on_a_thread(inner, x):
+        wrap = polycast.capture().wrap
+        return in_thread(lambda: call(wrap, inner, x))
+
+    assert seen_in(on_a_thread, "fp32") == expected
+    assert not polycast.capture().switched_off
 
 
 def test_a_snapshot_of_elsewhere_knows_nothing_of_the_rule_that_it_is_applied_under():
@@ -167,16 +147,3 @@ def test_a_snapshot_of_elsewhere_knows_nothing_of_the_rule_that_it_is_applied_un
             return inner(x)
 
     assert seen_in(call, "fp32") == [torch.float32]
-
-
-def test_the_steps_of_a_generator_in_a_snapshot_are_under_the_rule_too(in_thread):
-    def in_steps(inner, x):
-        @polycast.capture().wrap
-        def steps():
-            yield inner(x)
-            yield inner(x)
-
-        return in_thread(lambda: list(steps()))[1]
-
-    assert seen_in(in_steps, "fp32") == [torch.float16, torch.float16]
-    assert not polycast.capture().switched_off

@@ -42,15 +42,7 @@ def test_brackets_match_characters_and_ranges(subtests):
             assert set(polycast.apply_policy(model, Policy(modules={key: "fp32"})).rules) == found
 
 
-@pytest.mark.parametrize("key", ["0\n", "[!]", "[]"])
-def test_a_key_means_all_of_its_characters(key):
-    with pytest.raises(ValueError, match="matches no module"):
-        polycast.apply_policy(Named("0"), Policy(modules={key: "fp32"}))
-
-
 class Counting(Named):
-    """A model that counts how often its modules are listed."""
-
     listed = 0
 
     def named_modules(self, *args, **keywords):
@@ -89,26 +81,19 @@ def test_a_module_that_lets_nobody_set_its_forward_leaves_the_others_as_they_wer
 def wrap(module):
     """Put a forward of one's own over the one that is there, as libraries do that move weights for a call."""
     inner = module.forward
-
-    def forward(module, *args):
-        return inner(*args)
-
-    module.forward = functools.update_wrapper(functools.partial(forward, module), inner)
+    module.forward = functools.update_wrapper(functools.partial(lambda module, *args: inner(*args), module), inner)
 
 
 def test_later_rules_decide_also_where_a_forward_was_put_over_the_earlier_ones():
-    module = nn.Linear(2, 2)
-    x = torch.ones(1, 2)
-    found = []
+    module, x, found = nn.Linear(2, 2), torch.ones(1, 2), []
     with polycast.autocast("cpu"):
         first = polycast.apply_policy(module, Policy(modules={"**": "fp32"}))
         wrap(module)
         second = polycast.apply_policy(module, Policy(modules={"**": "float16"}))
         found.append(module(x).dtype)
-        second.remove()
-        found.append(module(x).dtype)
-        first.remove()
-        found.append(module(x).dtype)
+        for earlier in (second, first):
+            earlier.remove()
+            found.append(module(x).dtype)
         polycast.apply_policy(module, Policy(modules={"**": "float16"}))
         found.append(module(x).dtype)
     assert found == [torch.float16, torch.float32, torch.bfloat16, torch.float16]

@@ -40,22 +40,20 @@ def test_a_region_takes_a_policy_a_mapping_or_a_path(policy, engine):
 
 def test_a_policy_is_looked_up_once(policy, monkeypatch):
     first = polycast.autocast("cpu", policy=policy)._settings.override
-    monkeypatch.setattr(names, "find_op", lambda name: pytest.fail(f"{name} is looked up again"))
-    monkeypatch.setattr(names, "find_overloads", lambda name: pytest.fail(f"{name} is looked up again"))
+    for look_up in ("find_op", "find_overloads"):
+        monkeypatch.setattr(names, look_up, lambda name: pytest.fail(f"{name} is looked up again"))
     assert polycast.autocast("cpu", policy=policy)._settings.override is first
 
 
 def test_the_ops_of_a_policy_are_installed_once(engine, monkeypatch):
     region, calls = polycast.autocast("cpu", policy={"softmax": "fp32"}), []
     monkeypatch.setattr(installation, "kernels_of", lambda *given: calls.append(given) or kernels_of(*given))
-    for _ in range(3):
-        with region:
-            assert softmax() is torch.float32
-    assert len(calls) == 1
-    polycast.uninstall()
-    with region:
-        assert softmax() is torch.float32
-    assert len(calls) == 2
+    for count in (1, 2):
+        for _ in range(3):
+            with region:
+                assert softmax() is torch.float32
+        assert len(calls) == count
+        polycast.uninstall()
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="files have no time of their last change there")

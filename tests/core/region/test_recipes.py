@@ -74,24 +74,19 @@ def test_regions_inside_inherit_it_replace_it_and_switch_it_off(layer, ran):
 
 @pytest.mark.parametrize("named", ["lower_precision_fp", "fp32"])
 def test_naming_the_policy_of_an_op_takes_the_recipe_off_it(layer, ran, named):
-    policy = {"linear": named}
-    with autocast("cpu", recipe=RECIPE, policy=policy):
+    with_policy, with_recipe = autocast("cpu", policy={"linear": named}), autocast("cpu", recipe=RECIPE)
+    with autocast("cpu", recipe=RECIPE, policy={"linear": named}):
         assert ran(lambda: layer(X)) == 0
-    with autocast("cpu", recipe=RECIPE), autocast("cpu", policy=policy):
-        assert ran(lambda: layer(X)) == 0
-    with autocast("cpu", policy=policy), autocast("cpu", recipe=RECIPE):
-        assert ran(lambda: layer(X)) == 0
+    for outer, inner in ((with_recipe, with_policy), (with_policy, with_recipe)):
+        with outer, inner:
+            assert ran(lambda: layer(X)) == 0
     with autocast("cpu", recipe=RECIPE, policy={"softmax": named}):
         assert ran(lambda: layer(X)) == 1
 
 
 def test_an_op_that_another_policy_is_registered_for_is_not_computed_by_it(layer, ran):
-    registration = polycast.register_op("aten::linear", "fp32", device_type="cpu")
-    try:
-        with autocast("cpu", recipe=RECIPE):
-            assert ran(lambda: layer(X)) == 0
-    finally:
-        registration.remove()
+    with polycast.register_op("aten::linear", "fp32", device_type="cpu"), autocast("cpu", recipe=RECIPE):
+        assert ran(lambda: layer(X)) == 0
 
 
 def test_where_autograd_records_the_fast_dtype_is_used(layer, ran):
@@ -154,12 +149,9 @@ def test_a_device_that_cannot_compute_by_it_runs_in_the_fast_dtype_and_says_so(l
         assert ran(lambda: layer(X)) == 0
 
 
-def test_the_reason_of_one_that_is_available_is_told_once(engine, layer, monkeypatch):
-    monkeypatch.setattr(
-        polycast.plugin.get_backend("cpu"),
-        "recipe_availability",
-        lambda recipe: polycast.plugin.Availability(True, f"experimental ({engine})"),
-    )
+def test_the_reason_of_one_that_is_available_is_told_once(engine, other_cpu):
+    answer = polycast.plugin.Availability(True, f"experimental ({engine})")
+    other_cpu(recipe_availability=lambda recipe: answer, low_bit_kernels=lambda recipe: {})
     with pytest.warns(UserWarning, match=r"Rounded\(min_size=1\) on cpu: experimental"):
         autocast("cpu", recipe=RECIPE)
     autocast("cpu", recipe=RECIPE)
@@ -216,19 +208,17 @@ def run(model, rules, call=None, **settings):
     return output.dtype, bool(output.eq(2).all())
 
 
-@pytest.mark.parametrize("around", ["fp32", "off"])
-def test_a_recipe_holds_inside_a_module_that_autocast_is_off_in(model, around, engine):
-    assert run(model, {"1": around, "1.0": RECIPE}) == (torch.bfloat16, True)
+RULES = [
+    *(({"1": around, "1.0": RECIPE}, {}, (torch.bfloat16, True)) for around in ("fp32", "off")),
+    *(({"1": around, "1.0": "none"}, {"recipe": RECIPE}, (torch.bfloat16, False)) for around in ("fp32", "off")),
+    *(({"1": around, "1.0": "none"}, {"dtype": torch.float16}, (torch.float16, False)) for around in ("fp32", "off")),
+    ({"1": "fp32"}, {"recipe": RECIPE}, (torch.float32, False)),
+]
 
 
-def test_a_module_in_float32_is_not_computed_by_the_recipe_of_the_region(model, engine):
-    assert run(model, {"1": "fp32"}, recipe=RECIPE) == (torch.float32, False)
-
-
-@pytest.mark.parametrize("around", ["fp32", "off"])
-def test_none_is_the_fast_dtype_inside_a_module_that_autocast_is_off_in(model, around, engine):
-    assert run(model, {"1": around, "1.0": "none"}, recipe=RECIPE) == (torch.bfloat16, False)
-    assert run(model, {"1": around, "1.0": "none"}, dtype=torch.float16) == (torch.float16, False)
+@pytest.mark.parametrize(("rules", "settings", "expected"), RULES)
+def test_a_recipe_or_none_holds_inside_a_module_that_autocast_is_off_in(model, engine, rules, settings, expected):
+    assert run(model, rules, **settings) == expected
 
 
 def test_compiled_code_has_the_recipes_of_rules(model, engine):

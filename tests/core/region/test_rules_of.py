@@ -3,7 +3,6 @@
 import copy
 import functools
 import inspect
-import io
 import types
 
 import pytest
@@ -19,19 +18,9 @@ def model():
     return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
 
 
-@pytest.fixture
-def x():
-    return torch.ones(1, 4)
-
-
-def dtype_in_a_region(model, x):
+def dtype_in_a_region(model):
     with polycast.autocast("cpu"):
-        return model(x).dtype
-
-
-def loaded(model):
-    torch.save(model, file := io.BytesIO())
-    return torch.load(io.BytesIO(file.getvalue()), weights_only=False)
+        return model(torch.ones(1, 4)).dtype
 
 
 def test_a_model_without_rules(model):
@@ -46,28 +35,16 @@ def test_the_rules_that_decide_are_returned(model):
     assert rules_of(model) == {"0": "* = 'fp32'", "1": "1 = 'float16', cuda: 1 = 'off'"}
 
 
-@pytest.mark.parametrize("other", [copy.deepcopy, loaded])
-def test_rules_of_a_copy_are_removed_and_the_model_keeps_its_own(other, model, x):
-    rules = apply_policy(model, Policy(modules={"1": "fp32"}))
-    copied = other(model)
-    assert rules_of(copied) == rules.rules == {"1": "1 = 'fp32'"}
-    remove_policy(copied)
-    assert rules_of(copied) == {}
-    assert "forward" not in vars(copied[1])
-    assert dtype_in_a_region(copied, x) is torch.bfloat16
-    assert dtype_in_a_region(model, x) is torch.float32
-
-
-def test_rules_of_all_calls_are_removed(model, x):
+def test_rules_of_all_calls_are_removed(model):
     first, second = (apply_policy(model, Policy(modules={"1": rule})) for rule in ("fp32", "off"))
     remove_policy(model)
-    assert dtype_in_a_region(model, x) is torch.bfloat16
+    assert dtype_in_a_region(model) is torch.bfloat16
     second.remove()
     first.remove()
-    assert dtype_in_a_region(model, x) is torch.bfloat16
+    assert dtype_in_a_region(model) is torch.bfloat16
 
 
-def test_a_forward_that_was_wrapped_since_stays_and_has_no_rules(model, x):
+def test_a_forward_that_was_wrapped_since_stays_and_has_no_rules(model):
     apply_policy(model, Policy(modules={"1": "fp32"}))
     ruled = model[1].forward
 
@@ -79,16 +56,16 @@ def test_a_forward_that_was_wrapped_since_stays_and_has_no_rules(model, x):
     remove_policy(model)
     assert rules_of(model) == {}
     assert vars(model[1])["forward"] is wrapper
-    assert dtype_in_a_region(model, x) is torch.bfloat16
+    assert dtype_in_a_region(model) is torch.bfloat16
 
 
 @pytest.mark.slow
-def test_compiled_code_follows(model, x, engine):
+def test_compiled_code_follows(model, engine):
     apply_policy(model, Policy(modules={"1": "fp32"}))
     compiled = torch.compile(model, backend="eager")
-    assert dtype_in_a_region(compiled, x) is torch.float32
+    assert dtype_in_a_region(compiled) is torch.float32
     remove_policy(compiled)
-    assert dtype_in_a_region(compiled, x) is torch.bfloat16
+    assert dtype_in_a_region(compiled) is torch.bfloat16
 
 
 @pytest.mark.parametrize("function", [rules_of, remove_policy])
@@ -97,7 +74,7 @@ def test_what_is_no_module_is_refused(function):
         function(3)
 
 
-def test_a_copy_of_a_model_whose_unbound_forward_was_wrapped_runs_itself(model, x):
+def test_a_copy_of_a_model_whose_unbound_forward_was_wrapped_runs_itself(model):
     apply_policy(model, {"linear": "fp32"})
     unbound = model.forward.__func__
 
@@ -112,5 +89,5 @@ def test_a_copy_of_a_model_whose_unbound_forward_was_wrapped_runs_itself(model, 
     with torch.no_grad():
         for parameter in copied.parameters():
             parameter.zero_()
-    assert not copied(x).any()
-    assert dtype_in_a_region(copied, x) is torch.float32
+    assert not copied(torch.ones(1, 4)).any()
+    assert dtype_in_a_region(copied) is torch.float32

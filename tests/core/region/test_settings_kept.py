@@ -71,33 +71,34 @@ BAD = [
 
 def test_bad_arguments_are_refused_each_time(subtests):
     for args, named, message in BAD:
-        with subtests.test(args=args, named=named, message=message):
-            made("cpu")
-            for _ in range(2):
-                with pytest.raises(TypeError, match=message):
-                    autocast(*args, **named)
-            with pytest.raises(ValueError, match="leave out one of the two"):
-                made("cpu", cache=polycast.WeightCache(), cache_enabled=False)
+        made("cpu")
+        for _ in range(2):
+            with subtests.test(message=message), pytest.raises(TypeError, match=message):
+                autocast(*args, **named)
+    with pytest.raises(ValueError, match="leave out one of the two"):
+        made("cpu", cache=polycast.WeightCache(), cache_enabled=False)
 
 
 def test_a_region_without_dtype_takes_the_threads(in_thread):
-    assert made("cpu").fast_dtype is torch.bfloat16
+    def dtype():
+        return made("cpu").fast_dtype
+
+    assert dtype() is torch.bfloat16
     with autocast("cpu", torch.float16):
-        assert made("cpu").fast_dtype is torch.float16
+        assert dtype() is torch.float16
         assert made("cpu", torch.bfloat16).fast_dtype is torch.bfloat16
-        assert in_thread(lambda: made("cpu").fast_dtype) is torch.bfloat16
-        with torch.autocast("cpu", torch.bfloat16):
-            assert made("cpu").fast_dtype is torch.bfloat16
-        with autocast("cpu", torch.bfloat16):
-            assert made("cpu").fast_dtype is torch.bfloat16
-        assert made("cpu").fast_dtype is torch.float16
-    assert made("cpu").fast_dtype is torch.bfloat16
+        assert in_thread(dtype) is torch.bfloat16
+        for around in (torch.autocast, autocast):
+            with around("cpu", torch.bfloat16):
+                assert dtype() is torch.bfloat16
+        assert dtype() is torch.float16
+    assert dtype() is torch.bfloat16
 
 
 def test_a_dtype_that_torch_was_given_is_not_taken_for_a_regions(monkeypatch):
+    before = torch.get_autocast_dtype("cpu")
     with autocast("cpu", torch.float16):
         made("cpu")
-    before = torch.get_autocast_dtype("cpu")
     torch.set_autocast_dtype("cpu", torch.float16)
     try:
         assert made("cpu").fast_dtype is torch.float16
@@ -250,17 +251,14 @@ ARGUMENTS = [{}, {"dtype": torch.float16}, {"enabled": False, "cache_enabled": T
 def construct(**arguments):
     names = set()
     sys.setprofile(lambda frame, event, _: names.add(frame.f_code.co_name))
-    try:
-        region = polycast.autocast("cpu", **arguments)
-    finally:
-        sys.setprofile(None)
+    region = polycast.autocast("cpu", **arguments)
+    sys.setprofile(None)
     return region._settings, "resolve" in names
 
 
-for _ in range(2):  # the first one chooses the engine
-    for arguments in ARGUMENTS:
-        with polycast.autocast("cpu", **arguments):
-            pass
+for arguments in 2 * ARGUMENTS:  # the first one chooses the engine
+    with polycast.autocast("cpu", **arguments):
+        pass
 before = [construct(**arguments) for arguments in ARGUMENTS]
 child = os.fork()
 if not child:
