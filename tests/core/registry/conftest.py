@@ -5,6 +5,10 @@ import os
 import textwrap
 
 import pytest
+import torch
+
+from polycast import CastPolicy
+from polycast.plugin import Availability, Backend
 
 BACKEND = """
 import torch
@@ -117,6 +121,19 @@ def as_json(value):
 print("\\n" + json.dumps(answer, default=as_json), flush=True)
 os._exit(0)  # which is faster
 """
+
+
+class HpuBackend(Backend):
+    api = 1
+    device_type = "hpu"
+    default_dtype = torch.bfloat16
+    policies = {"aten::mm": CastPolicy.LOWER_PRECISION_FP}
+
+    def supported_dtypes(self):
+        return [torch.bfloat16, torch.float16]
+
+    def availability(self):
+        return Availability(True)
 
 
 def environment():

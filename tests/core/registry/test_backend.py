@@ -12,22 +12,10 @@ from polycast.errors import InvalidBackendError
 from polycast.plugin import Availability, Backend
 from polycast.registry.validation import validate
 
+from .conftest import HpuBackend
+
 MM = torch.ops.aten.mm.default
 INT8 = (MM, torch.int8, torch.int32)
-
-
-class HpuBackend(Backend):
-    """A minimal backend."""
-
-    device_type = "hpu"
-    default_dtype = torch.bfloat16
-    policies = {"aten::mm": CastPolicy.LOWER_PRECISION_FP}
-
-    def supported_dtypes(self):
-        return [torch.bfloat16, torch.float16]
-
-    def availability(self):
-        return Availability(True)
 
 
 def with_(**attributes):
@@ -39,7 +27,8 @@ def problems(backend, device_type=None):
     with pytest.raises(InvalidBackendError) as error:
         validate(backend, device_type)
     first, *lines = str(error.value).splitlines()
-    assert first == f"{__name__}.{type(backend).__name__} violates the contract of polycast.plugin.Backend:"
+    cls = type(backend)
+    assert first == f"{cls.__module__}.{cls.__name__} violates the contract of polycast.plugin.Backend:"
     return [line.removeprefix("  - ") for line in lines]
 
 
@@ -63,9 +52,9 @@ def test_attributes_may_be_set_on_the_instance():
     ids=repr,
 )
 def test_an_object_of_another_type_is_rejected(value, got):
-    with pytest.raises(InvalidBackendError) as error:
+    text = f"expected an instance of polycast.plugin.Backend, got {got}"
+    with pytest.raises(InvalidBackendError, match=f"^{re.escape(text)}$"):
         validate(value)
-    assert str(error.value) == f"expected an instance of polycast.plugin.Backend, got {got}"
 
 
 def test_a_bare_backend_lacks_all_required_members():
@@ -204,18 +193,14 @@ def test_an_availability_of_other_types_is_refused(available, reason):
 
 
 def test_a_plugin_is_rejected_with_every_problem_at_once(run, plugin):
-    plugin(
-        "acme-hpu",
-        "hpu",
-        "AcmeBackend.default_dtype = torch.int8\nAcmeBackend.policies = []\ndel AcmeBackend.availability",
+    amendment = "AcmeBackend.default_dtype = torch.int8\nAcmeBackend.policies = []\ndel AcmeBackend.availability"
+    plugin("acme-hpu", "hpu", amendment)
+    text = (
+        "acme_hpu.AcmeBackend violates the contract of polycast.plugin.Backend:"
+        "\n  - default_dtype must be a floating-point torch.dtype, got torch.int8"
+        "\n  - policies: must map op names to CastPolicy, got list"
+        "\n  - availability() is not implemented"
     )
-    problems = (
-        "default_dtype must be a floating-point torch.dtype, got torch.int8",
-        "policies: must map op names to CastPolicy, got list",
-        "availability() is not implemented",
-    )
-    text = "acme_hpu.AcmeBackend violates the contract of polycast.plugin.Backend:"
-    text = "\n  - ".join((text, *problems))
     assert run("answer = error_of(polycast.plugin.get_backend, 'hpu')") == [
         "BackendBrokenError",
         "The backend for 'hpu' is broken: acme-hpu 1.0 (acme_hpu) could not be loaded: InvalidBackendError: "
@@ -223,17 +208,3 @@ def test_a_plugin_is_rejected_with_every_problem_at_once(run, plugin):
         "InvalidBackendError",
         text,
     ]
-
-
-@pytest.mark.parametrize(
-    ("device", "problem"),
-    [
-        ("meta", "torch has no Autocast dispatch key for 'meta'"),
-        ("vpu", f"device_type 'vpu' {UNKNOWN}"),
-        ("hpu:0", "device_type 'hpu:0' must be a type without an index: 'hpu'"),
-    ],
-)
-def test_a_device_without_an_autocast_key_is_rejected(run, plugin, device, problem):
-    plugin("acme", device)
-    listed = run(f"answer = polycast.backends()[{device!r}].reason")
-    assert f"acme.AcmeBackend violates the contract of polycast.plugin.Backend:\n  - {problem}\nRepair" in listed

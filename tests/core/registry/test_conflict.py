@@ -14,7 +14,6 @@ CONFLICT = (
 
 @pytest.fixture
 def two(plugin):
-    """Install two third-party backends for the CPU."""
     plugin("acme-two", "cpu", version="2.0")
     plugin("acme-one", "cpu")
 
@@ -32,10 +31,9 @@ def test_a_conflict_imports_neither_plugin_and_affects_no_other_device(run):
         imported = {"acme_one", "acme_two", "polycast_backends.cpu"} & set(sys.modules)
         answer = [available, polycast.backends()["cpu"], imported]
     """)
-    assert answer[0] == [False, "xpu"]
     empty = {"default_dtype": None, "distribution": "", "version": "", "replaces": [], "extensions": []}
-    assert answer[1] == {"device_type": "cpu", "state": "conflict", "reason": CONFLICT, "ops_in_cpp": [], **empty}
-    assert answer[2] == "set()"
+    status = {"device_type": "cpu", "state": "conflict", "reason": CONFLICT, "ops_in_cpp": [], **empty}
+    assert answer == [[False, "xpu"], status, "set()"]
 
 
 @pytest.mark.usefixtures("two")
@@ -52,13 +50,19 @@ def test_the_provider_resolves_a_conflict(run, provider, chosen, replaces):
     assert (answer["state"], answer["distribution"], answer["replaces"]) == ("ready", chosen, replaces)
 
 
-@pytest.mark.usefixtures("two")
-def test_a_backend_registered_by_hand_resolves_a_conflict(run):
-    answer = run("""
-        register_by_hand("cpu")
-        answer = polycast.backends()["cpu"]
-    """)
-    assert (answer["state"], answer["distribution"], answer["replaces"]) == ("ready", "", [ONE, TWO, BUILT_IN])
+BY_HAND = {
+    "a conflict": ("cpu", {"acme-one": "", "acme-two": ""}, {}, [ONE, "acme-two 1.0 (acme_two)", BUILT_IN]),
+    "a broken one": ("hpu", {"acme-one": "raise ValueError('no firmware')"}, {}, [ONE]),
+    "a blocked one": ("cpu", {}, {"POLYCAST_BLOCK": "cpu"}, [BUILT_IN]),
+}
+
+
+@pytest.mark.parametrize(("device", "plugins", "variables", "replaces"), BY_HAND.values(), ids=BY_HAND)
+def test_a_backend_registered_by_hand_replaces_others(run, plugin, device, plugins, variables, replaces):
+    for name, amendment in plugins.items():
+        plugin(name, device, amendment)
+    answer = run(f"register_by_hand({device!r}); answer = polycast.backends()[{device!r}]", **variables)
+    assert (answer["state"], answer["distribution"], answer["replaces"]) == ("ready", "", replaces)
 
 
 def test_a_provider_that_is_not_installed_is_an_error_when_its_device_is_used(run, plugin):

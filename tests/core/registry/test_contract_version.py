@@ -3,33 +3,21 @@
 import dataclasses
 
 import pytest
-import torch
 
 import polycast
-from polycast import CastPolicy
 from polycast.common.versions import misspelled
 from polycast.errors import InvalidBackendError
-from polycast.plugin import API_VERSION, Availability, Backend, Extension, Plugin
+from polycast.plugin import API_VERSION, Backend, Extension, Plugin
 from polycast.registry.validation import validate, validate_extension
+
+from .conftest import HpuBackend
 
 OWN = " (begin a name of your own with an underscore)"
 OTHER = "its api is {!r}, and polycast {} supports version 1 of polycast.plugin: upgrade {}"
 
 
-class HpuBackend(Backend):
-    api = 1
-    device_type = "hpu"
-    default_dtype = torch.bfloat16
-    policies = {"aten::mm": CastPolicy.LOWER_PRECISION_FP}
-
-    def supported_dtypes(self):
-        return [torch.bfloat16]
-
-    def availability(self):
-        return Availability(True)
-
-
 class HpuExtension(Extension):
+    api = 1
     device_type = "hpu"
 
 
@@ -56,23 +44,6 @@ def test_the_running_version_is_the_default_and_accepted():
     assert API_VERSION == Backend.api == Extension.api == Plugin().api == Plugin(api=1).api == 1
     assert validate(HpuBackend())
     assert validate_extension(HpuExtension())
-
-
-def test_a_plugin_for_a_newer_version_is_broken_and_others_are_not(run, plugin, extension):
-    plugin("acme-hpu", "hpu", "AcmeBackend.api = 2")
-    plugin("acme-ipu", "ipu", "AcmeBackend.api = 1")
-    extension("acme-more", "ipu", "AcmeExtension.api = 3")
-    status, states, extensions = run("""
-        statuses = polycast.backends()
-        answer = [statuses["hpu"], [statuses[name].state for name in ("ipu", "cpu")], statuses["ipu"].extensions]
-    """)
-    assert status["state"] == "broken"
-    assert status["reason"].endswith(
-        OTHER.format(2, polycast.__version__, "polycast") + "\nRepair or uninstall acme-hpu, or set POLYCAST_BLOCK=hpu."
-    )
-    assert states == ["ready", "ready"]
-    problem = OTHER.format(3, polycast.__version__, "polycast")
-    assert extensions == [f"acme-more 1.0 (acme_more) is broken: InvalidBackendError: AcmeExtension: {problem}"]
 
 
 MISSPELLED = {

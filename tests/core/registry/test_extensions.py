@@ -90,23 +90,19 @@ def test_an_op_of_the_backends_table_is_not_changed(run, extension):
     assert answer == ["torch.bfloat16", "torch.float32", "backend's table"]
 
 
-@pytest.mark.parametrize(
-    ("rule", "expected"), [("register_op", "register_op"), ("region", "region's policy"), ("none", "extension")]
-)
+@pytest.mark.parametrize(("rule", "expected"), [("register_op", "register_op"), ("region", "region's policy")])
 def test_policies_of_regions_and_register_op_go_before_an_extensions(run, extension, rule, expected):
     extension("acme-ops", amendment=LIBRARY + policies(attend="LOWER_PRECISION_FP"))
     answer = run(f"""
-        policy = None
         polycast.install("cpu")
         if {rule!r} == "register_op":
             polycast.register_op("acme::attend", "fp32")
-        elif {rule!r} == "region":
-            policy = {{"acme::attend": "fp32"}}
+        policy = {{"acme::attend": "fp32"}} if {rule!r} == "region" else None
         with polycast.autocast("cpu", policy=policy):
             dtype = torch.ops.acme.attend(torch.ones(2, dtype=torch.bfloat16)).dtype
             answer = [dtype, polycast.plugin.explain_op("acme::attend", "cpu").rule]
     """)
-    assert answer == ["torch.bfloat16" if rule == "none" else "torch.float32", expected]
+    assert answer == ["torch.float32", expected]
 
 
 def test_two_packages_with_different_policies_for_an_op_are_a_conflict_with_both_names(run, extension):
@@ -180,8 +176,7 @@ def test_an_extension_that_warns_is_left_out_where_warnings_are_errors_and_the_d
 
 
 def test_an_extension_may_ask_for_its_device_whether_it_can_be_used(run, extension):
-    amendment = LIBRARY + policies(attend="LOWER_PRECISION_FP") + ASKS
-    extension("acme-ops", amendment=amendment)
+    extension("acme-ops", amendment=LIBRARY + policies(attend="LOWER_PRECISION_FP") + ASKS)
     answer = run("""
         with polycast.autocast("cpu"):
             dtype = torch.ops.acme.attend(torch.ones(2)).dtype

@@ -11,14 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import polycast
-from polycast import CastPolicy
 from polycast.engine import installation
 from polycast.registry.registry import registry
 
 BUILT_INS = sorted(
     importlib.metadata.distribution("polycast").entry_points.select(group="polycast.backends").names - {"generic"}
 )
-BY_NAME = ("get_backend", "autocast", "install", "uninstall", "unregister_backend", "is_autocast_available")
+BY_NAME = ("get_backend", "autocast", "install", "uninstall", "unregister_backend", "is_autocast_available", "refresh")
 
 
 def of_name(function):
@@ -106,9 +105,8 @@ def test_the_error_for_an_unknown_string_says_what_is_there(name, nearest):
 )
 def test_the_error_for_a_gpu_names_the_kind_that_torch_was_built_for(accelerator, hint, monkeypatch):
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: accelerator)
-    with pytest.raises(
-        RuntimeError, match=rf"^Invalid device string: 'gpu'\. {re.escape(hint)} Backends are installed"
-    ):
+    text = rf"^Invalid device string: 'gpu'\. {re.escape(hint)} Backends are installed"
+    with pytest.raises(RuntimeError, match=text):
         polycast.autocast("gpu")
 
 
@@ -148,12 +146,8 @@ def test_each_error_is_a_standard_one():
 @pytest.mark.parametrize("name", BUILT_INS)
 def test_the_status_of_a_built_in_names_this_distribution(name):
     status = polycast.backends()[name]
-    assert (status.device_type, status.distribution, status.version, status.replaces) == (
-        name,
-        "polycast",
-        importlib.metadata.version("polycast"),
-        (),
-    )
+    found = status.device_type, status.distribution, status.version, status.replaces
+    assert found == (name, "polycast", importlib.metadata.version("polycast"), ())
     assert status.default_dtype is polycast.plugin.get_backend(name).default_dtype
     assert (status.state == "ready") == polycast.is_autocast_available(name) == (status.reason == "")
 
@@ -203,14 +197,8 @@ def test_every_device_that_torch_has_an_autocast_key_for_has_a_status():
     without = set(torch._C._autocast_supported_devices()) - {*BUILT_INS}
     statuses = {name: status for name, status in polycast.backends().items() if name not in BUILT_INS}
     assert {"hpu", "ipu", "xla"} <= without
-    assert statuses == {
-        name: polycast.BackendStatus(
-            name,
-            "missing",
-            f"A plugin is needed: no distribution has an entry point {name!r} in the group 'polycast.backends'.",
-        )
-        for name in without
-    }
+    text = "A plugin is needed: no distribution has an entry point {!r} in the group 'polycast.backends'."
+    assert statuses == {name: polycast.BackendStatus(name, "missing", text.format(name)) for name in without}
 
 
 def test_a_second_backend_registered_by_hand_is_refused(hand_made):
@@ -224,49 +212,22 @@ def test_a_second_backend_registered_by_hand_is_refused(hand_made):
 
 @pytest.mark.parametrize("name", ["cpu", "ipu"])
 def test_only_backends_registered_by_hand_can_be_unregistered(name):
-    text = (
-        f"No backend for {name!r} is registered by hand. One found through an entry point is switched off with "
-        f"POLYCAST_BLOCK={name}."
-    )
-    with pytest.raises(polycast.errors.BackendNotFoundError, match=f"^{re.escape(text)}$"):
+    text = f"No backend for {name!r} is registered by hand. One found through an entry point is switched off with "
+    with pytest.raises(polycast.errors.BackendNotFoundError, match=f"^{re.escape(text)}POLYCAST_BLOCK={name}\\.$"):
         polycast.plugin.unregister_backend(name)
-
-
-@pytest.mark.parametrize("backend", [None, polycast.plugin.Backend, polycast.plugin.get_backend])
-def test_an_object_that_is_not_a_backend_cannot_be_registered(backend):
-    with pytest.raises(
-        polycast.errors.InvalidBackendError, match=r"^expected an instance of polycast\.plugin\.Backend, got "
-    ):
-        polycast.plugin.register_backend(backend)
 
 
 def test_rejecting_a_backend_changes_nothing(hand_made):
     polycast.install("cpu")
     before, backend = polycast.backends(), polycast.plugin.get_backend("cpu")
+    text = r"default_dtype must be a floating-point torch\.dtype"
     for device_type in ("cpu", "hpu"):
-        with pytest.raises(
-            polycast.errors.InvalidBackendError, match=r"default_dtype must be a floating-point torch\.dtype"
-        ):
+        with pytest.raises(polycast.errors.InvalidBackendError, match=text):
             hand_made(device_type, default_dtype=torch.int8)
     assert polycast.backends() == before
     assert polycast.plugin.get_backend("cpu") is backend
     assert has_kernel("AutocastCPU")
     assert not has_kernel("AutocastHPU")
-
-
-def test_the_next_region_uses_the_current_backend(hand_made):
-    x = torch.ones(2, 2)
-
-    def dtypes():
-        with polycast.autocast("cpu"):
-            return torch.mm(x, x).dtype, torch.exp(x.half()).dtype
-
-    of_the_built_in = dtypes()
-    policies = {"aten::mm": CastPolicy.FP32, "aten::exp": CastPolicy.PASSTHROUGH}
-    hand_made("cpu", default_dtype=torch.bfloat16, policies=policies)
-    assert dtypes() == (torch.float32, torch.float16)
-    polycast.plugin.unregister_backend("cpu")
-    assert dtypes() == of_the_built_in == (torch.bfloat16, torch.float16)
 
 
 def raising(error):
@@ -277,7 +238,6 @@ def raising(error):
 
 
 NO_ANSWER = "availability() returned {!r}, expected a polycast.plugin.Availability"
-NO_AVAILABILITY = "an Availability has a bool and a str, the reason; got {!r}, {!r}"
 CHECKS = {
     "says no": (lambda: polycast.plugin.Availability(False, "no device"), "no device"),
     "raises": (raising(RuntimeError("driver 12 is too old")), "driver 12 is too old"),
@@ -285,8 +245,6 @@ CHECKS = {
     "raises without a text": (raising(OSError()), "OSError"),
     "returns a bool": (lambda: True, NO_ANSWER.format(True)),
     "returns nothing": (lambda: None, NO_ANSWER.format(None)),
-    "says neither yes nor no": (lambda: polycast.plugin.Availability("no"), NO_AVAILABILITY.format("no", "")),
-    "has None for the reason": (lambda: polycast.plugin.Availability(False, None), NO_AVAILABILITY.format(False, None)),
 }
 
 

@@ -57,17 +57,6 @@ def test_a_blocked_out_of_tree_device_is_not_reported_as_unknown(run, plugin):
     assert answer[1][1].startswith("Invalid device string: 'nqu'. ")
 
 
-def test_a_backend_registered_by_hand_is_not_blocked(run):
-    answer = run(
-        """
-        register_by_hand("cpu")
-        answer = polycast.is_autocast_available("cpu")
-        """,
-        POLYCAST_BLOCK="cpu",
-    )
-    assert answer is True
-
-
 @pytest.mark.parametrize("off", ["0", "FALSE"])
 def test_without_discovery_there_are_only_the_built_ins(run, plugin, off):
     plugin("acme-cpu", "cpu")

@@ -35,18 +35,23 @@ def amended(policies):
     return f"AcmeBackend.policies = {policies}"
 
 
+FP32 = "{'aten::mm': polycast.CastPolicy.FP32}"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("policies", "found"),
+    ("policies", "use", "found"),
     [
-        ("{}", [REDUCED, REDUCED, "mm", "exp"]),
-        ("{'aten::mm': polycast.CastPolicy.FP32}", [FULL, REDUCED, "exp"]),
-        ("dict.fromkeys(('aten::mm', 'aten::exp'), polycast.CastPolicy.FP32)", [FULL, FULL]),
+        ("{}", "use()", [REDUCED, REDUCED, "mm", "exp"]),
+        (FP32, "use()", [FULL, REDUCED, "exp"]),
+        ("dict.fromkeys(('aten::mm', 'aten::exp'), polycast.CastPolicy.FP32)", "use()", [FULL, FULL]),
+        ("{}", f"[use(policy={FP32}), use()]", [[FULL, REDUCED, "exp"]] * 2),
     ],
+    ids=["none", "one", "both", "of a region"],
 )
-def test_the_table_replaces_only_the_vendors_kernels_that_it_names(run, plugin, engine, policies, found):
+def test_a_policy_replaces_only_the_vendors_kernel_of_its_op(run, plugin, engine, policies, use, found):
     plugin("acme-hpu", "hpu", amended(policies))
-    assert run(f"{VENDOR}\nanswer = use()", POLYCAST_ENGINE=engine) == found
+    assert run(f"{VENDOR}\nanswer = {use}", POLYCAST_ENGINE=engine) == found
 
 
 @pytest.mark.slow
@@ -54,7 +59,7 @@ def test_uninstalling_restores_the_vendors_kernels(run, plugin, engine, request)
     if engine == "reference":
         reason = "the vendor's kernels here are Python ones too, and torch keeps one of those for an op and a key"
         request.applymarker(pytest.mark.xfail(strict=True, reason=reason))
-    plugin("acme-hpu", "hpu", amended("{'aten::mm': polycast.CastPolicy.FP32}"))
+    plugin("acme-hpu", "hpu", amended(FP32))
     answer = run(
         f"""{VENDOR}
 inside = use()
@@ -68,11 +73,3 @@ answer = [inside, after]
         POLYCAST_ENGINE=engine,
     )
     assert answer == [[FULL, REDUCED, "exp"], REDUCED]
-
-
-@pytest.mark.slow
-def test_a_regions_policy_replaces_the_vendors_kernel_of_an_op(run, plugin, engine):
-    plugin("acme-hpu", "hpu", amended("{}"))
-    override = "use(policy={'aten::mm': polycast.CastPolicy.FP32})"
-    answer = run(f"{VENDOR}\nanswer = [{override}, use()]", POLYCAST_ENGINE=engine)
-    assert answer == [[FULL, REDUCED, "exp"], [FULL, REDUCED, "exp"]]
