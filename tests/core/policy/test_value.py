@@ -64,8 +64,7 @@ def test_the_repr_can_be_pasted(policy):
 @given(POLICY)
 def test_a_copy_is_equal_and_has_the_same_hash(policy):
     for twin in (copy.copy(policy), copy.deepcopy(policy), pickle.loads(pickle.dumps(policy)), policy | Policy()):
-        assert twin == policy
-        assert hash(twin) == hash(policy)
+        assert (twin, hash(twin)) == (policy, hash(policy))
 
 
 @settings(deadline=None)
@@ -97,13 +96,6 @@ def test_the_right_operand_of_a_merge_takes_precedence_on_each_device(one, anoth
     assert [*both.modules.items()] == [*rules.items(), *there.modules.items()]
 
 
-@settings(deadline=None)
-@given(POLICY, st.sampled_from(["cpu", "cuda", "xpu"]))
-def test_merging_a_policy_with_itself_changes_nothing(policy, device_type):
-    twice, once = (policy | policy).for_device(device_type), policy.for_device(device_type)
-    assert (twice.ops.resolved, list(twice.modules.items())) == (once.ops.resolved, list(once.modules.items()))
-
-
 @pytest.mark.parametrize(
     ("one", "another", "both"),
     [
@@ -131,18 +123,18 @@ def test_only_the_order_of_modules_is_part_of_the_value_and_rules_of_the_right_o
 
 def test_spellings_are_preserved_and_do_not_affect_equality():
     one, another = Policy({"aten::softmax": "fp32"}), Policy({torch.ops.aten.softmax: CastPolicy.FP32})
-    assert one == another
-    assert hash(one) == hash(another)
+    assert (one, hash(one)) == (another, hash(another))
     assert (list(one.ops), list(another.ops)) == (["aten::softmax"], ["softmax"])
     assert one.ops["softmax"] is another.ops["aten::softmax"] is CastPolicy.FP32
     assert "softmax.int" not in one.ops
 
 
 def test_comparing_or_merging_with_another_type_is_a_type_error():
+    mapping = {"mm": "fp32"}
     with pytest.raises(TypeError, match=r"^other must be a polycast\.Policy, got dict$"):
-        Policy({"mm": "fp32"}).diff({"mm": "fp32"})
+        Policy(mapping).diff(mapping)
     with pytest.raises(TypeError, match=r"unsupported operand type\(s\) for \|: 'Policy' and 'dict'"):
-        Policy() | {"mm": "fp32"}
+        Policy() | mapping
     assert Policy() != {}
 
 
@@ -177,21 +169,14 @@ def test_names_of_rules_for_modules():
 
 
 def test_the_output_of_a_module_is_an_item_of_its_rule():
-    rule = Policy(modules={"head": {"output": torch.float32, "aten::mm": "fp32"}}).modules["head"]
+    def rule_of(rule):
+        return Policy(modules={"head": rule}).modules["head"]
+
+    rule = rule_of({"output": torch.float32, "aten::mm": "fp32"})
     assert dict(rule) == {"aten::mm": CastPolicy.FP32, "output": "float32"}
-    assert Policy(modules={"head": {**rule}}).modules["head"] == rule
-    assert (
-        len({rule, *Policy(modules={"a": {"mm": "fp32"}, "b": {"mm": "fp32", "output": "half"}}).modules.values()}) == 3
-    )
-    assert "output" not in Policy(modules={"head": {"mm": "fp32"}}).modules["head"]
-
-
-def test_an_optional_op_is_found_when_its_library_is_loaded_and_has_no_effect_before(define):
-    policy = Policy({"polycast_test::late": {"policy": "fp32", "optional": True}, "mm.default": "fp32"})
-    assert dict(policy.ops.resolved) == {"aten::mm": CastPolicy.FP32}
-    assert "polycast_test::late" in policy.ops
-    define("late(Tensor x) -> Tensor")
-    assert dict(policy.ops.resolved) == {"aten::mm": CastPolicy.FP32, "polycast_test::late": CastPolicy.FP32}
+    assert rule_of({**rule}) == rule
+    assert len({rule, rule_of({"mm": "fp32"}), rule_of({"mm": "fp32", "output": "half"})}) == 3
+    assert "output" not in rule_of({"mm": "fp32"})
 
 
 NO_RULE = (
@@ -200,6 +185,10 @@ NO_RULE = (
 )
 
 
+OUTPUT = "modules['a']: 'output' must be a floating-point dtype such as 'float32', got "
+NO_OP = "'output' is not an op, but a key of rules for modules"
+UNKNOWN = "not a device type that torch's autocast knows: "
+DEVICES = ", ".join(torch._C._autocast_supported_devices())
 INVALID = [
     ({"ops": []}, "must map op names to CastPolicy, got list"),
     (
@@ -217,37 +206,21 @@ INVALID = [
     ({"modules": {"a": None}}, "modules['a']: " + NO_RULE.format("None")),
     ({"modules": {"a": "int16"}}, "modules['a']: a fast dtype is a floating-point one, got 'int16'"),
     ({"modules": {"a": {"sofmax": "fp32"}}}, f"modules['a']: {TORCH} has no op 'sofmax'; the nearest are 'softmax'"),
-    (
-        {"modules": {"a": {"output": "flaot32"}}},
-        "modules['a']: 'output' must be a floating-point dtype such as 'float32', got 'flaot32'; the nearest is "
-        "'float32'",
-    ),
-    (
-        {"modules": {"a": {"output": "int8"}}},
-        "modules['a']: 'output' must be a floating-point dtype such as 'float32', got 'int8'",
-    ),
+    ({"modules": {"a": {"output": "flaot32"}}}, f"{OUTPUT}'flaot32'; the nearest is 'float32'"),
+    ({"modules": {"a": {"output": "int8"}}}, f"{OUTPUT}'int8'"),
     (
         {"ops": {"output": "float32"}},
-        "'output' is not an op, but a key of rules for modules: for a model write polycast.apply_policy(model, "
-        "Policy(modules={'': {'output': 'float32'}}))",
+        f"{NO_OP}: for a model write polycast.apply_policy(model, Policy(modules={{'': {{'output': 'float32'}}}}))",
     ),
-    (
-        {"ops": Policy(modules={"a": {"output": "float32"}}).modules["a"]},
-        "'output' is not an op, but a key of rules for modules",
-    ),
+    ({"ops": Policy(modules={"a": {"output": "float32"}}).modules["a"]}, NO_OP),
     ({"modules": {7: "off"}}, "modules[7]: a key is a glob over names of modules, such as 'encoder.*.norm', or "),
     ({"modules": {"class:": "off"}}, "modules['class:']: 'class:' is followed by a class's qualified name, such as"),
     ({"devices": []}, "devices must map device types to Policy, got list"),
     (
         {"devices": {"cdua": Policy()}},
-        "devices['cdua']: not a device type that torch's autocast knows: did you mean 'cuda'? To use a device "
-        "of another library, import the library first.",
+        f"devices['cdua']: {UNKNOWN}did you mean 'cuda'? To use a device of another library, import the library first.",
     ),
-    (
-        {"devices": {"zzz": Policy()}},
-        "devices['zzz']: not a device type that torch's autocast knows: expected one of "
-        f"{', '.join(torch._C._autocast_supported_devices())}. To use a device of another library",
-    ),
+    ({"devices": {"zzz": Policy()}}, f"devices['zzz']: {UNKNOWN}expected one of {DEVICES}. To use a device of another"),
     ({"devices": {"cuda": {}}}, "devices['cuda'] must be a Policy, got dict"),
     (
         {"devices": {"cuda": Policy(devices={"cpu": Policy()})}},
