@@ -26,7 +26,6 @@ shutil.copy({library!r}, sys.argv[sys.argv.index("-o") + 1])
 
 @pytest.fixture(scope="session")
 def library():
-    """Return the native engine's library."""
     return get_or_build(cache_directory(), ENGINE)
 
 
@@ -59,7 +58,6 @@ def compiler(library, tmp_path_factory, monkeypatch):
 
 @pytest.fixture
 def home(tmp_path, monkeypatch):
-    """An empty cache directory."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     return tmp_path / "polycast"
 

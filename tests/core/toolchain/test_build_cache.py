@@ -25,7 +25,6 @@ REMEDY = (
 
 @pytest.fixture
 def umask():
-    """Let everybody write new files by default."""
     before = os.umask(0)
     yield
     os.umask(before)

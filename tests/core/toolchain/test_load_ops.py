@@ -3,8 +3,6 @@
 The compiler of these tests is a script that copies another library, so no ops are registered.
 """
 
-import os
-
 import pytest
 import torch
 
@@ -146,28 +144,3 @@ def test_ops_may_include_all_of_aten(tmp_path, monkeypatch, home):
     monkeypatch.syspath_prepend(tmp_path)
     assert polycast.plugin.load_ops("acme_with_aten") == polycast.plugin.Availability(True)
     assert torch.ops.acme_aten.twice(torch.tensor([1.0, 2.0])).tolist() == [2.0, 4.0]
-
-
-def test_the_reason_for_a_library_that_does_not_load(compiler, home, monkeypatch):
-    load._ops.clear()
-
-    def refuse(library):
-        raise OSError("undefined symbol: somewhere")
-
-    monkeypatch.setattr(load, "_register_ops", refuse)
-    reason = polycast.plugin.load_ops(PACKAGE).reason
-    assert reason.startswith(f"the C++ of {PACKAGE} cannot be loaded: ")
-    assert reason.endswith(".so does not load: undefined symbol: somewhere. Remove it to have it built again.")
-    load._ops.clear()
-
-
-@pytest.mark.skipif(not hasattr(os, "geteuid"), reason="this system has other owners and permissions")
-def test_with_an_untrusted_cache_ops_are_built_for_this_process(compiler, home, loaded):
-    home.mkdir(mode=0o700)
-    home.chmod(0o777)
-    with pytest.warns(
-        UserWarning, match=f"polycast built the ops of {PACKAGE} for this process alone, as each process"
-    ):
-        assert polycast.plugin.load_ops(PACKAGE)
-    assert not loaded[0].is_relative_to(home)
-    assert not loaded[0].exists()

@@ -15,6 +15,7 @@ import warnings
 import zipfile
 from pathlib import Path
 
+import filelock
 import pytest
 import torch
 
@@ -43,36 +44,16 @@ def relative_home(monkeypatch, folder):
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
 
 
-def open_quote(monkeypatch, folder):
-    monkeypatch.setenv("CXX", "'c++ -O1")
+def script(text, mode=0o755):
+    """Return a way to fail: a file is the compiler."""
 
+    def use(monkeypatch, folder):
+        file = folder / "compiler"
+        file.write_bytes(text.encode("latin-1"))
+        file.chmod(mode)
+        monkeypatch.setenv("CXX", str(file))
 
-def script(monkeypatch, folder, text, mode=0o755):
-    """Use a file as the compiler."""
-    file = folder / "compiler"
-    file.write_bytes(text.encode("latin-1"))
-    file.chmod(mode)
-    monkeypatch.setenv("CXX", str(file))
-
-
-def not_executable(monkeypatch, folder):
-    script(monkeypatch, folder, "", mode=0o644)
-
-
-def no_program(monkeypatch, folder):
-    script(monkeypatch, folder, "of another processor")
-
-
-def no_interpreter(monkeypatch, folder):
-    script(monkeypatch, folder, "#!/no/such/interpreter\n")
-
-
-def other_encoding(monkeypatch, folder):
-    script(monkeypatch, folder, "#!/bin/sh\necho 'Version fran\xe7aise'\necho 'Fichier pr\xe9compil\xe9' >&2\nexit 1\n")
-
-
-def killed(monkeypatch, folder):
-    script(monkeypatch, folder, '#!/bin/sh\ncase "$*" in *--version*) exit;; esac\nkill -9 $$\n')
+    return use
 
 
 def cache_is_a_file(monkeypatch, folder):
@@ -80,32 +61,13 @@ def cache_is_a_file(monkeypatch, folder):
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "file"))
 
 
-def read_only(monkeypatch, folder):
-    def refuse(path, *arguments, **keywords):
-        raise OSError(errno.EROFS, "Read-only file system", str(path))
+def refused(owner, name, error):
+    """Return a way to fail: a function raises an error."""
 
-    monkeypatch.setattr(Path, "mkdir", refuse)
+    def refuse(*arguments, **keywords):
+        raise error
 
-
-def full(monkeypatch, folder):
-    def refuse(path, content):
-        raise OSError(errno.ENOSPC, "No space left on device", str(path))
-
-    monkeypatch.setattr(Path, "write_bytes", refuse)
-
-
-def no_locks(monkeypatch, folder):
-    def refuse(path):
-        raise NotImplementedError("FileSystem does not appear to support flock")
-
-    monkeypatch.setattr("filelock.FileLock", refuse)
-
-
-def anything_else(monkeypatch, folder):
-    def fail():
-        raise LookupError("no answer")
-
-    monkeypatch.setattr(prebuilt, "find_compiler", fail)
+    return lambda monkeypatch, folder: monkeypatch.setattr(owner, name, refuse)
 
 
 def no_sources(monkeypatch, folder):
@@ -118,29 +80,44 @@ FAILED = (
     r"the compiler failed with status {}; its output is in .*\.log\. When the cause is fixed, `polycast build` tries"
 )
 NO_WRITE = r"nothing can be written to .*: .*{}.*\. Set XDG_CACHE_HOME to a folder of yours that has room\."
+OTHER_ENCODING = script("#!/bin/sh\necho 'Version fran\xe7aise'\necho 'Fichier pr\xe9compil\xe9' >&2\nexit 1\n")
+KILLED = '#!/bin/sh\ncase "$*" in *--version*) exit;; esac\nkill -9 $$\n'
+READ_ONLY = OSError(errno.EROFS, "Read-only file system")
+FULL = OSError(errno.ENOSPC, "No space left on device")
+NO_LOCKS = NotImplementedError("FileSystem does not appear to support flock")
 WAYS = {
-    no_home: NO_HOME,
-    relative_home: NO_HOME,
-    open_quote: r"CXX=\"'c\+\+ -O1\" is not a command: No closing quotation\. Correct or unset the variable\.",
-    not_executable: r"no C\+\+ compiler is found, and .*\. Install a .* CXX, which is .* now\.",
-    no_program: NO_RUN.format("Exec format error"),
-    no_interpreter: NO_RUN.format("No such file"),
-    other_encoding: FAILED.format(1),
-    killed: r"the compiler was killed, or had no memory or space: status -9\. The next process tries again\.",
-    cache_is_a_file: NO_WRITE.format("Not a directory"),
-    read_only: NO_WRITE.format("Read-only file system"),
-    full: NO_WRITE.format("No space left on device"),
-    no_locks: NO_WRITE.format("does not appear to support flock"),
-    anything_else: r"LookupError: no answer\.",
-    no_sources: r"its C\+\+ sources are not in .*\. Install polycast with all its files\.",
+    "no home": (no_home, NO_HOME),
+    "relative home": (relative_home, NO_HOME),
+    "open quote": (
+        lambda monkeypatch, folder: monkeypatch.setenv("CXX", "'c++ -O1"),
+        r"CXX=\"'c\+\+ -O1\" is not a command: No closing quotation\. Correct or unset the variable\.",
+    ),
+    "not executable": (
+        script("", mode=0o644),
+        r"no C\+\+ compiler is found, and .*\. Install a .* CXX, which is .* now\.",
+    ),
+    "no program": (script("of another processor"), NO_RUN.format("Exec format error")),
+    "no interpreter": (script("#!/no/such/interpreter\n"), NO_RUN.format("No such file")),
+    "other encoding": (OTHER_ENCODING, FAILED.format(1)),
+    "killed": (
+        script(KILLED),
+        r"the compiler was killed, or had no memory or space: status -9\. The next process tries again\.",
+    ),
+    "cache is a file": (cache_is_a_file, NO_WRITE.format("Not a directory")),
+    "read-only": (refused(Path, "mkdir", READ_ONLY), NO_WRITE.format("Read-only file system")),
+    "full": (refused(Path, "write_bytes", FULL), NO_WRITE.format("No space left on device")),
+    "no locks": (refused(filelock, "FileLock", NO_LOCKS), NO_WRITE.format("does not appear to support flock")),
+    "anything else": (refused(prebuilt, "find_compiler", LookupError("no answer")), r"LookupError: no answer\."),
+    "no sources": (no_sources, r"its C\+\+ sources are not in .*\. Install polycast with all its files\."),
 }
 
 
-@pytest.fixture(params=WAYS, ids=lambda way: way.__name__)
+@pytest.fixture(params=WAYS)
 def reason(request, compiler, home, monkeypatch, tmp_path):
     """Make the native engine fail, and return the expected reason."""
-    request.param(monkeypatch, tmp_path)
-    return WAYS[request.param]
+    way, reason = WAYS[request.param]
+    way(monkeypatch, tmp_path)
+    return reason
 
 
 def test_the_reference_engine_runs_with_one_warning(reason, wanted):
@@ -176,7 +153,7 @@ def test_a_users_timeout_during_a_build_propagates(compiler, home, wanted):
 
 
 def test_the_log_escapes_output_in_another_encoding(compiler, home, monkeypatch, tmp_path):
-    other_encoding(monkeypatch, tmp_path)
+    OTHER_ENCODING(monkeypatch, tmp_path)
     with pytest.raises(BuildError) as caught:
         get_or_build(home, ENGINE)
     (log,) = home.rglob("*.log")

@@ -60,35 +60,24 @@ def running(monkeypatch, version):
     monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion(version))
 
 
-def test_a_library_fits_all_official_builds_of_a_version(came_with, monkeypatch):
-    assert find_prebuilt(ENGINE) == came_with
-    public = torch.__version__.partition("+")[0]
-    for local in ("", "+cpu", "+cu126", "+cu130"):
-        running(monkeypatch, public + local)
-        assert find_prebuilt(ENGINE) == came_with
+PUBLIC = torch.__version__.partition("+")[0]
+PATCHED = [f"{PUBLIC.rpartition('.')[0]}.{patch}" for patch in (7, 8)]
+VERSIONS = [
+    *((PUBLIC + local, True) for local in ("", "+cpu", "+cu126", "+cu130")),
+    *((version, True) for version in (PATCHED[0], PATCHED[1] + "+cpu")),  # with the same headers
+    *((version, False) for version in ("2.10.0", "2.99.0", "2.99.0+cpu")),
+    *((version, False) for version in ("2.13.0+git1a2b3c4", "2.13.0a0", "2.13.0.dev20260101+cpu")),
+]
 
 
-@pytest.mark.parametrize(
-    "version", ["2.10.0", "2.99.0", "2.99.0+cpu", "2.13.0+git1a2b3c4", "2.13.0a0", "2.13.0.dev20260101+cpu"]
-)
-def test_no_library_fits_another_version_or_an_unofficial_build(came_with, monkeypatch, version):
+@pytest.mark.parametrize(("version", "fits"), VERSIONS)
+def test_a_library_fits_the_official_builds_of_a_version(came_with, monkeypatch, version, fits):
     running(monkeypatch, version)
-    assert find_prebuilt(ENGINE) is None
-
-
-def of_patch(number):
-    major, minor, _ = torch.__version__.partition("+")[0].split(".")
-    return f"{major}.{minor}.{number}"
-
-
-def test_a_library_fits_another_patch_release_with_the_same_headers(came_with, monkeypatch):
-    for version in (of_patch(7), of_patch(8) + "+cpu"):
-        running(monkeypatch, version)
-        assert find_prebuilt(ENGINE) == came_with
+    assert find_prebuilt(ENGINE) == (came_with if fits else None)
 
 
 def test_no_library_fits_another_patch_release_with_other_headers(came_with, monkeypatch):
-    running(monkeypatch, of_patch(7))
+    running(monkeypatch, PATCHED[0])
     for headers in (HEADERS[:1], [*HEADERS, "c10/core/absent.h"], []):
         prebuilt._has_the_headers.cache_clear()
         monkeypatch.setattr(prebuilt, "digest_of_headers", lambda _, other=headers: digest_of_headers(other))
