@@ -45,7 +45,6 @@ def import_without(name):
 
 
 def without(name):
-    """Run regions with a name missing from torch."""
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         polycast = import_without(name)

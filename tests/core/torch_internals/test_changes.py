@@ -113,7 +113,6 @@ def changed_in_torch():
 
 
 def use_everything():
-    """Make the changes of all features."""
     for name in {module for _, module, _, _ in ROWS}:
         importlib.import_module(name)
     model, cache = layer(), polycast.WeightCache()
@@ -195,38 +194,26 @@ def test_compiled_functions_run_after_uninstall_and_later_compilations_change_to
 
 
 def test_uninstall_restores_the_setup_context_of_functions():
-    class Base(torch.autograd.Function):
-        @staticmethod
-        def setup_context(ctx, inputs, output):
-            pass
+    def make(name, base, **methods):
+        return type(name, (base,), {key: staticmethod(method) for key, method in methods.items()})
 
-        @staticmethod
-        @polycast.custom_bwd(device_type="cpu")
-        def backward(ctx, gradient):
-            return 2 * gradient
+    def setup_context(ctx, inputs, output):
+        pass
 
-    class Inherits(Base):
-        @staticmethod
-        @polycast.custom_fwd(device_type="cpu")
-        def forward(x):
-            return 2 * x
-
-    class Own(Base):
-        forward = vars(Inherits)["forward"]
-
-        @staticmethod
-        def setup_context(ctx, inputs, output):
-            pass
-
-    theirs = vars(Own)["setup_context"]
+    backward = polycast.custom_bwd(lambda ctx, gradient: 2 * gradient, device_type="cpu")
+    forward = polycast.custom_fwd(lambda x: 2 * x, device_type="cpu")
+    base = make("Base", torch.autograd.Function, setup_context=setup_context, backward=backward)
+    inherits = make("Inherits", base, forward=forward)
+    own = make("Own", base, forward=forward, setup_context=setup_context)
+    theirs = vars(own)["setup_context"]
     x = torch.ones(2, requires_grad=True)
     for _ in range(2):
-        for function in (Inherits, Own):
+        for function in (inherits, own):
             function.apply(x).sum().backward()
             assert comes_from_polycast(vars(function)["setup_context"])
         polycast.uninstall()
-        assert vars(Own)["setup_context"] is theirs
-        assert "setup_context" not in vars(Inherits)
+        assert vars(own)["setup_context"] is theirs
+        assert "setup_context" not in vars(inherits)
 
 
 def slow_where_inductor_is_imported(rows):

@@ -54,7 +54,6 @@ def it(refusals):
 
 
 def is_looking():
-    """Return whether imports are looked at."""
     return patcher._finder in sys.meta_path
 
 
