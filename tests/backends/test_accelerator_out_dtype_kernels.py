@@ -18,7 +18,6 @@ def int8(*shape):
 
 
 def same(actual, expected):
-    """Compare bit for bit."""
     assert (actual.dtype, actual.shape) == (expected.dtype, expected.shape)
     assert torch.equal(actual, expected)
 
