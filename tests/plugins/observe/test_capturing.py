@@ -81,36 +81,22 @@ for _ in range(2):
 """
 
 
-@pytest.fixture(scope="module")
-def lines(run_program):
-    """Return a function that returns what a script prints in a process of its own, on the native engine."""
+SUB_AND_LOG = "['aten::log', 'aten::sub.Tensor']"
+PRINTED = {
+    # An error of the backend does not reach the program, nor does an exit; an interrupt does.
+    "values are read only while no graph is captured": (
+        REGISTER + ANSWERS,
+        [f"aten::log {SUB_AND_LOG}", *[f"None {SUB_AND_LOG}"] * 3, "stopped"],
+    ),
+    "ops that a backend runs to answer are not observed": (REGISTER + ASKING_RUNS_OPS, [f"aten::log {SUB_AND_LOG}"]),
+    "a backend that is registered while observed is asked": (REGISTERED_LATER, ["None"]),
+    "the error of an observed op reaches the program": (REGISTER + RAISING, ["no mm here"] * 2),
+    "values are not read where a kernel in Python raises": (REGISTER + MISSING, ["torch.float16", "['aten::mm'] 0"]),
+}
+
+
+@pytest.mark.parametrize(("script", "printed"), PRINTED.values(), ids=PRINTED)
+def test_in_a_process_of_its_own(run_program, script, printed):
     pytest.importorskip("numpy")
-
-    def lines(script):
-        status, printed, errors = run_program(BEGIN + script, "native", NPY)
-        assert (status, errors) == (0, "")
-        return printed.splitlines()
-
-    return lines
-
-
-def test_values_are_read_only_while_no_graph_is_captured(lines):
-    """An error of the backend does not reach the program, nor does an exit; an interrupt does."""
-    ops = "['aten::log', 'aten::sub.Tensor']"
-    assert lines(REGISTER + ANSWERS) == [f"aten::log {ops}", *[f"None {ops}"] * 3, "stopped"]
-
-
-def test_ops_that_a_backend_runs_to_answer_are_not_observed(lines):
-    assert lines(REGISTER + ASKING_RUNS_OPS) == ["aten::log ['aten::log', 'aten::sub.Tensor']"]
-
-
-def test_a_backend_that_is_registered_while_observed_is_asked(lines):
-    assert lines(REGISTERED_LATER) == ["None"]
-
-
-def test_the_error_of_an_observed_op_reaches_the_program(lines):
-    assert lines(REGISTER + RAISING) == ["no mm here"] * 2
-
-
-def test_values_are_not_read_where_a_kernel_in_python_raises(lines):
-    assert lines(REGISTER + MISSING) == ["torch.float16", "['aten::mm'] 0"]
+    status, output, errors = run_program(BEGIN + script, "native", NPY)
+    assert (status, output.splitlines(), errors) == (0, printed, "")

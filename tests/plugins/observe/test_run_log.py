@@ -7,8 +7,10 @@ import re
 
 import pytest
 import torch
+from torch.profiler import ProfilerAction
 
 import polycast
+from polycast import RunLog
 from polycast.registry.registry import registry
 from polycast_plugins.observe import StepRecord
 from polycast_plugins.observe.conversions import share_of
@@ -47,7 +49,7 @@ class Training:
 
 
 def test_each_step_has_loss_scale_and_whether_it_was_skipped():
-    training, log = Training(), polycast.RunLog()
+    training, log = Training(), RunLog()
     for factor in (1.0, 1e5, 1.0):
         training.step(log, factor=factor)
     steps = log.history.steps
@@ -59,7 +61,7 @@ def test_each_step_has_loss_scale_and_whether_it_was_skipped():
 
 def test_a_rerun_finds_the_first_op_of_each_skipped_step():
     training = Training()
-    log = polycast.RunLog(model=training.model)
+    log = RunLog(model=training.model)
     for factor in (1e6, 1.0, 1e6):
         training.step(log, rerun=True, factor=factor)
     skips = log.history.skipped
@@ -76,7 +78,7 @@ def test_a_rerun_finds_the_first_op_of_each_skipped_step():
 def test_a_rerun_leaves_no_trace():
     def train(rerun):
         training = Training(dropout=0.5)
-        log = polycast.RunLog(model=training.model)
+        log = RunLog(model=training.model)
         for factor in (1.0, 1e6, 1.0):
             training.step(log, rerun=rerun, factor=factor)
         return [*training.model.state_dict().values(), torch.rand(1), *[p.grad for p in training.model.parameters()]]
@@ -86,7 +88,7 @@ def test_a_rerun_leaves_no_trace():
 
 def test_an_observed_step_has_the_time_in_fast_dtypes_and_finds_the_first_op():
     training = Training()
-    log = polycast.RunLog(model=training.model, schedule=2, nonfinite="record")
+    log = RunLog(model=training.model, schedule=2, nonfinite="record")
     for factor in (1.0, 1.0, 1e6):
         training.step(log, factor=factor)
     steps = log.history.steps
@@ -99,7 +101,7 @@ def test_an_observed_step_has_the_time_in_fast_dtypes_and_finds_the_first_op():
 
 def test_numerics_give_the_share_of_underflow_and_an_op_that_overflowed():
     training = Training()
-    log = polycast.RunLog(model=training.model, schedule=1, numerics=True)
+    log = RunLog(model=training.model, schedule=1, numerics=True)
     training.step(log, factor=1e-6)
     numerics = log.observation.numerics
     gradients = [each for each in numerics if each.role == "backward"]
@@ -111,7 +113,7 @@ def test_numerics_give_the_share_of_underflow_and_an_op_that_overflowed():
 
 
 def test_an_observation_around_the_run_tells_the_first_op_of_the_first_such_step():
-    training, log = Training(), polycast.RunLog()
+    training, log = Training(), RunLog()
     with polycast.observe(training.model, nonfinite="record"):
         for factor in (1.0, 1e6, 1e6):
             training.step(log, factor=factor)
@@ -121,7 +123,7 @@ def test_an_observation_around_the_run_tells_the_first_op_of_the_first_such_step
 def test_torchs_scaler_is_recorded_if_it_is_given():
     training = Training()
     training.scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
-    log = polycast.RunLog(scaler=training.scaler, model=training.model)
+    log = RunLog(scaler=training.scaler, model=training.model)
     training.step(log)
     assert log.history.steps[0].scale == 16.0
 
@@ -135,10 +137,10 @@ def test_the_first_step_of_each_process_has_what_computed(path, engine):
         "processors": {"cpu": polycast.plugin.get_backend("cpu").device_details()["name"]},
         "num_threads": torch.get_num_threads(),
     }
-    log = polycast.RunLog(path)
+    log = RunLog(path)
     for _ in range(2):
         training.step(log)
-    for again in (polycast.RunLog(path, resume=True), pickle.loads(pickle.dumps(log))):
+    for again in (RunLog(path, resume=True), pickle.loads(pickle.dumps(log))):
         training.step(again)
         first, second, third = (record.computed_by for record in again.history.steps)
         assert second is None
@@ -151,7 +153,7 @@ def test_the_first_step_of_each_process_has_what_computed(path, engine):
 def test_a_step_without_regions_or_a_scaler_chooses_no_engine(monkeypatch):
     monkeypatch.setattr(registry, "used", set())
     monkeypatch.setattr("polycast_plugins.observe.packages.choose_engine", None)
-    log = polycast.RunLog()
+    log = RunLog()
     with log.step() as step:
         step.log(loss=2)
     (record,) = log.history.steps
@@ -160,7 +162,7 @@ def test_a_step_without_regions_or_a_scaler_chooses_no_engine(monkeypatch):
 
 
 def test_a_scaler_of_another_thread_is_not_recorded(in_thread):
-    training, log, other = Training(), polycast.RunLog(), polycast.RunLog()
+    training, log, other = Training(), RunLog(), RunLog()
     with log.step():
         in_thread(lambda: training.step(other))
     assert log.history.steps[0].scale is None
@@ -168,7 +170,7 @@ def test_a_scaler_of_another_thread_is_not_recorded(in_thread):
 
 
 def test_each_step_is_in_the_file_when_it_ends(path):
-    log = polycast.RunLog(path)
+    log = RunLog(path)
     for loss in (1.0, float("nan"), float("-inf")):
         with log.step() as step:
             step.log(loss=loss)
@@ -179,7 +181,7 @@ def test_each_step_is_in_the_file_when_it_ends(path):
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError])
 def test_a_step_that_is_interrupted_keeps_what_it_recorded(error, path):
-    log = polycast.RunLog(path, schedule=1)
+    log = RunLog(path, schedule=1)
 
     def interrupted(loss):
         with log.step() as step:
@@ -200,67 +202,62 @@ def test_nothing_is_observed_in_steps_outside_of_the_schedule(monkeypatch):
     from polycast_plugins.observe import observer as observing
 
     monkeypatch.setattr(observing, "load_observer", lambda: pytest.fail("it was loaded"))
-    training, log = Training(), polycast.RunLog()
+    training, log = Training(), RunLog()
     training.step(log)
     assert log.observation is None
 
 
 def test_the_model_is_held_weakly():
-    log = polycast.RunLog(model=torch.nn.Linear(2, 2))
+    log = RunLog(model=torch.nn.Linear(2, 2))
     assert log.model is None
 
 
-BAD = [
-    ({"path": "no/such/run.jsonl"}, ValueError, "no/such/run.jsonl cannot be written: there is no folder no/such"),
-    ({"model": 3}, TypeError, "model must be a torch.nn.Module or None, got int"),
-    ({"scaler": 3}, TypeError, "scaler must be a torch.amp.GradScaler or None, got 3"),
-    ({"writer": 3}, TypeError, "writer must be the path of a file for JSON lines or have add_scalar"),
-    ({"schedule": 0}, ValueError, "schedule must be at least 1 (each step), or None, got 0"),
-    ({"schedule": "all"}, TypeError, "schedule must be an int n (every n-th step), torch.profiler.schedule("),
-    ({"schedule": lambda step: torch.profiler.ProfilerAction.WARMUP}, ValueError, "schedule=<function <lambda> at"),
-    ({"nonfinite": "raise"}, ValueError, "nonfinite must be one of 'ignore', 'record', got 'raise'"),
-    ({"resume": 1}, TypeError, "resume must be a bool, got 1"),
+def enter(**arguments):
+    RunLog().step(**arguments).__enter__()
+
+
+def log_loss(loss):
+    with RunLog().step() as step:
+        step.log(loss=loss)
+
+
+REFUSED = [
+    (
+        lambda: RunLog("no/such/run.jsonl"),
+        ValueError,
+        "no/such/run.jsonl cannot be written: there is no folder no/such",
+    ),
+    (lambda: RunLog(model=3), TypeError, "model must be a torch.nn.Module or None, got int"),
+    (lambda: RunLog(scaler=3), TypeError, "scaler must be a torch.amp.GradScaler or None, got 3"),
+    (lambda: RunLog(writer=3), TypeError, "writer must be the path of a file for JSON lines or have add_scalar"),
+    (lambda: RunLog(schedule=0), ValueError, r"schedule must be at least 1 \(each step\), or None, got 0"),
+    (lambda: RunLog(schedule="all"), TypeError, r"schedule must be an int n \(every n-th step\), torch\.profiler\.sch"),
+    (lambda: RunLog(schedule=lambda step: ProfilerAction.WARMUP), ValueError, "schedule=<function <lambda>"),
+    (lambda: RunLog(nonfinite="raise"), ValueError, "nonfinite must be one of 'ignore', 'record', got 'raise'"),
+    (lambda: RunLog(resume=1), TypeError, "resume must be a bool, got 1"),
+    (lambda: enter(rerun=3), TypeError, "rerun must be a function without arguments or None, got 3"),
+    (lambda: enter(rerun=print), ValueError, "a rerun restores the gradients of the log's model, which has none. Pass"),
+    (
+        lambda: log_loss(torch.ones(2, 2)),
+        ValueError,
+        r"loss must have one element, got a tensor of shape \(2, 2\): log",
+    ),
+    (lambda: log_loss(torch.tensor(1j)), TypeError, r"loss must be real, got .*torch\.complex64"),
+    (lambda: log_loss("2.0"), TypeError, "loss must be a number or a tensor with one element, got '2.0'$"),
+    (lambda: log_loss(True), TypeError, "loss must be a number or a tensor with one element, got True$"),
 ]
 
 
 def test_bad_arguments_are_refused(subtests):
-    for arguments, kind, text in BAD:
-        with subtests.test(arguments=arguments), pytest.raises(kind, match=f"^{re.escape(text)}"):
-            polycast.RunLog(**arguments)
-
-
-BAD_STEPS = [
-    ({"rerun": 3}, TypeError, "rerun must be a function without arguments or None, got 3"),
-    ({"rerun": print}, ValueError, "a rerun restores the gradients of the log's model, which has none. Pass model="),
-]
-
-
-def test_bad_reruns_are_refused(subtests):
-    for arguments, kind, text in BAD_STEPS:
-        with subtests.test(arguments=arguments), pytest.raises(kind, match=f"^{re.escape(text)}"):
-            polycast.RunLog().step(**arguments).__enter__()
-
-
-@pytest.mark.parametrize(
-    ("loss", "kind", "text"),
-    [
-        (torch.ones(2, 2), ValueError, r"loss must have one element, got a tensor of shape \(2, 2\): log its mean$"),
-        (torch.tensor(1j), TypeError, r"loss must be real, got .*torch\.complex64"),
-        ("2.0", TypeError, "loss must be a number or a tensor with one element, got '2.0'$"),
-        (True, TypeError, "loss must be a number or a tensor with one element, got True$"),
-    ],
-    ids=["shape", "complex", "text", "bool"],
-)
-def test_a_bad_loss_is_refused(loss, kind, text):
-    log = polycast.RunLog()
-    with log.step() as step, pytest.raises(kind, match=f"^{text}"):
-        step.log(loss=loss)
+    for call, kind, text in REFUSED:
+        with subtests.test(text=text), pytest.raises(kind, match=f"^{text}"):
+            call()
 
 
 @pytest.mark.parametrize("state", [None, {}, {"steps": -1}, {"steps": True}])
 def test_a_bad_state_is_refused(state):
     with pytest.raises(ValueError, match=r"^the state of a RunLog is {'steps': n}, got "):
-        polycast.RunLog().load_state_dict(state)
+        RunLog().load_state_dict(state)
 
 
 def test_records_that_are_written_are_read(path):
