@@ -185,7 +185,7 @@ def test_printed_text_is_bounded_for_long_names(large):
             facts,
             ops=tuple(replace(op, op=name, policy=name, rule_name=name) for op in facts.ops),
             chains=tuple(replace(each, ops=(name,) * 3, module=name + str(i)) for i, each in enumerate(facts.chains)),
-            low_bit=tuple(replace(each, op=name) for each in facts.low_bit),
+            low_bit=tuple(replace(each, op=name) for each in large.low_bit),
         )
     )
     assert len(str(seen)) <= 8100
