@@ -46,10 +46,12 @@ def test_braces_in_a_text_do_not_hide_where_a_step_was_cut_off(path, text):
         polycast.RunHistory.load(path)
 
 
-def test_a_file_of_another_run_is_refused(path):
+def test_a_file_of_another_run_is_refused_and_one_for_the_writer(path):
     losses(polycast.RunLog(path), 1.0)
     with pytest.raises(FileExistsError, match=r"run\.jsonl has the steps of a run\. To continue it, pass resume=True"):
         losses(polycast.RunLog(path), 1.0)
+    with pytest.raises(ValueError, match=r"path and writer are the same file, .*run\.jsonl: name another"):
+        polycast.RunLog(path, writer=str(path))
 
 
 def test_zeros_at_the_end_which_a_power_failure_leaves_are_dropped(path):
@@ -153,11 +155,6 @@ def test_other_ranks_write_files_of_their_own(path, monkeypatch):
     assert recorded(polycast.RunHistory.load(log.path)) == [(0, 2.0)]
     monkeypatch.setenv("RANK", "0")
     assert polycast.RunLog(path).path == path
-
-
-def test_a_writer_to_the_file_of_the_log_is_refused(path):
-    with pytest.raises(ValueError, match=r"path and writer are the same file, .*run\.jsonl: name another"):
-        polycast.RunLog(path, writer=str(path))
 
 
 def test_a_step_in_a_step_is_refused():

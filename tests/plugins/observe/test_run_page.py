@@ -35,13 +35,10 @@ def test_an_axis_is_logarithmic_if_the_values_need_it():
     assert not chart("loss", [StepRecord(0, loss=-1.0), StepRecord(1, loss=2000.0)]).is_log
 
 
-def test_inf_and_nan_interrupt_the_line_and_are_marked():
+def test_inf_nan_and_skipped_steps_are_marked_and_the_former_interrupt_the_line():
     (line,) = chart("loss", [StepRecord(step, loss=loss) for step, loss in enumerate([1.0, NAN, 2.0])]).lines
     assert line.path.count("M") == 2
     assert (line.nonfinite, line.nonfinite_count) == ((500,), 1)
-
-
-def test_skipped_steps_are_marked():
     run = [StepRecord(step, loss=1.0, scale=2.0, skipped=step == 1) for step in range(5)]
     assert chart("loss", run).lines[0].marks == chart("scale", run).lines[0].marks == (250,)
 

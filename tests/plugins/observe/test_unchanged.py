@@ -59,15 +59,15 @@ def test_compiled_code_is_the_same_and_counted(engine, fullgraph):
     torch._dynamo.reset()
 
 
-def test_ops_of_the_compiler_are_not_counted(engine):
+def test_ops_of_the_compiler_are_not_counted(engine, fresh_dynamo):
     net, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU()), torch.ones(2, 4)
     compiled = torch.compile(net, backend="aot_eager")
-    with torch.no_grad(), polycast.observe() as first, polycast.autocast("cpu"):
-        compiled(x)
-    with torch.no_grad(), polycast.observe() as second, polycast.autocast("cpu"):
-        compiled(x)
-    assert {(op.op, op.calls) for op in first.ops} == {(op.op, op.calls) for op in second.ops}
-    torch._dynamo.reset()
+    counted = []
+    for _ in range(2):
+        with torch.no_grad(), polycast.observe() as seen, polycast.autocast("cpu"):
+            compiled(x)
+        counted.append({(op.op, op.calls) for op in seen.ops})
+    assert counted[0] == counted[1]
 
 
 def test_exported_graph_is_the_same_and_not_counted(engine):
@@ -188,17 +188,15 @@ def test_python_is_asked_for_each_call_by_a_recipe(engine, asked):
     assert len(asked) - count == 1
 
 
-def test_casts_of_an_encoder_layer_that_a_region_uses_again_are_cached(engine):
-    module, x = (
-        nn.TransformerEncoderLayer(16, 2, 32, batch_first=True).eval().requires_grad_(False),
-        torch.randn(3, 7, 16),
-    )
-    with torch.no_grad(), polycast.autocast("cpu"):
+def test_casts_of_an_encoder_layer_that_a_region_uses_again_are_cached(engine, no_grad):
+    module = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True).eval().requires_grad_(False)
+    x = torch.randn(3, 7, 16)
+    with polycast.autocast("cpu"):
         for _ in range(3):
             module(x)
         with polycast.observe() as seen:
             module(x)
     assert sum(each.hits for each in seen.casts) >= 2  # at least the two linears between the norms
-    with torch.no_grad(), polycast.autocast("cpu"), polycast.observe() as seen:
+    with polycast.autocast("cpu"), polycast.observe() as seen:
         module(x)
     assert sum(each.hits for each in seen.casts) == 0
