@@ -83,7 +83,7 @@ for flags in [(units, root, each) for units in SHARDED for root in (True, False)
 
 
 @case
-def root_switch_of_nested_units():
+def the_root_is_the_outermost_unit_with_mixed_precision_that_runs():
     """A unit that runs alone is its own root, but not inside a larger one with mixed precision."""
     precision = MixedPrecision(torch.float16, cast_forward_inputs=False)
     model = Pair()
@@ -101,7 +101,7 @@ def root_switch_of_nested_units():
 
 
 @case
-def registered_methods():
+def methods_registered_as_forwards_receive_the_same_as_with_torchs_policy():
     """Return the dtypes that a method registered as a forward receives, with FSDP's own policy and with ours."""
     given = []
     for of_units in (True, False):
@@ -132,11 +132,8 @@ def registered_method_of_the_root():
 def recomputed():
     """Return the dtypes that a checkpointed unit receives in forward and in backward, with FSDP's policy and ours."""
     runs = []
-    theirs = {"mp_policy": fsdp.MixedPrecisionPolicy(torch.float16)}
-    for shard, options in [
-        (fsdp.fully_shard, theirs),
-        (fully_shard, {"mixed_precision": MixedPrecision(torch.float16)}),
-    ]:
+    theirs, ours = fsdp.MixedPrecisionPolicy(torch.float16), MixedPrecision(torch.float16)
+    for shard, options in [(fsdp.fully_shard, {"mp_policy": theirs}), (fully_shard, {"mixed_precision": ours})]:
         for reentrant in (True, False):
             given = []
             unit = Child("c", {})
@@ -152,7 +149,7 @@ def recomputed():
 
 
 @case
-def rules_for_modules():
+def rules_apply_to_modules():
     """Return the dtypes of the modules of sharded and replicated models under rules, and after their removal."""
 
     def seen(wrap):
@@ -178,7 +175,7 @@ def rules_for_modules():
 
 
 @case
-def defaults():
+def the_defaults_are_the_dtype_of_the_backend_and_float32_for_reductions():
     model = fully_shard(nn.Linear(4, 4), mixed_precision=MixedPrecision())
     y = model(torch.ones(2, 4))
     y.sum().backward()
@@ -187,44 +184,39 @@ def defaults():
 
 
 @case
-def output_dtype():
+def outputs_are_cast_on_request():
     model = fully_shard(nn.Linear(4, 4), mixed_precision=MixedPrecision(output_dtype=torch.float32))
     return name(model(torch.ones(2, 4)).dtype)
 
 
 @case
-def none_leaves_it_to_the_region():
+def without_mixed_precision_the_region_decides():
     model = fully_shard(nn.Linear(4, 4))
     with polycast.autocast("cpu"):
         inside = model(torch.ones(2, 4)).dtype
     return [name(inside), name(model(torch.ones(2, 4)).dtype)]
 
 
-@case
-def bad_input():
-    errors = {}
-    for label, precision in [("policy", fsdp.MixedPrecisionPolicy()), ("dtype", MixedPrecision(torch.float64))]:
-        model = nn.Linear(4, 4)
-        try:
-            fully_shard(model, mixed_precision=precision)
-        except (TypeError, ValueError) as error:
-            errors[label] = [type(error).__name__, str(error)]
-        errors[label].append(type(model) is nn.Linear and not model._forward_pre_hooks)
-    model = nn.Linear(4, 4)
+def refused(model, **arguments):
     try:
-        fully_shard(model, mixed_precision=MixedPrecision(), mesh=distributed.init_device_mesh("cpu", (1, 2, 1)))
+        fully_shard(model, **arguments)
     except Exception as error:
-        errors["mesh"] = [type(error).__name__, type(model) is nn.Linear and not model._forward_pre_hooks]
-    model = fully_shard(nn.Linear(4, 4))
-    try:
-        fully_shard(model)
-    except RuntimeError as error:
-        errors["twice"] = [type(error).__name__, str(error)]
-    return errors
+        return [type(error).__name__, str(error), type(model) is nn.Linear and not model._forward_pre_hooks]
 
 
 @case
-def own_parameters():
+def invalid_arguments_leave_the_module_unchanged():
+    mesh = distributed.init_device_mesh("cpu", (1, 2, 1))
+    return {
+        "policy": refused(nn.Linear(4, 4), mixed_precision=fsdp.MixedPrecisionPolicy()),
+        "dtype": refused(nn.Linear(4, 4), mixed_precision=MixedPrecision(torch.float64)),
+        "mesh": refused(nn.Linear(4, 4), mixed_precision=MixedPrecision(), mesh=mesh)[::2],
+        "twice": refused(fully_shard(nn.Linear(4, 4)))[:2],
+    }
+
+
+@case
+def only_a_unit_with_parameters_of_its_own_casts_its_inputs():
     """Return the input dtypes of a root without the switch for roots: with parameters of its own, and without."""
     seen = []
     for units in (["c2"], ["c1", "c2"]):
@@ -238,8 +230,7 @@ def own_parameters():
 
 
 @case
-def freed():
-    """After a reshard the gathered weights have no memory, and no cached casts."""
+def a_shard_frees_its_gathered_weights_and_no_cast_of_them_is_cached():
     cache = polycast.WeightCache()
     model = sharded(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)))
     gathered = []
@@ -250,8 +241,8 @@ def freed():
 
 
 @case
-def gathered_again():
-    """The memory of a large weight is freed, and the system may allocate the same addresses again."""
+def a_weight_gathered_again_into_the_same_memory_is_cast_again():
+    """Whether it is the same memory depends on the system; it is in some of the many rounds."""
     return sums_of_gathered("none")
 
 
@@ -329,8 +320,11 @@ COLLECTIVES = {
     "all_gather": gathered,
     "scatter": scattered,
 }
-for label, write in COLLECTIVES.items():
-    CASES[f"collected {label}"] = functools.partial(collected, write)
+
+
+@case
+def stale_results_after_collectives():
+    return {label: collected(write) for label, write in COLLECTIVES.items()}
 
 
 if __name__ == "__main__":
