@@ -21,6 +21,19 @@ def module(monkeypatch):
     return lambda name: importlib.import_module(f"docs.{name}")
 
 
+@pytest.fixture
+def save(module, tmp_path, monkeypatch):
+    """Return a function that saves the results of a benchmark where the pages look for them."""
+    monkeypatch.setattr(module("tables"), "FIGURES", tmp_path)
+
+    def save(name, *results, cpu="a CPU", **others):
+        about = {"date": "2026-01-31", "cpu": cpu, "cores": 4, "torch": "2.13"}
+        run = {"quick": False, "environment": about, "variables": {}, "results": list(results), **others}
+        (tmp_path / f"{name}.json").write_text(json.dumps(run), encoding="utf-8")
+
+    return save
+
+
 @pytest.fixture(scope="session")
 def build():
     """Return a function that builds a site from a folder of pages and returns the finished process."""
@@ -46,8 +59,6 @@ def site(build, make_once):
 
 
 class Handler(http.server.SimpleHTTPRequestHandler):
-    """Serves files without logging."""
-
     def log_message(self, *arguments):
         pass
 
@@ -84,11 +95,9 @@ class Browser:
         return self
 
     def console(self):
-        """Return the console messages since the last call."""
         return [entry["message"] for entry in self.driver.get_log("browser")]
 
     def requests(self):
-        """Return the addresses requested since the last call."""
         messages = [json.loads(entry["message"])["message"] for entry in self.driver.get_log("performance")]
         sent = [each["params"]["request"]["url"] for each in messages if each["method"] == "Network.requestWillBeSent"]
         return [url for url in sent if not url.startswith("data:")]
@@ -99,5 +108,4 @@ class Browser:
 
 @pytest.fixture(scope="session")
 def browser(start_chromium):
-    """Return chromium."""
     return Browser(start_chromium())

@@ -14,7 +14,6 @@ STALE = "the structure of {} is out of date: run `python -m docs.figures` and `p
 
 @pytest.fixture(scope="module")
 def figures():
-    """Return docs.figures."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(ROOT)
         patch.chdir(ROOT)
@@ -85,25 +84,31 @@ def test_differences_finds_changed_structure(saved, where):
     assert differences(actual, saved) == where
 
 
-def test_main_writes_all_figures(figures, monkeypatch, tmp_path):
-    monkeypatch.setattr(figures, "FOLDER", tmp_path)
-    monkeypatch.setattr(figures, "FIGURES", {"one.json": lambda: "[1]\n", "other.json": lambda: "[2]\n"})
-    figures.main()
+@pytest.fixture
+def write(figures, monkeypatch, tmp_path):
+    """Return a function that writes two figures, the second with a text, and returns the files by name."""
+
+    def write(text):
+        monkeypatch.setattr(figures, "FOLDER", tmp_path)
+        monkeypatch.setattr(figures, "FIGURES", {"one.json": lambda: "[1]\n", "other.json": lambda: text})
+        figures.main()
+
+    return write
+
+
+def test_main_writes_all_figures(write, tmp_path):
+    write("[2]\n")
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"one.json": "[1]\n", "other.json": "[2]\n"}
 
 
 @pytest.mark.parametrize("path", ["/home/somebody/model.py:3", "C:\\\\Users\\\\model.py"])
-def test_figure_with_machine_path_is_refused(figures, path, monkeypatch, tmp_path):
-    monkeypatch.setattr(figures, "FOLDER", tmp_path)
-    monkeypatch.setattr(figures, "FIGURES", {"one.json": lambda: "[1]\n", "other.json": lambda: f'["at {path}"]\n'})
-    with pytest.raises(
-        ValueError, match=r"^other\.json contains a path of this machine: .* Run it in the repository's"
-    ):
-        figures.main()
+def test_figure_with_machine_path_is_refused(write, path, tmp_path):
+    expected = r"^other\.json contains a path of this machine: .* Run it in the repository's"
+    with pytest.raises(ValueError, match=expected):
+        write(f'["at {path}"]\n')
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("path", sorted(FIGURES.glob("*.json")), ids=lambda path: path.name)
-def test_saved_figure_has_no_machine_path(figures, path):
-    text = path.read_text(encoding="utf-8")
-    assert figures.checked(path.name, text) == text
+def test_saved_figures_have_no_machine_path(figures):
+    texts = {path.name: path.read_text(encoding="utf-8") for path in FIGURES.glob("*.json")}
+    assert {name: figures.checked(name, text) for name, text in texts.items()} == texts

@@ -1,6 +1,4 @@
-"""The tables of docs/benchmark-tables.md are up to date, and what they show."""
-
-import json
+"""What the tables of docs/benchmark-tables.md and docs/families.md show."""
 
 import pytest
 
@@ -10,31 +8,10 @@ def tables(module):
     return module("tables")
 
 
-@pytest.fixture
-def save(tables, tmp_path, monkeypatch):
-    """Return a function that saves the results of a benchmark."""
-    monkeypatch.setattr(tables, "FIGURES", tmp_path)
-
-    def save(name, *results, cpu="a CPU", quick=False, variables=None):
-        about = {"date": "2026-01-31", "cpu": cpu, "cores": 4, "torch": "2.13"}
-        run = {"quick": quick, "environment": about, "variables": variables or {}, "results": list(results)}
-        (tmp_path / f"{name}.json").write_text(json.dumps(run), encoding="utf-8")
-
-    return save
-
-
 def result(what, measured, at_most=1.0, *, threads=1, unit="", skipped=""):
     ok = measured is None or at_most is None or measured <= at_most
-    return {
-        "what": what,
-        "against": "torch",
-        "measured": measured,
-        "at_most": at_most,
-        "unit": unit,
-        "skipped": skipped,
-        "threads": threads,
-        "ok": ok,
-    }
+    figures = {"measured": measured, "at_most": at_most, "unit": unit, "ok": ok}
+    return {"what": what, "against": "torch", "skipped": skipped, "threads": threads, **figures}
 
 
 def rows(text):
@@ -69,32 +46,25 @@ def test_long_table_shows_missed_rows_and_the_mean(tables, save):
     assert "101 of 102 are within their bounds, 1 missed. Of the 102 rows" in tables.table(["some"])
 
 
-def test_machine_is_named_once_or_for_each_benchmark(tables, save):
+def test_machine_is_named_once_or_for_each_benchmark_with_the_variables_of_the_process(tables, save):
     save("one", result("a", 0.9))
     save("two", result("b", 0.9))
-    save("three", result("c", 0.9), cpu="another", quick=True)
+    save("three", result("c", 0.9), cpu="another", quick=True, variables={"ATEN_CPU_CAPABILITY": "avx2"})
     command = 'Measured by `make bench BENCH="--save --only one --only two{}"`.'
-    assert tables.table(["one", "two"]).startswith(
-        f"a CPU, 4 cores, torch 2.13, 2026-01-31.\n\n{command.format('')}\n\n|"
-    )
+    machine = "4 cores, torch 2.13, 2026-01-31"
+    assert tables.table(["one", "two"]).startswith(f"a CPU, {machine}.\n\n{command.format('')}\n\n|")
     assert tables.table(["one", "two", "three"]).startswith(
-        "`one`, `two`: a CPU, 4 cores, torch 2.13, 2026-01-31.\n\n"
-        "`three`: another, 4 cores, torch 2.13, 2026-01-31, with fewer repeats (`--quick`).\n\n"
+        f"`one`, `two`: a CPU, {machine}.\n\n"
+        f"`three`: another, {machine}, ATEN_CPU_CAPABILITY=avx2, with fewer repeats (`--quick`).\n\n"
         f"{command.format(' --only three')}\n\n|"
     )
 
 
-def test_the_command_has_the_numbers_of_threads_that_were_asked_for(tables, save, tmp_path):
+def test_the_command_has_the_numbers_of_threads_that_were_asked_for(tables, save):
     save("one", result("a", 0.9))
     assert tables.command(["one", "two"]) == '`make bench BENCH="--save --only one --only two"`'
-    run = tables.run_of("one") | {"threads": [2]}
-    (tmp_path / "one.json").write_text(json.dumps(run), encoding="utf-8")
+    save("one", result("a", 0.9), threads=[2])
     assert tables.command(["one"]) == '`make bench BENCH="--save --only one --threads 2"`'
-
-
-def test_variables_of_the_process_belong_to_the_machine(tables, save):
-    save("one", result("a", 0.9), variables={"ATEN_CPU_CAPABILITY": "avx2"})
-    assert tables.table(["one"]).startswith("a CPU, 4 cores, torch 2.13, 2026-01-31, ATEN_CPU_CAPABILITY=avx2.\n")
 
 
 def test_benchmarks_without_results_are_named(tables, save):
@@ -144,13 +114,51 @@ def test_times_stand_side_by_side_for_the_most_threads(tables, save):
     )
 
 
-def test_formats_stand_by_their_bits(tables, tmp_path, monkeypatch):
-    monkeypatch.setattr(tables, "FIGURES", tmp_path)
+def test_formats_stand_by_their_bits(tables, save):
     by = {"bits for each weight": {"a": 4.0, "b": 8.25}, "error": {"b": 0.125, "a": 0.5}, "other": {"a": 2.0}}
-    accuracy = [{"what": "model", "metric": metric, "by": values} for metric, values in by.items()]
-    about = {"date": "2026-01-31", "cpu": "a CPU", "cores": 4, "torch": "2.13"}
-    run = {"quick": False, "environment": about, "accuracy": accuracy}
-    (tmp_path / "some.json").write_text(json.dumps(run), encoding="utf-8")
+    save("some", accuracy=[{"what": "model", "metric": metric, "by": values} for metric, values in by.items()])
     text = tables.qualities(["some"])
     assert "| format | bits | error, model | other, model |" in text
     assert rows(text) == ["| b | 8.25 | 0.125 |  |", "| a | 4.00 | 0.5 | 2 |"]
+
+
+EMPTY = "<!-- table of families -->\n<!-- end -->"
+
+
+@pytest.fixture
+def families(module):
+    return module("families")
+
+
+def score(what, metric, *, note="", skipped="", **by):
+    return {"what": what, "metric": metric, "kept": "", "by": by, "skipped": skipped, "note": note}
+
+
+def times(what, copy, int8, int4):
+    sides = {"a bfloat16 copy": copy, "int8": int8, "int4": int4}
+    return [
+        {"what": f"{what}, {side}", "against": "float32", "measured": value, "times": value and (value, 0.04)}
+        for side, value in sides.items()
+    ]
+
+
+def test_a_family_has_shares_errors_and_times(families, save):
+    accuracy = [
+        score("A, b, 128 tokens", "share of FLOPs", int8=0.984, int4=0.0, note="attention 2%"),
+        score("A, b, 128 tokens", "error relative to bfloat16's", int8=4.31, int4=1.0),
+    ]
+    results = [*times("A, b, 1 token", 0.5, 0.4, 0.6), *times("A, b, 128 tokens", None, 1.2, None)]
+    save("families", *results, quick=True, accuracy=accuracy)
+    text = families.updated(EMPTY)
+    assert "with fewer repeats (`--quick`)" in text
+    shown = [line for line in text.splitlines() if line.startswith("| ") and "---" not in line]
+    assert shown[1::2] == [
+        "| A, b | 98% | 0% | 4.3 | - | attention 2% |",
+        "| A, b, 1 token | 40 ms | 0.50 | 0.40 | **0.60** |",
+    ]
+    assert shown[-1] == "| A, b, 128 tokens | 40 ms | - | **1.20** | - |"
+
+
+@pytest.mark.usefixtures("save")
+def test_without_figures_the_page_says_how_to_measure(families):
+    assert 'Not measured yet: measure it with `make bench BENCH="--save --only families"`' in families.updated(EMPTY)
