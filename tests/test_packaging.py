@@ -94,10 +94,8 @@ def test_the_extras_together_require_each_library_that_is_imported():
     assert {name for name in libraries if NAMES.get(name, name).replace("_", "-") not in required} == set()
 
 
-def test_each_package_says_that_it_is_typed(subtests):
-    for package in PACKAGES:
-        with subtests.test(package=package):
-            assert (importlib.resources.files(package) / "py.typed").is_file()
+def test_each_package_says_that_it_is_typed():
+    assert [each for each in PACKAGES if not (importlib.resources.files(each) / "py.typed").is_file()] == []
 
 
 def test_the_wheel_holds_the_packages_and_nothing_else(wheel):
@@ -124,28 +122,21 @@ def test_the_sdist_holds_what_is_needed_to_build_and_test(built):
     (path,) = built.glob("*.tar.gz")
     with tarfile.open(path) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    assert {
-        "pyproject.toml",
-        "README.md",
-        "LICENSE",
-        "CHANGELOG.md",
-        "CODE_OF_CONDUCT.md",
-        "CONTRIBUTING.md",
-        "SECURITY.md",
-        "Makefile",
-        "noxfile.py",
-    } <= names
-    assert {path.relative_to(ROOT).as_posix() for path in (ROOT / "tests").rglob("*.py")} <= names
+    pages = {f"{name}.md" for name in ("README", "CHANGELOG", "CODE_OF_CONDUCT", "CONTRIBUTING", "SECURITY")}
+    tests = {path.relative_to(ROOT).as_posix() for path in (ROOT / "tests").rglob("*.py")}
+    assert {"pyproject.toml", "LICENSE", "Makefile", "noxfile.py", *pages, *tests} <= names
     assert not {name for name in names if name.endswith(".pyc") or name.startswith(".venv")}
 
 
 @pytest.fixture(scope="module")
 def project():
-    if sys.version_info < (3, 11):
-        pytest.skip("tomllib is new in Python 3.11")
-    import tomllib
-
+    tomllib = pytest.importorskip("tomllib", reason="tomllib is new in Python 3.11")
     return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module")
+def torches(project):
+    return [row["torch"] for row in project["tool"]["polycast"]["matrix"]]
 
 
 def test_each_python_that_is_supported_is_in_the_matrix(project):
@@ -153,28 +144,23 @@ def test_each_python_that_is_supported_is_in_the_matrix(project):
     assert {row["python"] for row in project["tool"]["polycast"]["matrix"]} == supported
 
 
-def test_the_matrix_goes_from_the_lowest_torch_to_the_newest(project):
-    wanted = [row["torch"] for row in project["tool"]["polycast"]["matrix"]]
-    assert f"{wanted[0].replace('==', '>=').removesuffix('.*')}" in project["project"]["dependencies"]
-    assert [torch for torch in wanted if ">=" in torch] == [wanted[-1]]
+def test_the_matrix_goes_from_the_lowest_torch_to_the_newest_and_has_the_one_that_make_installs(project, torches):
+    assert f"{torches[0].replace('==', '>=').removesuffix('.*')}" in project["project"]["dependencies"]
+    assert [torch for torch in torches if ">=" in torch] == [torches[-1]]
+    (version,) = re.findall(r"^TORCH \?= (torch==\d+\.\d+)", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert f"{version}.*" in torches
 
 
-def test_a_wheel_has_an_engine_for_each_torch_of_the_matrix(project):
-    show = "show:\n\t@printf '%s\\n' $(TORCHES)"
-    command = ["make", "--no-print-directory", f"--eval={show}", "show"]
+def test_a_wheel_has_an_engine_for_each_torch_of_the_matrix(torches):
+    command = ["make", "--no-print-directory", "--eval=show:\n\t@printf '%s\\n' $(TORCHES)", "show"]
     environment = {name: value for name, value in os.environ.items() if name != "TORCHES"}
 
-    def torches(**variables):
+    def shown(**variables):
         done = subprocess.run(command, cwd=ROOT, env={**environment, **variables}, capture_output=True, text=True)
         return done.stdout.splitlines()
 
-    assert torches() == sorted({row["torch"] for row in project["tool"]["polycast"]["matrix"]})
-    assert torches(TORCHES="torch==2.13.0") == ["torch==2.13.0"]
-
-
-def test_the_torch_that_make_installs_is_in_the_matrix(project):
-    (version,) = re.findall(r"^TORCH \?= (torch==\d+\.\d+)", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    assert f"{version}.*" in [row["torch"] for row in project["tool"]["polycast"]["matrix"]]
+    assert shown() == sorted(set(torches))
+    assert shown(TORCHES="torch==2.13.0") == ["torch==2.13.0"]
 
 
 @pytest.fixture(scope="module")
