@@ -2,12 +2,17 @@
 
 import ast
 import functools
+import importlib.metadata
 from pathlib import Path
 
 SOURCES = Path(__file__).parent.parent
 CORE, BACKENDS, PLUGINS = (
     SOURCES / folder for folder in ("core/polycast", "backends/polycast_backends", "plugins/polycast_plugins")
 )
+BUILT_INS = sorted(
+    importlib.metadata.distribution("polycast").entry_points.select(group="polycast.backends").names - {"generic"}
+)
+"""The devices that polycast has a backend for."""
 
 
 @functools.cache

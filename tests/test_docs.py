@@ -21,9 +21,6 @@ from polycast.common import env
 
 ROOT = Path(__file__).parent.parent
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
-BUILT_INS = sorted(
-    importlib.metadata.distribution("polycast").entry_points.select(group="polycast.backends").names - {"generic"}
-)
 ENVIRONMENT = (ROOT / "docs" / "reference" / "environment.md").read_text(encoding="utf-8")
 
 

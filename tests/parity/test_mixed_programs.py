@@ -23,9 +23,18 @@ def made(tensor, write):
     return copy
 
 
+def writing(write):
+    """Return a program that writes to a copy of its first input."""
+    return lambda c, x, *others: made(x, lambda copy: write(c, copy, *others))
+
+
 def batch_norm(x, weight, bias, mean, var, training=True):
     mean, var = mean.clone(), var.clone()
     return F.batch_norm(x, mean, var, weight, bias, training), mean, var
+
+
+def embedding_bag(c, weight, scales):
+    return F.embedding_bag(ROWS[None], c(weight, "f"), per_sample_weights=scales[None], mode="sum")
 
 
 def experts(c, x, *weights):
@@ -59,48 +68,39 @@ def foreach_average(c, a, b, x, y):
     return averages
 
 
-# By name: the inputs, by dtype and shape ("!": without a gradient), and the program. c(tensor, dtype) casts by hand.
+# By name: the inputs, by dtype and shape ("!": without a gradient), and what writes to a copy of the first of them.
+# c(tensor, dtype) casts by hand.
+WRITES = {
+    "masked assignment": ("b4x8 f3x8", lambda c, t, y: t.__setitem__(MASK, c(y, "b"))),
+    "row assignment": ("b4x8 f3x8", lambda c, t, y: t.__setitem__(ROWS % 3, c(y, "b"))),
+    "assignment to pairs": ("f4x8 b3", lambda c, t, y: t.__setitem__((GRID[:, 0], GRID[:, 1]), c(y, "f"))),
+    "a KV cache": ("b2x4x8! f2x1x8", lambda c, t, y: t.__setitem__((slice(None), ROWS[:1]), c(y, "b"))),
+    "a KV cache in float16": ("h4x8! b3x8", lambda c, t, y: t.index_copy_(0, ROWS % 3, c(y, "h"))),
+    "a KV cache by index_put_": ("b4x8! f3x8", lambda c, t, y: t.index_put_((ROWS % 3,), c(y, "b"))),
+    "gradient accumulation by rows": ("b4x8 f3x8", lambda c, t, y: t.index_put_((ROWS,), c(y, "b"), True)),
+    "index_add_ with alpha": ("f4x8 b3x8", lambda c, t, y: t.index_add_(0, ROWS, c(y, "f"), alpha=2)),
+    "index_reduce_": ("f4x8 b3x8", lambda c, t, y: t.index_reduce_(0, ROWS, c(y, "f"), "amax")),
+    "index_copy_": ("b4x8 f3x8", lambda c, t, y: t.index_copy_(0, ROWS % 3, c(y, "b"))),
+    "image tokens": ("b4x8 f3x8", lambda c, t, y: t.masked_scatter_(MASK[:, None], c(y, "b"))),
+    "put_": ("b4x8 f3", lambda c, t, y: t.put_(ROWS % 3, c(y, "b"))),
+    "scatter_": ("b4x8 f3x2", lambda c, t, y: t.scatter_(1, GRID, c(y, "b"))),
+    "scatter_add_ of messages": ("b4x8 f3x8", lambda c, t, y: t.scatter_add_(0, ROWS_AND_COLUMNS, c(y, "b"))),
+    "scatter_reduce_ of maxima": (
+        "f4x8 b3x8",
+        lambda c, t, y: t.scatter_reduce_(0, ROWS_AND_COLUMNS, c(y, "f"), "amax"),
+    ),
+    "addmm_": ("f4x3 b4x8 b8x3", lambda c, t, y, z: t.addmm_(c(y, "f"), c(z, "f"))),
+    "baddbmm_": ("b2x4x3 f2x4x8 b2x8x3", lambda c, t, y, z: t.baddbmm_(c(y, "b"), z)),
+}
+# The same, with the program.
 PROGRAMS = {
-    "masked assignment": ("b4x8 f3x8", lambda c, x, y: made(x, lambda t: t.__setitem__(MASK, c(y, "b")))),
-    "row assignment": ("b4x8 f3x8", lambda c, x, y: made(x, lambda t: t.__setitem__(ROWS % 3, c(y, "b")))),
-    "assignment to pairs": (
-        "f4x8 b3",
-        lambda c, x, y: made(x, lambda t: t.__setitem__((GRID[:, 0], GRID[:, 1]), c(y, "f"))),
-    ),
-    "a KV cache": (
-        "b2x4x8! f2x1x8",
-        lambda c, x, y: made(x, lambda t: t.__setitem__((slice(None), ROWS[:1]), c(y, "b"))),
-    ),
-    "a KV cache in float16": ("h4x8! b3x8", lambda c, x, y: made(x, lambda t: t.index_copy_(0, ROWS % 3, c(y, "h")))),
-    "a KV cache by index_put_": ("b4x8! f3x8", lambda c, x, y: made(x, lambda t: t.index_put_((ROWS % 3,), c(y, "b")))),
-    "gradient accumulation by rows": (
-        "b4x8 f3x8",
-        lambda c, x, y: made(x, lambda t: t.index_put_((ROWS,), c(y, "b"), True)),
-    ),
     "index_put": ("b4x8 f3x8", lambda c, x, y: c(x, "f").index_put((ROWS % 3,), y)),
     "a router of experts": ("f4x8 f8x8 f8x8 f8x8", experts),
     "index_add": ("b4x8 f3x8", lambda c, x, y: torch.index_add(c(x, "f"), 0, ROWS, y)),
-    "index_add_ with alpha": (
-        "f4x8 b3x8",
-        lambda c, x, y: made(x, lambda t: t.index_add_(0, ROWS, c(y, "f"), alpha=2)),
-    ),
-    "index_reduce_": ("f4x8 b3x8", lambda c, x, y: made(x, lambda t: t.index_reduce_(0, ROWS, c(y, "f"), "amax"))),
-    "index_copy_": ("b4x8 f3x8", lambda c, x, y: made(x, lambda t: t.index_copy_(0, ROWS % 3, c(y, "b")))),
-    "image tokens": ("b4x8 f3x8", lambda c, x, y: made(x, lambda t: t.masked_scatter_(MASK[:, None], c(y, "b")))),
     "image tokens out of place": ("f4x8 b3x8", lambda c, x, y: x.masked_scatter(MASK[:, None], c(y, "f"))),
-    "put_": ("b4x8 f3", lambda c, x, y: made(x, lambda t: t.put_(ROWS % 3, c(y, "b")))),
     "scatter": ("b4x8 f3x2", lambda c, x, y: torch.scatter(c(x, "f"), 1, GRID, y)),
-    "scatter_": ("b4x8 f3x2", lambda c, x, y: made(x, lambda t: t.scatter_(1, GRID, c(y, "b")))),
     "scatter_add of messages": ("f4x8 b3x8", lambda c, x, y: x.scatter_add(0, ROWS_AND_COLUMNS, c(y, "f"))),
-    "scatter_add_ of messages": (
-        "b4x8 f3x8",
-        lambda c, x, y: made(x, lambda t: t.scatter_add_(0, ROWS_AND_COLUMNS, c(y, "b"))),
-    ),
     "scatter_reduce in a graph network": ("f4x8 f8x8", graph_network),
-    "scatter_reduce_ of maxima": (
-        "f4x8 b3x8",
-        lambda c, x, y: made(x, lambda t: t.scatter_reduce_(0, ROWS_AND_COLUMNS, c(y, "f"), "amax")),
-    ),
     "an average of weights": ("f4x8! b4x8! f8! h8!", moving_average),
     "foreach lerp": ("f4x8! b8! b4x8! f8!", foreach_average),
     "interpolation": ("b4x8 f4x8", lambda c, x, y: torch.lerp(c(x, "f"), y, 0.3)),
@@ -123,19 +123,11 @@ PROGRAMS = {
     ),
     "weight norm": ("b4x8 f4x1", lambda c, v, g: torch._weight_norm(c(v, "f"), g)),
     "an encoder with bfloat16 norms": ("f4x8 f8x8 h8 h8", encoder),
-    "embedding bag": (
-        "b4x8 f3",
-        lambda c, w, s: F.embedding_bag(ROWS[None], c(w, "f"), per_sample_weights=s[None], mode="sum"),
-    ),
-    "embedding bag without gradients": (
-        "b4x8! f3!",
-        lambda c, w, s: F.embedding_bag(ROWS[None], c(w, "f"), per_sample_weights=s[None], mode="sum"),
-    ),
+    "embedding bag": ("b4x8 f3", embedding_bag),
+    "embedding bag without gradients": ("b4x8! f3!", embedding_bag),
     "dot": ("f8 b8", lambda c, x, y: torch.dot(x, c(y, "f"))),
     "mv": ("f4x8 b8", lambda c, x, y: torch.mv(x, c(y, "f"))),
     "addmv": ("f4 b4x8 b8", lambda c, x, y, z: torch.addmv(x, c(y, "f"), c(z, "f"))),
-    "addmm_": ("f4x3 b4x8 b8x3", lambda c, x, y, z: made(x, lambda t: t.addmm_(c(y, "f"), c(z, "f")))),
-    "baddbmm_": ("b2x4x3 f2x4x8 b2x8x3", lambda c, x, y, z: made(x, lambda t: t.baddbmm_(c(y, "b"), z))),
     "an outer product": ("f4x8 b4 b8", lambda c, x, y, z: torch.addr(x, c(y, "f"), c(z, "f"))),
     "tensordot": ("f4x8 b8x3", lambda c, x, y: torch.tensordot(x, c(y, "f"), 1)),
     "inner": ("f4x8 b3x8", lambda c, x, y: torch.inner(x, c(y, "f"))),
@@ -153,6 +145,7 @@ PROGRAMS = {
         "b1x2x8x8",
         lambda c, x: F.interpolate(c(x, "f"), (5, 5), mode="bilinear", antialias=True),
     ),
+    **{name: (text, writing(write)) for name, (text, write) in WRITES.items()},
 }
 
 

@@ -1,9 +1,8 @@
 """Every op in torch's own lists, under torch.autocast and polycast: the same dtypes, on the CPU the same bits."""
 
-import importlib.metadata
-
 import pytest
 import torch
+from tests.sources import BUILT_INS
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -11,9 +10,6 @@ import polycast
 
 DTYPES = (torch.bfloat16, torch.float16)
 
-BUILT_INS = sorted(
-    importlib.metadata.distribution("polycast").entry_points.select(group="polycast.backends").names - {"generic"}
-)
 ACCELERATORS = [name for name in BUILT_INS if name != "cpu"]
 
 # Where torch raises and polycast does not: the op, and why.
@@ -58,8 +54,6 @@ def call(case):
 
 
 class Casts(TorchDispatchMode):
-    """Records the dtypes that tensors are cast to."""
-
     def __init__(self):
         super().__init__()
         self.dtypes = []
@@ -76,13 +70,18 @@ def recorded(case):
         return call(case), casts.dtypes
 
 
-def under_autocast(cases, device_type, dtype):
-    """Call the ops on a device that need not be there, so that torch.autocast would not be enabled for it."""
+def on_both(cases, device_type, dtype):
+    """Call the ops by torch's kernels, then by polycast's, on a device that need not be there.
+
+    torch.autocast would not be enabled for it.
+    """
     before = torch.get_autocast_dtype(device_type)
     torch.set_autocast_enabled(device_type, True)
     torch.set_autocast_dtype(device_type, dtype)
     try:
-        return [recorded(case) for case in cases]
+        theirs = [recorded(case) for case in cases]
+        polycast.install(device_type)
+        return zip(cases, theirs, [recorded(case) for case in cases], strict=True)
     finally:
         torch.set_autocast_enabled(device_type, False)
         torch.set_autocast_dtype(device_type, before)
@@ -128,11 +127,8 @@ def test_cpu_ops_give_the_same_bits(dtype, engine):
 @pytest.mark.parametrize("device_type", ACCELERATORS)
 def test_accelerator_ops_give_the_same_dtypes_on_fake_tensors(device_type, dtype, fake, engine):
     cases = op_lists(device_type)
-    theirs = under_autocast(cases, device_type, dtype)
-    polycast.install(device_type)
-    ours = under_autocast(cases, device_type, dtype)
     assert len(cases) > 110
-    for case, (their, their_casts), (our, our_casts) in zip(cases, theirs, ours, strict=True):
+    for case, (their, their_casts), (our, our_casts) in on_both(cases, device_type, dtype):
         compare(case, their, our, bits=False)
         assert our_casts == their_casts or isinstance(their, Exception)
 
@@ -162,10 +158,6 @@ def left_out(device_type):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("device_type", ACCELERATORS)
 def test_accelerator_ops_that_torchs_lists_leave_out_are_cast_alike(device_type, dtype, fake, engine):
-    cases = left_out(device_type)
-    theirs = under_autocast(cases, device_type, dtype)
-    polycast.install(device_type)
-    ours = under_autocast(cases, device_type, dtype)
-    for case, (their, their_casts), (our, our_casts) in zip(cases, theirs, ours, strict=True):
+    for case, (their, their_casts), (our, our_casts) in on_both(left_out(device_type), device_type, dtype):
         assert our_casts == their_casts, case[1]
         compare(case, their, our, bits=False)
