@@ -1,4 +1,4 @@
-"""Mixtures of dtypes over torch's samples: what torch computes keeps its bits, and what it refuses computes."""
+"""Torch's samples in one dtype and in mixtures: what torch computes keeps its bits, and what it refuses computes."""
 
 import contextlib
 import itertools
@@ -94,27 +94,49 @@ def bits(tensor):
     return tensor.dtype, tuple(tensor.shape), digest
 
 
-def calls_of(op, chance, most):
-    """Return some calls of torch's samples of an op, with mixtures of dtypes chosen by `chance`."""
+def calls_of(op, most, mixtures):
+    """Return some calls of torch's samples of an op, with the dtypes of `mixtures` for its float32 tensors."""
     seed()
     samples = op.sample_inputs("cpu", torch.float32, requires_grad=op.supports_autograd)
     calls = []
     for sample in itertools.islice(samples, most):
         leaves, structure = tree_flatten((sample.input, tuple(sample.args), dict(sample.kwargs)))
         positions = [at for at, leaf in enumerate(leaves) if is_tensor(leaf) and leaf.dtype is torch.float32]
-        if not 0 < len(positions) <= MOST_TENSORS:
-            continue
-        for lower, higher, fast in PAIRS:
-            patterns = {tuple(chance.choice((lower, higher)) for _ in positions)}
-            if higher is torch.float32:  # else there are equal dtypes with both already
-                patterns.add((lower,) * len(positions))
-            for pattern in patterns:
-                dtypes = dict(zip(positions, pattern, strict=True))
-                for function in {op.op, op.inplace_variant} - {None}:
-                    is_in_place = function is op.inplace_variant
-                    name = op.full_name + "_" * is_in_place
-                    calls.append(Call(name, function, is_in_place, leaves, structure, dtypes, fast))
+        for pattern, fast in mixtures(op, len(positions)):
+            dtypes = dict(zip(positions, pattern, strict=True))
+            for function in {op.op, op.inplace_variant} - {None}:
+                is_in_place = function is op.inplace_variant
+                name = op.full_name + "_" * is_in_place
+                calls.append(Call(name, function, is_in_place, leaves, structure, dtypes, fast))
     return calls
+
+
+def mixed(chance):
+    """Return a function that chooses dtypes for a number of tensors, each time with the fast dtype."""
+
+    def mixtures(op, count):
+        for lower, higher, fast in PAIRS if 0 < count <= MOST_TENSORS else ():
+            patterns = {tuple(chance.choice((lower, higher)) for _ in range(count))}
+            if higher is torch.float32:  # else there are equal dtypes with both already
+                patterns.add((lower,) * count)
+            yield from ((pattern, fast) for pattern in patterns)
+
+    return mixtures
+
+
+def in_one_dtype(op, count):
+    dtypes = {torch.float32, torch.bfloat16} & op.supported_dtypes("cpu")
+    return [((dtype,) * count, torch.bfloat16) for dtype in dtypes]
+
+
+def outcomes(calls, engine, monkeypatch):
+    """Return the outcomes of calls in regions on an engine."""
+    installation.forget_choice()
+    monkeypatch.setenv("POLYCAST_ENGINE", engine)
+    found = [call.outcome(polycast.autocast("cpu", call.fast)) for call in calls]
+    polycast.uninstall()
+    installation.forget_choice()
+    return found
 
 
 def check(calls, engines, monkeypatch):
@@ -127,11 +149,10 @@ def check(calls, engines, monkeypatch):
     ]
     mended = 0
     for engine in engines:
-        installation.forget_choice()
-        monkeypatch.setenv("POLYCAST_ENGINE", engine)
         problems = []
-        for call, their, in_float32 in zip(calls, theirs, floats, strict=True):
-            ours = call.outcome(polycast.autocast("cpu", call.fast))
+        for call, their, in_float32, ours in zip(
+            calls, theirs, floats, outcomes(calls, engine, monkeypatch), strict=True
+        ):
             if not isinstance(their, str):
                 is_right = ours == their
             elif isinstance(in_float32, str):
@@ -141,9 +162,7 @@ def check(calls, engines, monkeypatch):
                 mended += is_right
             if not is_right and call.name not in exceptions:
                 problems.append((call, their, ours))
-        polycast.uninstall()
         assert (engine, problems) == (engine, [])
-    installation.forget_choice()
     return mended
 
 
@@ -161,15 +180,40 @@ def opinfos():
     return [op for op in itertools.chain(*databases) if torch.float32 in op.supported_dtypes("cpu")]
 
 
+def names_of(op):
+    return {op.aten_name, op.name.rpartition(".")[2], op.name.replace(".", "_")}
+
+
+def without_overloads(ops):
+    return {name.partition("::")[2].partition(".")[0] for name in ops}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # torch's samples call what torch has deprecated
+def test_ops_of_the_table_keep_their_bits(monkeypatch):
+    table = without_overloads(polycast.plugin.get_backend("cpu").policies)
+    added = {
+        op.removeprefix("aten::") for op in polycast.plugin.get_backend("cpu").added_ops
+    }  # torch casts none of them
+    ops = [op for op in opinfos() if names_of(op) & table and not names_of(op) & added]
+    calls = [call for op in ops for call in calls_of(op, 3, in_one_dtype)]
+    theirs = [call.outcome(torch.autocast("cpu", call.fast)) for call in calls]
+    assert len(calls) > 200
+    for engine in ("native", "reference"):  # in one test, since torch's samples are slow to make
+        ours = outcomes(calls, engine, monkeypatch)
+        pairs = zip(calls, theirs, ours, strict=True)
+        assert (engine, [(call, *both) for call, *both in pairs if both[0] != both[1]]) == (engine, [])
+
+
 @pytest.mark.filterwarnings("ignore")  # torch's samples call what torch has deprecated
 def test_ops_that_are_matched_compute_where_torch_refuses_them(monkeypatch):
-    matched = {name.partition("::")[2].partition(".")[0] for name in polycast.plugin.get_backend("cpu").matched_ops}
-    chance = random.Random(0)
+    matched = without_overloads(polycast.plugin.get_backend("cpu").matched_ops)
+    mixtures = mixed(random.Random(0))
     calls = []
     for op in opinfos():
-        names = {op.aten_name, op.name.rpartition(".")[2], op.name.replace(".", "_")}
+        names = names_of(op)
         if names & (matched | {f"native_{each}" for each in names & {"batch_norm", "layer_norm", "group_norm"}}):
-            calls += calls_of(op, chance, most=2)
+            calls += calls_of(op, 2, mixtures)
     assert len(calls) > 500
     assert check(calls, ("reference", "native"), monkeypatch) > 150
 
@@ -177,6 +221,6 @@ def test_ops_that_are_matched_compute_where_torch_refuses_them(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # torch's samples call what torch has deprecated
 def test_all_ops_compute_where_torch_refuses_them_and_keep_their_bits_elsewhere(monkeypatch):
-    chance = random.Random(1)
-    calls = [call for op in opinfos() for call in calls_of(op, chance, most=1)]
+    mixtures = mixed(random.Random(1))
+    calls = [call for op in opinfos() for call in calls_of(op, 1, mixtures)]
     assert check(calls, ("native",), monkeypatch) > 150
