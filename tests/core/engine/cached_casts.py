@@ -25,6 +25,22 @@ def counts(cache):
 
 def count_casts(function):
     """Return how many casts a function makes, outside of dispatch modes."""
+    return events(function).get("aten::copy_", 0)
+
+
+def events(function):
+    """Return how often a function calls each op, by its name."""
     with torch.profiler.profile(acc_events=True) as profile:
         function()
-    return sum(event.count for event in profile.key_averages() if event.key == "aten::copy_")
+    return {event.key: event.count for event in profile.key_averages()}
+
+
+def casts_in_region(*weights, **settings):
+    """Return how many casts a region makes in which weights are used, one after the other."""
+
+    def run():
+        with polycast.autocast("cpu", **settings):
+            for weight in weights:
+                torch.mm(X, weight)
+
+    return count_casts(run)

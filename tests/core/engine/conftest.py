@@ -42,6 +42,12 @@ def cache():
     return polycast.WeightCache()
 
 
+@pytest.fixture(params=[False, True], ids=["", "cached"])
+def any_cache(request):
+    """Return no cache, or one."""
+    return polycast.WeightCache() if request.param else None
+
+
 @pytest.fixture(params=["trainable", "frozen", "leaf"])
 def weight(request):
     if request.param == "leaf":
@@ -56,3 +62,31 @@ def threads(request):
     torch.set_num_threads(request.param)
     yield
     torch.set_num_threads(before)
+
+
+class WhenItDies:
+    """Calls a function as what it is an attribute of is freed."""
+
+    def __init__(self, function):
+        self.function = function
+
+    def __del__(self):
+        self.function()
+
+
+@pytest.fixture
+def mark(define, registered):
+    """Return an op that has a function called as the cast is freed that it is given of a weight."""
+    functions = []
+
+    def kernel(cast):
+        cast.mark = WhenItDies(functions.pop())  # the cast itself, which is kept
+        return cast.clone()
+
+    def call(weight, function):
+        functions.append(function)
+        torch.ops.polycast_test.mark(weight)
+
+    define("mark(Tensor x) -> Tensor", kernel=kernel)
+    registered("polycast_test::mark", polycast.CastPolicy.LOWER_PRECISION_FP)
+    return call

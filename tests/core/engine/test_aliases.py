@@ -3,8 +3,6 @@
 Writes through them are seen, and casts are cached beside those through which nothing can be written unseen.
 """
 
-import weakref
-
 import numpy as np
 import pytest
 import torch
@@ -17,49 +15,13 @@ from torch.utils.dlpack import from_dlpack, to_dlpack
 import polycast
 from polycast.engine import state
 
-from .each_cache import (
-    SIZE,
-    X,
-    frozen,
-    is_right,
-    plain_region,
-    product,
-    regions_with_cache,
-    regions_with_recipe,
-    sparse,
-    sparse_rows,
-    with_each_cache,
-)
+from .each_cache import ALIASES, CACHES, SIZE, X, frozen, is_right, product, with_each_cache
 
 pytestmark = [
     *NATIVE,
     pytest.mark.usefixtures("int8_kernels"),
     pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta"),
 ]
-
-ALIASES = {
-    "data": (lambda weight: weight.data, lambda alias, value: alias.fill_(value)),
-    "a view of data": (lambda weight: weight.data.view(-1)[2:], lambda alias, value: alias.fill_(value)),
-    "detach() of data": (lambda weight: weight.data.detach(), lambda alias, value: alias.fill_(value)),
-    "a parameter of data": (lambda weight: nn.Parameter(weight.data), lambda alias, value: alias.data.fill_(value)),
-    "an array": (lambda weight: weight.detach().numpy(), lambda alias, value: alias.fill(value)),
-    "DLPack": (lambda weight: torch.from_dlpack(weight.detach()), lambda alias, value: alias.fill_(value)),
-    "the storage": (
-        lambda weight: weight.untyped_storage(),
-        lambda alias, value: alias.copy_(torch.full((SIZE, SIZE), value).untyped_storage()),
-    ),
-    "set_": (lambda weight: torch.empty(0).set_(weight.detach()), lambda alias, value: alias.fill_(value)),
-    "a DLPack capsule": (
-        lambda weight: from_dlpack(to_dlpack(weight.detach())),
-        lambda alias, value: alias.fill_(value),
-    ),
-    "a weak reference to the storage": (
-        lambda weight: weakref.ref(weight.untyped_storage()),
-        lambda alias, value: alias().copy_(torch.full((SIZE, SIZE), value).untyped_storage()),
-    ),
-    "a sparse tensor": (sparse, lambda alias, value: alias._values().fill_(value)),
-    "a compressed sparse tensor": (sparse_rows, lambda alias, value: alias.values().fill_(value)),
-}
 
 
 @with_each_cache
@@ -69,26 +31,21 @@ def test_writes_through_a_live_alias_are_seen(regions, made, alias_of, write):
     weight = frozen()
     polycast.install("cpu")
     alias = alias_of(weight) if made == "before" else None
-    with regions() as region:
+    with regions() as check:
         if made == "after":
-            for _ in range(3):
-                with region():
-                    assert is_right(weight)
+            check(weight)
             alias = alias_of(weight)
         for turn in range(4):
             write(alias, float(turn + 2))
-            if alias.__class__ is torch.Tensor and alias.numel() < weight.numel():
-                weight.data.view(-1)[:2] = turn + 2
-            for _ in range(3):
-                with region():
-                    assert is_right(weight)
+            check(weight)
 
 
 @pytest.mark.parametrize(
     ("regions", "alias"),
     [
-        *((plain_region, alias) for alias in ("data", "an array", "the storage")),
-        *((regions, "data") for regions in (regions_with_cache, regions_with_recipe)),
+        *(("a plain region", alias) for alias in ("data", "an array", "the storage")),
+        ("a cache", "data"),
+        ("a recipe", "data"),
     ],
 )
 def test_writes_through_an_alias_older_than_polycasts_hooks_are_seen(regions, alias):
@@ -96,14 +53,11 @@ def test_writes_through_an_alias_older_than_polycasts_hooks_are_seen(regions, al
     polycast.uninstall()
     weight = frozen()
     alias = alias_of(weight)
-    with regions() as region:
+    with CACHES[regions]() as check:
         for turn in range(4):
-            for _ in range(2):
-                with region():
-                    assert is_right(weight)
+            check(weight, 2)
             write(alias, float(turn + 2))
-            with region():
-                assert is_right(weight)
+            check(weight, 1)
 
 
 def test_a_plain_region_caches_no_frozen_weight_on_the_memory_of_an_array():
@@ -128,37 +82,35 @@ def test_writes_of_a_weight_are_seen_once_it_is_frozen_inside_a_region():
         assert is_right(weight)
 
 
-def test_a_write_is_seen_in_grad_mode_with_a_cache():
+def test_a_write_is_seen_in_grad_mode_with_a_cache(cache):
+    def check():
+        for _ in range(2):
+            assert product(weight)[0, 0] == SIZE * weight[0, 0].item()
+
     weight = nn.Parameter(torch.ones(SIZE, SIZE))
     alias = weight.data
-    with polycast.autocast("cpu", cache=polycast.WeightCache()):
+    with polycast.autocast("cpu", cache=cache):
         for turn in range(4):
-            assert product(weight)[0, 0] == SIZE * weight[0, 0].item()
-            assert product(weight)[0, 0] == SIZE * weight[0, 0].item()
+            check()
             alias.fill_(turn + 2)
         del alias
         for turn in range(4):
-            assert product(weight)[0, 0] == SIZE * weight[0, 0].item()
-            assert product(weight)[0, 0] == SIZE * weight[0, 0].item()
+            check()
             weight.data.fill_(turn + 7)
-            assert product(weight)[0, 0] == SIZE * weight[0, 0].item()
+            check()
             from_dlpack(to_dlpack(weight)).fill_(turn + 9)
-        assert product(weight)[0, 0] == SIZE * weight[0, 0].item()
+        check()
 
 
 @with_each_cache
 @pytest.mark.parametrize("swap", [torch.utils.swap_tensors, swap_tensors], ids=["attribute", "name"])
 def test_a_cached_frozen_weight_can_be_swapped(regions, swap):
     weight = frozen()
-    with regions() as region:
-        for _ in range(3):
-            with region():
-                assert is_right(weight)
+    with regions() as check:
+        check(weight)
         swap(weight, frozen(5.0))
         assert weight[0, 0] == 5
-        for _ in range(3):
-            with region():
-                assert is_right(weight)
+        check(weight)
 
 
 def use(weight, cache, **settings):
@@ -168,9 +120,12 @@ def use(weight, cache, **settings):
     torch.testing.assert_close(product.float(), SIZE * weight.detach(), rtol=0.01, atol=0)
 
 
-def test_casts_are_cached_again_once_an_alias_is_freed():
-    weight, cache = frozen(), polycast.WeightCache()
-    alias = weight.data
+@pytest.mark.parametrize(
+    "alias_of", [lambda weight: weight.data, torch.Tensor.untyped_storage], ids=["data", "storage"]
+)
+def test_casts_are_cached_again_once_an_alias_is_freed(cache, alias_of):
+    weight = frozen()
+    alias = alias_of(weight)
     use(weight, cache), use(weight, cache)
     assert (cache.stats().entries, cache.stats().hits) == (0, 0)
     del alias
@@ -178,16 +133,8 @@ def test_casts_are_cached_again_once_an_alias_is_freed():
     assert (cache.stats().entries, cache.stats().hits) == (1, 1)
 
 
-def test_casts_are_cached_after_a_storage_object_is_dropped():
-    weight, cache = frozen(), polycast.WeightCache()
-    weight.untyped_storage()
-    for _ in range(3):
-        use(weight, cache)
-    assert cache.stats().hits == 2
-
-
-def test_an_alias_of_one_weight_does_not_drop_the_casts_of_others():
-    one, other, cache = frozen(), frozen(), polycast.WeightCache()
+def test_an_alias_of_one_weight_does_not_drop_the_casts_of_others(cache):
+    one, other = frozen(), frozen()
     use(one, cache), use(other, cache)
     one.data.add_(1)
     assert cache.stats().entries == 1
@@ -195,27 +142,22 @@ def test_an_alias_of_one_weight_does_not_drop_the_casts_of_others():
     assert cache.stats().hits == 1
 
 
-def test_a_kernel_that_reads_the_weight_as_an_array_prepacks_it_once(int8_kernels):
+def test_a_kernel_that_reads_the_weight_as_an_array_prepacks_it_once(int8_kernels, cache):
     class ReadsAnArray(type(int8_kernels["aten::linear"])):
         def prepack(self, weight):
             return super().prepack(torch.from_numpy(weight.numpy().copy()))
 
-    int8_kernels["aten::linear"] = ReadsAnArray()
-    weight, cache = frozen(), polycast.WeightCache()
+    int8_kernels["aten::linear"], weight = ReadsAnArray(), frozen()
     for _ in range(3):
         use(weight, cache, recipe=Rounded(min_size=1))
     assert int8_kernels["aten::linear"].prepared == 1
 
 
-def versioned_aliases(weight):
+def test_casts_are_cached_beside_aliases_that_share_the_version_counter(cache):
+    weight = frozen()
     layer = nn.Linear(SIZE, SIZE, bias=False)
     layer.weight = weight
-    return [layer.state_dict(), weight.detach(), weight.view(-1), weight[:2], nn.Parameter(weight)]
-
-
-def test_casts_are_cached_beside_aliases_that_share_the_version_counter():
-    weight, cache = frozen(), polycast.WeightCache()
-    held = versioned_aliases(weight)
+    held = [layer.state_dict(), weight.detach(), weight.view(-1), weight[:2], nn.Parameter(weight)]
     for turn in range(3):
         for _ in range(3):
             use(weight, cache)
@@ -223,8 +165,8 @@ def test_casts_are_cached_beside_aliases_that_share_the_version_counter():
     assert (cache.stats().misses, cache.stats().hits) == (3, 6)
 
 
-def test_an_alias_of_the_former_memory_is_not_taken_for_one_of_the_weight():
-    weight, cache = frozen(), polycast.WeightCache()
+def test_an_alias_of_the_former_memory_is_not_taken_for_one_of_the_weight(cache):
+    weight = frozen()
     polycast.install("cpu")
     held = weight.detach()
     weight.data = torch.full((SIZE, SIZE), 2.0)  # `held` shares the version counter still, but not the memory
@@ -245,12 +187,12 @@ def test_a_recipe_reports_that_an_alias_may_write_the_weight(int8_kernels, recip
     assert alias.numel() == weight.numel()  # the alias is alive
 
 
-def test_a_write_of_another_weight_during_prepacking_is_seen():
+def test_a_write_of_another_weight_during_prepacking_is_seen(cache):
     def prepack(weight):
         written.data.fill_(3)
         return (weight.clone(),)
 
-    cache, written = polycast.WeightCache(), frozen()
+    written = frozen()
     use(written, cache)
     state.machine.prepacked(cache, frozen(), 1, prepack)
     use(written, cache)

@@ -3,6 +3,8 @@
 tests/core/compilers/test_cached_casts.py tests the operator in compiled code.
 """
 
+import re
+
 import pytest
 import torch
 
@@ -10,8 +12,6 @@ import polycast
 from polycast.engine.kernels import autocast_key
 
 from .cached_casts import X, parameter
-
-RETURNS_ITS_INPUT = "aten::alias"
 
 
 @pytest.mark.usefixtures("engine")
@@ -21,11 +21,10 @@ def test_each_device_has_a_kernel_at_its_key_and_at_its_autograd_key(subtests):
         with subtests.test(device=device):
             polycast.uninstall()
             polycast.install(device)
-            table = torch._C._dispatch_dump_table("polycast::cached_cast").splitlines()
-            called = dict(line.split(": ", maxsplit=1) for line in table)
+            table = torch._C._dispatch_dump_table("polycast::cached_cast")
             key = autocast_key(device).removeprefix("Autocast")
-            assert called[key].endswith(("[kernel]", "[default backend kernel]"))
-            assert called["Autograd" + key].endswith(("[kernel]", "[autograd kernel]"))
+            assert re.search(rf"^{key}: .*\[(default backend )?kernel\]$", table, re.MULTILINE)
+            assert re.search(rf"^Autograd{key}: .*\[(autograd )?kernel\]$", table, re.MULTILINE)
 
 
 def test_it_has_the_history_of_a_cast_without_installed_kernels():
@@ -36,16 +35,14 @@ def test_it_has_the_history_of_a_cast_without_installed_kernels():
     assert torch.equal(weight.grad, torch.ones(2, 2))
 
 
-@pytest.fixture(params=["own", "WeightCache"])
-def region(request, engine):
-    cache = None if request.param == "own" else polycast.WeightCache()
-    return polycast.autocast("cpu", cache=cache, policy={RETURNS_ITS_INPUT: polycast.CastPolicy.LOWER_PRECISION_FP})
+@pytest.fixture
+def region(engine, any_cache):
+    """Return a region in which an op returns the cast of its input."""
+    return polycast.autocast("cpu", cache=any_cache, policy={"aten::alias": "lower_precision_fp"})
 
 
 @pytest.mark.parametrize("take", [lambda weight: weight, torch.t], ids=["weight", "view"])
-@pytest.mark.parametrize("requires_grad", [False, True])
-def test_a_cast_that_was_written_is_not_used_again(region, requires_grad, take):
-    weight = parameter(requires_grad=requires_grad)
+def test_a_cast_that_was_written_is_not_used_again(region, weight, take):
     with region:
         for _ in range(3):
             with torch.no_grad():

@@ -12,14 +12,13 @@ from torch import nn
 
 import polycast
 
+from .cached_casts import X, parameter
 from .each_cache import with_each_settings
 
 pytestmark = [
     *NATIVE,
     pytest.mark.skipif(torch.backends.cuda.is_built(), reason="tests/gpu has tests of CUDA graphs"),
 ]
-
-X = torch.ones(4, 4, dtype=torch.bfloat16)
 
 
 @pytest.fixture(autouse=True)
@@ -61,9 +60,7 @@ class OfAnotherLibrary(torch.optim.Optimizer):
     """Writes as a kernel does that is given pointers."""
 
     def step(self):
-        for group in self.param_groups:
-            for weight in group["params"]:
-                assert weight.data_ptr()
+        assert self.param_groups[0]["params"][0].data_ptr()
 
 
 def step_of(optimizer, **options):
@@ -89,13 +86,14 @@ def product(weight, **settings):
 
 
 @with_each_settings
-def test_a_replay_of_captured_writes_is_seen(settings, double_unseen):
+def test_a_replay_of_captured_writes_is_seen(settings, double_unseen, subtests):
     """torch documents the capture of a whole training step. A region without a cache is asked for a frozen weight."""
     for name, write in WRITES.items():
-        check_replays(name, write, settings(), double_unseen)
+        with subtests.test(name):
+            check_replays(write, settings(), double_unseen)
 
 
-def check_replays(name, write, settings, double_unseen):
+def check_replays(write, settings, double_unseen):
     weight = nn.Parameter(torch.rand(4, 4))
     product(weight, **settings)
 
@@ -111,12 +109,12 @@ def check_replays(name, write, settings, double_unseen):
         for _ in range(2):
             before = [product(weight, **settings) for _ in range(3)][-1]
             graph.replay()
-            assert torch.allclose(product(weight, **settings), 2 * before), name
+            assert torch.allclose(product(weight, **settings), 2 * before)
 
 
-def test_a_weight_that_a_graph_has_written_is_cached_until_the_next_replay(double_unseen):
+def test_a_weight_that_a_graph_has_written_is_cached_until_the_next_replay(double_unseen, cache):
     """A graph that writes no weights drops none."""
-    weight, cache = nn.Parameter(torch.rand(4, 4)), polycast.WeightCache()
+    weight = parameter()
     product(weight)
     reads = captured(lambda: product(weight), lambda: None)
     writes = captured(lambda: weight.detach().mul_(1), lambda: double_unseen(weight))
@@ -129,17 +127,17 @@ def test_a_weight_that_a_graph_has_written_is_cached_until_the_next_replay(doubl
         assert cache.stats().hits - before == hits
 
 
-def test_the_replay_of_a_graph_of_before_polycast_drops_all(double_unseen):
+def test_the_replay_of_a_graph_of_before_polycast_drops_all(double_unseen, cache):
     polycast.uninstall()
-    weight, cache = nn.Parameter(torch.rand(4, 4)), polycast.WeightCache()
+    weight = parameter()
     graph = captured(lambda: weight.detach().mul_(1), lambda: double_unseen(weight))
     before = [product(weight, cache=cache) for _ in range(2)][-1]
     graph.replay()
     assert torch.equal(product(weight, cache=cache), 2 * before)
 
 
-def test_what_is_written_after_a_capture_is_not_of_its_graph():
-    weight, cache = nn.Parameter(torch.rand(4, 4)), polycast.WeightCache()
+def test_what_is_written_after_a_capture_is_not_of_its_graph(cache):
+    weight = parameter()
     product(weight, cache=cache)
     with pytest.raises(ValueError, match="in the capture"):
         captured(lambda: (_ for _ in ()).throw(ValueError("in the capture")), lambda: None)

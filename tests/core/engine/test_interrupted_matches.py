@@ -1,5 +1,6 @@
-"""Other threads, the garbage collector and forks in the middle of an op that casts what it reads and writes."""
+"""Other threads, the garbage collector and forks in the middle of an op, which casts what it reads and writes."""
 
+import functools
 import gc
 import itertools
 import os
@@ -9,16 +10,20 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import polycast
 from polycast import autocast
 from polycast.plugin import events
 
+from .cached_casts import parameter
+from .each_cache import SETTINGS
+from .modes import CAST, AtOp
+
 BFLOAT16 = torch.bfloat16
 X = torch.linspace(-1, 2, 12).reshape(4, 3)
 POLICIES = {"match": {}, "fp32": {"batch_norm": "fp32"}}
 """Policies of a region, both of which cast the running statistics of a batch norm."""
+HALF = functools.partial(dict, dtype=torch.float16)
 
 
 def stats():
@@ -76,15 +81,13 @@ def test_the_last_thread_that_writes_statistics_decides_their_values(engine, in_
 def test_threads_that_share_statistics_see_values_of_a_step(engine, policy):
     steps, trainers = 40, 3
     mean, var = stats()
-    channels = [
-        list(zip(*each, strict=True)) for each in orbits(steps * trainers)
-    ]  # threads may see them at different steps
+    # Threads may see the channels at different steps.
+    channels = [list(zip(*each, strict=True)) for each in orbits(steps * trainers)]
     start, problems = threading.Barrier(trainers + 2), []
 
     def steps_of(tensor, values):
-        return [
-            each.index(value) if value in each else None for value, each in zip(tensor.tolist(), values, strict=True)
-        ]
+        pairs = zip(tensor.tolist(), values, strict=True)
+        return [each.index(value) if value in each else None for value, each in pairs]
 
     def run(training):
         start.wait()
@@ -101,11 +104,12 @@ def test_threads_that_share_statistics_see_values_of_a_step(engine, policy):
     assert all(steps_of(mean, channels[0]))
 
 
-def leave_when_collected():
-    """Enter a region in a generator that is suspended, and that only the garbage collector finds."""
+def leave_when_collected(call, settings):
+    """Call a function in a region of a generator that is suspended, and that only the garbage collector finds."""
 
     def generator():
-        with autocast("cpu", torch.float16):
+        with autocast("cpu", **settings):
+            call()
             yield
 
     cycle = [generator()]
@@ -113,22 +117,36 @@ def leave_when_collected():
     cycle.append(cycle)
 
 
+@torch.no_grad()
+def product(weight, multiply=torch.mm):
+    return multiply(torch.ones(4, 4), weight)
+
+
+WEIGHT, FOURS = parameter(), torch.full((4, 4), 4.0, dtype=BFLOAT16)
 CALLS = {
-    "a functional op": (lambda: X.lerp(X.bfloat16(), 0.5), lambda: X.lerp(X.bfloat16().float(), 0.5)),
+    "a functional op": (lambda: X.lerp(X.bfloat16(), 0.5), lambda: X.lerp(X.bfloat16().float(), 0.5), HALF),
     "an op that writes": (
         lambda: X.bfloat16().index_add_(0, torch.tensor([2]), X[:1]),
         lambda: X.bfloat16().index_add_(0, torch.tensor([2]), X[:1].bfloat16()),
+        HALF,
     ),
     "an op that writes statistics": (
         lambda: (mean := stats()[0], normalize(X, mean, stats()[1]))[0],
         lambda: (mean := stats()[0].float(), normalize(X, mean, stats()[1].float()))[0].bfloat16(),
+        HALF,
     ),
+    "a region": (lambda: autocast("cpu", torch.float16)(FOURS.clone)(), FOURS.clone, HALF),
+    "an op that makes a cast": (lambda: product(parameter()), FOURS.clone, SETTINGS["cache"]),
+    "an op that finds a cast": (lambda: product(WEIGHT), FOURS.clone, dict),
+    "an op of a recipe": (lambda: product(WEIGHT, F.linear), FOURS.clone, SETTINGS["recipe"]),
 }
+"""What calls an op, and what computes the same by hand, and what makes the settings of a region."""
 
 
+@pytest.mark.usefixtures("int8_kernels")
 @pytest.mark.parametrize("name", CALLS)
-def test_a_region_may_be_collected_anywhere_in_a_matched_op(engine, name):
-    call, by_hand = CALLS[name]
+def test_a_region_may_be_collected_anywhere_in_an_op(engine, name):
+    call, by_hand, settings = CALLS[name]
     expected = by_hand()
     gc.collect()
     thresholds = gc.get_threshold()
@@ -136,7 +154,7 @@ def test_a_region_may_be_collected_anywhere_in_a_matched_op(engine, name):
         for allocations in itertools.count(1):
             gc.set_threshold(0)
             with autocast("cpu"):
-                leave_when_collected()
+                leave_when_collected(call, settings())
                 gc.set_threshold(allocations)
                 found = call()
                 gc.set_threshold(0)
@@ -152,19 +170,6 @@ def test_a_region_may_be_collected_anywhere_in_a_matched_op(engine, name):
         gc.set_threshold(*thresholds)
 
 
-class AtCasts(TorchDispatchMode):
-    """Calls a function at the first cast."""
-
-    def __init__(self, function):
-        super().__init__()
-        self.calls = iter([function])
-
-    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        if op is torch.ops.aten._to_copy.default and (call := next(self.calls, None)) is not None:
-            call()
-        return op(*args, **kwargs or {})
-
-
 @pytest.mark.parametrize("when", ["before the casts", "between the casts", "in the op"])
 def test_a_region_may_be_left_in_a_matched_op(engine, when):
     x, y = X.clone().requires_grad_(), X.bfloat16()
@@ -176,7 +181,7 @@ def test_a_region_may_be_left_in_a_matched_op(engine, when):
 
     if when == "before the casts":
         events.matched_call.add(leave)
-    modes = {"before the casts": AtCasts(int), "between the casts": AtCasts(leave), "in the op": meanwhile(leave)}
+    modes = {"before the casts": AtOp(CAST), "between the casts": AtOp(CAST, leave), "in the op": meanwhile(leave)}
     with modes[when]:
         found = torch.dot(x[0], y[0])
     assert (polycast.autocast_nesting("cpu"), torch.is_autocast_enabled("cpu")) == (0, False)

@@ -1,38 +1,29 @@
-"""Regions that are entered and left while a kernel runs: by modes, backends and the garbage collector."""
-
-import gc
-import sys
+"""Regions that are entered and left while a kernel runs: by modes and backends."""
 
 import pytest
 import torch
 from tests.core.rounding import Rounded
 from torch._subclasses import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import polycast
 from polycast import autocast
 
+from .modes import AtOp
+
 pytestmark = pytest.mark.usefixtures("engine")
-X = torch.ones(4, 4)
-
-
-class InKernel(TorchDispatchMode):
-    """Calls a function in the kernel of `mm`."""
-
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        if op is torch.ops.aten.mm.default:
-            self.function()
-        return op(*args, **kwargs or {})
+MM = torch.ops.aten.mm.default
+X, WEIGHT = torch.ones(4, 4), torch.nn.Parameter(torch.ones(4, 4))
 
 
 def run(function):
     """Call a function while a kernel runs."""
-    with InKernel(function):
+    with AtOp(MM, function):
         torch.mm(X, X)
+
+
+def linear():
+    with torch.no_grad():
+        return torch.nn.functional.linear(X, WEIGHT)
 
 
 def entered(*args, **settings):
@@ -54,9 +45,7 @@ BEFORE = (False, torch.bfloat16, 0)
 
 @pytest.fixture
 def other(hand_made):
-    """Another device, which torch has a key for."""
-    hand_made("mtia")
-    return "mtia"
+    return hand_made("mtia").device_type
 
 
 REGIONS = {
@@ -125,38 +114,35 @@ def run_in_both(other, int8_kernels, monkeypatch):
 
     def run_in_both(inner, after):
         def run_other(*args):
-            with autocast(other), FakeTensorMode(), InKernel(inner):
+            with autocast(other), FakeTensorMode(), AtOp(MM, inner):
                 x = torch.empty(2, 2, device=other)
                 torch.mm(x, x)
             after()
             return compute(*args)
 
         monkeypatch.setattr(kernel, "run", run_other)
-        with torch.no_grad():
-            torch.nn.functional.linear(X, torch.nn.Parameter(torch.ones(4, 4)))
+        linear()
 
     return run_in_both
 
 
-def test_autocast_stays_off_in_a_kernel_around_the_one_in_which_a_region_is_left(run_in_both):
-    regions, found = [entered(recipe=Rounded(min_size=1)) for _ in range(2)], []
-    run_in_both(lambda: leave(regions[1]), lambda: found.append(torch.is_autocast_enabled("cpu")))
-    assert found == [False]
-    assert state() == (True, torch.bfloat16, 1)
-    leave(regions[0])
-    assert state() == BEFORE
-
-
-def test_a_region_that_is_left_open_beneath_two_kernels_is_off_when_it_is_left(run_in_both):
+@pytest.mark.parametrize("opens", [False, True], ids=["", "one is opened"])
+def test_autocast_is_off_in_a_kernel_around_the_one_in_which_a_region_is_left(run_in_both, opens):
     regions, opened, found = [entered(recipe=Rounded(min_size=1)) for _ in range(2)], [], []
+
+    def inner():
+        if opens:
+            opened.append(entered())
+        leave(regions[1])
 
     def after():
         found.append(torch.is_autocast_enabled("cpu"))
-        leave(opened[0])
+        for region in opened:
+            leave(region)
         found.append(torch.is_autocast_enabled("cpu"))
 
-    run_in_both(lambda: (opened.append(entered()), leave(regions[1])), after)
-    assert found == [True, False]
+    run_in_both(inner, after)
+    assert found == [opens, False]
     assert state() == (True, torch.bfloat16, 1)
     leave(regions[0])
     assert state() == BEFORE
@@ -185,24 +171,23 @@ def test_kernels_are_not_uninstalled_while_one_runs(int8_kernels, monkeypatch):
         polycast.uninstall()
 
     monkeypatch.setattr(int8_kernels["aten::linear"], "unsupported_reason", uninstall)
-    with torch.no_grad(), pytest.raises(RuntimeError, match="'cpu' are in use: this thread runs one"):
-        torch.nn.functional.linear(X, torch.nn.Parameter(torch.ones(4, 4)))
+    with pytest.raises(RuntimeError, match="'cpu' are in use: this thread runs one"):
+        linear()
     assert state() == BEFORE
 
 
 def test_an_op_is_computed_as_it_is_once_its_region_is_left(int8_kernels, monkeypatch):
-    region, weight = entered(recipe=Rounded(min_size=1)), torch.nn.Parameter(torch.ones(4, 4))
+    region = entered(recipe=Rounded(min_size=1))
 
     def leave_region(*args):
         leave(region)
         return "the region is left"
 
     monkeypatch.setattr(int8_kernels["aten::linear"], "unsupported_reason", leave_region)
-    with torch.no_grad():
-        assert torch.nn.functional.linear(X, weight).dtype is torch.float32
+    assert linear().dtype is torch.float32
     assert state() == BEFORE
     with torch.autocast("cpu", torch.bfloat16):
-        assert torch.nn.functional.linear(X, weight).requires_grad
+        assert torch.nn.functional.linear(X, WEIGHT).requires_grad
 
 
 def test_an_error_in_the_kernel_restores_the_state():
@@ -214,35 +199,4 @@ def test_an_error_in_the_kernel_restores_the_state():
 
     with pytest.raises(RuntimeError, match="stop"):
         run(fail)
-    assert state() == BEFORE
-
-
-def test_a_region_is_collected_in_a_kernel(int8_kernels):
-    def generator():
-        with autocast("cpu", recipe="rounded"):
-            yield
-
-    weight, x = torch.nn.Parameter(torch.randn(64, 64)), torch.randn(4, 64)
-    with torch.no_grad(), autocast("cpu", recipe="rounded"):
-        torch.nn.functional.linear(x, weight)
-    suspended = generator()
-    next(suspended)
-    cycle = [suspended]
-    cycle.append(cycle)
-    gc.collect()
-    gc.disable()
-    del suspended, cycle
-
-    def collect(frame, event, _):
-        if event == "call" and frame.f_code.co_name == "perform":
-            sys.setprofile(None)
-            gc.collect()
-
-    sys.setprofile(collect)
-    try:
-        with torch.no_grad():
-            torch.nn.functional.linear(torch.ones(3, 64), weight)
-    finally:
-        sys.setprofile(None)
-        gc.enable()
     assert state() == BEFORE

@@ -13,6 +13,7 @@ from torch import nn
 
 import polycast
 
+from .cached_casts import X, count_casts, events, parameter, use
 from .each_cache import frozen
 
 pytestmark = pytest.mark.parametrize("engine", ["native"], indirect=True)
@@ -25,17 +26,8 @@ def _keeps_no_casts(engine):
     polycast.clear_autocast_cache()
 
 
-X = torch.ones(4, 4, dtype=torch.bfloat16)
 KIB = 1024 if sys.platform == "darwin" else 1
 """The unit of ru_maxrss."""
-
-
-def events(function):
-    """Return how often a function calls what allocates a cast, and what fills one."""
-    with torch.profiler.profile(acc_events=True) as profile:
-        function()
-    counts = {event.key: event.count for event in profile.key_averages()}
-    return counts.get("aten::empty_strided", 0), counts.get("aten::copy_", 0)
 
 
 def in_region(*weights):
@@ -49,17 +41,17 @@ def in_region(*weights):
     return run
 
 
-def large(value=1.0, shape=(4, 2**19)):
-    return nn.Parameter(torch.full(shape, value), requires_grad=False)
+def large():
+    return nn.Parameter(torch.ones(4, 2**19), requires_grad=False)
 
 
 def test_weights_that_are_used_once_share_the_memory_of_one_cast():
-    assert events(in_region(large(), large(), large())) == (1, 3)
+    found = events(in_region(large(), large(), large()))
+    assert (found["aten::empty_strided"], found["aten::copy_"]) == (1, 3)
 
 
 def test_small_weights_that_alternate_are_cast_once():
-    a, b, c, d = (frozen() for _ in range(4))
-    assert events(in_region(a, b, c, d, a, b, c, d)) == (4, 4)
+    assert count_casts(in_region(*2 * [frozen() for _ in range(4)])) == 4
 
 
 def test_a_cast_that_an_op_has_resized_leaves_room_for_the_next_ones(define, registered):
@@ -68,13 +60,13 @@ def test_a_cast_that_an_op_has_resized_leaves_room_for_the_next_ones(define, reg
     with torch.no_grad(), polycast.autocast("cpu"):
         torch.ops.polycast_test.grow(frozen())
     one, other = frozen(), frozen()
-    assert events(in_region(one, other, one))[1] == 2
+    assert count_casts(in_region(one, other, one)) == 2
 
 
 def test_a_reused_weight_is_cached_and_in_the_next_region_from_its_first_use(in_thread):
     a, b = large(), large()
     run = in_region(a, b, a, b, a, b)
-    assert in_thread(lambda: (events(run)[1], events(run)[1])) == (3, 2)
+    assert in_thread(lambda: (count_casts(run), count_casts(run))) == (3, 2)
 
 
 def test_a_weight_is_not_cached_after_a_region_that_used_it_once(in_thread):
@@ -83,15 +75,9 @@ def test_a_weight_is_not_cached_after_a_region_that_used_it_once(in_thread):
 
     def copies():
         again(), once()
-        return events(again)[1]
+        return count_casts(again)
 
     assert in_thread(copies) == 3
-
-
-def test_nothing_is_cached_after_the_region():
-    run = in_region(frozen())
-    assert events(run) == (1, 1)
-    assert events(run) == (1, 1)
 
 
 class Mark:
@@ -103,7 +89,7 @@ class Mark:
 
 @pytest.mark.parametrize("updates", [1, 50])
 def test_casts_with_history_do_not_accumulate_over_updates_of_a_weight(updates):
-    weight = nn.Parameter(torch.ones(4, 4))
+    weight = parameter()
     with polycast.autocast("cpu"):
         for _ in range(updates):
             out = torch.mm(X, weight)
@@ -149,18 +135,14 @@ def test_threads_share_cached_casts():
     lock, small, other = threading.Lock(), frozen(), large()
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(lambda _: in_region(small)(), range(4)))
-
-        def run():
-            list(pool.map(lambda _: work(), range(4)))
-
-        _, copies = events(run)
+        copies = count_casts(lambda: list(pool.map(lambda _: work(), range(4))))
     # Each thread casts the small one, the large one at its first use, the other once or twice; then one casts for all.
     assert copies <= 4 * (1 + 1 + 2) + 1
 
 
 @pytest.mark.parametrize("written", [False, True], ids=["", "written"])
 def test_weights_whose_casts_threads_shared_can_be_swapped_after_their_regions(written):
-    weight, other = nn.Parameter(torch.ones(4, 4)), nn.Parameter(torch.ones(4, 4))
+    weight, other = parameter(), parameter()
     weight.grad = torch.ones(4, 4)
     optimizer = torch.optim.SGD([weight], fused=True)
 
@@ -188,7 +170,7 @@ def test_clearing_for_all_threads_is_seen_by_a_thread_in_a_region():
             torch.mm(X, weight)
             ready.set()
             cleared.wait()
-            return events(lambda: torch.mm(X, weight))[1]
+            return count_casts(lambda: torch.mm(X, weight))
 
     with ThreadPoolExecutor(1) as pool:
         result = pool.submit(work)
@@ -198,31 +180,22 @@ def test_clearing_for_all_threads_is_seen_by_a_thread_in_a_region():
         assert result.result() == 1
 
 
-class ClearsWhenItDies:
-    def __del__(self):
-        polycast.clear_autocast_cache()
-
-
-def test_clearing_while_dead_weights_are_swept_drops_all_casts(define, registered):
-    def mark(cast):
-        cast.mark = ClearsWhenItDies()
-        return cast.clone()
-
-    define("mark(Tensor x) -> Tensor", kernel=mark)
-    registered("polycast_test::mark", polycast.CastPolicy.LOWER_PRECISION_FP)
+def test_clearing_while_dead_weights_are_swept_drops_all_casts(mark):
     with torch.no_grad(), polycast.autocast("cpu"):
         for _ in range(300):  # of the dead, fewer are kept
             weight = frozen()
             torch.mm(X, weight), torch.mm(X, weight)
-            torch.ops.polycast_test.mark(weight)
+            mark(weight, polycast.clear_autocast_cache)
         assert torch.mm(X, weight)[0, 0] == 4
 
 
-@pytest.mark.parametrize("options", [{}, {"mmap": True}], ids=["read", "mapped"])
-def test_the_cast_of_a_frozen_weight_from_a_file_is_cached(options, tmp_path):
+@pytest.mark.parametrize("mmap", [False, True], ids=["read", "mapped"])
+def test_the_cast_of_a_frozen_weight_from_a_file_is_cached(cache, mmap, tmp_path):
     torch.save([torch.ones(4, 4), torch.ones(4, 4)], tmp_path / "weights.pt")
-    weight = nn.Parameter(torch.load(tmp_path / "weights.pt", **options)[1], requires_grad=False)
-    assert events(in_region(weight, weight, weight))[1] == 1
+    weight = nn.Parameter(torch.load(tmp_path / "weights.pt", mmap=mmap)[1], requires_grad=False)
+    assert count_casts(in_region(weight, weight, weight)) == 1
+    use(cache, weight), use(cache, weight)
+    assert cache.stats().hits == 1
 
 
 def test_memory_that_a_graph_holds_is_not_reused():
@@ -237,10 +210,9 @@ def test_memory_that_a_graph_holds_is_not_reused():
     with torch.no_grad():
         weight.mul_(3)
     other_x, other = forward()
-    out.sum().backward()
-    other.sum().backward()
-    assert torch.equal(x.grad, torch.full((4, 4), 4.0, dtype=torch.bfloat16))
-    assert torch.equal(other_x.grad, torch.full((4, 4), 12.0, dtype=torch.bfloat16))
+    (out.sum() + other.sum()).backward()
+    assert torch.equal(x.grad, 4 * X)
+    assert torch.equal(other_x.grad, 12 * X)
 
 
 @pytest.mark.slow
@@ -253,12 +225,9 @@ def test_memory_does_not_grow_over_ten_thousand_regions_and_dying_weights():
                 torch.mm(x, weight)
             with torch.no_grad(), polycast.autocast("cpu"):
                 torch.mm(x, weight)
+        gc.collect()
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
-    regions(2000)
-    gc.collect()
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    regions(10_000)
-    gc.collect()
-    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    before = regions(2000)
     # 10,000 casts that were not given back would be 80 MB.
-    assert grown < 16 * 1024 * KIB
+    assert regions(10_000) - before < 16 * 1024 * KIB

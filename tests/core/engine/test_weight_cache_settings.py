@@ -3,6 +3,7 @@
 import copy
 import pickle
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -22,8 +23,7 @@ TAKES = {"weight": lambda weight: weight, "all": torch.t, "part": lambda weight:
 
 @pytest.mark.parametrize("take", TAKES.values(), ids=TAKES)
 def test_verify_finds_a_write_that_is_not_seen(double_unseen, take):
-    cache = polycast.WeightCache(verify=True)
-    weight = parameter(1.0)
+    cache, weight = polycast.WeightCache(verify=True), parameter(1.0)
     use(cache, take(weight))
     use(cache, take(weight))
     double_unseen(weight)
@@ -38,12 +38,8 @@ def test_verify_finds_a_write_that_is_not_seen(double_unseen, take):
 def test_unused_entries_are_evicted_first():
     cache = polycast.WeightCache(max_bytes=2 * BYTES)
     former, model = [parameter() for _ in range(2)], [parameter() for _ in range(2)]
-    for _ in range(9):
-        for weight in former:
-            use(cache, weight)
-    for _ in range(6):
-        for weight in model:
-            use(cache, weight)
+    for weight in [*former * 9, *model * 6]:
+        use(cache, weight)
     before = cache.stats()
     for weight in model:
         use(cache, weight)
@@ -55,15 +51,13 @@ def test_unused_entries_are_evicted_first():
 def test_a_cache_smaller_than_the_model_has_hits_on_the_part_that_fits(fits):
     cache = polycast.WeightCache(max_bytes=fits * BYTES)
     model = [parameter() for _ in range(8)]
-    for _ in range(3):
-        for weight in model:
-            use(cache, weight)
+    for weight in 3 * model:
+        use(cache, weight)
     assert cache.stats() == polycast.WeightCacheStats(fits, fits * BYTES, 2 * fits, 24 - 2 * fits, 0)
 
 
 def test_a_cast_larger_than_max_bytes_is_not_cached():
-    cache = polycast.WeightCache(max_bytes=BYTES - 1)
-    weight = parameter()
+    cache, weight = polycast.WeightCache(max_bytes=BYTES - 1), parameter()
     for _ in range(2):
         assert torch.equal(use(cache, weight), torch.full((4, 4), 4.0, dtype=torch.bfloat16))
     assert cache.stats() == polycast.WeightCacheStats(entries=0, bytes=0, hits=0, misses=2, evictions=0)
@@ -78,13 +72,11 @@ def test_a_cache_belongs_to_its_process(cache, duplicate):
 def test_a_deep_copy_of_a_model_has_an_empty_cache_with_the_same_settings():
     model = torch.nn.Linear(4, 4)
     model.cache = polycast.WeightCache(max_bytes=1000, verify=True)
-    with torch.no_grad(), polycast.autocast("cpu", cache=model.cache):
-        model(X)
+    use(model.cache, model.weight)
     copied = copy.deepcopy(model).cache
     assert (copied.max_bytes, copied.verify, copied.stats().entries) == (1000, True, 0)
-    with torch.no_grad(), polycast.autocast("cpu", cache=model.cache):
-        model(X)
-    assert model.cache.stats().entries == 2
+    use(model.cache, model.weight)
+    assert model.cache.stats().entries == 1
 
 
 BAD = [
@@ -108,8 +100,8 @@ def test_verify_handles_nan():
     assert torch.all(torch.isnan(use(cache, weight)))
 
 
-def test_another_cache_adopts_the_entries_of_one():
-    cache, other, weight = polycast.WeightCache(), polycast.WeightCache(), parameter()
+def test_another_cache_adopts_the_entries_of_one(cache):
+    other, weight = polycast.WeightCache(), parameter()
     expected = use(cache, weight)
     for entry in cache.entries():
         other.adopt(*entry)
@@ -117,23 +109,12 @@ def test_another_cache_adopts_the_entries_of_one():
     assert (other.stats().hits, other.stats().misses) == (1, 0)
 
 
-def test_an_entry_whose_weight_may_be_written_unseen_is_not_adopted():
-    cache, weight = polycast.WeightCache(), parameter()
-    use(cache, weight)
-    (entry,) = cache.entries()
-    alias = weight.data
-    with pytest.raises(ValueError, match="cannot be cached: something else holds the weight's memory"):
-        polycast.WeightCache().adopt(*entry)
-    del alias
-
-
-def test_what_saves_a_cache_is_a_plugins(monkeypatch, tmp_path):
-    called = []
+def test_what_saves_a_cache_is_a_plugins(cache, monkeypatch):
+    called, model = [], torch.nn.Linear(2, 2)
     plugin = SimpleNamespace(find=lambda table, name: lambda *args: called.append((table, name, args)))
     monkeypatch.setattr(manifests, "manifests", lambda: plugin)
-    cache, model = polycast.WeightCache(), torch.nn.Linear(2, 2)
-    cache.save(tmp_path / "saved", model)
-    assert called == [("methods", "WeightCache.save", (cache, tmp_path / "saved", model))]
+    cache.save(Path("saved"), model)
+    assert called == [("methods", "WeightCache.save", (cache, Path("saved"), model))]
     monkeypatch.setattr(manifests, "manifests", manifests.Manifests)
     for call in (lambda: cache.save("saved", model), lambda: polycast.WeightCache.load("saved", model)):
         with pytest.raises(NotImplementedError, match="WeightCache.* is of the plugin 'quantize', which is not inst"):
@@ -141,35 +122,26 @@ def test_what_saves_a_cache_is_a_plugins(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("tensors", [[], [torch.ones(3, 3, dtype=torch.bfloat16)], [torch.ones(4, 4)]])
-def test_a_cast_that_does_not_fit_its_weight_is_not_adopted(tensors):
-    weight = torch.nn.Parameter(torch.ones(4, 4))
+def test_a_cast_that_does_not_fit_its_weight_is_not_adopted(cache, tensors):
     with pytest.raises(ValueError, match=r"tensors must be one of sizes \(4, 4\) and torch.bfloat16, got \["):
-        polycast.WeightCache().adopt(weight, None, torch.bfloat16, tensors)
+        cache.adopt(parameter(), None, torch.bfloat16, tensors)
 
 
-def test_an_entry_for_which_there_is_no_room_is_not_adopted():
-    weight = torch.nn.Parameter(torch.ones(4, 4))
-    with pytest.raises(ValueError, match="or there is no room for it in 10 bytes"):
-        polycast.WeightCache(max_bytes=10).adopt(weight, None, torch.bfloat16, [weight.detach().bfloat16()])
-
-
-def test_an_entry_for_which_there_is_no_room_evicts_no_other():
-    first, second = parameter(), parameter()
-    cast = first.detach().bfloat16()
-    cache = polycast.WeightCache(max_bytes=cast.nbytes)
-    cache.adopt(first, None, torch.bfloat16, [cast])
-    with pytest.raises(ValueError, match="or there is no room for it"):
-        cache.adopt(second, None, torch.bfloat16, [cast])
+def test_an_entry_for_which_there_is_no_room_is_not_adopted_and_evicts_no_other():
+    first, cache = parameter(), polycast.WeightCache(max_bytes=BYTES)
+    cache.adopt(first, None, torch.bfloat16, [X])
+    with pytest.raises(ValueError, match=f"or there is no room for it in {BYTES} bytes"):
+        cache.adopt(parameter(), None, torch.bfloat16, [X])
     assert [entry.weight is first for entry in cache.entries()] == [True]
 
 
-def test_threads_that_adopt_an_entry_whose_weight_may_be_written_unseen_do_not_wait_for_each_other():
+def test_threads_that_adopt_an_entry_whose_weight_may_be_written_unseen_do_not_wait_for_each_other(cache):
     weight, ended = parameter(), []
     alias = weight.data
 
     def adopt():
-        with pytest.raises(ValueError, match="something else holds the weight's memory"):
-            polycast.WeightCache().adopt(weight, None, torch.bfloat16, [alias.bfloat16()])
+        with pytest.raises(ValueError, match="cannot be cached: something else holds the weight's memory"):
+            cache.adopt(weight, None, torch.bfloat16, [alias.bfloat16()])
         ended.append(None)
 
     threads = [threading.Thread(target=adopt, daemon=True) for _ in range(2)]
@@ -180,9 +152,6 @@ def test_threads_that_adopt_an_entry_whose_weight_may_be_written_unseen_do_not_w
     assert len(ended) == 2
 
 
-def test_a_notebook_shows_the_contents_of_a_cache():
-    cache = polycast.WeightCache()
-    with torch.no_grad(), polycast.autocast("cpu", cache=cache):
-        torch.nn.Linear(8, 8)(torch.ones(1, 8))
-    shown = cache._repr_html_()
-    assert f"<tr><td>misses</td><td>{cache.stats().misses}</td></tr>" in shown
+def test_a_notebook_shows_the_contents_of_a_cache(cache):
+    use(cache, parameter())
+    assert "<tr><td>misses</td><td>1</td></tr>" in cache._repr_html_()

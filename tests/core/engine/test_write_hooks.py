@@ -5,6 +5,7 @@ import gc
 import pytest
 import torch
 from tests.engines import NATIVE
+from torch.optim.optimizer import _global_optimizer_post_hooks
 
 import polycast
 from polycast.engine import installation
@@ -19,7 +20,11 @@ def changed():
     """Return what the hooks change that Python can see."""
     preserve = torch.autograd.grad_mode._unsafe_preserve_version_counter
     seen = [vars(torch.Tensor).get(name) for name in HOOKED]
-    return seen, preserve.__exit__, torch.utils.weakref, [function.__self__ for function in BUILTINS]
+    dump = torch._C._dispatch_dump("aten::_fused_adam_").splitlines()
+    kernels = [line for line in dump if "ADInplaceOrView" in line]
+    after_steps = list(_global_optimizer_post_hooks)
+    builtins = [function.__self__ for function in BUILTINS]
+    return seen, preserve.__exit__, torch.utils.weakref, builtins, kernels, after_steps
 
 
 def test_uninstall_removes_the_hooks(monkeypatch):
