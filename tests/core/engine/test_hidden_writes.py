@@ -27,7 +27,7 @@ OPS = ["batch_norm", "instance_norm", "native_batch_norm", "_batch_norm_impl_ind
 
 
 @pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("policy", ["fp32", "promote", "lower_precision_fp"])
+@pytest.mark.parametrize("policy", ["fp32", "promote", "lower_precision_fp", "match"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_running_statistics_are_written_in_their_own_dtype(engine, op, policy, dtype):
     mean, var = stats(dtype)
@@ -45,9 +45,10 @@ def test_running_statistics_are_written_in_their_own_dtype(engine, op, policy, d
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_statistics_that_are_only_read_keep_their_version(engine, op):
+@pytest.mark.parametrize("policy", ["fp32", "match"])
+def test_statistics_that_are_only_read_keep_their_version(engine, op, policy):
     mean, var = stats(torch.bfloat16)
-    with polycast.autocast("cpu", policy={op: "fp32"}):
+    with polycast.autocast("cpu", policy={op: policy}):
         y = call(op, X, mean, var, False)
     assert torch.equal(y, call(op, X, *stats(torch.float32), False))
     assert (mean._version, var._version) == (0, 0)

@@ -22,16 +22,20 @@ REGIONS = [
 ]
 
 steps = st.one_of(
-    st.tuples(st.just("enter"), st.integers(0, len(REGIONS) - 1)),
-    st.tuples(st.just("exit"), st.integers(0, len(REGIONS) - 1)),
-    st.tuples(st.just("raise"), st.integers(0, len(REGIONS) - 1)),
-    st.tuples(st.just("torch_enter"), st.integers(0, len(REGIONS) - 1)),
-    st.tuples(st.just("torch_exit"), st.none()),
-    st.tuples(st.just("set_enabled"), st.tuples(st.sampled_from(DEVICES), st.booleans())),
-    st.tuples(st.just("set_dtype"), st.tuples(st.sampled_from(DEVICES), st.sampled_from(DTYPES))),
+    *(st.tuples(st.just(kind), st.integers(0, len(REGIONS) - 1)) for kind in ("enter", "exit", "raise", "torch_enter")),
+    st.tuples(st.just("torch_exit")),
+    st.tuples(st.just("set_enabled"), st.sampled_from(DEVICES), st.booleans()),
+    st.tuples(st.just("set_dtype"), st.sampled_from(DEVICES), st.sampled_from(DTYPES)),
     st.tuples(st.just("set_cache"), st.booleans()),
 )
 programs = st.lists(st.tuples(st.integers(0, 2), steps), max_size=40)
+
+
+def delete_last(items, item):
+    """Delete the last of equal items, and return its position."""
+    position = len(items) - 1 - items[::-1].index(item)
+    del items[position]
+    return position
 
 
 class Model:
@@ -70,12 +74,8 @@ class Model:
         name = REGIONS[number]["device_type"]
         if number not in self.owners[name]:
             return RuntimeError
-        position = len(self.owners[name]) - 1 - self.owners[name][::-1].index(number)
-        del self.owners[name][position]
-        place = len(self.order) - 1 - self.order[::-1].index(number)
-        del self.order[place]
-        del self.values[name][position + 1]
-        del self.caches[place + 1]
+        del self.values[name][delete_last(self.owners[name], number) + 1]
+        del self.caches[delete_last(self.order, number) + 1]
         return None
 
     def torch_enter(self, number):
@@ -113,14 +113,8 @@ class Real:
 
     @staticmethod
     def observe():
-        seen = {
-            name: (
-                polycast.is_autocast_enabled(name),
-                polycast.get_autocast_dtype(name),
-                polycast.autocast_nesting(name),
-            )
-            for name in DEVICES
-        }
+        functions = polycast.is_autocast_enabled, polycast.get_autocast_dtype, polycast.autocast_nesting
+        seen = {name: tuple(function(name) for function in functions) for name in DEVICES}
         assert all(seen[name][0] is torch.is_autocast_enabled(name) for name in DEVICES)
         return {**seen, "cache": polycast.is_autocast_cache_enabled()}
 
@@ -139,9 +133,8 @@ class Real:
             raise ZeroDivisionError
 
     def torch_enter(self, number):
-        region = torch.autocast(**REGIONS[number])
-        region.__enter__()
-        self.torch_regions.append(region)
+        self.torch_regions.append(torch.autocast(**REGIONS[number]))
+        self.torch_regions[-1].__enter__()
 
     def torch_exit(self):
         self.torch_regions.pop().__exit__(None, None, None)
@@ -152,18 +145,11 @@ class Real:
 
 
 def run_step(model, real, step):
-    kind, argument = step
+    kind, *arguments = step
     if kind == "raise":
-        real.do_raise(argument)
-    elif kind == "torch_exit":
-        if model.torch_regions:
-            model.torch_exit()
-            real.torch_exit()
-    elif kind in ("set_enabled", "set_dtype"):
-        getattr(model, kind)(*argument)
-        getattr(real, kind)(*argument)
-    else:
-        assert getattr(model, kind)(argument) == getattr(real, kind)(argument)
+        real.do_raise(*arguments)
+    elif kind != "torch_exit" or model.torch_regions:
+        assert getattr(model, kind)(*arguments) == getattr(real, kind)(*arguments)
     assert real.observe() == model.observe()
 
 
@@ -185,12 +171,11 @@ def start():
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_the_state_of_every_thread_is_the_models_after_every_step(program, engine, regions_of_hpu):
     with ThreadPoolExecutor(1) as a, ThreadPoolExecutor(1) as b, ThreadPoolExecutor(1) as c:
-        threads = [a, b, c]
-        models = [Model(thread.submit(start).result()) for thread in threads]
-        reals = [Real(regions_of_hpu) for _ in threads]
+        runs = [(thread, Model(thread.submit(start).result()), Real(regions_of_hpu)) for thread in (a, b, c)]
         for number, step in program:
-            threads[number].submit(run_step, models[number], reals[number], step).result()
-        for thread, model, real in zip(threads, models, reals, strict=True):
+            thread, *both = runs[number]
+            thread.submit(run_step, *both, step).result()
+        for thread, model, real in runs:
             for number in model.order.copy():
                 thread.submit(run_step, model, real, ("exit", number)).result()
 

@@ -27,9 +27,8 @@ def test_an_in_place_op_casts_what_it_reads_to_float32():
     written = torch.ones(2, 2)
     with polycast.autocast("cpu", policy={"addmm_": "fp32"}):
         written.addmm_(third(2, 3, dtype=FAST), third(3, 2, dtype=FAST))
-    assert torch.equal(
-        written, torch.ones(2, 2).addmm_(third(2, 3, dtype=FAST).float(), third(3, 2, dtype=FAST).float())
-    )
+    factors = third(2, 3, dtype=FAST).float(), third(3, 2, dtype=FAST).float()
+    assert torch.equal(written, torch.ones(2, 2).addmm_(*factors))
 
 
 def test_promote_compares_with_the_written_tensor_and_leaves_it(subtests):
