@@ -126,9 +126,8 @@ class Thread:
         assert torch.all(out.detach() == expected), (out, weight)
 
     def train(self, weight):
-        x = torch.ones(
-            32, 4, requires_grad=True
-        )  # of more elements than the weight: "fastest" saves it in the fast dtype
+        # Of more elements than the weight: "fastest" saves it in the fast dtype.
+        x = torch.ones(32, 4, requires_grad=True)
         value = weight.detach()[0, 0].item()
         with self.in_autograd:
             out = self.random.choice([torch.mm, torch.nn.functional.linear])(x, weight)

@@ -13,18 +13,6 @@ from polycast.engine.native import engine as native_engine
 
 pytestmark = pytest.mark.usefixtures("native")
 
-PROGRAM = """
-import polycast
-with polycast.autocast("cpu"):
-    pass
-method = type(vars(polycast.autocast)["__init__"])
-for make in (lambda: method(), lambda: method.__new__(method), lambda: object.__new__(method)):
-    try:
-        make().__get__(1)
-    except TypeError as error:
-        print(error)
-"""
-
 
 @pytest.fixture
 def made():
@@ -37,15 +25,6 @@ def made():
         library.KernelRegistrations("cpu", "AutocastCPU"),
         library.begin_capture(),
     ]
-
-
-@pytest.mark.slow
-def test_the_method_that_constructs_regions_cannot_be_made_in_python(run_program):
-    status, printed, errors = run_program(PROGRAM, "native")
-    assert status == 0, errors
-    cannot = "cannot create 'polycast.InitDescriptor' instances"
-    unsafe = "object.__new__(polycast.InitDescriptor) is not safe"
-    assert [cannot in line or unsafe in line for line in printed.splitlines()] == [True] * 3
 
 
 def test_objects_of_the_engine_are_not_copied(made):

@@ -126,9 +126,8 @@ NOT_CACHED = {
 
 @pytest.mark.parametrize("name", NOT_CACHED)
 @pytest.mark.parametrize("frozen", [False, True], ids=["trainable", "frozen"])
-def test_other_tensors_than_plain_views_are_cast_at_each_use(cache, name, frozen):
-    with torch.no_grad():
-        view = NOT_CACHED[name](new_weight(frozen=frozen))
+def test_other_tensors_than_plain_views_are_cast_at_each_use(cache, name, frozen, no_grad):
+    view = NOT_CACHED[name](new_weight(frozen=frozen))
     use(cache, view)
     use(cache, view)
     assert counts(cache) == (0, 0)
@@ -150,14 +149,13 @@ def test_max_bytes_limits_parts():
     assert cache.stats().bytes == 2 * 64 * 2
 
 
-def test_parts_of_a_weight_take_no_more_memory_than_the_weight(cache):
+def test_parts_of_a_weight_take_no_more_memory_than_the_weight(cache, no_grad):
     w = new_weight(32, 8)
     for length in range(1, 32):
         use(cache, w[:length].T)
     assert 0 < cache.stats().bytes <= w.nbytes
     entries = cache.stats().entries
-    with torch.no_grad():
-        w.add_(1)  # the cached casts are stale, and are evicted
+    w.add_(1)  # the cached casts are stale, and are evicted
     for length in range(24, 32):
         use(cache, w[:length].T)
     hits = cache.stats().hits

@@ -79,9 +79,8 @@ def test_a_weight_and_its_transposes_are_cast_once_in_a_region(mode, weight):
     assert count_casts(run) == 1
 
 
-def test_in_a_plain_region_a_part_is_cast_at_each_use_as_with_torch(weight):
-    with torch.no_grad():
-        assert casts_in_region(*(weight[:, :2] for _ in range(3))) == 3
+def test_in_a_plain_region_a_part_is_cast_at_each_use_as_with_torch(weight, no_grad):
+    assert casts_in_region(*(weight[:, :2] for _ in range(3))) == 3
 
 
 WRITES = {
