@@ -10,7 +10,6 @@ from collections import defaultdict
 import pytest
 
 ENGINES_DIFFER = (
-    "tests/core/compilers/test_cached_casts_unwritten.py",
     "tests/core/engine",
     "tests/gpu",
     "tests/plugins/fastest/test_conversions.py",

@@ -8,9 +8,6 @@ import torch
 
 import polycast
 
-WITH_BOTH_ENGINES = "test_cached_casts_unwritten.py"
-"""Here inductor must not write the memory of casts, which each engine makes in its own way."""
-
 
 def pytest_collection_modifyitems(config, items):
     leave_out_graphs_that_others_run(config, items, Path(__file__).parent)
@@ -25,7 +22,7 @@ def leave_out_graphs_that_others_run(config, items, folder):
         values = [value for value in item.callspec.params.values() if isinstance(value, str)]
         if "inductor" in values:
             item.add_marker(pytest.mark.slow)
-            if "reference" in values and item.path.name != WITH_BOTH_ENGINES:
+            if "reference" in values:
                 left_out.append(item)
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item not in left_out]
@@ -69,6 +66,12 @@ def run_with_inductor(start_launcher):
         return done.stdout
 
     return run
+
+
+@pytest.fixture(params=["aot_eager", "inductor"])
+def backend(request):
+    """Run a test with each backend that makes graphs of ATen ops; those of aot_eager run as they are."""
+    return request.param
 
 
 @pytest.fixture

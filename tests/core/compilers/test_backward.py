@@ -1,5 +1,7 @@
 """In compiled code, too, ops that policies keep in float32 have float32 gradients."""
 
+import contextlib
+import functools
 import uuid
 
 import pytest
@@ -10,7 +12,7 @@ import polycast
 from polycast import Policy
 
 pytestmark = pytest.mark.usefixtures("engine")
-POLICY = {"linear": "fp32"}
+POLICY, NO_REGION = {"linear": "fp32"}, contextlib.nullcontext()
 
 
 class Model(nn.Module):
@@ -27,7 +29,7 @@ class Model(nn.Module):
 
 class WithPolicy(Model):
     def forward(self, x):
-        with polycast.autocast("cpu", policy={"linear": "fp32"}):
+        with polycast.autocast("cpu", policy=POLICY):
             return self.layer(x)
 
 
@@ -37,29 +39,23 @@ class SwitchedOff(Model):
             return self.layer(x)
 
 
-def gradient(model, region=None, backend=None):
-    call = model if backend is None else torch.compile(model, backend=backend, fullgraph=True)
-    x = torch.linspace(-1, 1, 2048).reshape(32, 64)
-    if region is None:
-        y = call(x)
-    else:
-        with region:
-            y = call(x)
+def gradient(model, region=NO_REGION, backend=None, fullgraph=True):
+    call = model if backend is None else torch.compile(model, backend=backend, fullgraph=fullgraph)
+    with region:
+        y = call(torch.linspace(-1, 1, 2048).reshape(32, 64))
     assert y.dtype is torch.float32
     y.square().sum().backward()
     return model.layer.weight.grad
 
 
-@pytest.mark.parametrize(
-    ("make", "policy"),
-    [
-        (Model, POLICY),
-        (WithPolicy, None),
-        (lambda: Model("fp32"), None),
-        (lambda: Model("off"), None),
-        (lambda: Model(POLICY), None),
-    ],
-)
+MODELS = {
+    "policy outside": (Model, POLICY),
+    "policy inside": (WithPolicy, None),
+    **{str(rule): (functools.partial(Model, rule), None) for rule in ("fp32", "off", POLICY)},
+}
+
+
+@pytest.mark.parametrize(("make", "policy"), MODELS.values(), ids=MODELS)
 def test_a_compiled_backward_is_traced_outside_of_regions_as_it_runs_in_eager_mode(make, policy):
     found = gradient(make(), polycast.autocast("cpu", policy=policy), "aot_eager")
     torch.testing.assert_close(found, gradient(Model()))
@@ -110,18 +106,12 @@ def test_a_torch_whose_backward_cannot_be_configured_is_told(monkeypatch):
 
 class Interrupted(Model):
     def forward(self, x):
-        with polycast.autocast("cpu", policy={"linear": "fp32"}):
+        with polycast.autocast("cpu", policy=POLICY):
             torch._dynamo.graph_break()
             return self.layer(x)
 
 
 def test_gradients_after_a_graph_break_in_a_region_with_a_policy_are_those_of_eager_code():
-    def gradient_of(call, model):
-        with polycast.autocast("cpu"):
-            y = call(torch.linspace(-1, 1, 2048).reshape(32, 64))
-        y.square().sum().backward()
-        return model.layer.weight.grad
-
-    eager, compiled = Interrupted(), Interrupted()
-    expected = gradient_of(eager, eager)
-    torch.testing.assert_close(gradient_of(torch.compile(compiled, backend="aot_eager"), compiled), expected)
+    expected = gradient(Interrupted(), polycast.autocast("cpu"))
+    found = gradient(Interrupted(), polycast.autocast("cpu"), "aot_eager", fullgraph=False)
+    torch.testing.assert_close(found, expected)

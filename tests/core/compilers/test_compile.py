@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torch._dynamo.testing import AotEagerAndRecordGraphs, CompileCounter
+from torch._dynamo.testing import AotEagerAndRecordGraphs, CompileCounterWithBackend
 from torch._inductor.utils import run_and_get_code
 
 import polycast
@@ -10,7 +10,6 @@ from polycast import CastPolicy
 from polycast.engine import installation
 
 pytestmark = pytest.mark.usefixtures("engine")
-BACKENDS = ["eager", "aot_eager"]
 
 
 def test_what_a_region_logs_breaks_no_graph(logged):
@@ -25,13 +24,11 @@ def test_what_a_region_logs_breaks_no_graph(logged):
 
 
 def inside(region):
-    """Return a function with a region inside it, which `region` makes."""
-
     def function(x, layer):
         with region("cpu", dtype=torch.bfloat16):
-            y = layer(x)
             with region("cpu", dtype=torch.bfloat16, enabled=False):
                 z = layer(x)
+            y = layer(x)
         return torch.nn.functional.mse_loss(y, z.bfloat16()) + (y.float() @ z.T).sum()
 
     return function
@@ -71,36 +68,27 @@ SHAPES = [inside, from_outside, decorated, decorating_inside]
 
 
 def outcome(function, x, layer):
-    """Return what a function gives, and the gradients of it."""
     layer.zero_grad()
     loss = function(x, layer)
     loss.backward()
     return loss.detach(), layer.weight.grad.clone(), layer.bias.grad.clone()
 
 
-def _without_comments(code):
+def without_comments(code):
     """Return what runs; the comments tell in which line of which file the user wrote it."""
     return [line for line in code.splitlines() if not line.lstrip().startswith("#")]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_region_in_one_graph_gives_the_results_of_eager_mode(data, shape, backend):
-    function = shape(polycast.autocast)
-    expected = outcome(function, *data)
-    actual = outcome(torch.compile(function, backend=backend, fullgraph=True), *data)
-    torch.testing.assert_close(actual, expected)
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_the_graphs_equal_those_of_torch_autocast(data, shape):
+def test_the_graphs_equal_those_of_torch_autocast_and_the_results_those_of_eager_mode(data, shape):
     def graphs(region):
         torch.compiler.reset()
         recorder = AotEagerAndRecordGraphs()
-        outcome(torch.compile(shape(region), backend=recorder, fullgraph=True), *data)
+        actual = outcome(torch.compile(shape(region), backend=recorder, fullgraph=True), *data)
+        torch.testing.assert_close(actual, outcome(shape(region), *data))
         recorded = [*recorder.graphs, *recorder.fw_graphs, *recorder.bw_graphs]
         assert len(recorded) == 3
-        return [_without_comments(graph.print_readable(print_output=False)) for graph in recorded]
+        return [without_comments(graph.print_readable(print_output=False)) for graph in recorded]
 
     assert graphs(polycast.autocast) == graphs(torch.autocast)
 
@@ -113,7 +101,7 @@ def test_the_code_of_inductor_is_that_of_torch_autocast(data):
         compiled = torch.compile(inside(region), fullgraph=True)
         actual, code = run_and_get_code(outcome, compiled, *data)
         torch.testing.assert_close(actual, outcome(inside(region), *data), rtol=1e-2, atol=1e-2)  # bfloat16's
-        return actual, [_without_comments(text) for text in code]
+        return actual, [without_comments(text) for text in code]
 
     with torch._inductor.config.patch(force_disable_caches=True):
         actual, code = generated(polycast.autocast)
@@ -123,17 +111,11 @@ def test_the_code_of_inductor_is_that_of_torch_autocast(data):
     torch.testing.assert_close(actual, expected, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_the_enclosing_region_applies_and_its_change_recompiles(data, backend):
-    counter = CompileCounter()
-
-    def count_and_compile(graph, inputs):
-        counter(graph, inputs)
-        return torch._dynamo.lookup_backend(backend)(graph, inputs)
-
     x, layer = data
-    compiled = torch.compile(lambda x: layer(x), backend=count_and_compile, fullgraph=True)
-    seen = []
+    counter, seen = CompileCounterWithBackend(backend), []
+    compiled = torch.compile(lambda x: layer(x), backend=counter, fullgraph=True)
     for _ in range(2):
         with polycast.autocast("cpu"):
             seen.append(compiled(x).dtype)
@@ -146,18 +128,23 @@ def test_the_enclosing_region_applies_and_its_change_recompiles(data, backend):
     assert counter.frame_count == 3 + (seen[2] is not seen[3])
 
 
-def test_a_region_without_dtype_takes_that_of_the_region_around_at_each_call(data):
-    x, layer = data
+def compiled_in(*args, **settings):
+    """Return a compiled function that calls a layer in a region."""
 
     @torch.compile(backend="aot_eager", fullgraph=True)
-    def function(x):
-        with polycast.autocast("cpu"):
+    def function(x, layer):
+        with polycast.autocast(*args, **settings):
             return layer(x)
 
-    seen = [function(x).dtype]
+    return function
+
+
+def test_a_region_without_dtype_takes_that_of_the_region_around_at_each_call(data):
+    function = compiled_in("cpu")
+    seen = [function(*data).dtype]
     for dtype in (torch.float16, torch.bfloat16):
         with polycast.autocast("cpu", dtype=dtype):
-            seen.append(function(x).dtype)
+            seen.append(function(*data).dtype)
     assert seen == [torch.bfloat16, torch.float16, torch.bfloat16]
 
 
@@ -194,33 +181,19 @@ def test_a_region_that_dynamo_leaves_to_the_interpreter_is_entered_and_left(data
         with polycast.autocast("cpu", dtype=torch.float16):
             return torch.mm(x, layer.weight), polycast.autocast_nesting("cpu")
 
-    @torch.compile(backend="aot_eager")
-    def function(x, layer):
-        return step(x, layer)
-
-    x, layer = data
-    result, nesting = function(x, layer)
+    result, nesting = torch.compile(lambda *args: step(*args), backend="aot_eager")(*data)
     assert (result.dtype, nesting) == (torch.float16, 1)
     assert not torch.is_autocast_enabled("cpu")
 
 
 def test_a_disabled_region_warns_while_it_is_compiled(data):
-    def function(x, layer):
-        with polycast.autocast("cpu", dtype=torch.float64):
-            return layer(x)
-
     with pytest.warns(polycast.errors.AutocastDisabledWarning, match="float64 was asked for"):
-        result = torch.compile(function, backend="aot_eager", fullgraph=True)(*data)
-    assert result.dtype is torch.float32
+        assert compiled_in("cpu", dtype=torch.float64)(*data).dtype is torch.float32
 
 
 def test_a_wrong_device_is_named_while_compiling(data):
-    def function(x, layer):
-        with polycast.autocast("not a real device"):
-            return layer(x)
-
     with pytest.raises(RuntimeError, match="Invalid device string: 'not a real device'"):
-        torch.compile(function, backend="aot_eager", fullgraph=True)(*data)
+        compiled_in("not a real device")(*data)
 
 
 def test_a_user_s_cache_has_no_part_in_a_graph(data):
@@ -238,18 +211,11 @@ def test_a_user_s_cache_has_no_part_in_a_graph(data):
     assert cache.stats().entries == 0
 
 
-def test_the_kernels_have_the_policies_of_the_backend(data, hand_made):
-    """A table unlike torch's: linear stays as it is, and mm is cast."""
-    hand_made(
-        "cpu", default_dtype=torch.bfloat16, policies=polycast.plugin.policy_table({CastPolicy.FP32: ["aten::addmm"]})
-    )
-
-    def function(x, y):
-        with polycast.autocast("cpu"):
-            return torch.addmm(y, x, x)
-
+def test_the_kernels_have_the_policies_of_the_backend(hand_made):
+    """A table unlike torch's."""
+    hand_made("cpu", default_dtype=torch.bfloat16, policies={"aten::addmm": CastPolicy.FP32})
     ones = torch.ones(2, 2, dtype=torch.bfloat16)
-    assert torch.compile(function, backend="aot_eager", fullgraph=True)(ones, ones).dtype is torch.float32
+    assert compiled_in("cpu")(ones, lambda x: torch.addmm(x, x, x)).dtype is torch.float32
 
 
 @pytest.mark.slow

@@ -16,6 +16,8 @@ pytestmark = [
 
 
 POLICY = {"aten::linear": CastPolicy.FP32}
+MM_UP = {"mm": "fp32"}
+X = torch.ones(2, 2)
 
 
 def with_dict_inside(x, layer):
@@ -71,17 +73,16 @@ def apart(x):
 
 
 def test_what_a_compiled_function_calls_in_its_policy_is_compiled_under_it():
+    @torch.compile(backend="aot_eager")
     def function(x):
         before = apart(x)
         with polycast.autocast("cpu", policy={"matmul": "fp32"}):
             inside = apart(x)
         return before, inside, apart(x)
 
-    compiled = torch.compile(function, backend="aot_eager")
     for _ in range(2):
         with polycast.autocast("cpu"):
-            found = [y.dtype for y in compiled(torch.ones(2, 2))]
-            assert found == [torch.bfloat16, torch.float32, torch.bfloat16]
+            assert [y.dtype for y in function(X)] == [torch.bfloat16, torch.float32, torch.bfloat16]
 
 
 HELD = polycast.Policy({"linear": "fp32"})
@@ -115,10 +116,6 @@ def test_what_no_graph_can_hold_of_a_policy_breaks_it(data, function, reason):
     assert torch.compile(function, backend="aot_eager")(*data).dtype is torch.float32
 
 
-MM_UP = {"mm": "fp32"}
-X = torch.ones(2, 2)
-
-
 def square(x):
     return torch.mm(x, x)
 
@@ -128,12 +125,9 @@ def test_code_that_was_compiled_ahead_of_time_without_policies_is_refused_with_s
     function = torch.compile(square, backend="inductor", fullgraph=True)
     if not hasattr(function, "aot_compile"):
         pytest.skip(f"torch {torch.__version__} compiles no function ahead of time")
-    compiled = function.aot_compile(((X,), {}))
+    compiled, refusal = function.aot_compile(((X,), {})), pytest.raises(RuntimeError, match="policies of polycast")
     assert compiled(X).dtype is torch.float32
-    with (
-        polycast.autocast("cpu", enabled=False, policy=MM_UP),
-        pytest.raises(RuntimeError, match="policies of polycast"),
-    ):
+    with polycast.autocast("cpu", enabled=False, policy=MM_UP), refusal:
         compiled(X)
     assert compiled(X).dtype is torch.float32
 
@@ -150,10 +144,8 @@ def test_the_key_of_the_cache_on_disk_has_the_policies_and_autocasts_state():
         return vars(details)
 
     tanh_down = {"tanh": "lower_precision_fp"}
-    found = [
-        ours_in_key(None),
-        *(ours_in_key(*given) for given in [(MM_UP,), (dict(MM_UP),), (tanh_down,), (MM_UP, torch.bfloat16)]),
-    ]
+    given = [(None,), (MM_UP,), (dict(MM_UP),), (tanh_down,), (MM_UP, torch.bfloat16)]
+    found = [ours_in_key(*each) for each in given]
     assert found[0] == {}
     assert [found.index(key) for key in found] == [0, 1, 1, 3, 1]
     assert ours_in_key(MM_UP, torch.float16) not in found

@@ -9,10 +9,7 @@ from torch.compiler import nested_compile_region
 import polycast
 from polycast import Policy
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:bf16 and fp16 are mixed in the scheduler node"),
-]
-BACKENDS = pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+pytestmark = pytest.mark.filterwarnings("ignore:bf16 and fp16 are mixed in the scheduler node")
 
 
 class Block(nn.Module):
@@ -66,20 +63,16 @@ def run(model):
 
 
 def assert_same(outputs, expected):
-    assert [y.dtype for y in outputs] == [y.dtype for y in expected]
-    for y, wanted in zip(outputs, expected, strict=True):
-        torch.testing.assert_close(y, wanted, rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(outputs, expected, rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.slow
-@BACKENDS
 def test_a_nested_region_computes_in_the_state_of_each_of_its_calls(backend):
     model = Switching()
     assert_same(run(compiled(model, backend)), run(model))
 
 
 @pytest.mark.slow
-@BACKENDS
 @pytest.mark.parametrize(
     "rules",
     [
@@ -96,7 +89,6 @@ def test_a_nested_region_follows_the_rules_of_each_module_that_calls_it(backend,
     assert_same(run(compiled(model, backend)), run(model))
 
 
-@BACKENDS
 def test_a_module_under_a_rule_can_be_made_a_nested_region(backend):
     plain, ruled = nn.Linear(4, 4), nn.Linear(4, 4)
     polycast.apply_policy(ruled, {"linear": "fp32"})
@@ -108,7 +100,6 @@ def test_a_module_under_a_rule_can_be_made_a_nested_region(backend):
     assert_same(run(compiled(model, backend)), run(lambda x: [plain(x), ruled(x), plain(x)]))
 
 
-@BACKENDS
 def test_the_gradients_of_what_policies_keep_in_float32_are_not_rounded_in_a_nested_region(backend):
     model = Blocks()
     x = torch.randn(2, 4, requires_grad=True)

@@ -1,7 +1,6 @@
 """Policies and compiled code in new processes: Dynamo imported late, and caches on disk."""
 
 import json
-import os
 
 import pytest
 
@@ -39,21 +38,8 @@ def run_over_caches(run_with_inductor, tmp_path):
     return run
 
 
-@pytest.fixture(scope="module")
-def run_without_dynamo(start_launcher):
-    """Return a function that runs a script in a process that has imported torch and polycast."""
-    launched = start_launcher("import torch, polycast")
-
-    def run(script, *args):
-        done = launched(BEGIN + script, *args, environment={**os.environ, "POLYCAST_ENGINE": "reference"})
-        assert done.returncode == 0, done.stderr
-        return json.loads(done.stdout.splitlines()[-1])
-
-    return run
-
-
 @pytest.mark.parametrize("how", ["in the region", "in another thread", "after the region"])
-def test_dynamo_that_is_imported_after_the_first_policies_has_the_guard(run_without_dynamo, how):
+def test_dynamo_that_is_imported_after_the_first_policies_has_the_guard(run_program, how):
     script = """
 how, dtypes = sys.argv[1], []
 compiled, end = threading.Event(), threading.Event()
@@ -80,7 +66,9 @@ for name in 2 * ("none", "up", "down"):
 end.set()
 print(json.dumps(dtypes))
 """
-    assert run_without_dynamo(script, how) == 2 * ["torch.float32", "torch.float32", "torch.bfloat16"]
+    status, printed, errors = run_program(BEGIN + script, "reference", how, imports="torch, polycast")
+    assert status == 0, errors
+    assert json.loads(printed) == 2 * ["torch.float32", "torch.float32", "torch.bfloat16"]
 
 
 def test_the_cache_on_disk_keeps_policies_apart(run_over_caches):
