@@ -22,12 +22,17 @@ class Block(nn.Module):
         return self.inner(x)
 
 
-class Switching(nn.Module):
-    """The same block in four states of autocast."""
-
+class Blocks(nn.Module):
     def __init__(self):
         super().__init__()
         self.blocks = nn.ModuleList(Block() for _ in range(5))
+
+    def forward(self, x):
+        return [block(x) for block in self.blocks]
+
+
+class Switching(Blocks):
+    """The same block in four states of autocast."""
 
     def forward(self, x):
         first = self.blocks[0](x)
@@ -38,15 +43,6 @@ class Switching(nn.Module):
         with torch.autocast("cpu", enabled=False):
             fourth = self.blocks[3](x)
         return first, second, third, fourth, self.blocks[4](x)
-
-
-class Blocks(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(4))
-
-    def forward(self, x):
-        return tuple(block(x) for block in self.blocks)
 
 
 def compiled(model, backend):

@@ -5,6 +5,7 @@ from pathlib import Path
 from tests.core.compilers.conftest import (
     _fresh_dynamo,
     _main_thread_compiles_first,
+    backend,
     cache,
     data,
     in_region,
@@ -12,7 +13,7 @@ from tests.core.compilers.conftest import (
     run_with_inductor,
 )
 
-__all__ = ["_fresh_dynamo", "_main_thread_compiles_first", "cache", "data", "in_region", "run_with_inductor"]
+__all__ = ["_fresh_dynamo", "_main_thread_compiles_first", "backend", "cache", "data", "in_region", "run_with_inductor"]
 
 
 def pytest_collection_modifyitems(config, items):

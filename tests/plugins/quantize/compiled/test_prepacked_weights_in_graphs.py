@@ -3,7 +3,7 @@
 import pytest
 import torch
 from tests.core.compilers.test_cached_casts import counts, inputs, mlp
-from tests.core.compilers.test_views_of_weights import BACKENDS, SIZE, X, new_weight
+from tests.core.compilers.test_views_of_weights import SIZE, X, new_weight
 from tests.engines import NATIVE
 from torch import nn
 from torch.nn.functional import linear
@@ -24,7 +24,6 @@ PRODUCTS = {
 }
 
 
-@BACKENDS
 @pytest.mark.parametrize("dynamic", [False, True], ids=["", "dynamic"])
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_recipes_compute_by_the_prepacked_weights_of_eager_code(backend, name, dynamic, int8_kernels):
@@ -86,7 +85,6 @@ def test_a_slice_of_a_length_that_the_code_is_given_runs_in_the_fast_dtype(int8_
     assert int8_kernels["aten::linear"].ran == 0
 
 
-@BACKENDS
 def test_the_first_call_of_compiled_code_uses_a_loaded_cache(backend, cache, in_region, tmp_path, int8_kernels):
     """The compiler reads the storages and .data of weights, and writes none; what others write is seen."""
     model = mlp()
