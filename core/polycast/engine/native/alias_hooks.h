@@ -7,11 +7,6 @@
 
 #pragma once
 
-#include "python.h"
-
-#include <cstddef>
-#include <exception>
-
 #include "invalidation.h"
 #include "version_stamp.h"
 

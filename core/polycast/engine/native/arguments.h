@@ -11,20 +11,6 @@
 
 namespace {
 
-// Whether the eligible inputs have different dtypes.
-struct Promotion {
-  DeviceType device;
-  std::optional<ScalarType> seen = std::nullopt;
-  bool different = false;
-
-  void add(const Tensor& tensor) {
-    if (is_eligible(tensor, device)) {
-      different = different || (seen && *seen != tensor.scalar_type());
-      seen = tensor.scalar_type();
-    }
-  }
-};
-
 // The arguments that a kernel reads: those with tensors, and the dtype of the result. kWritten: a tensor that is never cast.
 enum class ArgumentKind : uint8_t { kTensor, kWritten, kOptional, kTensors, kTensorRefs, kOptionals, kDtype, kOther };
 
@@ -91,14 +77,6 @@ class Casts {
  public:
   static constexpr size_t kMax = 12;
 
-  Casts() = default;
-  Casts(const Casts&) = delete;
-  ~Casts() {
-    while (count_ != 0) {
-      std::destroy_at(&casts_[--count_].tensor);
-    }
-  }
-
   // Cast the last argument first, as torch does: then the weight's cast lies before the input's in memory, and what is freed
   // behind it can be reused. In the other order the threads of a process took twice as much memory.
   template <class Spec>
@@ -130,19 +108,13 @@ class Casts {
   }
 
  private:
-  union Slot {
-    Slot() {}
-    ~Slot() {}
-    std::optional<Tensor> tensor;
-  };
-
   struct List {
     std::vector<Tensor> tensors;
     at::TensorList list;
     at::ITensorListRef refs;
   };
 
-  std::optional<Tensor>& add(Tensor cast) { return *std::construct_at(&casts_[count_++].tensor, std::move(cast)); }
+  std::optional<Tensor>& add(Tensor cast) { return casts_.emplace_back(std::move(cast)); }
 
   template <class Tensors, class Spec>
   const List& add(const Tensors& tensors, const Spec& all, size_t argument) {
@@ -156,9 +128,8 @@ class Casts {
     return list;
   }
 
-  size_t count_ = 0;
   std::forward_list<List> lists_;
-  std::array<Slot, kMax> casts_;  // the first `count_` are alive
+  c10::SmallVector<std::optional<Tensor>, kMax> casts_;  // which stay where they are: there are no more
 };
 
 }  // namespace

@@ -3,9 +3,7 @@
 #pragma once
 
 #include <ATen/core/List.h>
-#include <ATen/core/ivalue.h>
 
-#include "casting.h"
 #include "matching.h"
 
 namespace {

@@ -26,22 +26,17 @@ class CachedCastKernel final : public c10::OperatorKernel {
 
   Tensor operator()(const Tensor& weight, ScalarType dtype, int64_t cache) {
     const at::NoGradGuard no_history;
-    if (const DeviceRegion& region = region_of(device_); cache < 0 && region.innermost != nullptr && is_eligible(weight, device_) &&
-        cacheable_weight(weight, dtype, is_capturing_) == &weight && region.innermost != nullptr) {
-      SeenCast unseen;
-      return alias_of(cast_of_weight(weight, {dtype, device_, /*has_only_autograd=*/true, region, is_capturing_}, unseen));
-    }
-    std::shared_ptr<UserStore> store;
-    if (cache > 0) {
-      store = named_store(cache);
-    } else if (UserStore* const of_region = region_of(device_).store; of_region != nullptr) {
-      store = of_region->shared_from_this();
-    }
-    if (store == nullptr || !is_eligible(weight, device_) || cacheable_weight(weight, dtype, is_capturing_) != &weight) {
+    if (!is_eligible(weight, device_) || cacheable_weight(weight, dtype, is_capturing_) != &weight) {
       return weight.to(dtype);
     }
-    bool is_new = false;
-    return alias_of(store->cast(weight, dtype, is_new));
+    const DeviceRegion& region = region_of(device_);  // asking whether the device captures may have ended one
+    SeenCast unseen;
+    if (cache < 0 && region.innermost != nullptr) {
+      return alias_of(cast_of_weight(weight, {dtype, device_, /*has_only_autograd=*/true, region, is_capturing_}, unseen));
+    }
+    const std::shared_ptr<UserStore> store =
+        cache > 0 ? named_store(cache) : region.store == nullptr ? nullptr : region.store->shared_from_this();
+    return store == nullptr ? weight.to(dtype) : alias_of(store->cast(weight, dtype, unseen.is_new));
   }
 
  private:
@@ -53,8 +48,7 @@ class CachedCastKernel final : public c10::OperatorKernel {
 class CachedCastAutograd final : public c10::OperatorKernel {
  public:
   Tensor operator()(c10::DispatchKeySet keys, const Tensor& weight, ScalarType dtype, int64_t cache) {
-    static const auto op =
-        c10::Dispatcher::singleton().findSchemaOrThrow(kCachedCast, "").typed<Tensor(const Tensor&, ScalarType, int64_t)>();
+    static const auto op = find_op({kCachedCast, ""}).typed<Tensor(const Tensor&, ScalarType, int64_t)>();
     Tensor cast;
     {
       const at::AutoDispatchBelowADInplaceOrView below;

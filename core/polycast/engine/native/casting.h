@@ -2,8 +2,6 @@
 
 #pragma once
 
-#include <torch/csrc/autograd/variable.h>
-
 #include "autocast.h"
 #include "observed.h"
 #include "regions.h"

@@ -108,7 +108,7 @@ class NativeEngine:
     # Returns the action as native/recipes/actions.h reads it.
     @disable_dynamo
     def _perform_recipe(
-        self, op: int, device_type: str, checked: bool, *args: Any
+        self, op: int, device_type: str, checked: bool, args: tuple[Any, ...]
     ) -> tuple[Results | None, tuple[Any, ...] | None]:
         from ..recipes import plan  # most regions have no recipe
 

@@ -5,8 +5,6 @@
 
 #pragma once
 
-#include <Python.h>
-
 #include "byte_budget.h"
 #include "version_stamp.h"
 

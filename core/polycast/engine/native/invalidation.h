@@ -108,16 +108,16 @@ class CapturedWrites {
   ~CapturedWrites() { end(); }
 
   void begin() {
-    std::lock_guard<std::mutex> lock(mutex());
-    captures().push_back(this);
+    std::lock_guard<std::mutex> lock(only<All>().mutex);
+    only<All>().captures.push_back(this);
     any_.store(true, std::memory_order_release);
   }
 
   void end() {
     Written alive, dead;  // destroyed after the lock is released: a storage may have an object in Python
-    std::lock_guard<std::mutex> lock(mutex());
-    std::erase(captures(), this);
-    any_.store(!captures().empty(), std::memory_order_release);
+    std::lock_guard<std::mutex> lock(only<All>().mutex);
+    std::erase(only<All>().captures, this);
+    any_.store(!only<All>().captures.empty(), std::memory_order_release);
     for (auto& [storage, reference] : storages_) {
       (reference.expired() ? dead : alive).emplace(storage, std::move(reference));
     }
@@ -131,8 +131,8 @@ class CapturedWrites {
     if (!are_noted()) {
       return;
     }
-    std::lock_guard<std::mutex> lock(mutex());
-    for (CapturedWrites* const capture : captures()) {
+    std::lock_guard<std::mutex> lock(only<All>().mutex);
+    for (CapturedWrites* const capture : only<All>().captures) {
       for (const StorageImpl* const storage : written) {
         capture->storages_.emplace(storage, weak_reference(storage));
       }
@@ -141,7 +141,7 @@ class CapturedWrites {
 
   // Return those of which something may be cached.
   Storages cached_storages() {
-    std::lock_guard<std::mutex> lock(mutex());
+    std::lock_guard<std::mutex> lock(only<All>().mutex);
     Storages alive;
     for (const auto& [storage, reference] : storages_) {
       if (!reference.expired() && count_weak_references(storage) > 2) {  // this one, and one of something that is cached
@@ -151,16 +151,13 @@ class CapturedWrites {
     return alive;
   }
 
-  static std::mutex& mutex() {
-    static auto* const only = new std::mutex();
-    return *only;
-  }
+  static std::mutex& mutex() { return only<All>().mutex; }
 
  private:
-  static std::vector<CapturedWrites*>& captures() {
-    static auto* const only = new std::vector<CapturedWrites*>();
-    return *only;
-  }
+  struct All {
+    std::mutex mutex;
+    std::vector<CapturedWrites*> captures;
+  };
 
   static inline std::atomic<bool> any_{false};
 

@@ -215,9 +215,9 @@ class Kernel final : public c10::OperatorKernel {
       case Policy::kFp32:
         return at::kFloat;
       case Policy::kPromote: {
-        Promotion promotion{device_};
-        add_inputs([&](const Tensor& tensor) { promotion.add(tensor); });
-        return promotion.different ? at::kFloat : ScalarType::Undefined;
+        Dtypes dtypes;
+        add_inputs([&](const Tensor& tensor) { is_eligible(tensor, device_) ? dtypes.add(tensor) : void(); });
+        return dtypes.has_several() ? at::kFloat : ScalarType::Undefined;
       }
       case Policy::kBanned:
         refuse();
@@ -307,15 +307,9 @@ class Kernel final : public c10::OperatorKernel {
   }
 
   // Give tensors the values of their casts, as the op would have: it writes without a new version. What intercepts ops has to see it.
-  C10_ALWAYS_INLINE static void write_back(const Written& written) {
-    if (C10_UNLIKELY(!written.empty())) {
-      write_all_back(written);
-    }
-  }
-
-  C10_NOINLINE static void write_all_back(const Written& written) {
-    const at::NoGradGuard no_grad;
+  static void write_back(const Written& written) {
     for (const auto& [tensor, cast] : written) {
+      const at::NoGradGuard no_grad;
       std::optional<at::AutoDispatchBelowADInplaceOrView> below_versions;
       if (caching_is_safe()) {
         below_versions.emplace();

@@ -17,9 +17,9 @@ class KernelRegistrations {
   }
 
   void impl(const std::string& name, Op op, const char* with_dtype, IsCapturing is_capturing) {
-    const auto handle = find_op(name);
+    const auto handle = find_op(operator_name_of(name));
     if (with_dtype != nullptr) {
-      op.with_dtype = find_op(with_dtype);
+      op.with_dtype = find_op(operator_name_of(with_dtype));
     }
     const UnboxedEntry* entry = with_dtype == nullptr ? find_unboxed_entry(handle) : nullptr;
     if (entry != nullptr && !op.written.empty() && !entry->takes_statistics) {
@@ -56,11 +56,6 @@ class KernelRegistrations {
   }
 
  private:
-  static c10::OperatorHandle find_op(const std::string& name) {
-    const c10::OperatorName op = operator_name_of(name);
-    return c10::Dispatcher::singleton().findSchemaOrThrow(op.name.c_str(), op.overload_name.c_str());
-  }
-
   // Without a C++ signature, against which torch would check that of other kernels.
   void register_kernel(const c10::OperatorName& op, DispatchKey key, c10::KernelFunction kernel) {
     registered_.push_back(

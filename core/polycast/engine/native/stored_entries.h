@@ -7,14 +7,6 @@
 
 namespace {
 
-Object python_numbers(at::IntArrayRef numbers) {
-  Object tuple = Object::steal(PyTuple_New(static_cast<Py_ssize_t>(numbers.size())));
-  for (size_t i = 0; i < numbers.size(); ++i) {
-    PyTuple_SetItem(tuple.get(), static_cast<Py_ssize_t>(i), PyLong_FromLongLong(numbers[i]));
-  }
-  return tuple;
-}
-
 // Return sizes, strides and offset of the view that a stamp was taken of; the offset is that from the weight's.
 Object python_view(const VersionStamp& stamp, const Tensor& weight) {
   const auto bytes = static_cast<const char*>(stamp.data()) - static_cast<const char*>(weight.const_data_ptr());

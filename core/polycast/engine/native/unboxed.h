@@ -3,8 +3,6 @@
 
 #pragma once
 
-#include <torch/csrc/autograd/variable.h>
-
 #include "arguments.h"
 #include "kernel.h"
 #include "one_query.h"

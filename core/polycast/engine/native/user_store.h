@@ -107,25 +107,21 @@ class UserStore : public std::enable_shared_from_this<UserStore> {
     return found;
   }
 
-  // Return whether a prepacked view would fit beside the other views of its weight; see views_fit().
-  bool views_fit_prepacked(const Source& source, int prepack_id) {
-    if (source.view == 0) {
-      return true;
-    }
-    const Key key = source.key(ScalarType::Undefined, prepack_id);
-    Dying dying;
-    std::lock_guard<std::mutex> lock(mutex_);
-    return table_.views_fit(source.weight, table_.budget.prepacked_size(key, source.tensor.numel()), dying);
-  }
+  // The room for a new entry: enough; too little; or a view would not fit beside the other views of its weight.
+  enum class Room : uint8_t { kEnough, kTooLittle, kViewsAreFull };
 
-  // Return whether there is room for a prepacked weight: to make one that is not cached is more work than it saves.
-  bool has_room_for_prepacked(const Source& source, int prepack_id) {
+  // Return the room for a prepacked weight: to make one that is not cached is more work than it saves.
+  Room room_for_prepacked(const Source& source, int prepack_id) {
     const Key key = source.key(ScalarType::Undefined, prepack_id);
     const auto elements = static_cast<size_t>(source.tensor.numel());
     Dying dying;
     std::lock_guard<std::mutex> lock(mutex_);
     table_.erase(key, dying);  // it is stale, or it would have been found
-    return table_.budget.has_room(key, elements, table_.budget.prepacked_size(key, elements));
+    const size_t bytes = table_.budget.prepacked_size(key, elements);
+    if (key.view != 0 && !table_.views_fit(source.weight, bytes, dying)) {
+      return Room::kViewsAreFull;
+    }
+    return table_.budget.has_room(key, elements, bytes) ? Room::kEnough : Room::kTooLittle;
   }
 
   // Drop all entries and the weakrefs to the weights. The GIL must not be held.

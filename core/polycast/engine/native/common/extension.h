@@ -2,8 +2,6 @@
 
 #pragma once
 
-#include <exception>
-
 #include "python.h"
 
 namespace {

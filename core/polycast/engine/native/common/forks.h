@@ -7,8 +7,7 @@
 #include <pthread.h>
 #endif
 
-#include <mutex>
-#include <vector>
+#include "tensors.h"
 
 namespace {
 
@@ -36,10 +35,7 @@ class AtForkLock {
     }
   }
 
-  static std::vector<std::mutex*>& held() {
-    static auto* const only = new std::vector<std::mutex*>();
-    return *only;
-  }
+  static std::vector<std::mutex*>& held() { return only<std::vector<std::mutex*>>(); }
 };
 
 }  // namespace

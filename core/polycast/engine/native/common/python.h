@@ -160,13 +160,24 @@ const Tensor& tensor_of(PyObject* object) {
 
 Object python_tensor(const Tensor& tensor) { return Object::steal(THPVariable_Wrap(tensor)); }
 
-// Return a tuple.
-Object python_tensors(at::ArrayRef<Tensor> tensors) {
-  Object tuple = Object::steal(PyTuple_New(static_cast<Py_ssize_t>(tensors.size())));
-  for (size_t i = 0; i < tensors.size(); ++i) {
-    PyTuple_SetItem(tuple.get(), static_cast<Py_ssize_t>(i), python_tensor(tensors[i]).release());
+// Return a tuple of what the items are converted to; nothing if one is converted to nothing.
+template <class Items, class Convert>
+Object python_tuple(const Items& items, const Convert& convert) {
+  Object tuple = Object::steal(PyTuple_New(static_cast<Py_ssize_t>(items.size())));
+  for (size_t i = 0; i < items.size(); ++i) {
+    Object item = convert(items[i]);
+    if (!item) {
+      return {};
+    }
+    PyTuple_SetItem(tuple.get(), static_cast<Py_ssize_t>(i), item.release());
   }
   return tuple;
+}
+
+Object python_tensors(at::ArrayRef<Tensor> tensors) { return python_tuple(tensors, &python_tensor); }
+
+Object python_numbers(at::IntArrayRef numbers) {
+  return python_tuple(numbers, [](int64_t number) { return Object::steal(PyLong_FromLongLong(number)); });
 }
 
 ScalarType dtype_of(PyObject* dtype) { return reinterpret_cast<const THPDtype*>(dtype)->scalar_type; }

@@ -46,6 +46,11 @@ c10::OperatorName operator_name_of(const std::string& name) {
   return {name.substr(0, dot), dot == std::string::npos ? "" : name.substr(dot + 1)};
 }
 
+// Return an op; throw if there is none.
+c10::OperatorHandle find_op(const c10::OperatorName& op) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(op.name.c_str(), op.overload_name.c_str());
+}
+
 // Return the process's only object of a type, which is never destroyed: torch may be gone before, or other threads still run.
 template <class Value>
 Value& only() {

@@ -6,8 +6,6 @@
 
 #pragma once
 
-#include <Python.h>
-
 #include "python.h"
 #include "tensors.h"
 

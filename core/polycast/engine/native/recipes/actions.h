@@ -57,9 +57,8 @@ class OperatorRemovals final : public c10::OpRegistrationListener {
  public:
   // Listen until the process ends.
   static void listen() {
-    static const auto* const registration = new c10::RegistrationHandleRAII(
+    [[maybe_unused]] static const auto* const registration = new c10::RegistrationHandleRAII(
         c10::Dispatcher::singleton().addRegistrationListener(std::make_unique<OperatorRemovals>()));
-    static_cast<void>(registration);
   }
 
   void onOperatorRegistered(const c10::OperatorHandle&) override {}

@@ -46,14 +46,13 @@ PyObject* make_prepacked(UserStore& store, const Source& source, int prepack_id,
   if (!user_store_allows(source.weight, stamp)) {
     return python_reason(NotPrepacked::kWrittenUnseen);
   }
-  bool views_fit, has_room;
+  UserStore::Room room;
   {
     const WithoutGil others_may_run;
-    views_fit = store.views_fit_prepacked(source, prepack_id);
-    has_room = views_fit && store.has_room_for_prepacked(source, prepack_id);
+    room = store.room_for_prepacked(source, prepack_id);
   }
-  if (!has_room) {
-    return python_reason(views_fit ? NotPrepacked::kNoRoom : NotPrepacked::kViewsAreFull);
+  if (room != UserStore::Room::kEnough) {
+    return python_reason(room == UserStore::Room::kTooLittle ? NotPrepacked::kNoRoom : NotPrepacked::kViewsAreFull);
   }
   Object made;
   {

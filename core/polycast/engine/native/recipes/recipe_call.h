@@ -6,8 +6,6 @@
 #pragma once
 
 #include "actions.h"
-#include "casting.h"
-#include "decisions.h"
 
 namespace {
 
@@ -32,12 +30,7 @@ Object for_python(const c10::IValue& value) {
     return Object::steal(PyUnicode_FromString(value.toStringRef().c_str()));
   }
   if (value.isIntList()) {
-    const auto items = value.toIntVector();
-    Object list = Object::steal(PyList_New(static_cast<Py_ssize_t>(items.size())));
-    for (size_t i = 0; i < items.size(); ++i) {
-      PyList_SetItem(list.get(), static_cast<Py_ssize_t>(i), Object::steal(PyLong_FromLongLong(items[i])).release());
-    }
-    return list;
+    return Object::steal(PySequence_List(python_numbers(value.toDimVector()).get()));
   }
   return Object();
 }
@@ -95,20 +88,14 @@ Results results_of(PyObject* given) {
 C10_NOINLINE Results ask_python(const RecipeCall& call, c10::ArrayRef<c10::IValue> arguments, const CallMetadata* metadata) {
   const uint64_t epoch = Decisions::epoch();
   const Gil gil;
-  constexpr size_t kBefore = 3;  // op, device, checked
-  const Object given = Object::steal(PyTuple_New(static_cast<Py_ssize_t>(arguments.size() + kBefore)));
-  PyTuple_SetItem(given.get(), 0, Object::steal(PyLong_FromLongLong(call.op)).release());
-  const std::string name = c10::DeviceTypeName(call.device, /*lower_case=*/true);
-  PyTuple_SetItem(given.get(), 1, Object::steal(PyUnicode_FromString(name.c_str())).release());
-  PyTuple_SetItem(given.get(), 2, Py_NewRef(need_no_check(arguments, call.device) ? Py_True : Py_False));
-  for (size_t i = 0; i < arguments.size(); ++i) {
-    Object argument = for_python(arguments[i]);
-    if (!argument) {
-      return {};
-    }
-    PyTuple_SetItem(given.get(), static_cast<Py_ssize_t>(i + kBefore), argument.release());
+  const Object given = python_tuple(arguments, &for_python);
+  if (!given) {
+    return {};
   }
-  const Object performed = Object::steal(PyObject_CallObject(perform_recipe, given.get()));
+  const std::string device = c10::DeviceTypeName(call.device, /*lower_case=*/true);
+  PyObject* const checked = need_no_check(arguments, call.device) ? Py_True : Py_False;
+  const Object performed =
+      ::call(perform_recipe, "(LsOO)", static_cast<long long>(call.op), device.c_str(), checked, given.get());
   PyObject *result, *action;
   parse(performed.get(), "OO", &result, &action);
   if (metadata != nullptr && action != Py_None) {
