@@ -29,7 +29,8 @@ def find_op(name: str) -> OpOverload | None:
 def existing_op(name: str) -> OpOverload:
     """Return the overload of a dispatcher name that the running torch is known to have."""
     found = find_op(name)
-    assert found is not None, name
+    if found is None:  # its library was destroyed
+        raise RuntimeError(f"Could not find schema for {name}")
     return found
 
 

@@ -12,7 +12,7 @@ namespace {
 class RecipeOp final : public c10::OperatorKernel {
  public:
   // number: the op's number in the engine. compute: the Python function, which is never released: torch destroys kernels as the process exits.
-  RecipeOp(c10::OperatorHandle op, int64_t number, PyObject* compute)
+  RecipeOp(c10::OperatorName op, int64_t number, PyObject* compute)
       : op_(std::move(op)), number_(number), compute_(Py_NewRef(compute)), is_capturing_(Object::borrow(Py_True)) {}
 
   void operator()(const c10::OperatorHandle& handle, c10::DispatchKeySet keys, torch::jit::Stack* stack) const {
@@ -43,36 +43,37 @@ class RecipeOp final : public c10::OperatorKernel {
   Results compute(DispatchKey key, torch::jit::Stack& arguments) const {
     const DeviceType device = c10::dispatchKeyToDeviceType(key);
     const ScalarType dtype = added(arguments, kDtype).toScalarType();
+    const c10::DispatchKeySet keys = c10::getAutocastRelatedKeySetFromBackend(c10::toBackendComponent(key));
+    const c10::OperatorHandle op = find_op(op_);  // at each call: a library may define the op again
     arguments.resize(arguments.size() - kAdded);
-    const NoAutocast no_autocast(device, c10::getAutocastRelatedKeySetFromBackend(c10::toBackendComponent(key)));
     {
+      const NoAutocast no_autocast(device, keys);
       const at::NoGradGuard no_history;
-      if (Results results = call_recipe({op_, number_, device, /*has_only_autograd=*/true, is_capturing_}, arguments); !results.empty()) {
+      if (Results results = call_recipe({op, number_, device, /*has_only_autograd=*/true, is_capturing_}, arguments); !results.empty()) {
         return results;
       }
     }
+    const NoAutocast no_autocast(device, keys);  // also if Python has entered a region
     for (c10::IValue& argument : arguments) {
       if (argument.isTensor() && argument.toTensor().defined() && is_fast_or_float32(argument.toTensor().scalar_type())) {
         argument = argument.toTensor().to(dtype);
       }
     }
-    op_.callBoxed(arguments);
+    op.callBoxed(arguments);
     return std::move(arguments);
   }
 
   Results in_python(const torch::jit::Stack& arguments) const {
     const Gil gil;
-    const Object given = Object::steal(PyTuple_New(static_cast<Py_ssize_t>(arguments.size())));
-    for (size_t i = 0; i < arguments.size(); ++i) {
-      const bool is_dtype = i == arguments.size() - kAdded + kDtype;
-      Object argument = is_dtype ? Object::borrow(python_dtype(arguments[i].toScalarType())) : for_python(arguments[i]);
-      TORCH_INTERNAL_ASSERT(argument, "an operator of a recipe has an argument that no recipe takes");
-      PyTuple_SetItem(given.get(), static_cast<Py_ssize_t>(i), argument.release());
-    }
+    const Object given = python_tuple(arguments, [&](const c10::IValue& argument) {
+      const bool is_dtype = &argument == &added(arguments, kDtype);
+      return is_dtype ? Object::borrow(python_dtype(argument.toScalarType())) : for_python(argument);
+    });
+    TORCH_CHECK_TYPE(given, op_, " has an argument of a type that no recipe takes");
     return results_of(Object::steal(PyObject_CallObject(compute_, given.get())).get());
   }
 
-  const c10::OperatorHandle op_;
+  const c10::OperatorName op_;
   const int64_t number_;
   PyObject* const compute_;
   const IsCapturing is_capturing_;  // always true, so that no action uses a cached cast here
@@ -88,9 +89,7 @@ PyObject* register_recipe_op(PyObject*, PyObject* arguments) {
   if (registrations->count(name) != 0) {
     return Py_NewRef(Py_None);
   }
-  const c10::OperatorName of = operator_name_of(op);
-  auto kernel = std::make_unique<RecipeOp>(
-      c10::Dispatcher::singleton().findSchemaOrThrow(of.name.c_str(), of.overload_name.c_str()), number, compute);
+  auto kernel = std::make_unique<RecipeOp>(operator_name_of(op), number, compute);
   const NoWarnings no_warnings;  // it takes the place of the operator in Python
   registrations->emplace(name, c10::Dispatcher::singleton().registerImpl(
       operator_name_of(name), DispatchKey::CompositeExplicitAutograd, c10::KernelFunction::makeFromBoxedFunctor(std::move(kernel)),

@@ -1,6 +1,5 @@
 """Compute an op on its arguments in another dtype."""
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,12 +10,10 @@ from ...policy.schemas import existing_op, unflatten_arguments
 FLOATS = frozenset((torch.float32, torch.bfloat16, torch.float16))
 """The dtypes that recipes convert."""
 
-_overload = functools.cache(existing_op)
-
 
 def in_dtype(op: str, args: Sequence[Any], dtype: torch.dtype) -> Any:
     """Cast the arguments of an op, given by its name, to a dtype, and return what it computes from them."""
-    overload = _overload(op)
+    overload = existing_op(op)  # at each call: a library may define the op again
     if dtype is torch.float32 and should_make_contiguous(op, args):
         args = (args[0].to(dtype, memory_format=torch.contiguous_format).contiguous(), *args[1:])
     converted = [arg.to(dtype) if isinstance(arg, torch.Tensor) and arg.dtype in FLOATS else arg for arg in args]

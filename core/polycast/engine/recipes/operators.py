@@ -117,14 +117,13 @@ def _run_in_compiled(op: str, plan: Any, args: Sequence[Any], cache: int, dtype:
     if before is not dtype:
         torch.set_autocast_dtype(device_type, dtype)
     try:
-        with disable_autocast():
-            if torch.is_grad_enabled():
-                with torch.no_grad():
-                    result = plan.compute(op, args, found)
-            else:
-                result = plan.compute(op, args, found)
-            computed: torch.Tensor = in_dtype(op, args, dtype) if isinstance(result, str) else result
-            return computed
+        with disable_autocast(), torch.no_grad():
+            result: torch.Tensor | str = plan.compute(op, args, found)
+        if not isinstance(result, str):
+            return result
+        with disable_autocast():  # again: a listener may have entered a region
+            computed: torch.Tensor = in_dtype(op, args, dtype)
+        return computed
     finally:
         if before is not dtype:
             torch.set_autocast_dtype(device_type, before)
