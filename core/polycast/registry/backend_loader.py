@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..common.announce import announce_if_slow, log
+from ..common.atfork import forks_wait
 from ..common.env import canonical_name
-from ..common.importing import acquire, importing
+from ..common.importing import acquire
 from ..errors import (
     CALLERS_ERRORS,
     PLUGIN_ERRORS,
@@ -122,7 +123,7 @@ class BackendLoader:
         if failure is None:
             self._loading = True
             try:
-                with importing(), self.announced_if_slow("importing"), disable_autocast():
+                with forks_wait(), self.announced_if_slow("importing"), disable_autocast():
                     return call_outside(_load_plugin, candidate, self.device_type)
             except PLUGIN_ERRORS as error:
                 if is_interrupt(error):

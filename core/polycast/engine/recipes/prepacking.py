@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ...common.atfork import call_in_forked_child
+from ...common.atfork import call_in_forked_child, forks_wait
 from .. import state
 from ..casts.cast_cache import CastCache
 
@@ -47,7 +47,8 @@ def _holding(identity: int) -> Iterator[None]:
     """Tell other threads that this one may hold the storage of a weight, given its identity."""
     try:
         _now.append(identity)  # in the block: once it is there, no KeyboardInterrupt may leave it there
-        yield
+        with forks_wait():  # a child would never lose the reference
+            yield
     finally:
         if identity in _now:  # not in a child that was forked meanwhile
             _now.remove(identity)
