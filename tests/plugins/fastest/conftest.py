@@ -99,6 +99,36 @@ def quick(recipe_of):
     return recipe_of(bfloat16=0.1, float16=0.1)
 
 
+class Kernel(polycast.plugin.LowBitKernel):
+    """A linear for the fast dtype, which adds one so that its results can be recognized."""
+
+    uses_cast = True
+    takes_float32 = True
+
+    def __init__(self):
+        self.casts = []
+
+    def unsupported_reason(self, x, weight, bias):
+        return "many rows" if x.numel() > 4 * x.shape[-1] else None
+
+    def run(self, prepacked, x, weight, bias):
+        (cast,) = prepacked
+        self.casts.append(cast)
+        return (torch.nn.functional.linear(x.to(cast.dtype), cast) + 1).bfloat16()
+
+
+@pytest.fixture
+def register_kernel(other_cpu):
+    """Return a function that registers a backend for the CPU with a kernel, and returns the kernel."""
+
+    def register():
+        made = Kernel()
+        other_cpu(low_bit_kernels=lambda recipe: {"aten::linear": made} if recipe.kind == "fastest" else {})
+        return made
+
+    return register
+
+
 class Clock:
     """A clock that runs only when a function says how long it takes, and whether it was preempted."""
 

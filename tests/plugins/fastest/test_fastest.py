@@ -49,36 +49,6 @@ def test_the_fast_dtype_has_torchs_bits(op, quick, recipe_counts):
     assert {record.recipe for record in counts.records()} == {"fastest:bfloat16"}
 
 
-class Kernel(polycast.plugin.LowBitKernel):
-    """A linear for the fast dtype, which adds one so that its results can be recognized."""
-
-    uses_cast = True
-    takes_float32 = True
-
-    def __init__(self):
-        self.casts = []
-
-    def unsupported_reason(self, x, weight, bias):
-        return "many rows" if x.numel() > 4 * x.shape[-1] else None
-
-    def run(self, prepacked, x, weight, bias):
-        (cast,) = prepacked
-        self.casts.append(cast)
-        return (F.linear(x.to(cast.dtype), cast) + 1).bfloat16()
-
-
-@pytest.fixture
-def register_kernel(other_cpu):
-    """Return a function that registers a backend for the CPU with a kernel, and returns the kernel."""
-
-    def register():
-        made = Kernel()
-        other_cpu(low_bit_kernels=lambda recipe: {"aten::linear": made} if recipe.kind == "fastest" else {})
-        return made
-
-    return register
-
-
 @pytest.fixture
 def kernel(register_kernel):
     return register_kernel()
@@ -283,16 +253,3 @@ def test_wrong_arguments_raise_torchs_error(slow, grad, stride):
         with pytest.raises(RuntimeError) as found, autocast("cpu", recipe=slow):
             F.conv2d(x, weight, stride=stride)
     assert str(found.value) == str(expected.value)
-
-
-@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
-def test_padding_that_differs_between_the_sides_trains_in_the_fast_dtype(slow):
-    x, weight = torch.randn(1, 3, 9, 9, requires_grad=True), nn.Parameter(torch.randn(4, 3, 4, 2))
-
-    def gradients(region):
-        with torch.enable_grad(), region:
-            result = F.conv2d(x, weight, padding="same")
-            return [result, *torch.autograd.grad(result.float().square().sum(), (x, weight))]
-
-    pairs = zip(gradients(autocast("cpu", recipe=slow)), gradients(autocast("cpu")), strict=True)
-    assert all(torch.equal(*pair) for pair in pairs)

@@ -123,27 +123,17 @@ def test_a_rule_for_a_module_may_be_the_recipe(model, monkeypatch, float32_way, 
         assert torch.equal(model[0](X), of_first)
 
 
-class Kernel(polycast.plugin.LowBitKernel):
-    """A linear for the fast dtype, which adds one so that its results can be recognized."""
-
-    uses_cast = True
-
-    def run(self, prepacked, x, weight, bias):
-        (cast,) = prepacked
-        return nn.functional.linear(x.to(cast.dtype), cast) + 1
-
-
-def test_a_backends_kernel_gets_the_cached_cast_in_compiled_code(model, profile_of, other_cpu):
-    other_cpu(low_bit_kernels=lambda recipe: {"aten::linear": Kernel()} if recipe.kind == "fastest" else {})
-    recipe = Fastest(profile_of(overhead=1e-15, cast=1e-15, bfloat16=9.0, bfloat16_kernel=0.01))
+def test_a_backends_kernel_gets_the_cached_cast_in_compiled_code(model, recipe_of, register_kernel):
+    register_kernel()
+    recipe, x = recipe_of(bfloat16=9.0, bfloat16_kernel=0.01), X[:4]
     graphs, cache = Graphs(), WeightCache()
     compiled = torch.compile(model, backend=graphs, fullgraph=True)
     with torch.no_grad(), autocast("cpu", recipe=recipe, cache=cache):
-        expected = model(X)
-        assert torch.equal(compiled(X), expected)
+        expected = model(x)
+        assert torch.equal(compiled(x), expected)
         model[0].weight.mul_(2)
-        assert not torch.equal(compiled(X), expected)
-        assert torch.equal(compiled(X), model(X))
+        assert not torch.equal(compiled(x), expected)
+        assert torch.equal(compiled(x), model(x))
     assert sum("cached_cast" in op for op in graphs.ops[-1]) == 1  # a compiler fuses the cast of a small weight
 
 

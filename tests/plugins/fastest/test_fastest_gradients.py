@@ -146,20 +146,20 @@ def test_an_attention_has_a_second_derivative_where_torch_computes_it_by_other_k
     torch.manual_seed(0)
     operands = [torch.randn(2, 3, 24, 16).bfloat16().requires_grad_() for _ in range(3)]
 
-    def second_derivative(operands, region):
-        with region:
+    def second_derivative(operands, region, kernels):
+        with kernels, region:
             result = F.scaled_dot_product_attention(*operands)
         (of_query,) = torch.autograd.grad(result.square().sum(), operands[0], create_graph=True)
         return torch.autograd.grad(of_query.square().sum(), operands[0])[0].double()
 
-    with sdpa_kernel(SDPBackend.MATH):
-        exact = second_derivative([each.detach().double().requires_grad_() for each in operands], nullcontext())
+    doubles = [each.detach().double().requires_grad_() for each in operands]
+    exact = second_derivative(doubles, nullcontext(), sdpa_kernel(SDPBackend.MATH))
     for _ in range(2):  # the engine keeps what it decides for equal calls
         with pytest.raises(RuntimeError, match="not implemented"):
-            second_derivative(operands, autocast("cpu", recipe=float32_way))
-        with sdpa_kernel(SDPBackend.MATH):
-            found = second_derivative(operands, autocast("cpu", recipe=float32_way))
+            second_derivative(operands, autocast("cpu", recipe=float32_way), nullcontext())
+        found = second_derivative(operands, autocast("cpu", recipe=float32_way), sdpa_kernel(SDPBackend.MATH))
         assert float((found - exact).norm() / exact.norm()) < 0.02
+        assert torch.backends.cuda.flash_sdp_enabled()
 
 
 WRONG = {

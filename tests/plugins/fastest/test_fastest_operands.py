@@ -53,17 +53,6 @@ def test_a_hook_on_an_operand_runs_once_with_a_graph(region):
     assert len(calls) == 1
 
 
-def test_the_kernel_of_the_forward_decides_whether_gradients_have_gradients(region):
-    operands = attention_operands()
-    with sdpa_kernel(SDPBackend.MATH), region():
-        y = F.scaled_dot_product_attention(*operands)
-    (first,) = torch.autograd.grad(y.float().square().sum(), operands[0], create_graph=True)
-    (second,) = torch.autograd.grad(first.float().square().sum(), operands[0])
-    assert second.isfinite().all()
-    assert second.any()
-    assert torch.backends.cuda.flash_sdp_enabled()
-
-
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32], ids=str)
 def test_a_mask_may_be_made_in_inference_mode(region, dtype):
     operands = attention_operands(torch.float32)

@@ -15,7 +15,10 @@ from polycast_plugins.fastest.choose_way import Way
 
 from .products import ATTENTIONS, HEADS, PRODUCTS, attention, attentions, equal, made
 
-pytestmark = pytest.mark.usefixtures("engine")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths"),
+    pytest.mark.usefixtures("engine"),
+]
 FAST, FLOAT32 = Way.FAST, Way.FLOAT32
 WAYS = [(FLOAT32, FLOAT32, FLOAT32), (FLOAT32, FAST, FAST), (FAST, FLOAT32, FLOAT32), (FLOAT32, FAST, FLOAT32)]
 
@@ -41,6 +44,7 @@ OPS = {
     **PRODUCTS,
     "linear of a vector": (F.linear, (16,), (8, 16)),
     "conv2d unbatched": (lambda x, w: F.conv2d(x, w, padding="same"), (8, 11, 9), (16, 8, 3, 3)),
+    "conv2d padded unevenly": (lambda x, w: F.conv2d(x, w, padding="same"), (3, 8, 9, 9), (4, 8, 4, 2)),
     "attention of matmuls": (attention_of_matmuls, (6, 9, 32), (32, 32)),
     "attention with a mask that needs gradients": (lambda x, w: attention(x, w, w[0, 0, :, :12] * 0.1), *HEADS),
 }
