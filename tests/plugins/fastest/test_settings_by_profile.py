@@ -27,45 +27,25 @@ def named(tmp_path, monkeypatch, profile_of):
     return name
 
 
-def profile_used():
-    return made("cpu", recipe="fastest")._settings.override.recipe.profile
+def profile_used(recipe="fastest"):
+    return made("cpu", recipe=recipe)._settings.override.recipe.profile
 
 
-def test_a_profile_that_is_forgotten_is_read_again(named, tmp_path, profile_of):
-    named(0.5)
-    profile_used()
+def test_fastest_is_read_once_for_each_profile_until_it_is_forgotten(named, tmp_path, profile_of):
+    for ratio in (0.5, 1.5, 0.5):
+        assert named(ratio) == profile_used() == profile_used(polycast.Fastest())
     other = profile_of(bfloat16=3.0)
     other.save(tmp_path / "0.5.json")
+    assert profile_used() != other
     forget()
     assert profile_used() == other
-
-
-def test_fastest_is_read_once_for_each_profile(profile_of, monkeypatch, tmp_path):
-    paths = [tmp_path / f"{number}.json" for number in range(2)]
-    for number, path in enumerate(paths):
-        profile_of(bfloat16=0.5 + number).save(path)
-
-    def digests():
-        regions = [autocast("cpu", recipe=each) for each in ("fastest", polycast.Fastest())]
-        return [region._settings.override.recipe.profile.digest for region in regions]
-
-    def of(path):
-        monkeypatch.setenv("POLYCAST_PROFILE", str(path))
-        forget()  # reads the variable again
-        return digests()
-
-    first, second = of(paths[0]), of(paths[1])
-    assert len({*first, *second}) == 2
-    assert of(paths[0]) == first
-    known = [polycast.DeviceProfile.load(path).digest for path in paths]
-    assert [first[0], second[0]] == known
 
 
 def test_a_changed_file_that_the_recipe_names_is_read_after_a_refresh(profile_of, tmp_path):
     path, profiles = tmp_path / "machine.json", [profile_of(bfloat16=ratio) for ratio in (0.5, 2.5)]
 
     def used():
-        return made("cpu", recipe=polycast.Fastest(str(path)))._settings.override.recipe.profile
+        return profile_used(polycast.Fastest(str(path)))
 
     profiles[0].save(path)
     assert used() == profiles[0]
