@@ -1,4 +1,4 @@
-"""The examples run as they are, without a warning of their own, and print what they promise."""
+"""The examples run as they are, without a warning of their own, and print what they promise; so does the notebook."""
 
 import functools
 import json
@@ -60,7 +60,6 @@ main()
 
 @pytest.fixture
 def train(run_digits):
-    """Return a function that runs the plain loop."""
     return functools.partial(run_digits, "train.py")
 
 
@@ -131,3 +130,47 @@ def test_a_trainer_of_another_library_runs_in_regions_of_polycast(run, library, 
     *said, last = run(f"with_{name}.py", warnings="ignore")  # these libraries have some of their own
     assert re.match(rf"{regions} regions; \d+% of the [\d.]+ .?FLOPs in matmuls in bfloat16; ", last)
     assert [line for line in said if "loss" in line] != []
+
+
+def printed(notebook):
+    cells = (cell for cell in notebook["cells"] if cell["cell_type"] == "code")
+    return ["".join("".join(each["text"]) for each in cell["outputs"]) for cell in cells]
+
+
+def test_the_notebook_prints_what_it_shows(tmp_path, monkeypatch):
+    for module in ("nbclient", "ipykernel"):
+        pytest.importorskip(module, reason=f"{module} is in the extra 'test'")
+    import nbclient
+    import nbformat
+
+    for name in ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR", "JUPYTER_CONFIG_DIR"):
+        monkeypatch.setenv(name, str(tmp_path / name.lower()))
+    notebook = nbformat.read(EXAMPLES / "tour.ipynb", as_version=4)
+    nbclient.NotebookClient(notebook, timeout=300, resources={"metadata": {"path": os.fspath(tmp_path)}}).execute()
+    assert printed(notebook) == printed(json.loads((EXAMPLES / "tour.ipynb").read_text(encoding="utf-8")))
+
+
+PASSED = {"hpu": 105, "npu": 90, "xla": 55}
+"""Require at least this many checks to pass: one for each op that fake tensors can run, and more."""
+
+
+@pytest.mark.parametrize("device", PASSED)
+def test_an_example_passes_the_conformance_suite(device, run_program, tmp_path, monkeypatch):
+    """Both engines are tested by the suite of polycast's own backends."""
+    info = tmp_path / f"polycast_{device}-0.1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: polycast-{device}\nVersion: 0.1.0\n")
+    (info / "entry_points.txt").write_text(f"[polycast.backends]\n{device} = polycast_{device}\n")
+    example = EXAMPLES / f"polycast-{device}"
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, [tmp_path, example / "src", *filter(None, sys.path)])))
+    script = "import sys, pytest; raise SystemExit(pytest.main(sys.argv[1:]))"
+    options = ["-q", "--tb=short", "-p", "no:cacheprovider", example]
+    status, printed, errors = run_program(script, "native", *options, imports="torch, polycast, pytest")
+    assert status == 0, printed + errors
+    assert int(re.search(r"(\d+) passed", printed)[1]) >= PASSED[device], printed
+
+
+@pytest.mark.parametrize("device", PASSED)
+def test_an_example_is_short(device):
+    (module,) = (EXAMPLES / f"polycast-{device}" / "src").rglob("*.py")
+    assert module.read_text(encoding="utf-8").count("\n") < 60
