@@ -59,24 +59,23 @@ def _leaves_nothing_behind():
     assert torch.is_autocast_cache_enabled()
 
 
+def use_engine(name, monkeypatch):
+    installation.forget_choice()
+    monkeypatch.setenv("POLYCAST_ENGINE", name)
+    monkeypatch.setattr(load, "try_build", lambda _: None)  # runs the compiler, also where the engine is loaded
+    yield name
+    installation.forget_choice()
+
+
 @pytest.fixture(name="engine", params=["native", "reference"])
 def _engine(request, monkeypatch):
     """Run a test once on each engine."""
-    installation.forget_choice()
-    monkeypatch.setenv("POLYCAST_ENGINE", request.param)
-    monkeypatch.setattr(load, "try_build", lambda _: None)  # runs the compiler, also where the engine is loaded
-    yield request.param
-    installation.forget_choice()
+    yield from use_engine(request.param, monkeypatch)
 
 
 @pytest.fixture
 def native(monkeypatch):
-    """Run a test on the native engine only."""
-    installation.forget_choice()
-    monkeypatch.setenv("POLYCAST_ENGINE", "native")
-    monkeypatch.setattr(load, "try_build", lambda _: None)  # as above
-    yield
-    installation.forget_choice()
+    yield from use_engine("native", monkeypatch)
 
 
 @pytest.fixture
@@ -114,7 +113,6 @@ def fake(monkeypatch):
 
 @pytest.fixture
 def no_grad():
-    """Run a test under torch.no_grad."""
     with torch.no_grad():
         yield
 

@@ -23,7 +23,6 @@ PROJECT = Path(__file__).parents[1] / "pyproject.toml"
 
 @pytest.fixture
 def library():
-    """Return the native engine's library."""
     return get_or_build(cache_directory(), ENGINE)
 
 

@@ -62,7 +62,6 @@ def _make(folder):
 
 
 def run(command, folder, **variables):
-    """Run a command in a folder; return what it prints."""
     others = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTEST_ADDOPTS")}
     done = subprocess.run(command, cwd=folder, env={**others, **variables}, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]

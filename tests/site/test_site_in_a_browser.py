@@ -1,7 +1,5 @@
 """The site in Chromium: every page loads, search works, and nothing is fetched from other hosts."""
 
-from typing import NamedTuple
-
 import pytest
 
 pytestmark = pytest.mark.slow
@@ -12,44 +10,28 @@ BROKEN = "[...document.images].filter((each) => !each.complete || !each.naturalW
 TEXTLESS = "[...document.images].filter((each) => !each.alt).map((each) => each.src)"
 
 
-class Visit(NamedTuple):
-    """A loaded page: console messages, requests, broken images and images without alternative text."""
-
-    console: list[str]
-    requests: list[str]
-    broken: list[str]
-    textless: list[str]
-
-
 @pytest.fixture(scope="module")
 def visits(browser, site, address):
-    """Load each page; return the visits by address."""
+    """Load each page; return by page its console messages, its requests, and its images that are broken or textless."""
 
     def visit(page):
         browser.open(address + page)
-        return Visit(browser.console(), browser.requests(), browser.js(BROKEN), browser.js(TEXTLESS))
+        return browser.console(), browser.requests(), browser.js(BROKEN), browser.js(TEXTLESS)
 
     pages = (path.relative_to(site) for path in sorted(site.rglob("*.html")))
     return {page.as_posix(): visit(page.as_posix()) for page in pages if "_static" not in page.parts}
 
 
-def test_pages_load_without_console_messages(visits):
+def test_pages_load_without_console_messages_and_all_images_load_and_have_alternative_text(visits):
     assert len(visits) > 40
-    assert {page: visit.console for page, visit in visits.items() if visit.console} == {}
+    found = {page: (console, broken, textless) for page, (console, _, broken, textless) in visits.items()}
+    assert {page: problems for page, problems in found.items() if any(problems)} == {}
 
 
 def test_no_request_leaves_the_machine(visits, address):
-    asked = {url for visit in visits.values() for url in visit.requests}
+    asked = {url for _, requests, *_ in visits.values() for url in requests}
     assert {url for url in asked if not url.startswith(address)} == set()
     assert {address + page for page in visits} <= asked
-
-
-def test_images_load(visits):
-    assert {page: visit.broken for page, visit in visits.items() if visit.broken} == {}
-
-
-def test_images_have_alternative_text(visits):
-    assert {page: visit.textless for page, visit in visits.items() if visit.textless} == {}
 
 
 @pytest.mark.parametrize(
@@ -95,9 +77,8 @@ def resize(browser):
 def test_code_fits_the_window(browser, address, resize, page, width):
     resize(width)
     browser.open(f"{address}{page}.html")
-    assert browser.js("document.querySelectorAll('.highlight pre').length") > 0, browser.js(
-        "[document.readyState, document.URL, document.documentElement.outerHTML.slice(0, 500)]"
-    )
+    shown = "[document.readyState, document.URL, document.documentElement.outerHTML.slice(0, 500)]"
+    assert browser.js("document.querySelectorAll('.highlight pre').length") > 0, browser.js(shown)
     assert browser.js(CUT_OFF) == []
     assert browser.js(TOO_WIDE) <= 0
 
