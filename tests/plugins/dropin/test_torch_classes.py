@@ -10,6 +10,7 @@ from torch import autocast as imported_before
 import polycast
 
 X = torch.ones(2, 2)
+TORCHS_EXIT = torch.autocast.__exit__
 
 
 class Half(torch.autocast):
@@ -110,7 +111,6 @@ def test_a_region_of_a_subclass_can_be_left_after_the_patch_has_ended():
         def __exit__(self, *exc_info):
             return super().__exit__(*exc_info)
 
-    torchs = torch.autocast.__exit__
     patching = polycast.patch_torch()
     patching.start()
     by_hand = Leaving()
@@ -123,7 +123,7 @@ def test_a_region_of_a_subclass_can_be_left_after_the_patch_has_ended():
     by_hand.__exit__(None, None, None)
     assert polycast.autocast_nesting("cpu") == 0
     assert not torch.is_autocast_enabled("cpu")
-    assert torch.autocast.__exit__ is torchs
+    assert torch.autocast.__exit__ is TORCHS_EXIT
 
 
 @pytest.mark.usefixtures("engine")
