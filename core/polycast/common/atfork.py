@@ -2,15 +2,10 @@
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from types import SimpleNamespace
+from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias
 
 Lock: TypeAlias = Any  # a threading.Lock or RLock, or alike
-
-LONGEST_WAIT = 10
-"""Seconds that a fork waits for what another thread does, which may hang or be waiting for the forking thread."""
 
 _locks: list[Callable[[], Iterable[Lock]]] = []
 
@@ -94,28 +89,3 @@ def _release_all() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(before=_acquire_all, after_in_parent=_release_all, after_in_child=_release_all)
-
-
-_awaited: list[Lock] = []
-"""What other threads do now that forks wait for, as locks."""
-_lock = fork_safe_lock()  # reentrant: a signal handler may make forks wait too
-hold_during_fork(lambda: [*_awaited])
-call_in_forked_child(_awaited.clear)
-
-
-@contextmanager
-def forks_wait() -> Iterator[None]:
-    """Make forks in other threads wait for the block, which the child could never finish; but not for long."""
-    lock = threading.RLock()
-    mine = SimpleNamespace(
-        acquire=lambda blocking: lock.acquire(blocking, LONGEST_WAIT if blocking else -1), release=lock.release
-    )
-    try:
-        with lock:
-            with _lock:
-                _awaited.append(mine)
-            yield
-    finally:
-        with _lock:
-            if mine in _awaited:  # not in a child that was forked in the block
-                _awaited.remove(mine)

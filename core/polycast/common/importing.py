@@ -1,10 +1,22 @@
-"""Import code of plugins without deadlocks: Python locks each module while it is imported."""
+"""Import code of plugins without deadlocks, and make forks wait for such imports and for other work of threads."""
 
 import sys
-from types import FrameType
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType, SimpleNamespace
 from typing import Any
 
-from . import atfork
+from .atfork import Lock, call_in_forked_child, hold_during_fork
+
+LONGEST_WAIT = 10
+"""Seconds to wait for another thread, which may hang or be waiting for this one."""
+
+_awaited: list[Lock] = []
+"""What threads do now that forks wait for, as locks."""
+_lock = threading.RLock()  # reentrant: a signal handler may import
+hold_during_fork(lambda: [_lock, *_awaited])
+call_in_forked_child(_awaited.clear)
 
 
 def acquire(lock: Any) -> bool:
@@ -12,7 +24,7 @@ def acquire(lock: Any) -> bool:
 
     A thread that is importing a module waits for a limited time, since the other import may need that module.
     """
-    return bool(lock.acquire(timeout=atfork.LONGEST_WAIT if _is_in_import() else -1))
+    return bool(lock.acquire(timeout=LONGEST_WAIT if _is_in_import() else -1))
 
 
 def _is_in_import() -> bool:
@@ -20,3 +32,21 @@ def _is_in_import() -> bool:
     while frame is not None and frame.f_code.co_filename != "<frozen importlib._bootstrap>":
         frame = frame.f_back
     return frame is not None
+
+
+@contextmanager
+def forks_wait() -> Iterator[None]:
+    """Make forks in other threads wait for the block, which the child could never finish; but not for long."""
+    lock = threading.RLock()
+    mine = SimpleNamespace(
+        acquire=lambda blocking: lock.acquire(blocking, LONGEST_WAIT if blocking else -1), release=lock.release
+    )
+    try:
+        with lock:
+            with _lock:
+                _awaited.append(mine)
+            yield
+    finally:
+        with _lock:
+            if mine in _awaited:  # not in a child that was forked in the block
+                _awaited.remove(mine)

@@ -41,7 +41,7 @@ def lazy_names(module: str) -> tuple[Callable[[str], Any], Callable[[], list[str
     def get(name: str) -> Any:
         if name not in found:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
-        from .atfork import forks_wait  # imported here, as plugins import names when they are imported themselves
+        from .importing import forks_wait  # imported here, as plugins import names when they are imported themselves
 
         gc_enabled = gc.isenabled()
         gc.disable()  # a finalizer may use a name of a module that is partially imported

@@ -18,7 +18,7 @@ from typing_extensions import Self
 
 from ..common import env
 from ..common.announce import announce_if_slow
-from ..common.atfork import forks_wait
+from ..common.importing import forks_wait
 from ..common.lazy_names import places
 from ..common.versions import API_VERSION, api_problem, misspelled, name_and_version
 from ..errors import PLUGIN_ERRORS, missing_library, raise_if_callers, raise_if_callers_at_import, warn_user

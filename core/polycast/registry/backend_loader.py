@@ -10,9 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..common.announce import announce_if_slow, log
-from ..common.atfork import forks_wait
 from ..common.env import canonical_name
-from ..common.importing import acquire
+from ..common.importing import acquire, forks_wait
 from ..errors import (
     CALLERS_ERRORS,
     PLUGIN_ERRORS,

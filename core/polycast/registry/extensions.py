@@ -10,8 +10,7 @@ from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 from ..common.announce import announce_if_slow, log
-from ..common.atfork import forks_wait
-from ..common.importing import acquire
+from ..common.importing import acquire, forks_wait
 from ..errors import PLUGIN_ERRORS, BackendBrokenError, BackendConflictError, raise_if_callers_at_import, warn_user
 from ..policy.cast_policy import CastPolicy
 from ..torch_internals.callers_state import call_outside

@@ -96,10 +96,10 @@ def test_threads_that_fork_in_turn_release_their_own_locks(run_program):
 
 PROGRAM = """
 import os, sys, threading
-from polycast.common import atfork
+from polycast.common import importing
 from polycast.policy.manifests import InstalledPlugin, Plugin
 
-atfork.LONGEST_WAIT = {limit}
+importing.LONGEST_WAIT = {limit}
 sys.started, sys.ends = threading.Event(), threading.Event()
 thread = threading.Thread(target=InstalledPlugin("acme", "acme", "1.0", Plugin()).resolve, args=("acme:number",))
 thread.start()

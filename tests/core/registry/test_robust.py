@@ -93,8 +93,8 @@ def test_a_package_may_ask_for_a_device_at_import_while_another_thread_imports_t
     (folder / "acme.py").write_text(asks)
     answer = run("""
         import importlib, threading
-        from polycast.common import atfork
-        atfork.LONGEST_WAIT = 0.1
+        from polycast.common import importing
+        importing.LONGEST_WAIT = 0.1
         sys.imports, sys.waits = threading.Event(), threading.Event()
         threads = [threading.Thread(target=importlib.import_module, args=("acme",), daemon=True)]
         threads[0].start()

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from ...common.atfork import call_in_forked_child, forks_wait
+from ...common.atfork import call_in_forked_child
+from ...common.importing import forks_wait
 from .. import state
 from ..casts.cast_cache import CastCache
 
