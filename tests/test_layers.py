@@ -183,7 +183,7 @@ def lines_of(function):
     return body[-1].end_lineno - body[0].lineno + 1
 
 
-BOUNDS = [("core", ".py", 15_674), ("core", ".h .cpp", 7_132), ("core backends plugins", ".py", 41_345)]
+BOUNDS = [("core", ".py", 15_673), ("core", ".h .cpp", 7_052), ("core backends plugins", ".py", 41_344)]
 """Folders, kinds of files, and their lines at most, docstrings and comments included. A change that needs more says
 what users gain by it."""
 

@@ -59,7 +59,7 @@ def find_slow_dtype(backend: Backend, dtype: torch.dtype) -> SlowDtype | None:
     """
     from ..policy import manifests
 
-    reason = answer(backend.slow_reason, dtype) or None
+    reason = _reason(backend, dtype)
     for plugin in manifests.functions("slow_reasons"):
         reason = plugin.ask(backend.device_type, dtype, reason, default=reason)
     return None if reason is None else SlowDtype(backend, dtype, reason)
@@ -80,7 +80,7 @@ def warn_if_slow(backend: Backend, dtype: torch.dtype) -> bool:
         return False
     # Plugins are imported to be asked only if somebody is told.
     is_told = events.slow_dtype or not _is_ignored()
-    slow = find_slow_dtype(backend, dtype) if is_told and answer(backend.slow_reason, dtype) else None
+    slow = find_slow_dtype(backend, dtype) if is_told and _reason(backend, dtype) else None
     if slow is not None and events.slow_dtype:
         events.slow_dtype.notify(*key)
     elif slow is not None:
@@ -95,6 +95,11 @@ def warn_if_slow(backend: Backend, dtype: torch.dtype) -> bool:
         )
     _checked.add(key)
     return True
+
+
+def _reason(backend: Backend, dtype: torch.dtype) -> str | None:
+    reason = answer(backend.slow_reason, dtype)
+    return reason if isinstance(reason, str) and reason else None
 
 
 def _is_ignored() -> bool:

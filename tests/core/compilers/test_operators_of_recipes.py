@@ -17,11 +17,11 @@ X = torch.ones(2, 8)
 
 
 @contextlib.contextmanager
-def defined(factor):
+def defined(factor, options=""):
     """Define an op of another library, which multiplies products by a factor."""
     with torch.library._scoped_library("polycast_test", "FRAGMENT") as library:
-        library.define("product(Tensor x, Tensor weight) -> Tensor")
-        library.impl("product", lambda x, weight: factor * (x @ weight.t()), "CompositeExplicitAutograd")
+        library.define(f"product(Tensor x, Tensor weight{options}) -> Tensor")
+        library.impl("product", lambda x, weight, *_: factor * (x @ weight.t()), "CompositeExplicitAutograd")
         yield
 
 
@@ -60,6 +60,9 @@ def test_it_calls_the_op_that_is_defined_now(int8_kernels, linear, monkeypatch):
         run_compiled_code()
     with defined(2):
         assert run_compiled_code() == 16
+    polycast.uninstall()
+    with defined(2, ", float a=1, int b=1, int c=1, int d=1, int e=1"), pytest.raises((RuntimeError, ValueError)):
+        run_compiled_code()
 
 
 def test_an_error_of_a_kernel_leaves_later_calls_as_they_are(compiled, linear, monkeypatch):

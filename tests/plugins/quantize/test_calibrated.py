@@ -1,5 +1,6 @@
 """Recipes with a calibration: the products, on each path to a kernel."""
 
+import os
 import pickle
 from concurrent.futures import ThreadPoolExecutor
 
@@ -216,6 +217,25 @@ def test_a_region_with_a_calibration_may_be_in_compiled_code(model, e, equalized
 
     function(x)
     assert torch.equal(function(x), expected(model, x, e))
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_process_computes_with_the_factors(model, e, equalized):
+    x = with_outliers()
+    wanted = expected(model, x, e)
+    run(model, x, equalized)
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            torch.set_num_threads(1)
+            polycast.clear_autocast_cache()
+            code = 0 if torch.equal(run(model, x, equalized), wanted) else 1
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
 OTHER_PROCESS = """

@@ -182,6 +182,12 @@ def test_calls_fall_back_where_weights_are_not_cached(layer, linear):
     assert (linear.prepared, linear.ran) == (0, 0)
 
 
+def test_writing_the_result_does_not_write_the_prepacked_weight(layer):
+    first = run(layer)
+    first.add_(1)
+    assert torch.equal(run(layer), expected(layer))
+
+
 @pytest.mark.parametrize("part", ["prepack", "run", "unsupported_reason"])
 def test_an_error_of_a_kernel_propagates_and_caches_nothing(layer, linear, monkeypatch, part):
     def fails(*args):

@@ -41,6 +41,23 @@ def run(model, x, recipe=None, **settings):
         return model(x)
 
 
+@pytest.mark.parametrize("call", ["linear", "mm", "addmm", "matmul"])
+def test_each_op_is_computed_by_it(recipe, call, recipe_counts):
+    weight, bias, x = nn.Parameter(torch.randn(300, 256)), torch.randn(256), torch.randn(3, 300)
+    linear = nn.Parameter(weight.detach().t().contiguous())
+    calls = {
+        "linear": lambda: nn.functional.linear(x, linear),
+        "mm": lambda: torch.mm(x, weight),
+        "addmm": lambda: torch.addmm(bias, x, weight),
+        "matmul": lambda: x @ weight,
+    }
+    with recipe_counts() as counts, autocast("cpu", recipe=recipe):
+        result = calls[call]()
+    (record,) = counts.records()
+    assert (record.op, record.recipe, record.declined) == (f"aten::{call}", recipe.short, "")
+    assert error(result, calls[call]()) < 0.2
+
+
 @pytest.mark.parametrize("engine", ["native"], indirect=True)  # the reference engine caches nothing
 def test_recipes_have_results_of_their_own_which_a_saved_cache_keeps(model, x, recipe, tmp_path):
     cache = WeightCache()

@@ -116,6 +116,17 @@ def test_it_is_on_pages_of_its_file(folder):
     assert memory_of(path)["Rss"] == 0
 
 
+def test_a_write_copies_pages(folder):
+    path = folder / "model.casts"
+    content = path.read_bytes()
+    model = model_of(folder / "weights.pt")
+    cache = WeightCache.load(path, model)
+    (entry,) = cache.entries()
+    entry.tensors[0][:8].zero_()
+    assert 0 < memory_of(path)["Anonymous"] < FILE
+    assert path.read_bytes() == content
+
+
 def test_a_save_over_a_loaded_file_leaves_what_was_loaded(folder):
     path, model = folder / "model.casts", model_of(folder / "weights.pt")
     cache = WeightCache.load(path, model)

@@ -23,7 +23,8 @@ class RecipeOp final : public c10::OperatorKernel {
     stack->erase(first, stack->end());
     const DispatchKey key = (keys - kSkippableKeys).highestPriorityTypeId();
     const bool has_only_autograd = c10::toFunctionalityKey(key) == DispatchKey::Dense && keys - kSkippableKeys == c10::DispatchKeySet(key);
-    Results results = has_only_autograd && is_of_region(c10::dispatchKeyToDeviceType(key), arguments) ? compute(key, arguments) : in_python(arguments);
+    const bool in_region = has_only_autograd && is_of_region(c10::dispatchKeyToDeviceType(key), arguments);
+    Results results = in_region ? compute(handle, key, arguments) : in_python(arguments);
     stack->insert(stack->end(), std::make_move_iterator(results.begin()), std::make_move_iterator(results.end()));
   }
 
@@ -40,12 +41,14 @@ class RecipeOp final : public c10::OperatorKernel {
         caching_is_safe() && runs_in_function() == false;
   }
 
-  Results compute(DispatchKey key, torch::jit::Stack& arguments) const {
+  Results compute(const c10::OperatorHandle& handle, DispatchKey key, torch::jit::Stack& arguments) const {
     const DeviceType device = c10::dispatchKeyToDeviceType(key);
     const ScalarType dtype = added(arguments, kDtype).toScalarType();
     const c10::DispatchKeySet keys = c10::getAutocastRelatedKeySetFromBackend(c10::toBackendComponent(key));
-    const c10::OperatorHandle op = find_op(op_);  // at each call: a library may define the op again
     arguments.resize(arguments.size() - kAdded);
+    const c10::OperatorHandle op = find_op(op_);  // at each call: a library may define the op again
+    TORCH_CHECK(op.schema().arguments().size() == arguments.size() && op.schema().returns().size() == handle.schema().returns().size(), op_,
+                " was defined again with other arguments or results since this code was compiled: call torch.compiler.reset(), and compile it again");
     {
       const NoAutocast no_autocast(device, keys);
       const at::NoGradGuard no_history;

@@ -121,6 +121,17 @@ def test_a_region_around_compiled_code_may_make_its_recipe_each_time(model, line
     assert counter.frame_count == 1
 
 
+def test_code_that_makes_recipes_is_one_graph_without_fullgraph(model):
+    def function(x):
+        with polycast.autocast("cpu", recipe=polycast.Int8(ops=["linear"])):
+            inside = model(x)
+        with polycast.autocast("cpu", recipe=polycast.NoRecipe()):
+            return inside, model(x)
+
+    explained = torch._dynamo.explain(function)(X)
+    assert (explained.graph_count, explained.graph_break_count) == (1, 0), explained.break_reasons
+
+
 def test_a_recipe_that_is_made_in_the_code_outlives_a_graph_break(model, linear):
     @torch.compile(backend="aot_eager")
     def function(x):
