@@ -1,4 +1,4 @@
-"""Import code of plugins without deadlocks, and make forks wait for such imports and for other work of threads."""
+"""Import code of plugins without deadlocks: Python locks each module while it is imported."""
 
 import sys
 import threading
@@ -10,13 +10,13 @@ from typing import Any
 from .atfork import Lock, call_in_forked_child, hold_during_fork
 
 LONGEST_WAIT = 10
-"""Seconds to wait for another thread, which may hang or be waiting for this one."""
+"""Seconds to wait for an import, which may hang or be waiting for this thread."""
 
-_awaited: list[Lock] = []
-"""What threads do now that forks wait for, as locks."""
+_imports: list[Lock] = []
+"""The imports in progress, as locks that only forks wait for."""
 _lock = threading.RLock()  # reentrant: a signal handler may import
-hold_during_fork(lambda: [_lock, *_awaited])
-call_in_forked_child(_awaited.clear)
+hold_during_fork(lambda: [_lock, *_imports])
+call_in_forked_child(_imports.clear)
 
 
 def acquire(lock: Any) -> bool:
@@ -35,8 +35,8 @@ def _is_in_import() -> bool:
 
 
 @contextmanager
-def forks_wait() -> Iterator[None]:
-    """Make forks in other threads wait for the block, which the child could never finish; but not for long."""
+def importing() -> Iterator[None]:
+    """Make forks in other threads wait for the import in the block, which the child could never finish."""
     lock = threading.RLock()
     mine = SimpleNamespace(
         acquire=lambda blocking: lock.acquire(blocking, LONGEST_WAIT if blocking else -1), release=lock.release
@@ -44,9 +44,9 @@ def forks_wait() -> Iterator[None]:
     try:
         with lock:
             with _lock:
-                _awaited.append(mine)
+                _imports.append(mine)
             yield
     finally:
         with _lock:
-            if mine in _awaited:  # not in a child that was forked in the block
-                _awaited.remove(mine)
+            if mine in _imports:  # not in a child that was forked by the import
+                _imports.remove(mine)

@@ -41,12 +41,12 @@ def lazy_names(module: str) -> tuple[Callable[[str], Any], Callable[[], list[str
     def get(name: str) -> Any:
         if name not in found:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
-        from .importing import forks_wait  # imported here, as plugins import names when they are imported themselves
+        from .importing import importing  # imported here, as plugins import names when they are imported themselves
 
         gc_enabled = gc.isenabled()
         gc.disable()  # a finalizer may use a name of a module that is partially imported
         try:
-            with forks_wait():
+            with importing():
                 value = getattr(importlib.import_module(found[name], owner.__spec__.parent), name)
             setattr(owner, name, value)
         finally:

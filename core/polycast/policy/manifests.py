@@ -18,7 +18,7 @@ from typing_extensions import Self
 
 from ..common import env
 from ..common.announce import announce_if_slow
-from ..common.importing import forks_wait
+from ..common.importing import importing
 from ..common.lazy_names import places
 from ..common.versions import API_VERSION, api_problem, misspelled, name_and_version
 from ..errors import PLUGIN_ERRORS, missing_library, raise_if_callers, raise_if_callers_at_import, warn_user
@@ -121,7 +121,7 @@ class InstalledPlugin(NamedTuple):
             RuntimeError: it cannot be imported.
         """
         try:
-            with forks_wait(), _announced(self.name, self.distribution, self.is_own), disable_autocast():
+            with importing(), _announced(self.name, self.distribution, self.is_own), disable_autocast():
                 return call_outside(_imported, self.distribution, partial(pkgutil.resolve_name, path))
         except PLUGIN_ERRORS as error:
             raise_if_callers_at_import(error)
@@ -223,7 +223,7 @@ def _read(unfinished: list[str]) -> Iterator[InstalledPlugin]:
         if not is_own and not env.discovery():
             continue
         try:
-            with forks_wait(), _announced(point.name, distribution, is_own), disable_autocast():
+            with importing(), _announced(point.name, distribution, is_own), disable_autocast():
                 plugin = call_outside(_imported, distribution, point.load)
             if not isinstance(plugin, Plugin):
                 raise TypeError(f"{point.value} must be a polycast.plugin.Plugin, got {plugin!r}")

@@ -11,7 +11,7 @@ from typing import Any
 
 from ..common.announce import announce_if_slow, log
 from ..common.env import canonical_name
-from ..common.importing import acquire, forks_wait
+from ..common.importing import acquire, importing
 from ..errors import (
     CALLERS_ERRORS,
     PLUGIN_ERRORS,
@@ -122,7 +122,7 @@ class BackendLoader:
         if failure is None:
             self._loading = True
             try:
-                with forks_wait(), self.announced_if_slow("importing"), disable_autocast():
+                with importing(), self.announced_if_slow("importing"), disable_autocast():
                     return call_outside(_load_plugin, candidate, self.device_type)
             except PLUGIN_ERRORS as error:
                 if is_interrupt(error):

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 from ..common.announce import announce_if_slow, log
-from ..common.importing import acquire, forks_wait
+from ..common.importing import acquire, importing
 from ..errors import PLUGIN_ERRORS, BackendBrokenError, BackendConflictError, raise_if_callers_at_import, warn_user
 from ..policy.cast_policy import CastPolicy
 from ..torch_internals.callers_state import call_outside
@@ -128,7 +128,7 @@ class DeviceExtensions:
 
     def _load_all(self) -> Sequence[_Answer]:
         try:
-            with forks_wait():  # also when they are asked: they may import what they need then
+            with importing():  # also when they are asked: they may import what they need then
                 self._doing = "importing"
                 answers = [_tried(self._import, _Answer(each)) for each in self.candidates]
                 self._doing = "asking"

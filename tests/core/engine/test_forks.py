@@ -179,38 +179,6 @@ else:
     print(os.waitpid(child, 0)[1] == 0)
 """
 
-PREPACKING = """
-import os, threading
-import torch
-import polycast
-from polycast.engine.recipes.prepacking import prepacked
-
-weight = torch.nn.Parameter(torch.ones(4, 4), requires_grad=False)
-cast, cache = weight.detach().bfloat16(), polycast.WeightCache()
-with torch.no_grad(), polycast.autocast("cpu", cache=cache):
-    torch.mm(weight, weight)
-begun, forks = threading.Event(), threading.Event()
-
-
-def prepack(weight):
-    alias = weight.data  # unlike a view, it could write the weight unseen
-    begun.set()
-    forks.wait()
-    return (alias.bfloat16(),)
-
-
-thread = threading.Thread(target=prepacked, args=(cache, weight, 1, prepack))
-thread.start()
-begun.wait()
-os.register_at_fork(before=forks.set)  # the last that is registered is the first that is called
-child = os.fork()
-if not child:
-    cache.adopt(weight, None, torch.bfloat16, [cast])
-    os._exit(0)
-print(os.waitpid(child, 0)[1])
-thread.join()
-"""
-
 
 def test_a_fork_does_not_wait_for_a_compiler(run_program, tmp_path):
     assert run_program(COMPILING, "native", tmp_path, "engine")[1] == "0\n[True]\n"
@@ -237,7 +205,3 @@ def test_a_child_casts_weights_that_its_parent_has_cast_on_several_threads(run_p
 
 def test_a_child_imports_what_another_thread_was_importing(run_program):
     assert run_program(IMPORTING, "native", "polycast.engine.native.engine_library", timeout=60)[1] == "0\n"
-
-
-def test_a_child_has_no_reference_to_a_weight_that_another_thread_was_prepacking(run_program):
-    assert run_program(PREPACKING, "native", timeout=60) == (0, "0\n", "")

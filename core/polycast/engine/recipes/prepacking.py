@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from ...common.atfork import call_in_forked_child
-from ...common.importing import forks_wait
 from .. import state
 from ..casts.cast_cache import CastCache
 
@@ -48,8 +47,7 @@ def _holding(identity: int) -> Iterator[None]:
     """Tell other threads that this one may hold the storage of a weight, given its identity."""
     try:
         _now.append(identity)  # in the block: once it is there, no KeyboardInterrupt may leave it there
-        with forks_wait():  # a child would never lose the reference
-            yield
+        yield
     finally:
         if identity in _now:  # not in a child that was forked meanwhile
             _now.remove(identity)
