@@ -34,6 +34,12 @@ class Computation(NamedTuple):
     in_fast: Callable[[], torch.Tensor]
     gradients: "Gradients"
 
+    def result(self) -> torch.Tensor:
+        """Compute the result in the way of the forward."""
+        with disable_autocast():
+            result = (self.in_float32 if self.ways.forward is Way.FLOAT32 else self.in_fast)()
+        return result.detach() if result._is_view() else result  # autograd lets no view of a function be written
+
 
 class Gradients:
     """The gradients of ``beta * bias + alpha * (first @ second)``, or of a linear."""
@@ -77,8 +83,7 @@ class RecordedProduct(torch.autograd.Function):
         ctx.dtypes = first.dtype, second.dtype, None if bias is None else bias.dtype
         _, for_first, for_second, _ = ctx.needs_input_grad
         ctx.save_for_backward(first if for_second else None, computation.cast if for_first else None)
-        with disable_autocast():
-            return (computation.in_float32 if computation.ways.forward is Way.FLOAT32 else computation.in_fast)()
+        return computation.result()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor | None) -> Any:
@@ -156,8 +161,7 @@ class Convolution(torch.autograd.Function):
         ctx.ways, ctx.dtype, ctx.settings = computation.ways, computation.dtype, settings
         ctx.dtypes = first.dtype, second.dtype, None if bias is None else bias.dtype
         ctx.save_for_backward(first, computation.cast)
-        with disable_autocast():
-            return (computation.in_float32 if computation.ways.forward is Way.FLOAT32 else computation.in_fast)()
+        return computation.result()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor | None) -> Any:
@@ -177,12 +181,8 @@ class Convolution(torch.autograd.Function):
                 channels = gradient.dim() - second.dim() + 1
                 others = [at for at in range(gradient.dim()) if at != channels]
                 of_bias = of_way.widest.sum(others, dtype=torch.float32)
-        gradients = (*found, of_bias)
-        return (
-            None,
-            None,
-            *(None if each is None else each.to(dtype) for each, dtype in zip(gradients, ctx.dtypes, strict=True)),
-        )
+        pairs = zip((*found, of_bias), ctx.dtypes, strict=True)
+        return None, None, *(None if each is None else each.to(dtype) for each, dtype in pairs)
 
 
 class ConvolutionSettings(NamedTuple):
