@@ -45,7 +45,7 @@ def written(module, tiny, tmp_path):
 
 
 def test_without_llama_cpp_each_row_says_so_and_has_its_bound(module, monkeypatch):
-    benchmark, sides = module("llama_cpp"), module("llama_sides")
+    benchmark, sides = module("llama"), module("llama_sides")
     monkeypatch.setattr(benchmark.gguf_files, "missing", lambda: "llama-cpp-python is not installed")
     results = benchmark.LlamaCpp((1, 2)).run(quick=True)
     assert {(each.measured, each.skipped) for each in results} == {(None, "llama-cpp-python is not installed")}
@@ -86,7 +86,7 @@ def test_a_benchmark_that_takes_threads_runs_once_with_all_of_them(module, monke
 
 def test_slow_sides_are_timed_twice_and_the_others_in_each_round(module):
     """A side is not slow for its first step, which may read its file from disk."""
-    benchmark = module("llama_cpp")
+    benchmark = module("llama")
     asked = []
 
     class Fake:
@@ -132,7 +132,7 @@ def test_a_side_that_cannot_run_here_says_why(module, tiny, tmp_path, capsys, mo
 
 @pytest.mark.slow
 def test_llama_cpp_computes_torchs_logits(module, written):
-    benchmark, sides = module("llama_cpp"), module("llama_sides")
+    benchmark, sides = module("llama"), module("llama_sides")
     benchmark.check(written)
     tokens = sides.ids(24)
     assert torch.allclose(*(sides.load(written, name).logits(tokens) for name in ("F32", "float32")), atol=1e-5)
@@ -140,7 +140,7 @@ def test_llama_cpp_computes_torchs_logits(module, written):
 
 @pytest.mark.slow
 def test_the_check_finds_a_model_whose_queries_are_rotated_otherwise(module, tiny, written, monkeypatch):
-    benchmark, files = module("llama_cpp"), module("gguf_files")
+    benchmark, files = module("llama"), module("gguf_files")
     monkeypatch.setattr(files, "permuted", lambda weight, _: weight)
     files.write(tiny, written / "F32.gguf")
     with pytest.raises(RuntimeError, match=r"differ from torch's by \d.*nothing can be compared"):

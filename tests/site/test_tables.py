@@ -1,4 +1,4 @@
-"""What the tables of docs/benchmark-tables.md and docs/families.md show."""
+"""Make the tables of docs/benchmark-tables.md and docs/families.md from saved figures."""
 
 import pytest
 

@@ -27,7 +27,7 @@ def find_op(name: str) -> OpOverload | None:
 
 
 def existing_op(name: str) -> OpOverload:
-    """Return the overload of a dispatcher name that the running torch is known to have."""
+    """Return the overload of a dispatcher name; raise RuntimeError if torch has none."""
     found = find_op(name)
     if found is None:  # its library was destroyed
         raise RuntimeError(f"Could not find schema for {name}")

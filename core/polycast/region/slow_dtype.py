@@ -78,7 +78,7 @@ def warn_if_slow(backend: Backend, dtype: torch.dtype) -> bool:
     override, _ = state.machine.innermost(backend.device_type)
     if override is not None and override.recipe is not None and override.recipe.ops:
         return False
-    # Plugins are imported to be asked only if somebody is told.
+    # Ask plugins, which imports them, only if somebody is told.
     is_told = events.slow_dtype or not _is_ignored()
     slow = find_slow_dtype(backend, dtype) if is_told and _reason(backend, dtype) else None
     if slow is not None and events.slow_dtype:

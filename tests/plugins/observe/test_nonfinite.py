@@ -84,7 +84,7 @@ FOUND = {
     "in place, later": (lambda: torch.zeros(4).add_(1e38).mul_(10).add_(1), {"op": "aten::mul_.Tensor"}),
     "filled": (lambda: (x := torch.zeros(4)).fill_(3e38).add_(x), {"op": "aten::add_.Tensor"}),
     "copied": (lambda: torch.full((4,), INF).copy_(torch.zeros(4)).neg_().log_(), {"op": "aten::log_"}),
-    # What an op was given is not found.
+    # Find no op where a value that is not finite was given.
     "written by the program": (written_by_the_program, {}),
     "elsewhere in written memory": (elsewhere_in_written_memory, {}),
     "given in a list": (lambda: torch._foreach_mul_([torch.ones(4), torch.full((4,), INF)], 2.0), {}),

@@ -129,7 +129,7 @@ class Casts {
   }
 
   std::forward_list<List> lists_;
-  c10::SmallVector<std::optional<Tensor>, kMax> casts_;  // which stay where they are: there are no more
+  c10::SmallVector<std::optional<Tensor>, kMax> casts_;  // never more, so that references to them stay valid
 };
 
 }  // namespace

@@ -140,7 +140,7 @@ CALLS = {
     "an op that finds a cast": (lambda: product(WEIGHT), FOURS.clone, dict),
     "an op of a recipe": (lambda: product(WEIGHT, F.linear), FOURS.clone, SETTINGS["recipe"]),
 }
-"""What calls an op, and what computes the same by hand, and what makes the settings of a region."""
+"""By name: call an op in a region, compute its result by hand, and make the settings of the region."""
 
 
 @pytest.mark.usefixtures("int8_kernels")
